@@ -1,0 +1,47 @@
+# Everything a newcomer needs: `make demo`, `make test`. The first call sets up .venv and builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*)
+# XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
+export NPROC ?= 32
+
+.PHONY: demo test lint format sanitize bench clean
+
+demo: $(VENV)/.built
+	$(BIN)/python -m jax_ep demo $(ARGS)
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+format: $(VENV)/.built
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+# The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
+sanitize: $(VENV)/.built
+	tests/sanitize.sh $(BIN)/python
+
+bench: $(VENV)/.built
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo
+	touch $@
+
+# The package itself is linked in, so that edited Python files count at once.
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

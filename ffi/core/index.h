@@ -1,0 +1,80 @@
+// Index arithmetic of expert parallelism, shared by the host ops and the CUDA kernels.
+//
+// Notation: R ranks, T tokens a rank, K top-k choices a token, E experts, L = E / R experts a rank,
+// C rows of a receive buffer. Expert e lives on rank e / L.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAX_EP_HD __host__ __device__
+#else
+#define JAX_EP_HD
+#endif
+
+namespace jax_ep {
+
+// How the rows of a receive buffer are ordered.
+enum class Order : int32_t {
+  kRank = 0,    // one row for each (token, rank): by source rank, then token
+  kExpert = 1,  // one row for each (token, expert): by local expert, then source rank, then token
+};
+
+// The static part of one routing, equal on all ranks of a group.
+struct Shape {
+  Order order;
+  int32_t num_ranks;    // R
+  int32_t num_tokens;   // T
+  int32_t top_k;        // K
+  int32_t num_experts;  // E
+  int32_t capacity;     // C
+  int32_t alignment;    // expert order: each expert's block starts at a multiple of it
+
+  JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
+  JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
+  // Columns of `token_rows`: a token has a row for each rank, or for each of its choices.
+  JAX_EP_HD int32_t rows_per_token() const { return order == Order::kRank ? num_ranks : top_k; }
+};
+
+// The expert of a token's k-th choice, or -1 where the choice is unused: marked so, out of range,
+// or a repetition of an earlier choice of the same token.
+template <typename Id>
+JAX_EP_HD inline int32_t RoutedExpert(const Id* token_ids, int32_t k, int32_t num_experts) {
+  const Id id = token_ids[k];
+  if (id < 0 || id >= static_cast<Id>(num_experts)) return -1;
+  for (int32_t j = 0; j < k; ++j) {
+    if (token_ids[j] == id) return -1;
+  }
+  return static_cast<int32_t>(id);
+}
+
+// Whether choice k is the token's first on its rank, so that the token counts for that rank once.
+// `experts` are a token's routed experts (-1 unused).
+JAX_EP_HD inline bool IsFirstOnRank(const int32_t* experts, int32_t k, int32_t num_local_experts) {
+  const int32_t rank = experts[k] / num_local_experts;
+  for (int32_t j = 0; j < k; ++j) {
+    if (experts[j] >= 0 && experts[j] / num_local_experts == rank) return false;
+  }
+  return true;
+}
+
+JAX_EP_HD inline int64_t AlignUp(int64_t rows, int64_t alignment) {
+  return (rows + alignment - 1) / alignment * alignment;
+}
+
+// The part of rows [begin, end) that lies inside a buffer of `capacity` rows.
+JAX_EP_HD inline int32_t RowsKept(int64_t begin, int64_t end, int64_t capacity) {
+  if (begin > capacity) begin = capacity;
+  if (end > capacity) end = capacity;
+  return static_cast<int32_t>(end - begin);
+}
+
+// Whether a handle's entry names a row. Handles are arrays that a program could have changed, so
+// what is read from one is checked before it is used as an index.
+JAX_EP_HD inline bool IsRow(int32_t row, int32_t capacity) { return row >= 0 && row < capacity; }
+
+JAX_EP_HD inline bool IsExpert(int32_t expert, int32_t num_experts) {
+  return expert >= 0 && expert < num_experts;
+}
+
+}  // namespace jax_ep

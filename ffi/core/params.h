@@ -1,0 +1,136 @@
+// What one rank brings to an op: plain pointers and sizes, filled in by the handlers.
+// Shapes in brackets use the notation of index.h; all index arrays are int32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/index.h"
+
+namespace jax_ep {
+
+// Floating types whose rows can be summed. Others are cast to one of these before the call.
+enum class Float : int32_t { kF16, kBF16, kF32, kF64 };
+
+// Router output: ids are int32 or int64.
+struct TopkIds {
+  const void* data;  // [T, K]
+  bool is_int64;
+};
+
+struct LayoutParams {
+  Shape shape;
+  int32_t ranks_per_node;
+  TopkIds topk_idx;
+  int32_t* num_tokens_per_rank;    // [R]
+  int32_t* num_tokens_per_node;    // [R / ranks_per_node]
+  int32_t* num_tokens_per_expert;  // [E]
+  bool* is_token_in_rank;          // [T, R]
+};
+
+// One array whose rows are moved bit for bit.
+struct Payload {
+  const std::byte* in;  // [T, row_bytes]
+  std::byte* out;       // [C, row_bytes], at the receiver
+  int64_t row_bytes;
+};
+
+// Where each row of a routing lies. Written by dispatch, read by everything after it.
+struct HandleArrays {
+  int32_t* topk_idx;            // [T, K] routed expert, -1 unused
+  int32_t* token_rows;          // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
+  int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
+  int32_t* expert_counts;       // [L] (token, expert) pairs routed to each local expert, before drops
+};
+
+struct DispatchParams {
+  Shape shape;
+  int32_t rank;
+  TopkIds topk_idx;
+  const float* topk_weights;  // [T, K], or null
+  const Payload* payloads;
+  int32_t num_payloads;
+  HandleArrays handle;
+  float* recv_topk_weights;    // [C, K] by rank, [C] by expert, or null
+  int32_t* recv_topk_idx;      // [C, K] by rank, else null
+  int32_t* tokens_per_expert;  // [L] kept (row, k) pairs of each local expert
+  int32_t* group_sizes;        // [L] by expert, else null
+  int32_t* num_tokens;         // [1] kept rows
+  int32_t* num_dropped;        // [1] dropped rows
+};
+
+// The same routing again, for another payload.
+struct CachedDispatchParams {
+  Shape shape;
+  int32_t rank;
+  HandleArrays handle;
+  const float* topk_weights;  // [T, K], or null
+  float* recv_topk_weights;   // [C, K] by rank, [C] by expert, or null
+  const Payload* payloads;
+  int32_t num_payloads;
+};
+
+// One array whose rows are summed.
+struct Summand {
+  const void* rows;  // [C, num_elements], at the receiver of the dispatch
+  void* out;         // [T, num_elements]
+  int64_t num_elements;
+  Float type;
+};
+
+struct Bias {
+  const void* data;  // [T, num_elements] of the one summand
+  Float type;
+};
+
+struct CombineParams {
+  Shape shape;
+  int32_t rank;
+  HandleArrays handle;
+  const Summand* summands;
+  int32_t num_summands;
+  const float* row_weights;  // [C] by expert, or null: the factor of each row
+  const Bias* biases;
+  int32_t num_biases;
+  const float* recv_topk_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
+  float* topk_weights;             // ... [T, K], 0 where a choice has no row
+};
+
+// Rank order to expert order on one device: a dispatch within a group of one rank.
+struct PermuteParams {
+  Shape shape;                 // one rank; T stands for the C rows that come in, C for P
+  TopkIds topk_idx;            // [C, K] local experts
+  const float* topk_weights;   // [C, K], or null
+  const Payload* payloads;     // in [C, ...], out [P, ...]
+  int32_t num_payloads;
+  int32_t* row_map;            // [C, K] row of each (row, k), -1 none or dropped
+  float* permuted_weights;     // [P], or null
+  int32_t* group_sizes;        // [L]
+  int32_t* tokens_per_expert;  // [L]
+  int32_t* num_dropped;        // [1]
+};
+
+// The same permutation again, for another payload.
+struct CachedPermuteParams {
+  int32_t num_rows;        // C
+  int32_t top_k;           // K
+  int32_t num_permuted;    // P
+  const int32_t* row_map;  // [C, K]
+  const Payload* payloads;
+  int32_t num_payloads;
+};
+
+struct UnpermuteParams {
+  int32_t num_rows;           // C
+  int32_t top_k;              // K
+  int32_t num_local_experts;  // L
+  int32_t num_permuted;       // P
+  const int32_t* row_map;     // [C, K] row of y, -1 none
+  Summand y;                  // rows [P, H], out [C, H]
+  Float out_type;
+  const float* topk_weights;  // [C, K], or null
+  const Bias* bias;           // [L, H], or null
+  TopkIds topk_idx;           // [C, K] local experts; read only with a bias
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,82 @@
+#include "handlers/check.h"
+
+#include "host/pages.h"
+
+namespace jax_ep {
+
+ffi::TypeId CallSite::id = {};
+
+ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads) {
+  if (args.size() != rets.size()) {
+    return InvalidArgument(op, ": expected as many results as payload arrays, got ", rets.size(), " for ",
+                           args.size());
+  }
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto in = args.get<ffi::AnyBuffer>(i);
+    auto out = rets.get<ffi::AnyBuffer>(i);
+    if (in.has_error()) return in.error();
+    if (out.has_error()) return out.error();
+    const ffi::AnyBuffer& source = *in;
+    const ffi::AnyBuffer& target = **out;
+    const int64_t elements = ElementsPerRow(source);
+    if (source.dimensions().size() == 0 || source.dimensions()[0] != num_in ||
+        target.dimensions().size() == 0 || target.dimensions()[0] != num_out ||
+        ElementsPerRow(target) != elements || source.element_type() != target.element_type()) {
+      return InvalidArgument(op, ": payload ", i, " must have ", num_in, " rows and its result ", num_out,
+                             " rows of the same shape and dtype");
+    }
+    payloads.push_back({static_cast<const std::byte*>(source.untyped_data()),
+                        static_cast<std::byte*>(target.untyped_data()),
+                        elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type()))});
+    host::PreferHugePages(target.untyped_data(), target.size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids) {
+  const bool is_int64 = buffer.element_type() == ffi::DataType::S64;
+  if (!is_int64 && buffer.element_type() != ffi::DataType::S32) {
+    return InvalidArgument(what, ": ids must be int32 or int64");
+  }
+  if (buffer.dimensions().size() != 2) return InvalidArgument(what, ": ids must have two dimensions");
+  ids = {buffer.untyped_data(), is_int64};
+  return ffi::Error::Success();
+}
+
+ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device_ordinal, int32_t rank,
+                    int32_t num_ranks, Seat& seat) {
+  auto key = attrs.get<std::string_view>("group");
+  if (key.has_error()) return key.error();
+  seat.group = FindGroup(std::string(*key));
+  if (seat.group == nullptr) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      std::string(op) + ": the group of this program is closed (" + std::string(*key) +
+                          "); make the Group again before running it");
+  }
+  const auto place = seat.group->Find(device_ordinal);
+  if (!place || place->rank != rank || seat.group->num_ranks() != num_ranks) {
+    return InvalidArgument(op, ": group ", seat.group->name(), " was made for another mesh: device ",
+                           device_ordinal, " runs as rank ", rank, " of ", num_ranks,
+                           place ? ", and is another rank there" : ", and is not in it",
+                           "; make the Group from the mesh of this shard_map");
+  }
+  seat.place = *place;
+  return ffi::Error::Success();
+}
+
+ffi::Future Meet(CallSite& site, int64_t run_id, Seat seat, std::unique_ptr<Share> share) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  site.meetings.Arrive({run_id, std::move(seat.group), seat.place, std::move(share),
+                        [promise = std::move(promise)](const std::string* error) mutable {
+                          if (error == nullptr) {
+                            promise.SetAvailable();
+                          } else {
+                            promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
+                          }
+                        }});
+  return future;
+}
+
+}  // namespace jax_ep

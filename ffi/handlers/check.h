@@ -1,0 +1,102 @@
+// What the handlers share: clear errors, shapes of operands and the meeting of the ranks.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/params.h"
+#include "runtime/meeting.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+template <typename... Parts>
+ffi::Error InvalidArgument(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return ffi::Error::InvalidArgument(text.str());
+}
+
+inline ffi::Future Failed(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+// Checks a buffer's shape; `what` is the op and the argument.
+template <typename Buffer>
+ffi::Error CheckShape(const char* what, const Buffer& buffer, const std::vector<int64_t>& expected) {
+  const auto dims = buffer.dimensions();
+  if (std::vector<int64_t>(dims.begin(), dims.end()) == expected) return ffi::Error::Success();
+  std::ostringstream text;
+  text << what << ": expected shape [";
+  for (size_t i = 0; i < expected.size(); ++i) text << (i ? ", " : "") << expected[i];
+  text << "], got [";
+  for (size_t i = 0; i < dims.size(); ++i) text << (i ? ", " : "") << dims[i];
+  text << "]";
+  return ffi::Error::InvalidArgument(text.str());
+}
+
+// Returns the first failure among several checks.
+inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
+  for (const ffi::Error& error : errors) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+inline std::optional<Float> FloatOfType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F16:
+      return Float::kF16;
+    case ffi::DataType::BF16:
+      return Float::kBF16;
+    case ffi::DataType::F32:
+      return Float::kF32;
+    case ffi::DataType::F64:
+      return Float::kF64;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Elements of one row: all dimensions but the first.
+inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
+  int64_t elements = 1;
+  const auto dims = buffer.dimensions();
+  for (size_t i = 1; i < dims.size(); ++i) elements *= dims[i];
+  return elements;
+}
+
+// Pairs operands with results of equal rows: `num_in` and `num_out` rows of the same bytes.
+ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads);
+
+ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
+
+// The state of a call site whose op communicates.
+struct CallSite {
+  explicit CallSite(const char* op) : meetings(op) {}
+  static ffi::TypeId id;
+  MeetingPoint meetings;
+};
+
+// The group that the attribute `group` names, and this device's place in it. `rank` is the operand that the program computed.
+struct Seat {
+  std::shared_ptr<Group> group;
+  Group::Place place;
+};
+ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device_ordinal, int32_t rank,
+                    int32_t num_ranks, Seat& seat);
+
+// Brings this rank's share to the meeting. The future is ready when all ranks have left.
+ffi::Future Meet(CallSite& site, int64_t run_id, Seat seat, std::unique_ptr<Share> share);
+
+}  // namespace jax_ep

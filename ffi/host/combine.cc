@@ -1,0 +1,106 @@
+#include <type_traits>
+
+#include "core/index.h"
+#include "host/ops.h"
+#include "host/sum.h"
+
+namespace jax_ep::host {
+namespace {
+
+// A token's row at a rank.
+struct Source {
+  int32_t rank;
+  int32_t row;
+  int32_t k;
+};
+
+// A token's rows in the order of the sum: by rank; by expert, a rank's rows by k.
+void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t,
+                 std::vector<Source>& sources) {
+  sources.clear();
+  const int32_t width = shape.rows_per_token();
+  for (int32_t i = 0; i < width; ++i) {
+    const int32_t row = handle.token_rows[int64_t{t} * width + i];
+    if (!IsRow(row, shape.capacity)) continue;
+    int32_t rank = i;
+    if (shape.order == Order::kExpert) {
+      const int32_t expert = handle.topk_idx[int64_t{t} * shape.top_k + i];
+      if (!IsExpert(expert, shape.num_experts)) continue;
+      rank = shape.rank_of(expert);
+    }
+    sources.push_back({rank, row, i});
+  }
+  std::sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) {
+    return a.rank != b.rank ? a.rank < b.rank : a.k < b.k;
+  });
+}
+
+template <typename Acc>
+void SumToken(const std::vector<const CombineParams*>& ranks, const CombineParams& me, int32_t index,
+              int32_t t, const std::vector<Source>& sources) {
+  const Summand& mine = me.summands[index];
+  const int64_t width = mine.num_elements;
+  Acc total[kBlock], partial[kBlock];
+  for (int64_t first = 0; first < width; first += kBlock) {
+    const int64_t n = std::min(kBlock, width - first);
+    std::fill_n(total, n, Acc{0});
+    for (size_t i = 0; i < sources.size();) {
+      // A rank's rows are summed apart, as if that rank had sent one row.
+      const int32_t rank = sources[i].rank;
+      const bool alone = i + 1 == sources.size() || sources[i + 1].rank != rank;
+      Acc* sum = alone ? total : partial;
+      if (!alone) std::fill_n(partial, n, Acc{0});
+      for (; i < sources.size() && sources[i].rank == rank; ++i) {
+        const float* weights = ranks[rank]->row_weights;
+        AddRow<Acc>(mine.type,
+                    RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, mine.type), first, n,
+                    weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
+      }
+      if (!alone) {
+        for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
+      }
+    }
+    for (int32_t b = 0; b < me.num_biases; ++b) {
+      const Bias& bias = me.biases[b];
+      AddRow<Acc>(bias.type, RowAt(bias.data, t, width, bias.type), first, n, Acc{1}, total);
+    }
+    StoreRow<Acc>(mine.type, total, first, n, RowAt(mine.out, t, width, mine.type));
+  }
+}
+
+// Takes each choice's weight back from the row it was sent with.
+void ReturnWeights(const std::vector<const CombineParams*>& ranks, const CombineParams& me, int32_t t) {
+  const Shape& shape = me.shape;
+  const int32_t width = shape.rows_per_token();
+  for (int32_t k = 0; k < shape.top_k; ++k) {
+    const int64_t choice = int64_t{t} * shape.top_k + k;
+    float weight = 0.0f;
+    if (const int32_t expert = me.handle.topk_idx[choice];
+        IsExpert(expert, shape.num_experts)) {
+      const int32_t rank = shape.rank_of(expert);
+      const bool by_rank = shape.order == Order::kRank;
+      const int32_t row = me.handle.token_rows[int64_t{t} * width + (by_rank ? rank : k)];
+      const float* recv = ranks[rank]->recv_topk_weights;
+      if (IsRow(row, shape.capacity)) weight = by_rank ? recv[int64_t{row} * shape.top_k + k] : recv[row];
+    }
+    me.topk_weights[choice] = weight;
+  }
+}
+
+}  // namespace
+
+void Combine(const std::vector<const CombineParams*>& ranks, int rank) {
+  const CombineParams& me = *ranks[rank];
+  std::vector<Source> sources;
+  for (int32_t t = 0; t < me.shape.num_tokens; ++t) {
+    FindSources(me.shape, me.handle, t, sources);
+    for (int32_t index = 0; index < me.num_summands; ++index) {
+      WithAccumulator(me.summands[index].type, [&](auto* null) {
+        SumToken<std::remove_pointer_t<decltype(null)>>(ranks, me, index, t, sources);
+      });
+    }
+    if (me.recv_topk_weights != nullptr) ReturnWeights(ranks, me, t);
+  }
+}
+
+}  // namespace jax_ep::host

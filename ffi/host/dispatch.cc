@@ -1,0 +1,266 @@
+#include <algorithm>
+#include <cstring>
+
+#include "core/index.h"
+#include "host/ops.h"
+#include "host/topk.h"
+
+namespace jax_ep::host {
+namespace {
+
+// Rows [begin, end) of a receive buffer that hold no token: padding or tail.
+struct Gap {
+  int64_t begin;
+  int64_t end;
+};
+
+// The padding and the tail of rank `rank`'s receive buffer.
+std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int rank) {
+  const int64_t capacity = shape.capacity;
+  std::vector<Gap> gaps;
+  const auto add = [&](int64_t begin, int64_t end) {
+    begin = std::clamp<int64_t>(begin, 0, capacity);
+    end = std::clamp<int64_t>(end, 0, capacity);
+    if (begin < end) gaps.push_back({begin, end});
+  };
+  int64_t end_of_rows = 0;
+  if (shape.order == Order::kRank) {
+    end_of_rows = handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + rank];
+  } else {
+    for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
+      const int64_t block = end_of_rows;
+      end_of_rows = block + AlignUp(handle.expert_counts[local], shape.alignment);
+      add(block + handle.expert_counts[local], end_of_rows);
+    }
+  }
+  add(end_of_rows, capacity);
+  return gaps;
+}
+
+// The part of a push that dispatch and its cached repetition share.
+struct Push {
+  const Shape& shape;
+  const HandleArrays& handle;
+  const Payload* payloads;
+  int32_t num_payloads;
+  const float* topk_weights;
+  float* recv_topk_weights;
+
+  int64_t weights_per_row() const { return shape.order == Order::kRank ? shape.top_k : 1; }
+
+  void ClearGaps(int rank) const {
+    for (const Gap& gap : FindGaps(shape, handle, rank)) {
+      for (int32_t p = 0; p < num_payloads; ++p) {
+        const int64_t bytes = payloads[p].row_bytes;
+        std::memset(payloads[p].out + gap.begin * bytes, 0, (gap.end - gap.begin) * bytes);
+      }
+      if (recv_topk_weights != nullptr) {
+        std::fill(recv_topk_weights + gap.begin * weights_per_row(),
+                  recv_topk_weights + gap.end * weights_per_row(), 0.0f);
+      }
+    }
+  }
+
+  // Sends token t to row `row` of a receiver; `k` is the choice that the row stands for by expert.
+  void Send(int32_t t, int32_t k, const Push& receiver, int32_t receiver_rank, int64_t row) const {
+    for (int32_t p = 0; p < num_payloads; ++p) {
+      const int64_t bytes = payloads[p].row_bytes;
+      std::memcpy(receiver.payloads[p].out + row * bytes, payloads[p].in + t * bytes, bytes);
+    }
+    if (topk_weights == nullptr) return;
+    const int64_t first = int64_t{t} * shape.top_k;
+    if (shape.order == Order::kExpert) {
+      receiver.recv_topk_weights[row] = topk_weights[first + k];
+      return;
+    }
+    for (int32_t j = 0; j < shape.top_k; ++j) {
+      const int32_t expert = handle.topk_idx[first + j];
+      const bool here = expert >= 0 && shape.rank_of(expert) == receiver_rank;
+      receiver.recv_topk_weights[row * shape.top_k + j] = here ? topk_weights[first + j] : 0.0f;
+    }
+  }
+};
+
+template <typename Params>
+Push PushOf(const Params& params) {
+  return Push{params.shape,        params.handle,       params.payloads,
+              params.num_payloads, params.topk_weights, params.recv_topk_weights};
+}
+
+// The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
+std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts,
+                               int rank) {
+  const bool by_rank = shape.order == Order::kRank;
+  std::vector<int64_t> first(by_rank ? shape.num_ranks : shape.num_experts);
+  int64_t block = 0;  // by expert: where the expert's block starts
+  for (size_t i = 0; i < first.size(); ++i) {
+    if (!by_rank && i % shape.num_local_experts() == 0) block = 0;
+    int64_t before = 0, all = 0;
+    for (int32_t source = 0; source < shape.num_ranks; ++source) {
+      const int32_t rows = by_rank ? counts[source]->to_rank[i] : counts[source]->to_expert[i];
+      if (source < rank) before += rows;
+      all += rows;
+    }
+    first[i] = block + before;
+    if (!by_rank) block += AlignUp(all, shape.alignment);
+  }
+  return first;
+}
+
+// By rank: the kept (row, k) pairs of each local expert. Only the one source whose block the
+// capacity cuts has to be looked at token by token.
+void CountKeptPairs(const std::vector<const DispatchParams*>& ranks,
+                    const std::vector<const SendCounts*>& counts, int rank) {
+  const DispatchParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const int32_t num_local = shape.num_local_experts();
+  const int32_t first_expert = rank * num_local;
+  std::fill_n(me.tokens_per_expert, num_local, 0);
+  int64_t row = 0;
+  for (int32_t source = 0; source < shape.num_ranks; ++source) {
+    const int64_t end = row + counts[source]->to_rank[rank];
+    if (end <= shape.capacity) {
+      for (int32_t local = 0; local < num_local; ++local) {
+        me.tokens_per_expert[local] += counts[source]->to_expert[first_expert + local];
+      }
+    } else {
+      const int32_t* ids = ranks[source]->handle.topk_idx;
+      for (int32_t t = 0; t < shape.num_tokens && row < shape.capacity; ++t) {
+        bool sent = false;
+        for (int32_t k = 0; k < shape.top_k; ++k) {
+          const int32_t expert = ids[int64_t{t} * shape.top_k + k];
+          if (expert < 0 || shape.rank_of(expert) != rank) continue;
+          ++me.tokens_per_expert[expert - first_expert];
+          sent = true;
+        }
+        row += sent;
+      }
+    }
+    row = end;
+    if (row >= shape.capacity) break;
+  }
+}
+
+// Everything about this rank as a receiver that the counts alone determine.
+void FillReceiver(const std::vector<const DispatchParams*>& ranks,
+                  const std::vector<const SendCounts*>& counts, int rank) {
+  const DispatchParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const int32_t R = shape.num_ranks, L = shape.num_local_experts();
+  for (int32_t receiver = 0; receiver < R; ++receiver) {
+    int32_t rows = 0;
+    for (int32_t source = 0; source < R; ++source) {
+      rows += counts[source]->to_rank[receiver];
+      me.handle.rank_prefix_matrix[source * R + receiver] = rows;
+    }
+  }
+  for (int32_t local = 0; local < L; ++local) {
+    int32_t pairs = 0;
+    for (int32_t source = 0; source < R; ++source) {
+      pairs += counts[source]->to_expert[rank * L + local];
+    }
+    me.handle.expert_counts[local] = pairs;
+  }
+
+  const int64_t num_rows = me.handle.rank_prefix_matrix[(R - 1) * R + rank];
+  int64_t kept = 0;
+  if (shape.order == Order::kRank) {
+    kept = RowsKept(0, num_rows, shape.capacity);
+    CountKeptPairs(ranks, counts, rank);
+    std::fill(me.recv_topk_idx + kept * shape.top_k,
+              me.recv_topk_idx + int64_t{shape.capacity} * shape.top_k, -1);
+  } else {
+    int64_t begin = 0;
+    for (int32_t local = 0; local < L; ++local) {
+      const int64_t pairs = me.handle.expert_counts[local];
+      const int64_t end = begin + AlignUp(pairs, shape.alignment);
+      me.tokens_per_expert[local] = RowsKept(begin, begin + pairs, shape.capacity);
+      me.group_sizes[local] = RowsKept(begin, end, shape.capacity);
+      kept += me.tokens_per_expert[local];
+      begin = end;
+    }
+  }
+  *me.num_tokens = static_cast<int32_t>(kept);
+  *me.num_dropped = static_cast<int32_t>(num_rows - kept);
+}
+
+}  // namespace
+
+SendCounts Count(const DispatchParams& params) {
+  const Shape& shape = params.shape;
+  const int32_t num_local = shape.num_local_experts();
+  SendCounts counts;
+  counts.to_rank.resize(shape.num_ranks);
+  counts.to_expert.resize(shape.num_experts);
+  for (int32_t t = 0; t < shape.num_tokens; ++t) {
+    int32_t* experts = params.handle.topk_idx + int64_t{t} * shape.top_k;
+    RoutedExperts(params.topk_idx, shape, t, experts);
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      if (experts[k] < 0) continue;
+      ++counts.to_expert[experts[k]];
+      if (shape.order == Order::kExpert || IsFirstOnRank(experts, k, num_local)) {
+        ++counts.to_rank[shape.rank_of(experts[k])];
+      }
+    }
+  }
+  return counts;
+}
+
+void Dispatch(const std::vector<const DispatchParams*>& ranks,
+              const std::vector<const SendCounts*>& counts, int rank) {
+  const DispatchParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const bool by_rank = shape.order == Order::kRank;
+  const int32_t num_local = shape.num_local_experts();
+  FillReceiver(ranks, counts, rank);
+  const Push push = PushOf(me);
+  push.ClearGaps(rank);
+  std::vector<Push> receivers;
+  for (const DispatchParams* peer : ranks) receivers.push_back(PushOf(*peer));
+
+  std::vector<int64_t> next = FirstRows(shape, counts, rank);
+  const int32_t width = shape.rows_per_token();
+  std::fill_n(me.handle.token_rows, int64_t{shape.num_tokens} * width, -1);
+  for (int32_t t = 0; t < shape.num_tokens; ++t) {
+    const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      if (experts[k] < 0 || (by_rank && !IsFirstOnRank(experts, k, num_local))) continue;
+      const int32_t receiver = shape.rank_of(experts[k]);
+      const int64_t row = next[by_rank ? receiver : experts[k]]++;
+      if (row >= shape.capacity) continue;
+      me.handle.token_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
+      push.Send(t, k, receivers[receiver], receiver, row);
+      if (!by_rank) continue;
+      int32_t* recv_idx = ranks[receiver]->recv_topk_idx + row * shape.top_k;
+      for (int32_t j = 0; j < shape.top_k; ++j) {
+        const bool here = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;
+        recv_idx[j] = here ? experts[j] - receiver * num_local : -1;
+      }
+    }
+  }
+}
+
+void CachedDispatch(const std::vector<const CachedDispatchParams*>& ranks, int rank) {
+  const CachedDispatchParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const Push push = PushOf(me);
+  push.ClearGaps(rank);
+  std::vector<Push> receivers;
+  for (const CachedDispatchParams* peer : ranks) receivers.push_back(PushOf(*peer));
+  const int32_t width = shape.rows_per_token();
+  for (int32_t t = 0; t < shape.num_tokens; ++t) {
+    for (int32_t i = 0; i < width; ++i) {
+      const int32_t row = me.handle.token_rows[int64_t{t} * width + i];
+      if (!IsRow(row, shape.capacity)) continue;
+      int32_t receiver = i;
+      if (shape.order == Order::kExpert) {
+        const int32_t expert = me.handle.topk_idx[int64_t{t} * shape.top_k + i];
+        if (!IsExpert(expert, shape.num_experts)) continue;
+        receiver = shape.rank_of(expert);
+      }
+      push.Send(t, i, receivers[receiver], receiver, row);
+    }
+  }
+}
+
+}  // namespace jax_ep::host

@@ -1,0 +1,96 @@
+#include <cstring>
+#include <type_traits>
+
+#include "host/ops.h"
+#include "host/sum.h"
+#include "host/topk.h"
+
+namespace jax_ep::host {
+
+void Permute(const PermuteParams& params) {
+  const Shape& shape = params.shape;
+  std::vector<int32_t> topk_idx(int64_t{shape.num_tokens} * shape.top_k);
+  std::vector<int32_t> expert_counts(shape.num_experts);
+  int32_t num_rows, num_tokens;
+  DispatchParams alone{};
+  alone.shape = shape;
+  alone.topk_idx = params.topk_idx;
+  alone.topk_weights = params.topk_weights;
+  alone.payloads = params.payloads;
+  alone.num_payloads = params.num_payloads;
+  alone.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data()};
+  alone.recv_topk_weights = params.permuted_weights;
+  alone.tokens_per_expert = params.tokens_per_expert;
+  alone.group_sizes = params.group_sizes;
+  alone.num_tokens = &num_tokens;
+  alone.num_dropped = params.num_dropped;
+  const SendCounts counts = Count(alone);
+  Dispatch({&alone}, {&counts}, 0);
+}
+
+void CachedPermute(const CachedPermuteParams& params) {
+  const int64_t num_choices = int64_t{params.num_rows} * params.top_k;
+  std::vector<char> written(params.num_permuted);
+  for (int64_t choice = 0; choice < num_choices; ++choice) {
+    const int32_t row = params.row_map[choice];
+    if (!IsRow(row, params.num_permuted)) continue;
+    written[row] = 1;
+    for (int32_t p = 0; p < params.num_payloads; ++p) {
+      const Payload& payload = params.payloads[p];
+      std::memcpy(payload.out + row * payload.row_bytes,
+                  payload.in + choice / params.top_k * payload.row_bytes, payload.row_bytes);
+    }
+  }
+  for (int64_t row = 0; row < params.num_permuted; ++row) {
+    if (written[row]) continue;
+    for (int32_t p = 0; p < params.num_payloads; ++p) {
+      const Payload& payload = params.payloads[p];
+      std::memset(payload.out + row * payload.row_bytes, 0, payload.row_bytes);
+    }
+  }
+}
+
+namespace {
+
+template <typename Acc>
+void SumRow(const UnpermuteParams& params, int32_t c, const int32_t* experts) {
+  const int64_t width = params.y.num_elements;
+  const int64_t first_choice = int64_t{c} * params.top_k;
+  Acc total[kBlock], term[kBlock];
+  for (int64_t first = 0; first < width; first += kBlock) {
+    const int64_t n = std::min(kBlock, width - first);
+    std::fill_n(total, n, Acc{0});
+    for (int32_t k = 0; k < params.top_k; ++k) {
+      const int32_t row = params.row_map[first_choice + k];
+      if (!IsRow(row, params.num_permuted)) continue;
+      std::fill_n(term, n, Acc{0});
+      AddRow<Acc>(params.y.type, RowAt(params.y.rows, row, width, params.y.type), first, n, Acc{1}, term);
+      if (params.bias != nullptr && experts[k] >= 0) {
+        AddRow<Acc>(params.bias->type, RowAt(params.bias->data, experts[k], width, params.bias->type),
+                    first, n, Acc{1}, term);
+      }
+      const Acc weight = params.topk_weights == nullptr
+                             ? Acc{1}
+                             : static_cast<Acc>(params.topk_weights[first_choice + k]);
+      for (int64_t j = 0; j < n; ++j) total[j] += weight * term[j];
+    }
+    StoreRow<Acc>(params.out_type, total, first, n, RowAt(params.y.out, c, width, params.out_type));
+  }
+}
+
+}  // namespace
+
+void Unpermute(const UnpermuteParams& params) {
+  Shape shape{};
+  shape.top_k = params.top_k;
+  shape.num_experts = params.num_local_experts;
+  std::vector<int32_t> experts(params.top_k, -1);
+  for (int32_t c = 0; c < params.num_rows; ++c) {
+    if (params.bias != nullptr) RoutedExperts(params.topk_idx, shape, c, experts.data());
+    WithAccumulator(params.y.type, [&](auto* null) {
+      SumRow<std::remove_pointer_t<decltype(null)>>(params, c, experts.data());
+    });
+  }
+}
+
+}  // namespace jax_ep::host

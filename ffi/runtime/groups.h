@@ -1,0 +1,53 @@
+// The groups that are open in this process: their devices, time-out and last expired wait.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace jax_ep {
+
+class Group {
+ public:
+  // `devices` are device ids, group by group, in rank order; `num_ranks` of them make one group.
+  Group(std::string name, std::vector<int64_t> devices, int num_ranks)
+      : name_(std::move(name)), devices_(std::move(devices)), num_ranks_(num_ranks) {}
+
+  const std::string& name() const { return name_; }
+  int num_ranks() const { return num_ranks_; }
+
+  // Which of the mesh's independent groups a device belongs to, and its rank there; empty if none.
+  struct Place {
+    int group;
+    int rank;
+  };
+  std::optional<Place> Find(int64_t device) const;
+
+  double timeout_s() const;
+  void set_timeout_s(double timeout_s);
+
+  // Keeps the text of an expired wait until TakeExpired is called.
+  void RecordExpired(const std::string& text);
+  std::optional<std::string> TakeExpired();
+
+ private:
+  const std::string name_;
+  const std::vector<int64_t> devices_;
+  const int num_ranks_;
+  mutable std::mutex mutex_;
+  double timeout_s_ = 30.0;
+  std::optional<std::string> expired_;
+};
+
+// Opens a group or adds a user to it; the newest user's time-out holds. `key` is its content.
+void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
+               int num_ranks, double timeout_s);
+// Drops one user; the last one frees the group.
+void CloseGroup(const std::string& key);
+// Null if no such group is open.
+std::shared_ptr<Group> FindGroup(const std::string& key);
+
+}  // namespace jax_ep

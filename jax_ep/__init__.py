@@ -1,0 +1,40 @@
+"""Expert parallelism for JAX: dispatch tokens to their experts, combine what comes back.
+
+Everything here is pure and differentiable, for use inside `jax.shard_map`. Start with `moe`, or with
+`dispatch` and `combine`.
+"""
+
+from jax_ep._combine import combine as combine
+from jax_ep._dispatch import Dispatched as Dispatched
+from jax_ep._dispatch import dispatch as dispatch
+from jax_ep._group import Group as Group
+from jax_ep._group import PeerTimeoutError as PeerTimeoutError
+from jax_ep._handle import Handle as Handle
+from jax_ep._layout import DispatchLayout as DispatchLayout
+from jax_ep._layout import get_dispatch_layout as get_dispatch_layout
+from jax_ep._moe import moe as moe
+from jax_ep._permute import Permuted as Permuted
+from jax_ep._permute import permute as permute
+from jax_ep._permute import unpermute as unpermute
+from jax_ep._remat import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
+from jax_ep._remat import CHECKPOINT_ROWS as CHECKPOINT_ROWS
+from jax_ep._remat import save_ep_residuals as save_ep_residuals
+
+__all__ = [
+    "CHECKPOINT_HANDLE",
+    "CHECKPOINT_ROWS",
+    "DispatchLayout",
+    "Dispatched",
+    "Group",
+    "Handle",
+    "PeerTimeoutError",
+    "Permuted",
+    "combine",
+    "dispatch",
+    "get_dispatch_layout",
+    "moe",
+    "permute",
+    "save_ep_residuals",
+    "unpermute",
+]
+__version__ = "0.1.0"

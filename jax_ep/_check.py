@@ -1,0 +1,104 @@
+"""Checks of the arguments: what must hold, what came, what to do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._handle import Handle
+
+# Counts of rows are int32.
+MOST_ROWS = 2**31 - 1
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def shape_text(array: Any) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+def topk_idx(op: str, ids: Any) -> jax.Array:
+    """ids as an array [T, K] of int32 or int64."""
+    ids = jnp.asarray(ids)
+    if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
+        raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
+    if ids.shape[0] < 1 or ids.shape[1] < 1:
+        raise ValueError(f"{op}: topk_idx needs at least one token and top-k >= 1, got {shape_text(ids)}")
+    return ids
+
+
+def topk_weights(op: str, weights: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
+    """weights as float32 of the given shape."""
+    weights = jnp.asarray(weights)
+    if weights.shape != shape or not is_float(weights.dtype):
+        raise ValueError(
+            f"{op}: topk_weights must be floating {axes} = {list(shape)}, got {shape_text(weights)}"
+        )
+    return weights.astype(jnp.float32)
+
+
+def num_experts(op: str, experts: Any, num_ranks: int) -> int:
+    if isinstance(experts, bool) or not isinstance(experts, int):
+        raise ValueError(f"{op}: num_experts must be an int, got {experts!r}")
+    if experts < 1 or experts % num_ranks != 0:
+        raise ValueError(
+            f"{op}: num_experts must be a positive multiple of the {num_ranks} ranks, got {experts}"
+        )
+    return experts
+
+
+def at_least_one(op: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_ROWS:
+        raise ValueError(f"{op}: {name} must be an int between 1 and {MOST_ROWS}, got {value!r}")
+    return value
+
+
+def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, source: str) -> list[jax.Array]:
+    """The leaves of a payload as arrays of `rows` rows; `source` says where that number comes from."""
+    if not arrays:
+        raise ValueError(f"{op}: {name} holds no array")
+    result = []
+    for array in arrays:
+        array = jnp.asarray(array)
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            raise TypeError(f"{op}: {name} cannot hold {array.dtype}; for keys pass jax.random.key_data(...)")
+        if array.ndim < 1 or array.shape[0] != rows:
+            raise ValueError(
+                f"{op}: every array of {name} must be [{axis}, ...] with {axis} = {rows} ({source}), "
+                f"got {shape_text(array)}"
+            )
+        result.append(array)
+    return result
+
+
+def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
+    for array in arrays:
+        if not is_float(array.dtype):
+            raise TypeError(f"{op}: {name} is summed, so it must be floating; got {shape_text(array)}")
+
+
+def handle(op: str, value: Any, group: Any) -> Handle:
+    """The handle, whose group and shapes must fit."""
+    if not isinstance(value, Handle):
+        raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
+    routing = value.routing
+    if routing.group != group:
+        raise ValueError(f"{op}: the handle belongs to {routing.group!r}, but group is {group!r}")
+    width = routing.num_ranks if routing.order == "rank" else routing.top_k
+    expected = {
+        "topk_idx": (routing.num_tokens, routing.top_k),
+        "token_rows": (routing.num_tokens, width),
+        "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
+        "expert_counts": (routing.num_local_experts,),
+    }
+    for name, shape in expected.items():
+        array = getattr(value, name)
+        if array.shape != shape or array.dtype != jnp.int32:
+            raise ValueError(
+                f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {shape_text(array)}; "
+                "pass the handle as dispatch returned it, sharded as it came out of shard_map"
+            )
+    return value

@@ -1,0 +1,86 @@
+"""The compiled extension: whether it is there, and its handlers registered with JAX.
+
+Nothing happens at import; the handlers are registered before the first call that needs them. A
+registration whose version does not fit would take the whole backend down, so the versions are
+compared first.
+"""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import jax
+
+Implementation = Literal["ffi", "xla"]
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """The XLA FFI version of the installed jaxlib, read from the headers it ships."""
+    text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+
+    def number(name: str) -> int:
+        found = re.search(rf"#define XLA_FFI_API_{name} (\d+)", text)
+        if found is None:
+            raise RuntimeError(f"jax_ep: cannot read XLA_FFI_API_{name} from jaxlib's c_api.h")
+        return int(found.group(1))
+
+    return number("MAJOR"), number("MINOR")
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str]:
+    """The extension with its handlers registered, or None and the reason why not."""
+    try:
+        module = importlib.import_module("jax_ep._C")
+    except ImportError as error:
+        return None, f"the extension jax_ep._C cannot be imported ({error}); install with `pip install .`"
+    built, runtime = module.build_info()["ffi_api_version"], runtime_ffi_version()
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        return None, (
+            f"the extension was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib has "
+            f"{runtime[0]}.{runtime[1]}; build it against this jaxlib or an older one"
+        )
+    for name, type_info in module.cpu_types().items():
+        jax.ffi.register_ffi_type(name, type_info, platform="cpu")
+    for name, target in module.cpu_targets().items():
+        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    return module, ""
+
+
+def extension() -> ModuleType | None:
+    """The extension with its handlers registered, or None where it cannot be used."""
+    return _load()[0]
+
+
+def reason_against_ffi(platform: str) -> str:
+    """Why the handlers cannot run on a platform; empty where they can."""
+    module, reason = _load()
+    if module is None:
+        return reason
+    if platform != "cpu":
+        return f"this build has no handlers for platform {platform!r} (it has: 'cpu')"
+    return ""
+
+
+def check_implementation(implementation: str | None) -> None:
+    if implementation not in (None, "ffi", "xla"):
+        raise ValueError(f"implementation must be None, 'ffi' or 'xla', got {implementation!r}")
+
+
+def local_implementation(implementation: str | None) -> Implementation:
+    """Resolves `implementation` for an op that needs no group.
+
+    Inside `jax.shard_map` the mesh's platform counts, elsewhere the default backend.
+    """
+    check_implementation(implementation)
+    if implementation == "xla":
+        return "xla"
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    reason = reason_against_ffi(platform)
+    if implementation == "ffi" and reason:
+        raise ValueError(f"implementation='ffi' cannot run here: {reason}. Use implementation='xla'.")
+    return "xla" if reason else "ffi"

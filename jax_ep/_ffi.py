@@ -1,0 +1,223 @@
+"""Calls of this package's FFI handlers: implementation="ffi". Only this file knows their targets.
+
+`_reference.py` has the same functions from `jax.lax`, with the same arguments and results.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._handle import Handle, Routing
+from jax_ep._manual import vary_alike
+from jax_ep._results import LayoutCounts, Permutation, Routed
+
+Result = tuple[tuple[int, ...], Any]  # shape, dtype
+INT = jnp.int32
+
+
+def _call(target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any) -> list[jax.Array]:
+    operands = vary_alike(operands)
+    # Results must have the operands' manual axis type; ffi_call would call them replicated.
+    like = jax.typeof(operands[0])
+    types = [like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False) for shape, dtype in results]
+    call = jax.ffi.ffi_call(f"jax_ep_{target}", types, vmap_method="sequential")
+    return list(call(*operands, **attributes))
+
+
+def _routing_attributes(routing: Routing) -> dict[str, Any]:
+    return {
+        "group": routing.group._key,
+        "order": np.int64(routing.order == "expert"),
+        "num_ranks": np.int64(routing.num_ranks),
+        "num_experts": np.int64(routing.num_experts),
+        "capacity": np.int64(routing.capacity),
+        "alignment": np.int64(routing.expert_alignment),
+    }
+
+
+def _rank(routing: Routing) -> jax.Array:
+    return jax.lax.axis_index(routing.group.axis_name).astype(INT)
+
+
+def _or_empty(array: jax.Array | None) -> jax.Array:
+    """Stands for an operand that is not used."""
+    return jnp.zeros((0,), jnp.float32) if array is None else array
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8
+
+
+def _pack(leaf: jax.Array) -> jax.Array:
+    """A leaf as the handlers take it: a whole number of bytes an element."""
+    if _bits(leaf.dtype) >= 8:
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint4)
+    return leaf.astype(jnp.int8)
+
+
+def _unpack(leaf: jax.Array, dtype: Any) -> jax.Array:
+    if leaf.dtype == dtype:
+        return leaf
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(leaf.astype(jnp.uint4), dtype)
+    return leaf.astype(dtype)
+
+
+def _rows_like(leaves: Sequence[jax.Array], rows: int) -> list[Result]:
+    return [((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+
+
+def _recv_weights(routing: Routing, present: bool) -> Result:
+    by_rank = (routing.capacity, routing.top_k)
+    shape = by_rank if routing.order == "rank" else (routing.capacity,)
+    return (shape if present else (0,)), jnp.float32
+
+
+def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
+    results = [
+        ((num_ranks,), INT),
+        ((num_ranks // ranks_per_node,), INT),
+        ((num_experts,), INT),
+        ((topk_idx.shape[0], num_ranks), jnp.bool_),
+    ]
+    return LayoutCounts(*_call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
+
+
+def dispatch(
+    routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> Routed:
+    ranks, experts, tokens, k = routing.num_ranks, routing.num_local_experts, routing.num_tokens, routing.top_k
+    by_rank = routing.order == "rank"
+    packed = [_pack(leaf) for leaf in leaves]
+    results = [
+        ((tokens, k), INT),
+        ((tokens, ranks if by_rank else k), INT),
+        ((ranks, ranks), INT),
+        ((experts,), INT),
+        _recv_weights(routing, topk_weights is not None),
+        ((routing.capacity, k) if by_rank else (0,), INT),
+        ((experts,), INT),
+        ((0,) if by_rank else (experts,), INT),
+        ((1,), INT),
+        ((1,), INT),
+        *_rows_like(packed, routing.capacity),
+    ]
+    out = _call(
+        "dispatch",
+        [_rank(routing), topk_idx, _or_empty(topk_weights), *packed],
+        results,
+        **_routing_attributes(routing),
+    )
+    idx, rows, prefix, counts, weights, recv_idx, tokens_per_expert, sizes, num_tokens, num_dropped, *moved = out
+    return Routed(
+        rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
+        topk_weights=None if topk_weights is None else weights,
+        topk_idx=recv_idx if by_rank else None,
+        tokens_per_expert=tokens_per_expert,
+        group_sizes=None if by_rank else sizes,
+        num_tokens=num_tokens,
+        num_dropped=num_dropped,
+        handle=Handle(idx, rows, prefix, counts, routing),
+    )
+
+
+def push(
+    handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    routing = handle.routing
+    packed = [_pack(leaf) for leaf in leaves]
+    arrays = [handle.topk_idx, handle.token_rows, handle.rank_prefix_matrix, handle.expert_counts]
+    weights, *moved = _call(
+        "cached_dispatch",
+        [_rank(routing), *arrays, _or_empty(topk_weights), *packed],
+        [_recv_weights(routing, topk_weights is not None), *_rows_like(packed, routing.capacity)],
+        **_routing_attributes(routing),
+    )
+    rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
+    return rows, None if topk_weights is None else weights
+
+
+def combine(
+    handle: Handle,
+    rows: Sequence[jax.Array],
+    row_weights: jax.Array | None,
+    biases: Sequence[jax.Array],
+    recv_topk_weights: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    routing = handle.routing
+    returned = (0,) if recv_topk_weights is None else (routing.num_tokens, routing.top_k)
+    weights, *sums = _call(
+        "combine",
+        [
+            _rank(routing),
+            handle.topk_idx,
+            handle.token_rows,
+            _or_empty(row_weights),
+            _or_empty(recv_topk_weights),
+            *rows,
+            *biases,
+        ],
+        [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens)],
+        **_routing_attributes(routing),
+    )
+    return tuple(sums), None if recv_topk_weights is None else weights
+
+
+def permute(
+    leaves: Sequence[jax.Array],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    num_local_experts: int,
+    expert_alignment: int,
+    capacity: int,
+) -> Permutation:
+    packed = [_pack(leaf) for leaf in leaves]
+    results = [
+        (topk_idx.shape, INT),
+        ((0,) if topk_weights is None else (capacity,), jnp.float32),
+        ((num_local_experts,), INT),
+        ((num_local_experts,), INT),
+        ((1,), INT),
+        *_rows_like(packed, capacity),
+    ]
+    row_map, weights, group_sizes, tokens_per_expert, num_dropped, *moved = _call(
+        "permute",
+        [topk_idx, _or_empty(topk_weights), *packed],
+        results,
+        order=np.int64(1),
+        num_ranks=np.int64(1),
+        num_experts=np.int64(num_local_experts),
+        capacity=np.int64(capacity),
+        alignment=np.int64(expert_alignment),
+    )
+    rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
+    weights = None if topk_weights is None else weights
+    return Permutation(rows, row_map, weights, group_sizes, tokens_per_expert, num_dropped)
+
+
+def cached_permute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+    packed = _pack(leaf)
+    (moved,) = _call(
+        "cached_permute", [row_map, packed], _rows_like([packed], num_permuted), num_permuted=np.int64(num_permuted)
+    )
+    return _unpack(moved, leaf.dtype)
+
+
+def unpermute(
+    y: jax.Array,
+    row_map: jax.Array,
+    topk_weights: jax.Array | None,
+    bias: jax.Array | None,
+    topk_idx: jax.Array | None,
+    out_dtype: Any,
+) -> jax.Array:
+    operands = [y, row_map, _or_empty(topk_weights), _or_empty(bias), row_map if topk_idx is None else topk_idx]
+    (out,) = _call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
+    return out

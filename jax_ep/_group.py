@@ -1,0 +1,137 @@
+"""The ranks that exchange rows: their devices, their set-up and their time-out."""
+
+import functools
+import warnings
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _extension
+
+
+class PeerTimeoutError(TimeoutError):
+    """A rank waited for its peers longer than the group's `timeout_s`. The text names who is missing."""
+
+
+class Group:
+    """The ranks along one or several mesh axes.
+
+    A rank's number is `jax.lax.axis_index(axis_name)`. The other axes of the mesh give independent
+    groups, which all ops of this `Group` serve at once.
+
+    Groups are static and hashable, so jitted code can close over one. Two groups are equal if they
+    have the same devices in the same order and the same axis names; equal groups share their state,
+    and the last `close` frees it. Ops on a closed group raise RuntimeError.
+
+    Args:
+      mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
+      axis_name: a name of one of its axes, or a tuple of names, row-major.
+      timeout_s: seconds that a rank waits for its peers. Of equal groups the newest one's holds.
+
+    Raises:
+      ValueError: an axis is not in the mesh or named twice; the time-out is not positive.
+    """
+
+    def __init__(
+        self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0
+    ):
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise TypeError(f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}")
+        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        missing = [axis for axis in axes if axis not in mesh.axis_names]
+        if missing or not axes or len(set(axes)) < len(axes):
+            raise ValueError(
+                f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
+                f"the mesh has {mesh.axis_names}"
+            )
+        if not timeout_s > 0:
+            raise ValueError(f"Group: timeout_s must be positive, got {timeout_s}")
+        others = [axis for axis in mesh.axis_names if axis not in axes]
+        order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
+        self._size = int(np.prod([mesh.shape[axis] for axis in axes]))
+        devices = mesh.devices.transpose(order).reshape(-1, self._size)
+        self._axis_name = axis_name
+        self._axes = axes
+        self._platform: str = devices.flat[0].platform
+        self._device_ids = tuple(tuple(device.id for device in group) for group in devices)
+        self._spans_processes = any(
+            device.process_index != group[0].process_index for group in devices for device in group
+        )
+        self._timeout_s = float(timeout_s)
+        self._key = f"{self._platform}:{','.join(axes)}:{self._device_ids}"
+        self._closed = False
+        module = _extension.extension()
+        if module is not None:
+            flat = [device_id for group in self._device_ids for device_id in group]
+            module.open_group(self._key, repr(self), flat, self._size, self._timeout_s)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, R."""
+        return self._size
+
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The mesh axis, or axes, as given."""
+        return self._axis_name
+
+    def check(self) -> None:
+        """Raises `PeerTimeoutError` if a wait of this group expired since the last check."""
+        self._require_open("check")
+        module = _extension.extension()
+        text = None if module is None else module.take_expired(self._key)
+        if text is not None:
+            raise PeerTimeoutError(text)
+
+    def close(self) -> None:
+        """Frees the group's state once no equal group is open. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        module = _extension.extension()
+        if module is not None:
+            module.close_group(self._key)
+
+    def __enter__(self) -> "Group":
+        self._require_open("with")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __eq__(self, other: Any) -> bool:
+        return self._key == other._key if isinstance(other, Group) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        groups = self._device_ids if len(self._device_ids) > 1 else self._device_ids[0]
+        return f"Group({self._axis_name!r}, {self._platform} devices {list(groups)})"
+
+    def _require_open(self, op: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{op}: {self!r} is closed; make a new Group")
+
+    def _resolve(self, implementation: str | None) -> _extension.Implementation:
+        """The implementation that an op of this group uses."""
+        _extension.check_implementation(implementation)
+        if implementation == "xla":
+            return "xla"
+        reason = _extension.reason_against_ffi(self._platform)
+        if not reason and self._platform == "cpu" and self._spans_processes:
+            reason = "on the CPU the ranks of a group must live in one process"
+            if implementation is None:
+                _warn_once(f"jax_ep: {self!r} spans processes; its ops use implementation='xla'")
+        if implementation == "ffi" and reason:
+            raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
+        return "xla" if reason else "ffi"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,274 @@
+"""permute and unpermute: rank order to expert order and back, on one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _check, _extension
+from jax_ep._combine import SUMMED
+from jax_ep._dispatch import worst_case_capacity
+from jax_ep._exchange import backend, is_differentiable, move_bits
+from jax_ep._extension import Implementation
+from jax_ep._manual import vary_alike
+from jax_ep._results import Permutation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """Rows by expert, then by row, then by k. P rows, L experts; C rows and K choices came in."""
+
+    x: Any
+    """[P, ...] rows, an array or pytree as passed in; zero in padding and tail."""
+    row_map: jax.Array
+    """int32 [C, K]: the row of each (row, k), -1 none or dropped."""
+    group_sizes: jax.Array
+    """int32 [L] rows of each expert's block, padding included, clipped to P."""
+    tokens_per_expert: jax.Array
+    """int32 [L] rows of each expert, without padding, clipped to P."""
+    topk_weights: jax.Array | None
+    """float32 [P], zero in padding and tail; None if no weights were passed."""
+    num_dropped: jax.Array
+    """int32 [1] (row, k) pairs that found no place."""
+
+
+def permute(
+    x: Any,
+    topk_idx: Any,
+    *,
+    num_local_experts: int,
+    topk_weights: Any = None,
+    expert_alignment: int = 1,
+    capacity: int | None = None,
+    implementation: str | None = None,
+) -> Permuted:
+    """Brings rows into expert order, one copy for each expert that a row goes to. Local.
+
+    Args:
+      x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
+        bits or more are differentiable.
+      topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
+      num_local_experts: L.
+      topk_weights: floating [C, K], or None. Differentiable.
+      expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
+      capacity: P, rows of the result; None means the worst case. Rows past it are dropped.
+      implementation: None, "ffi" or "xla".
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others.
+      TypeError: a leaf of x is of a kind that cannot be moved.
+    """
+    chosen = _extension.local_implementation(implementation)
+    leaves, tree = jax.tree.flatten(x)
+    ids = _check.topk_idx("permute", topk_idx)
+    leaves = _check.leaves("permute", "x", leaves, ids.shape[0], "C", "of topk_idx")
+    experts = _check.at_least_one("permute", "num_local_experts", num_local_experts)
+    alignment = _check.at_least_one("permute", "expert_alignment", expert_alignment)
+    worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
+    capacity = _check.at_least_one("permute", "capacity", worst if capacity is None else capacity)
+    weights = []
+    if topk_weights is not None:
+        weights = [_check.topk_weights("permute", topk_weights, ids.shape, "[C, K]")]
+    ids, *varied = vary_alike([ids, *leaves, *weights])
+    leaves, weights = tuple(varied[: len(leaves)]), varied[len(leaves) :]
+    with jax.named_scope("jax_ep.permute"):
+        how = (chosen, experts, alignment, capacity)
+        out = _permute(how, leaves, ids, weights[0] if weights else None)
+    return Permuted(
+        x=jax.tree.unflatten(tree, out.rows),
+        row_map=out.row_map,
+        group_sizes=out.group_sizes,
+        tokens_per_expert=out.tokens_per_expert,
+        topk_weights=out.topk_weights,
+        num_dropped=out.num_dropped,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _permute(
+    how: tuple[Implementation, int, int, int],
+    leaves: tuple[jax.Array, ...],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+) -> Permutation:
+    implementation, *sizes = how
+    out = move_bits(
+        implementation, lambda module, bits: module.permute(bits, topk_idx, topk_weights, *sizes), leaves
+    )
+    return Permutation(*out)
+
+
+def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
+    out = _permute(how, leaves, topk_idx, topk_weights)
+    return out, out.row_map
+
+
+def _permute_backward(how: tuple[Implementation, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
+    gradients = tuple(
+        _unpermute(how[0], row.dtype, row, row_map, None, None, None) if is_differentiable(row.dtype) else None
+        for row in cotangents.rows
+    )
+    weights = cotangents.topk_weights
+    return gradients, None, None if weights is None else _at_rows(weights, row_map)
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
+    """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
+    valid = (row_map >= 0) & (row_map < values.shape[0])
+    return jnp.where(valid, values[jnp.where(valid, row_map, 0)], 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cached_permute(
+    implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
+) -> jax.Array:
+    (moved,) = move_bits(
+        implementation,
+        lambda module, bits: ((module.cached_permute(row_map, bits[0], num_permuted),),),
+        (leaf,),
+    )
+    return moved[0]
+
+
+def _cached_permute_forward(implementation: Any, num_permuted: int, leaf: Any, row_map: Any) -> Any:
+    return _cached_permute(implementation, num_permuted, leaf, row_map), row_map
+
+
+def _cached_permute_backward(implementation: Any, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
+    return _unpermute(implementation, cotangent.dtype, cotangent, row_map, None, None, None), None
+
+
+_cached_permute.defvjp(_cached_permute_forward, _cached_permute_backward)
+
+
+def unpermute(
+    y: Any,
+    row_map: Any,
+    *,
+    topk_weights: Any = None,
+    bias: Any = None,
+    topk_idx: Any = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Brings rows back from expert order: the weighted sum of each row's copies. Local.
+
+    For each row the sum over k, in that order, of weight * (y row + bias of its expert), in float32
+    (of float64 rows in float64), rounded once.
+
+    Args:
+      y: floating [P, ...] rows in expert order. Differentiable.
+      row_map: int32 [C, K], as `permute` returned it; -1 is skipped.
+      topk_weights: floating [C, K]; None means 1. Differentiable.
+      bias: floating [L, ...], one row an expert; needs topk_idx. Differentiable.
+      topk_idx: int32 or int64 [C, K], as passed to `permute`.
+      out_dtype: a floating dtype; None means y's.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      [C, ...].
+
+    Raises:
+      ValueError: shapes do not fit, or a bias came without topk_idx.
+      TypeError: y, bias or out_dtype is not floating.
+    """
+    op = "unpermute"
+    chosen = _extension.local_implementation(implementation)
+    y, row_map = jnp.asarray(y), jnp.asarray(row_map)
+    if y.ndim < 1:
+        raise ValueError(f"{op}: y must be [P, ...], got {_check.shape_text(y)}")
+    if row_map.ndim != 2 or row_map.dtype != jnp.int32 or 0 in row_map.shape:
+        raise ValueError(f"{op}: row_map must be int32 [C, K] as permute returned it, got {_check.shape_text(row_map)}")
+    _check.floating(op, "y", [y])
+    out_dtype = jnp.dtype(y.dtype if out_dtype is None else out_dtype)
+    if not _check.is_float(out_dtype):
+        raise TypeError(f"{op}: out_dtype must be floating, got {out_dtype}")
+    weights = None
+    if topk_weights is not None:
+        weights = _check.topk_weights(op, topk_weights, row_map.shape, "[C, K]")
+    ids = None
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        _check.floating(op, "bias", [bias])
+        if topk_idx is None:
+            raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
+        if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
+            raise ValueError(
+                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, got {_check.shape_text(bias)}"
+            )
+        ids = _check.topk_idx(op, topk_idx)
+        if ids.shape != row_map.shape:
+            raise ValueError(
+                f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, got {_check.shape_text(ids)}"
+            )
+        bias = bias if bias.dtype in SUMMED else bias.astype(jnp.float32)
+    rows = y if y.dtype in SUMMED else y.astype(jnp.float32)
+    summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
+    present = [array for array in (weights, bias, ids) if array is not None]
+    rows, row_map, *varied = vary_alike([rows, row_map, *present])
+    given = iter(varied)
+    weights, bias, ids = (None if array is None else next(given) for array in (weights, bias, ids))
+    with jax.named_scope("jax_ep.unpermute"):
+        return _unpermute(chosen, summed, rows, row_map, weights, bias, ids).astype(out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _unpermute(
+    implementation: Implementation,
+    out_dtype: Any,
+    y: jax.Array,
+    row_map: jax.Array,
+    topk_weights: jax.Array | None,
+    bias: jax.Array | None,
+    topk_idx: jax.Array | None,
+) -> jax.Array:
+    return backend(implementation).unpermute(y, row_map, topk_weights, bias, topk_idx, out_dtype)
+
+
+def _unpermute_forward(implementation: Any, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any) -> Any:
+    out = _unpermute(implementation, out_dtype, y, row_map, weights, bias, ids)
+    # The rows are needed for the gradient of the weights only; else just their number and dtype.
+    kept = y if weights is not None or y.ndim == 1 else y[:, :0]
+    return out, (kept, row_map, weights, bias, ids)
+
+
+def _unpermute_backward(implementation: Implementation, out_dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
+    """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
+    y, row_map, weights, bias, ids = residuals
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    num_rows, num_permuted = row_map.shape[0], y.shape[0]
+    used = (row_map >= 0) & (row_map < num_permuted)
+    sent = _cached_permute(implementation, num_permuted, cotangent, row_map)
+    if weights is None:
+        d_y, d_weights = sent.astype(y.dtype), None
+    else:
+        target = jnp.where(used, row_map, num_permuted)
+        zeros = jnp.zeros_like(y, shape=(num_permuted,), dtype=weights.dtype)
+        factors = zeros.at[target].set(weights, mode="drop")
+        read = jnp.zeros_like(zeros, dtype=bool).at[target].set(True, mode="drop")
+        flat = sent.reshape(num_permuted, -1).astype(wide)
+        d_y = (factors.astype(wide)[:, None] * flat).astype(y.dtype).reshape(y.shape)
+        safe = jnp.where(read[:, None], y.reshape(num_permuted, -1), 0).astype(wide)
+        d_weights = _at_rows(jnp.sum(safe * flat, axis=1), row_map)
+    d_bias = None
+    if bias is not None:
+        experts = bias.shape[0]
+        chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
+        one_hot = jax.nn.one_hot(chosen, experts, dtype=wide)  # [C, K, L], zero where -1
+        flat = cotangent.reshape(num_rows, -1).astype(wide)
+        flat_bias = bias.reshape(experts, -1).astype(wide)
+        product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        if d_weights is not None:
+            d_weights += product("ckl,ch,lh->ck", one_hot, flat, flat_bias)
+        scaled = one_hot if weights is None else one_hot * jnp.where(used, weights, 0).astype(wide)[..., None]
+        d_bias = product("ckl,ch->lh", scaled, flat).astype(bias.dtype).reshape(bias.shape)
+    return d_y, None, None if d_weights is None else d_weights.astype(jnp.float32), d_bias, None
+
+
+_unpermute.defvjp(_unpermute_forward, _unpermute_backward)

@@ -1,0 +1,259 @@
+"""The ops from `jax.lax` alone: implementation="xla". Same functions as `_ffi.py`.
+
+Runs wherever JAX runs, on several processes too, and gives bitwise the same dispatch. It is written
+to be read and compared with, not to be fast: every rank gathers all tokens and works out the whole
+routing. All of it is differentiable by JAX's own rules, so gradients can be checked against it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._handle import Handle, Routing
+from jax_ep._manual import vary_alike
+from jax_ep._results import LayoutCounts, Permutation, Routed
+
+
+def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """int32 ids, -1 where out of range or equal to an earlier id of the same token."""
+    in_range = (topk_idx >= 0) & (topk_idx < num_experts)
+    ids = jnp.where(in_range, topk_idx, -1).astype(jnp.int32)
+    earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)
+    repeated = jnp.any((ids[..., :, None] == ids[..., None, :]) & earlier, axis=-1)
+    return jnp.where(repeated, -1, ids)
+
+
+def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [N, E]: 1 where token n uses expert e. ids [N, K] are routed experts."""
+    counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
+    (counts,) = vary_alike([counts], jax.typeof(ids).manual_axis_type.varying)
+    token = jnp.arange(ids.shape[0])[:, None]
+    return counts.at[token, jnp.where(ids < 0, num_experts, ids)].add(1, mode="drop")
+
+
+def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """array[rows], zero where a row is -1; such rows are not read and get no gradient."""
+    safe = jnp.where(rows < 0, array.shape[0], rows)
+    return jnp.take(array, safe, axis=0, mode="fill", fill_value=0)
+
+
+def _invert(rows: jax.Array, capacity: int) -> jax.Array:
+    """int32 [C]: the flat index whose entry in `rows` is c, -1 if none."""
+    sources = jnp.full((capacity,), -1, jnp.int32)
+    (sources,) = vary_alike([sources], jax.typeof(rows).manual_axis_type.varying)
+    flat = rows.reshape(-1)
+    index = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    return sources.at[jnp.where(flat < 0, capacity, flat)].set(index, mode="drop")
+
+
+def _align_up(counts: jax.Array, alignment: int) -> jax.Array:
+    return -(-counts // alignment) * alignment
+
+
+def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
+    pairs = _count_pairs(routed_experts(topk_idx, num_experts), num_experts)
+    in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
+    in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_node, ranks_per_node), axis=-1)
+    return LayoutCounts(
+        jnp.sum(in_rank, axis=0, dtype=jnp.int32),
+        jnp.sum(in_node, axis=0, dtype=jnp.int32),
+        jnp.sum(pairs, axis=0, dtype=jnp.int32),
+        in_rank,
+    )
+
+
+def _gather(routing: Routing, array: jax.Array) -> jax.Array:
+    """[R, ...] from every rank's array."""
+    return jax.lax.all_gather(array, routing.group.axis_name)
+
+
+def _rank(routing: Routing) -> jax.Array:
+    return jax.lax.axis_index(routing.group.axis_name)
+
+
+def _by_expert(
+    pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, alignment: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rows [N, K] of each choice at its receiver, and where each expert's block starts [E].
+
+    pairs [N, E], ids [N, K]: all tokens of all ranks, by source rank.
+    """
+    totals = jnp.sum(pairs, axis=0, dtype=jnp.int32)
+    blocks = _align_up(totals, alignment).reshape(num_ranks, -1)
+    starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
+    rows = starts + jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
+    rows = jnp.take_along_axis(rows, jnp.maximum(ids, 0), axis=1)
+    return jnp.where((ids >= 0) & (rows < capacity), rows, -1), starts
+
+
+def dispatch(
+    routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> Routed:
+    ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
+    me = _rank(routing)
+    my_ids = routed_experts(topk_idx, routing.num_experts)
+    ids = _gather(routing, my_ids).reshape(-1, routing.top_k)
+    pairs = _count_pairs(ids, routing.num_experts)
+    in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
+    my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
+    expert_counts = jnp.sum(my_pairs, axis=0, dtype=jnp.int32)
+    if routing.order == "rank":
+        sent = in_rank
+        rows = jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - in_rank
+        rows = jnp.where((in_rank > 0) & (rows < capacity), rows, -1)
+        kept_here = jnp.take(rows, me, axis=1) >= 0
+        tokens_per_expert = jnp.sum(my_pairs * kept_here[:, None], axis=0, dtype=jnp.int32)
+        group_sizes = None
+    else:
+        sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
+        rows, starts = _by_expert(pairs, ids, ranks, capacity, routing.expert_alignment)
+        begin = jax.lax.dynamic_slice_in_dim(starts, me * experts, experts)
+        end = begin + _align_up(expert_counts, routing.expert_alignment)
+        clipped = jnp.minimum(begin, capacity)
+        tokens_per_expert = jnp.minimum(begin + expert_counts, capacity) - clipped
+        group_sizes = jnp.minimum(end, capacity) - clipped
+    prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
+    arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
+    if routing.order == "rank":
+        num_tokens = jnp.minimum(arrived, capacity)
+    else:
+        num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
+    my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
+    handle = Handle(my_ids, my_rows, prefix, expert_counts, routing)
+    moved, weights = push(handle, leaves, topk_weights)
+    recv_idx = None
+    if routing.order == "rank":
+        source = _invert(jnp.take(rows, me, axis=1), capacity)
+        recv_idx = jnp.where(source[:, None] < 0, -1, ids[source])
+        recv_idx = jnp.where((recv_idx >= 0) & (recv_idx // experts == me), recv_idx - me * experts, -1)
+    counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
+    return Routed(moved, weights, recv_idx, *counts, handle)
+
+
+def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
+    """Rows at this rank of all ranks' tokens, -1 none: by rank [R * T], by expert [R * T, K]; ids [R * T, K]."""
+    routing = handle.routing
+    ids = _gather(routing, handle.topk_idx).reshape(-1, routing.top_k)
+    rows = _gather(routing, handle.token_rows).reshape(ids.shape[0], -1)
+    if routing.order == "rank":
+        return jnp.take(rows, _rank(routing), axis=1), ids
+    here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
+    return jnp.where(here, rows, -1), ids
+
+
+def push(
+    handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    routing = handle.routing
+    rows, ids = _rows_here(handle)
+    choice = _invert(rows, routing.capacity)
+    token = choice if routing.order == "rank" else jnp.where(choice < 0, -1, choice // routing.top_k)
+    moved = []
+    for leaf in leaves:
+        everyone = _gather(routing, leaf)
+        moved.append(_take(everyone.reshape(-1, *leaf.shape[1:]), token))
+    if topk_weights is None:
+        return tuple(moved), None
+    weights = _gather(routing, topk_weights).reshape(-1, routing.top_k)
+    if routing.order == "expert":
+        return tuple(moved), _take(weights.reshape(-1), choice)
+    here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
+    return tuple(moved), _take(jnp.where(here, weights, 0), token)
+
+
+def _send_back(routing: Routing, slots: jax.Array) -> jax.Array:
+    """[R, T, ...]: what each rank holds for this rank's tokens. slots [R * T, ...] are by source rank."""
+    slots = slots.reshape(routing.num_ranks, routing.num_tokens, *slots.shape[1:])
+    return jax.lax.all_to_all(slots, routing.group.axis_name, split_axis=0, concat_axis=0)
+
+
+def combine(
+    handle: Handle,
+    rows: Sequence[jax.Array],
+    row_weights: jax.Array | None,
+    biases: Sequence[jax.Array],
+    recv_topk_weights: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    routing = handle.routing
+    here, ids = _rows_here(handle)
+    choices = [here] if routing.order == "rank" else [here[:, k] for k in range(routing.top_k)]
+    sums = []
+    for leaf in rows:
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        partial = 0.0
+        for choice in choices:
+            term = _take(leaf, choice).astype(wide)
+            if row_weights is not None:
+                term *= _over_row(_take(row_weights, choice), term)
+            partial = partial + term
+        total = 0.0
+        returned = _send_back(routing, partial)
+        for rank in range(routing.num_ranks):
+            total = total + returned[rank]
+        for bias in biases:
+            total = total + bias.astype(wide)
+        sums.append(total.astype(leaf.dtype))
+    if recv_topk_weights is None:
+        return tuple(sums), None
+    weights = _take(recv_topk_weights, here)
+    if routing.order == "rank":
+        mine = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
+        weights = jnp.where(mine, weights, 0)
+    return tuple(sums), jnp.sum(_send_back(routing, weights), axis=0)
+
+
+def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:
+    """One factor a row, in a shape that multiplies rows."""
+    return factors.astype(rows.dtype).reshape(factors.shape + (1,) * (rows.ndim - factors.ndim))
+
+
+def permute(
+    leaves: Sequence[jax.Array],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    num_local_experts: int,
+    expert_alignment: int,
+    capacity: int,
+) -> Permutation:
+    ids = routed_experts(topk_idx, num_local_experts)
+    pairs = _count_pairs(ids, num_local_experts)
+    row_map, starts = _by_expert(pairs, ids, 1, capacity, expert_alignment)
+    counts = jnp.sum(pairs, axis=0, dtype=jnp.int32)
+    clipped = jnp.minimum(starts, capacity)
+    tokens_per_expert = jnp.minimum(starts + counts, capacity) - clipped
+    group_sizes = jnp.minimum(starts + _align_up(counts, expert_alignment), capacity) - clipped
+    dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
+    choice = _invert(row_map, capacity)
+    moved = tuple(cached_permute(row_map, leaf, capacity) for leaf in leaves)
+    weights = None if topk_weights is None else _take(topk_weights.reshape(-1), choice)
+    return Permutation(moved, row_map, weights, group_sizes, tokens_per_expert, dropped)
+
+
+def cached_permute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+    choice = _invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
+    return _take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
+
+
+def unpermute(
+    y: jax.Array,
+    row_map: jax.Array,
+    topk_weights: jax.Array | None,
+    bias: jax.Array | None,
+    topk_idx: jax.Array | None,
+    out_dtype: Any,
+) -> jax.Array:
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    row_map = jnp.where(row_map < y.shape[0], row_map, -1)
+    total = 0.0
+    for k in range(row_map.shape[1]):
+        term = _take(y, row_map[:, k]).astype(wide)
+        if bias is not None and topk_idx is not None:
+            ids = routed_experts(topk_idx, bias.shape[0])[:, k]
+            term += _take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
+        if topk_weights is not None:
+            used = jnp.where(row_map[:, k] < 0, 0, topk_weights[:, k])
+            term *= _over_row(used, term)
+        total = total + term
+    return jnp.asarray(total).astype(out_dtype)

@@ -1,0 +1,22 @@
+"""Names that `jax.checkpoint` can keep, and the policy that keeps what was sent."""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+CHECKPOINT_HANDLE = "jax_ep_handle"
+"""Name of all index results of `dispatch`: the handle, the counts, the received ids."""
+
+CHECKPOINT_ROWS = "jax_ep_rows"
+"""Name of the dispatched rows and their weights."""
+
+save_ep_residuals = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_ROWS)
+"""A policy for `jax.checkpoint`: keeps handles and dispatched rows with their weights.
+
+The backward pass then sends no row a second time; what the experts compute is done again. To keep
+more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
+CHECKPOINT_HANDLE, CHECKPOINT_ROWS, "mine")`.
+"""
+
+
+def name_all(tree: object, name: str) -> object:
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)

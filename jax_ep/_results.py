@@ -1,0 +1,34 @@
+"""What both implementations of an op return to the layer above them."""
+
+from typing import NamedTuple
+
+import jax
+
+from jax_ep._handle import Handle
+
+
+class LayoutCounts(NamedTuple):
+    num_tokens_per_rank: jax.Array  # [R]
+    num_tokens_per_node: jax.Array  # [R / ranks_per_node]
+    num_tokens_per_expert: jax.Array  # [E]
+    is_token_in_rank: jax.Array  # bool [T, R]
+
+
+class Routed(NamedTuple):
+    rows: tuple[jax.Array, ...]  # [C, ...] each
+    topk_weights: jax.Array | None  # by rank [C, K], by expert [C]
+    topk_idx: jax.Array | None  # by rank [C, K]
+    tokens_per_expert: jax.Array  # [L]
+    group_sizes: jax.Array | None  # by expert [L]
+    num_tokens: jax.Array  # [1]
+    num_dropped: jax.Array  # [1]
+    handle: Handle
+
+
+class Permutation(NamedTuple):
+    rows: tuple[jax.Array, ...]  # [P, ...] each
+    row_map: jax.Array  # [C, K]
+    topk_weights: jax.Array | None  # [P]
+    group_sizes: jax.Array  # [L]
+    tokens_per_expert: jax.Array  # [L]
+    num_dropped: jax.Array  # [1]

@@ -1,0 +1,53 @@
+"""Devices for the tests, and what several of them share.
+
+`JAX_EP_REQUIRE_DEVICES=n` turns a skip for want of devices into a failure when n or fewer are needed.
+"""
+
+import os
+
+os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import jax_ep
+
+hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("jax_ep")
+
+
+def need_devices(count: int) -> list[jax.Device]:
+    devices = jax.devices()
+    if len(devices) < count:
+        text = f"needs {count} devices, there are {len(devices)}"
+        if int(os.environ.get("JAX_EP_REQUIRE_DEVICES", "0")) >= count:
+            pytest.fail(text)
+        pytest.skip(text)
+    return devices[:count]
+
+
+def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    devices = np.array(need_devices(int(np.prod(shape)))).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+@pytest.fixture(params=[1, 2, 4, 8])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    need_devices(request.param)
+    return request.param
+
+
+@pytest.fixture(params=["ffi", "xla"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def group8():
+    with jax_ep.Group(make_mesh((8,), ("ep",)), "ep") as group:
+        yield group

@@ -1,0 +1,206 @@
+"""What the ops must do, in NumPy loops: slow and obvious.
+
+Everything is global: x [R, T, ...], topk_idx [R, T, K]; results are lists, one entry a rank.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+def routed(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
+    """int32 ids of one rank's tokens [T, K], -1 where unused, out of range or repeated."""
+    out = np.full(topk_idx.shape, -1, np.int32)
+    for t, token in enumerate(topk_idx):
+        seen = set()
+        for k, expert in enumerate(token):
+            if 0 <= expert < num_experts and int(expert) not in seen:
+                out[t, k] = expert
+                seen.add(int(expert))
+    return out
+
+
+def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int = 1) -> tuple:
+    """Counts of one rank's tokens: per rank, per node, per expert, and is_token_in_rank."""
+    experts_per_rank = num_experts // num_ranks
+    in_rank = np.zeros((len(topk_idx), num_ranks), bool)
+    per_expert = np.zeros(num_experts, np.int32)
+    per_node = np.zeros(num_ranks // ranks_per_node, np.int32)
+    for t, token in enumerate(routed(topk_idx, num_experts)):
+        for expert in token[token >= 0]:
+            per_expert[expert] += 1
+            in_rank[t, expert // experts_per_rank] = True
+        for node in {rank // ranks_per_node for rank in np.flatnonzero(in_rank[t])}:
+            per_node[node] += 1
+    return in_rank.sum(axis=0).astype(np.int32), per_node, per_expert, in_rank
+
+
+@dataclasses.dataclass
+class Received:
+    """What one rank must have after a dispatch, and where each row came from."""
+
+    x: np.ndarray
+    topk_idx: np.ndarray | None
+    topk_weights: np.ndarray | None
+    tokens_per_expert: np.ndarray
+    group_sizes: np.ndarray | None
+    num_tokens: np.ndarray
+    num_dropped: np.ndarray
+    sources: list[tuple[int, int, int] | None]  # of each row: rank, token, k (by rank k = -1)
+
+
+def worst_case(order: str, rows: int, top_k: int, local: int, alignment: int = 1) -> int:
+    if order == "rank":
+        return rows
+    return alignment * ((rows * min(top_k, local) + local * (alignment - 1)) // alignment)
+
+
+def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int) -> tuple[list, list]:
+    """The rows that arrive at a rank if nothing is dropped, None for padding; the blocks by expert.
+
+    ids [R, T, K] are routed.
+    """
+    rows: list = []
+    blocks: list = []
+    if order == "rank":
+        for s, tokens in enumerate(ids):
+            for t, token in enumerate(tokens):
+                if any(e >= 0 and e // local == rank for e in token):
+                    rows.append((s, t, -1))
+        return rows, blocks
+    for expert in range(rank * local, (rank + 1) * local):
+        begin = len(rows)
+        for s, tokens in enumerate(ids):
+            for t, token in enumerate(tokens):
+                rows.extend((s, t, k) for k, e in enumerate(token) if e == expert)
+        end = len(rows)
+        rows.extend([None] * (-end % alignment))
+        blocks.append((begin, end, len(rows)))
+    return rows, blocks
+
+
+def dispatch(
+    x: np.ndarray,
+    topk_idx: np.ndarray,
+    topk_weights: np.ndarray | None,
+    num_experts: int,
+    order: str,
+    capacity: int | None = None,
+    alignment: int = 1,
+) -> list[Received]:
+    num_ranks, num_tokens, top_k = topk_idx.shape
+    local = num_experts // num_ranks
+    if capacity is None:
+        capacity = worst_case(order, num_ranks * num_tokens, top_k, local, alignment)
+    ids = np.stack([routed(one, num_experts) for one in topk_idx])
+    out = []
+    for rank in range(num_ranks):
+        rows, blocks = row_list(ids, order, local, rank, alignment)
+        kept, dropped = rows[:capacity], rows[capacity:]
+        received = Received(
+            x=np.zeros((capacity, *x.shape[2:]), x.dtype),
+            topk_idx=np.full((capacity, top_k), -1, np.int32) if order == "rank" else None,
+            topk_weights=None,
+            tokens_per_expert=np.zeros(local, np.int32),
+            group_sizes=None,
+            num_tokens=np.array([sum(row is not None for row in kept)], np.int32),
+            num_dropped=np.array([sum(row is not None for row in dropped)], np.int32),
+            sources=kept + [None] * (capacity - len(kept)),
+        )
+        if topk_weights is not None:
+            shape = (capacity, top_k) if order == "rank" else (capacity,)
+            received.topk_weights = np.zeros(shape, np.float32)
+        for c, row in enumerate(kept):
+            if row is None:
+                continue
+            s, t, k = row
+            received.x[c] = x[s, t]
+            if order == "expert":
+                received.tokens_per_expert[ids[s, t, k] - rank * local] += 1
+                if topk_weights is not None:
+                    received.topk_weights[c] = topk_weights[s, t, k]
+                continue
+            for j, expert in enumerate(ids[s, t]):
+                if expert >= 0 and expert // local == rank:
+                    received.topk_idx[c, j] = expert - rank * local
+                    received.tokens_per_expert[expert - rank * local] += 1
+                    if topk_weights is not None:
+                        received.topk_weights[c, j] = topk_weights[s, t, j]
+        if order == "expert":
+            sizes = [min(end, capacity) - min(begin, capacity) for begin, _, end in blocks]
+            received.group_sizes = np.array(sizes, np.int32)
+        out.append(received)
+    return out
+
+
+def rank_prefix_matrix(topk_idx: np.ndarray, num_experts: int, order: str) -> np.ndarray:
+    num_ranks = len(topk_idx)
+    local = num_experts // num_ranks
+    ids = np.stack([routed(one, num_experts) for one in topk_idx])
+    matrix = np.zeros((num_ranks, num_ranks), np.int32)
+    for d in range(num_ranks):
+        for row in row_list(ids, order, local, d, 1)[0]:
+            matrix[row[0] :, d] += 1
+    return matrix
+
+
+def combine(
+    y: np.ndarray,
+    received: list[Received],
+    num_tokens: int,
+    row_weights: np.ndarray | None = None,
+    biases: tuple[np.ndarray, ...] = (),
+) -> np.ndarray:
+    """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
+
+    Orders agree: `received` lists a rank's rows by expert, so a token's rows there are sorted by k first.
+    """
+    num_ranks = len(received)
+    wide = np.float64 if y.dtype == np.float64 else np.float32
+    out = np.zeros((num_ranks, num_tokens, *y.shape[2:]), wide)
+    for rank in range(num_ranks):
+        by_token: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for c, source in enumerate(received[rank].sources):
+            if source is not None:
+                s, t, k = source
+                by_token.setdefault((s, t), []).append((k, c))
+        for (s, t), rows in by_token.items():
+            partial: Any = wide(0)
+            for _, c in sorted(rows):
+                weight = wide(1) if row_weights is None else wide(row_weights[rank, c])
+                partial = partial + weight * y[rank, c].astype(wide)
+            out[s, t] += partial
+    for bias in biases:
+        out += bias.astype(wide)
+    return out
+
+
+def permute_rows(topk_idx: np.ndarray, num_local: int, alignment: int, capacity: int) -> np.ndarray:
+    """row_map [C, K]: where each (row, k) goes, -1 none or dropped."""
+    ids = routed(topk_idx, num_local)
+    row_map = np.full(ids.shape, -1, np.int32)
+    rows, _ = row_list(ids[None], "expert", num_local, 0, alignment)
+    for p, row in enumerate(rows[:capacity]):
+        if row is not None:
+            row_map[row[1], row[2]] = p
+    return row_map
+
+
+def unpermute(
+    y: np.ndarray,
+    row_map: np.ndarray,
+    weights: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    topk_idx: np.ndarray | None = None,
+) -> np.ndarray:
+    out = np.zeros((len(row_map), *y.shape[1:]), np.float32)
+    for c, rows in enumerate(row_map):
+        for k, p in enumerate(rows):
+            if p < 0:
+                continue
+            term = y[p].astype(np.float32)
+            if bias is not None:
+                term = term + bias[topk_idx[c, k]].astype(np.float32)
+            out[c] += term * np.float32(1 if weights is None else weights[c, k])
+    return out
