@@ -102,7 +102,8 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
     for array in biases:
         if array.shape != shape:
             raise ValueError(
-                f"combine: bias must have the shape of the result {list(shape)}, got {_check.shape_text(array)}"
+                f"combine: bias must have the shape of the result {list(shape)}, "
+                f"got {_check.shape_text(array)}"
             )
     return biases
 
@@ -118,7 +119,9 @@ def _weighted_sum(
     return backend(implementation).combine(handle, rows, weights, biases, None)[0]
 
 
-def _weighted_sum_forward(implementation: Any, handle: Handle, rows: Leaves, weights: Any, biases: Any) -> Any:
+def _weighted_sum_forward(
+    implementation: Any, handle: Handle, rows: Leaves, weights: Any, biases: Any
+) -> Any:
     sums = _weighted_sum(implementation, handle, rows, weights, biases)
     # The rows are needed for the gradient of the weights only.
     residuals = (handle, None if weights is None else (rows, weights), [bias[:0] for bias in biases])

@@ -33,7 +33,7 @@ def is_differentiable(dtype: Any) -> bool:
 def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
-    """Sends rows [T, ...] and weights [T, K] along a handle, to [C, ...] and by rank [C, K], by expert [C]."""
+    """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
     return move_bits(implementation, lambda module, bits: module.push(handle, bits, topk_weights), leaves)
 
 
@@ -77,7 +77,7 @@ def pull_cotangents(
     rows: Sequence[Any],
     recv_topk_weights: jax.Array | None,
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """pull for the cotangents of a push; payloads without gradients get None."""
+    """Pull for the cotangents of a push; payloads without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
     gradients: list[jax.Array | None] = [None] * len(rows)
     if not summed and recv_topk_weights is None:

@@ -18,7 +18,9 @@ Result = tuple[tuple[int, ...], Any]  # shape, dtype
 INT = jnp.int32
 
 
-def _call(target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any) -> list[jax.Array]:
+def _call(
+    target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
+) -> list[jax.Array]:
     operands = vary_alike(operands)
     # Results must have the operands' manual axis type; ffi_call would call them replicated.
     like = jax.typeof(operands[0])
@@ -93,7 +95,12 @@ def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node
 def dispatch(
     routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> Routed:
-    ranks, experts, tokens, k = routing.num_ranks, routing.num_local_experts, routing.num_tokens, routing.top_k
+    ranks, experts, tokens, k = (
+        routing.num_ranks,
+        routing.num_local_experts,
+        routing.num_tokens,
+        routing.top_k,
+    )
     by_rank = routing.order == "rank"
     packed = [_pack(leaf) for leaf in leaves]
     results = [
@@ -115,7 +122,19 @@ def dispatch(
         results,
         **_routing_attributes(routing),
     )
-    idx, rows, prefix, counts, weights, recv_idx, tokens_per_expert, sizes, num_tokens, num_dropped, *moved = out
+    (
+        idx,
+        rows,
+        prefix,
+        counts,
+        weights,
+        recv_idx,
+        tokens_per_expert,
+        sizes,
+        num_tokens,
+        num_dropped,
+        *moved,
+    ) = out
     return Routed(
         rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
         topk_weights=None if topk_weights is None else weights,
@@ -205,7 +224,10 @@ def permute(
 def cached_permute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
     packed = _pack(leaf)
     (moved,) = _call(
-        "cached_permute", [row_map, packed], _rows_like([packed], num_permuted), num_permuted=np.int64(num_permuted)
+        "cached_permute",
+        [row_map, packed],
+        _rows_like([packed], num_permuted),
+        num_permuted=np.int64(num_permuted),
     )
     return _unpack(moved, leaf.dtype)
 
@@ -218,6 +240,12 @@ def unpermute(
     topk_idx: jax.Array | None,
     out_dtype: Any,
 ) -> jax.Array:
-    operands = [y, row_map, _or_empty(topk_weights), _or_empty(bias), row_map if topk_idx is None else topk_idx]
+    operands = [
+        y,
+        row_map,
+        _or_empty(topk_weights),
+        _or_empty(bias),
+        row_map if topk_idx is None else topk_idx,
+    ]
     (out,) = _call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
     return out

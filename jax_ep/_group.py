@@ -1,5 +1,6 @@
 """The ranks that exchange rows: their devices, their set-up and their time-out."""
 
+import contextlib
 import functools
 import warnings
 from types import TracebackType
@@ -34,11 +35,11 @@ class Group:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive.
     """
 
-    def __init__(
-        self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0
-    ):
+    def __init__(self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0):
         if not isinstance(mesh, jax.sharding.Mesh):
-            raise TypeError(f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}")
+            raise TypeError(
+                f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
+            )
         axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing or not axes or len(set(axes)) < len(axes):
@@ -86,13 +87,21 @@ class Group:
             raise PeerTimeoutError(text)
 
     def close(self) -> None:
-        """Frees the group's state once no equal group is open. Closing twice is fine."""
+        """Frees the group's state once no equal group is open. Closing twice is fine.
+
+        Waits for the programs in flight whose results are still referred to: they may use the group.
+        """
         if self._closed:
             return
         self._closed = True
         module = _extension.extension()
-        if module is not None:
-            module.close_group(self._key)
+        if module is None:
+            return
+        for array in jax.live_arrays(self._platform):
+            # What an array's own program failed of is told to those who read the array.
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+        module.close_group(self._key)
 
     def __enter__(self) -> "Group":
         self._require_open("with")

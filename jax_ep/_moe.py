@@ -56,6 +56,4 @@ def moe(
     )
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent.x, sent.group_sizes)
-    return combine(
-        y, sent.handle, group=group, topk_weights=sent.topk_weights, implementation=implementation
-    )
+    return combine(y, sent.handle, group=group, topk_weights=sent.topk_weights, implementation=implementation)

@@ -108,7 +108,9 @@ def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: A
 
 def _permute_backward(how: tuple[Implementation, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
     gradients = tuple(
-        _unpermute(how[0], row.dtype, row, row_map, None, None, None) if is_differentiable(row.dtype) else None
+        _unpermute(how[0], row.dtype, row, row_map, None, None, None)
+        if is_differentiable(row.dtype)
+        else None
         for row in cotangents.rows
     )
     weights = cotangents.topk_weights
@@ -184,7 +186,9 @@ def unpermute(
     if y.ndim < 1:
         raise ValueError(f"{op}: y must be [P, ...], got {_check.shape_text(y)}")
     if row_map.ndim != 2 or row_map.dtype != jnp.int32 or 0 in row_map.shape:
-        raise ValueError(f"{op}: row_map must be int32 [C, K] as permute returned it, got {_check.shape_text(row_map)}")
+        raise ValueError(
+            f"{op}: row_map must be int32 [C, K] as permute returned it, got {_check.shape_text(row_map)}"
+        )
     _check.floating(op, "y", [y])
     out_dtype = jnp.dtype(y.dtype if out_dtype is None else out_dtype)
     if not _check.is_float(out_dtype):
@@ -200,12 +204,14 @@ def unpermute(
             raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
         if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
             raise ValueError(
-                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, got {_check.shape_text(bias)}"
+                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
+                f"got {_check.shape_text(bias)}"
             )
         ids = _check.topk_idx(op, topk_idx)
         if ids.shape != row_map.shape:
             raise ValueError(
-                f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, got {_check.shape_text(ids)}"
+                f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
+                f"got {_check.shape_text(ids)}"
             )
         bias = bias if bias.dtype in SUMMED else bias.astype(jnp.float32)
     rows = y if y.dtype in SUMMED else y.astype(jnp.float32)
@@ -231,14 +237,18 @@ def _unpermute(
     return backend(implementation).unpermute(y, row_map, topk_weights, bias, topk_idx, out_dtype)
 
 
-def _unpermute_forward(implementation: Any, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any) -> Any:
+def _unpermute_forward(
+    implementation: Any, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
+) -> Any:
     out = _unpermute(implementation, out_dtype, y, row_map, weights, bias, ids)
     # The rows are needed for the gradient of the weights only; else just their number and dtype.
     kept = y if weights is not None or y.ndim == 1 else y[:, :0]
     return out, (kept, row_map, weights, bias, ids)
 
 
-def _unpermute_backward(implementation: Implementation, out_dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
+def _unpermute_backward(
+    implementation: Implementation, out_dtype: Any, residuals: Any, cotangent: jax.Array
+) -> Any:
     """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
     wide = jnp.promote_types(y.dtype, jnp.float32)

@@ -133,7 +133,7 @@ def dispatch(
 
 
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """Rows at this rank of all ranks' tokens, -1 none: by rank [R * T], by expert [R * T, K]; ids [R * T, K]."""
+    """Rows here of all ranks' tokens, -1 none: [R * T] by rank, [R * T, K] by expert; ids [R * T, K]."""
     routing = handle.routing
     ids = _gather(routing, handle.topk_idx).reshape(-1, routing.top_k)
     rows = _gather(routing, handle.token_rows).reshape(ids.shape[0], -1)

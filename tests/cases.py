@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from typing import Any
 
+import conftest
 import jax
 import ml_dtypes
 import numpy as np
-from conftest import make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -59,7 +59,7 @@ def tagged_rows(ranks: int, tokens: int, width: int, dtype: Any) -> np.ndarray:
     tag_bytes = np.frombuffer(tag.tobytes(), np.uint8).reshape(ranks, tokens, 4)
     size = min(4, rows.shape[-1])
     rows[..., :size] = tag_bytes[..., :size]
-    if dtype == bool:
+    if dtype.kind == "b":
         return (rows & 1).astype(bool)
     return rows.view(dtype)
 
@@ -91,7 +91,7 @@ class Ranks:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        return make_mesh((self.size,), ("ep",))
+        return conftest.make_mesh((self.size,), ("ep",))
 
     @functools.cached_property
     def group(self) -> jax_ep.Group:

@@ -35,9 +35,10 @@ inline float ToFloat(F16 value) {
   if (magnitude >= 0x7c00u) {  // infinity, NaN
     return FloatOf(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // Shifted into place the exponent is 112 too small; a product also normalises subnormals.
-  const float scaled = FloatOf(magnitude << 13) * 0x1p112f;
-  return FloatOf(sign | BitsOf(scaled));
+  // Not through a float32 subnormal: XLA's threads treat those as zero.
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  const uint32_t bits = magnitude < 0x400u ? BitsOf(subnormal) : (magnitude << 13) + (112u << 23);
+  return FloatOf(sign | bits);
 }
 
 template <typename T, typename Acc>

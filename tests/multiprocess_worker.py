@@ -1,0 +1,76 @@
+"""One of two processes of four CPU devices: dispatch, combine and gradients against the oracle."""
+
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+
+import oracle  # noqa: E402
+from cases import floats, routing, same_bits  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jax_ep  # noqa: E402
+
+R, T, K, E, H = 8, 6, 3, 16, 5
+mesh = Mesh(np.array(jax.devices()), ("ep",))
+assert mesh.size == R
+group = jax_ep.Group(mesh, "ep")
+spec = NamedSharding(mesh, P("ep"))
+ids, x, w = routing("sprinkled", R, T, K, E), floats((R, T, H)), floats((R, T, K))
+
+
+def spread(array):
+    flat = array.reshape(-1, *array.shape[2:])
+    return jax.make_array_from_callback(flat.shape, spec, lambda index: flat[index])
+
+
+def local(array):
+    """Shards of this process: rank -> array."""
+    size = array.shape[0] // R
+    return {(shard.index[0].start or 0) // size: np.asarray(shard.data) for shard in array.addressable_shards}
+
+
+with pytest.raises(ValueError, match="one process"):
+    group._resolve("ffi")
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+
+    def shard(x, ids, w):
+        d = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order="expert", expert_alignment=4)
+        return d, jax_ep.combine(d.x, d.handle, group=group, topk_weights=d.topk_weights)
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    d, back = jax.jit(mapped)(spread(x), spread(ids), spread(w))
+    jax.jit(mapped)(spread(x), spread(ids), spread(w))
+assert sum("spans processes" in str(warning.message) for warning in caught) == 1
+
+expected = oracle.dispatch(x, ids, w, E, "expert", alignment=4)
+y = np.stack([one.x for one in expected])
+weights = np.stack([one.topk_weights for one in expected])
+sums = oracle.combine(y, expected, T, weights)
+for rank, rows in local(d.x).items():
+    assert same_bits(rows, expected[rank].x)
+for rank, counts in local(d.tokens_per_expert).items():
+    np.testing.assert_array_equal(counts, expected[rank].tokens_per_expert)
+for rank, total in local(back).items():
+    np.testing.assert_allclose(total, sums[rank], rtol=1e-5, atol=1e-6)
+
+
+def loss(x, ids, w):
+    return jnp.sum(mapped(x, ids, w)[1])
+
+
+routed = np.stack([oracle.routed(one, E) for one in ids])
+want = np.where(routed >= 0, w, 0).sum(axis=-1, keepdims=True) * np.ones(H)
+for rank, gradient in local(jax.jit(jax.grad(loss))(spread(x), spread(ids), spread(w))).items():
+    np.testing.assert_allclose(gradient, want[rank], rtol=1e-5, atol=1e-5)
+print(f"process {jax.process_index()} ok", flush=True)

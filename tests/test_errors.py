@@ -1,0 +1,356 @@
+"""Bad input: a clear error at trace time that says what must hold and what came."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks
+from conftest import make_mesh, need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _extension
+
+R, T, K, E, H = 2, 4, 2, 4, 3
+X = np.ones((R * T, H), np.float32)
+IDS = np.zeros((R * T, K), np.int32)
+W = np.ones((R * T, K), np.float32)
+
+
+def traced(function, *arrays, specs=None):
+    """Traces function of the shards; nothing runs."""
+    on = ranks(R)
+    mapped = jax.shard_map(function, mesh=on.mesh, in_specs=specs or P("ep"), out_specs=P("ep"))
+    return jax.jit(mapped).trace(*arrays)
+
+
+def dispatched(**options):
+    on = ranks(R)
+    return jax_ep.dispatch(jnp.ones((T, H)), IDS[:T], group=on.group, num_experts=E, **options)
+
+
+DISPATCH = {
+    "other T": ({"x": X[: T + 2]}, ValueError, r"x must be \[T, \.\.\.\] with T = 4 .*got float32\[3, 3\]"),
+    "a leaf of another T": (
+        {"x": {"a": X, "b": X[: T + 2]}},
+        ValueError,
+        r"every array of x must be .*got float32\[3, 3\]",
+    ),
+    "no array": ({"x": ()}, ValueError, "x holds no array"),
+    "keys": ({"x": "keys"}, TypeError, "jax.random.key_data"),
+    "1-D ids": (
+        {"topk_idx": IDS[:, 0]},
+        ValueError,
+        r"topk_idx must be int32 or int64 \[T, K\], got int32\[4\]",
+    ),
+    "float ids": ({"topk_idx": W}, ValueError, r"topk_idx must be int32 or int64 .* got float32\[4, 2\]"),
+    "int16 ids": ({"topk_idx": IDS.astype(np.int16)}, ValueError, "topk_idx must be int32 or int64"),
+    "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "top-k >= 1"),
+    "experts over ranks": ({"num_experts": 5}, ValueError, "positive multiple of the 2 ranks, got 5"),
+    "no experts": ({"num_experts": 0}, ValueError, "positive multiple of the 2 ranks, got 0"),
+    "fractional experts": ({"num_experts": 4.0}, ValueError, "num_experts must be an int"),
+    "weights' shape": (
+        {"topk_weights": W[:, :1]},
+        ValueError,
+        r"topk_weights must be floating \[T, K\] = \[4, 2\], got float32\[4, 1\]",
+    ),
+    "integer weights": ({"topk_weights": IDS}, ValueError, r"topk_weights must be floating .* got int32"),
+    "capacity": ({"capacity": 0}, ValueError, "capacity must be an int between 1 and .*, got 0"),
+    "alignment": (
+        {"order": "expert", "expert_alignment": 0},
+        ValueError,
+        "expert_alignment must be an int between 1 and .*, got 0",
+    ),
+    "alignment by rank": ({"expert_alignment": 8}, ValueError, "needs order='expert'"),
+    "order": ({"order": "token"}, ValueError, "order must be 'rank' or 'expert', got 'token'"),
+    "implementation": ({"implementation": "cuda"}, ValueError, "must be None, 'ffi' or 'xla', got 'cuda'"),
+    "nothing to route by": ({"topk_idx": None}, ValueError, "pass topk_idx and num_experts, or the handle"),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCH)
+def test_dispatch(name):
+    changed, error, text = DISPATCH[name]
+    arguments = {"x": X, "topk_idx": IDS, "topk_weights": None, "num_experts": E, **changed}
+    arrays = {k: v for k, v in arguments.items() if k in ("x", "topk_idx", "topk_weights") and v is not None}
+    static = {k: v for k, v in arguments.items() if k not in ("x", "topk_idx", "topk_weights")}
+
+    def shard(arrays):
+        if isinstance(arrays.get("x"), str):
+            raise AssertionError
+        return jax_ep.dispatch(group=ranks(R).group, **arrays, **static).num_tokens
+
+    if name == "keys":
+        arrays["x"] = jax.random.split(jax.random.key(0), R * T)
+    if name == "no array":
+        shard_inner = shard
+        shard = lambda arrays: shard_inner({**arrays, "x": ()})
+        arrays.pop("x")
+    with pytest.raises(error, match=text) as raised:
+        traced(shard, arrays)
+    assert "dispatch" in str(raised.value) or "implementation" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"topk_idx": IDS[:T]},
+        {"topk_weights": W[:T]},
+        {"num_experts": E},
+        {"capacity": 4},
+        {"order": "expert"},
+        {"expert_alignment": 2},
+    ],
+    ids=lambda e: next(iter(e)),
+)
+def test_cached_dispatch_takes_no_routing(extra):
+    def shard(x):
+        handle = dispatched().handle
+        return jax_ep.dispatch(x, handle=handle, group=ranks(R).group, **extra).x
+
+    with pytest.raises(ValueError, match="a handle already says how to route"):
+        traced(shard, X)
+
+
+def test_cached_dispatch_of_another_shape():
+    def shard(x):
+        return jax_ep.dispatch(x[:-1], handle=dispatched().handle, group=ranks(R).group).x
+
+    with pytest.raises(ValueError, match=r"T = 4 \(of the handle\), got float32\[3, 3\]"):
+        traced(shard, X)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_handle_of_another_group(op):
+    other = jax_ep.Group(make_mesh((R, 1), ("ep", "other")), ("ep", "other"))
+
+    def shard(x):
+        d = dispatched()
+        if op == "dispatch":
+            return jax_ep.dispatch(x, handle=d.handle, group=other).x
+        return jax_ep.combine(d.x, d.handle, group=other)
+
+    mesh = make_mesh((R, 1), ("ep", "other"))
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    with pytest.raises(ValueError, match=rf"{op}: the handle belongs to Group\('ep'.*but group is Group"):
+        jax.jit(mapped).trace(X)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_something_that_is_no_handle(op):
+    def shard(x):
+        if op == "dispatch":
+            return jax_ep.dispatch(x, handle=(1, 2), group=ranks(R).group).x
+        return jax_ep.combine(x, (1, 2), group=ranks(R).group)
+
+    with pytest.raises(TypeError, match="handle must be the Handle that dispatch returned, got tuple"):
+        traced(shard, X)
+
+
+def test_a_handle_with_arrays_of_another_shape():
+    def shard(x):
+        handle = jax.tree.map(lambda a: a[:1], dispatched().handle)
+        return jax_ep.dispatch(x, handle=handle, group=ranks(R).group).x
+
+    with pytest.raises(
+        ValueError, match=r"handle\.topk_idx must be int32 \[4, 2\] on each rank, got int32\[1, 2\]"
+    ):
+        traced(shard, X)
+
+
+COMBINE = {
+    "rows": (lambda d: (d.x[:-1], {}), "rank", ValueError, r"C = 8 \(the capacity of the handle\)"),
+    "integers": (lambda d: (d.topk_idx, {}), "rank", TypeError, r"y is summed.*floating; got int32"),
+    "weights by rank": (
+        lambda d: (d.x, {"topk_weights": jnp.ones(8)}),
+        "rank",
+        ValueError,
+        "needs a handle of order 'expert'",
+    ),
+    "weights' shape": (
+        lambda d: (d.x, {"topk_weights": jnp.ones((16, 1))}),
+        "expert",
+        ValueError,
+        r"topk_weights must be floating \[C\] = \[16\], got float32\[16, 1\]",
+    ),
+    "integer weights": (
+        lambda d: (d.x, {"topk_weights": jnp.ones(16, jnp.int32)}),
+        "expert",
+        ValueError,
+        "topk_weights must be floating",
+    ),
+    "bias' shape": (
+        lambda d: (d.x, {"bias": jnp.ones(H)}),
+        "rank",
+        ValueError,
+        r"bias must have the shape of the result \[4, 3\], got float32\[3\]",
+    ),
+    "integer bias": (lambda d: (d.x, {"bias": jnp.ones((T, H), int)}), "rank", TypeError, "bias is summed"),
+    "bias with a pytree": (
+        lambda d: ((d.x, d.x), {"bias": jnp.ones((T, H))}),
+        "rank",
+        ValueError,
+        "bias needs y to be one array",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINE)
+def test_combine(name):
+    make, order, error, text = COMBINE[name]
+
+    def shard(x):
+        d = dispatched(order=order)
+        y, options = make(d)
+        return jax_ep.combine(y, d.handle, group=ranks(R).group, **options)
+
+    with pytest.raises(error, match="combine: .*" + text):
+        traced(shard, X)
+
+
+@pytest.mark.parametrize("implementation", [None, "ffi", "xla"])
+def test_outside_shard_map(implementation):
+    group = ranks(R).group
+    with pytest.raises(
+        ValueError, match=r"dispatch communicates, so .* inside jax\.shard_map over the axis 'ep'"
+    ):
+        jax_ep.dispatch(X, IDS, group=group, num_experts=E, implementation=implementation)
+    with pytest.raises(ValueError, match=r"combine communicates, so .* inside jax\.shard_map"):
+        jax_ep.combine(X, None, group=group, implementation=implementation)
+
+
+def test_a_shard_map_of_another_size():
+    mesh = make_mesh((4,), ("ep",))
+
+    def shard(x):
+        return jax_ep.dispatch(x, IDS[:2], group=ranks(R).group, num_experts=E).x
+
+    with pytest.raises(ValueError, match="this shard_map has size 4, but the group has 2 ranks"):
+        jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))).trace(X)
+
+
+@pytest.mark.parametrize("axis", ["tp", ("ep", "tp"), ("ep", "ep"), ()])
+def test_group_axes(axis):
+    with pytest.raises(ValueError, match=r"axis_name must name axes of the mesh.*\('ep',\)"):
+        jax_ep.Group(make_mesh((R,), ("ep",)), axis)
+
+
+def test_group_arguments():
+    mesh = make_mesh((R,), ("ep",))
+    with pytest.raises(TypeError, match="with devices; got AbstractMesh"):
+        jax_ep.Group(mesh.abstract_mesh, "ep")
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        jax_ep.Group(mesh, "ep", timeout_s=0)
+
+
+class Foreign:
+    """A device of a platform, or process, that is not here."""
+
+    def __init__(self, platform="cpu", process_index=0, id=0):
+        self.platform, self.process_index, self.id = platform, process_index, id
+
+
+def foreign_group(*devices):
+    group = jax_ep.Group(make_mesh((R,), ("ep",)), "ep")
+    group._platform = devices[0].platform
+    group._spans_processes = len({device.process_index for device in devices}) > 1
+    return group
+
+
+def test_a_platform_without_handlers():
+    group = foreign_group(Foreign("tpu"), Foreign("tpu", id=1))
+    assert group._resolve(None) == "xla"
+    with pytest.raises(ValueError, match=r"implementation='ffi' cannot run .*no handlers for platform 'tpu'"):
+        group._resolve("ffi")
+
+
+def test_a_group_across_processes_on_the_cpu():
+    group = foreign_group(Foreign(), Foreign(process_index=1, id=1))
+    with pytest.raises(ValueError, match="ranks of a group must live in one process"):
+        group._resolve("ffi")
+    assert group._resolve("xla") == "xla"
+
+
+def test_without_the_extension(monkeypatch):
+    monkeypatch.setattr(_extension, "_load", lambda: (None, "the extension cannot be imported (test)"))
+    need_devices(R)
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
+        assert group._resolve(None) == "xla"
+        group.check()
+        with pytest.raises(ValueError, match="cannot be imported"):
+            group._resolve("ffi")
+        with pytest.raises(ValueError, match="cannot be imported"):
+            jax_ep.get_dispatch_layout(IDS, num_experts=E, num_ranks=R, implementation="ffi")
+
+
+LAYOUT = {
+    "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
+    "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
+    "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
+    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide num_ranks = 2, got 3"),
+    "no node": ({"ranks_per_node": 0}, "ranks_per_node must be an int between 1"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_layout(name):
+    changed, text = LAYOUT[name]
+    arguments = {"topk_idx": IDS, "num_experts": E, "num_ranks": R, **changed}
+    with pytest.raises(ValueError, match=text):
+        jax_ep.get_dispatch_layout(**arguments)
+
+
+PERMUTE = {
+    "rows": ({"x": X[1:]}, ValueError, r"every array of x must be \[C, \.\.\.\] with C = 8"),
+    "ids": ({"topk_idx": IDS[:, 0]}, ValueError, "topk_idx must be int32 or int64"),
+    "experts": ({"num_local_experts": 0}, ValueError, "num_local_experts must be an int between 1"),
+    "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be"),
+    "capacity": ({"capacity": -1}, ValueError, "capacity must be an int between 1"),
+    "weights": ({"topk_weights": W[:, :1]}, ValueError, r"topk_weights must be floating \[C, K\]"),
+}
+
+
+@pytest.mark.parametrize("name", PERMUTE)
+def test_permute(name):
+    changed, error, text = PERMUTE[name]
+    with pytest.raises(error, match="permute: .*" + text):
+        jax_ep.permute(**{"x": X, "topk_idx": IDS, "num_local_experts": E, **changed})
+
+
+BIAS = np.ones((E, H), np.float32)
+UNPERMUTE = {
+    "integers": ({"y": IDS}, TypeError, "y is summed"),
+    "a number": ({"y": np.float32(1)}, ValueError, r"y must be \[P, \.\.\.\]"),
+    "row_map": ({"row_map": IDS[:, 0]}, ValueError, r"row_map must be int32 \[C, K\]"),
+    "weights": ({"topk_weights": W[1:]}, ValueError, "topk_weights must be floating"),
+    "bias alone": ({"bias": BIAS}, ValueError, "bias needs topk_idx"),
+    "bias' shape": ({"bias": BIAS[:, 1:], "topk_idx": IDS}, ValueError, "bias must be .L, ...."),
+    "integer bias": ({"bias": BIAS.astype(int), "topk_idx": IDS}, TypeError, "bias is summed"),
+    "ids' shape": (
+        {"bias": BIAS, "topk_idx": IDS[1:]},
+        ValueError,
+        "topk_idx must have the shape of row_map",
+    ),
+    "out_dtype": ({"out_dtype": np.int32}, TypeError, "out_dtype must be floating, got int32"),
+}
+
+
+@pytest.mark.parametrize("name", UNPERMUTE)
+def test_unpermute(name):
+    changed, error, text = UNPERMUTE[name]
+    with pytest.raises(error, match="unpermute: .*" + text):
+        jax_ep.unpermute(**{"y": X, "row_map": IDS, **changed})
+
+
+def test_a_changed_handle_does_no_harm():
+    """Entries that are no rows, or no experts, are skipped by the handlers."""
+
+    def shard(x):
+        d = dispatched(order="expert")
+        wild = jax.tree.map(lambda a: jnp.where(a % 2 == 0, 2**30, -(2**30)), d.handle)
+        again = jax_ep.dispatch(x, handle=wild, group=ranks(R).group)
+        return jax_ep.combine(again.x, wild, group=ranks(R).group)
+
+    on = ranks(R)
+    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    np.testing.assert_array_equal(jax.jit(mapped)(X), np.zeros_like(X))

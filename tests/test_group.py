@@ -1,0 +1,152 @@
+"""Groups: identity, life, and ranks that never come."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import floats
+from conftest import make_mesh
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+def doubled(group, mesh):
+    """Every token to expert 0 and back, twice the value."""
+
+    def shard(x):
+        ids = jnp.zeros((len(x), 1), jnp.int32)
+        d = jax_ep.dispatch(x, ids, group=group, num_experts=group.size, implementation="ffi")
+        return jax_ep.combine(d.x * 2, d.handle, group=group, implementation="ffi")
+
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names)))
+
+
+def test_equality_and_hash():
+    mesh = make_mesh((2, 4), ("dp", "ep"))
+    one = jax_ep.Group(mesh, "ep")
+    same = jax_ep.Group(mesh, "ep", timeout_s=3)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one.size == 4
+    assert one.axis_name == "ep"
+    renamed = Mesh(mesh.devices, ("dp", "x"))
+    permuted = Mesh(mesh.devices[:, ::-1], ("dp", "ep"))
+    transposed = Mesh(mesh.devices.T, ("ep", "dp"))
+    assert one != jax_ep.Group(renamed, "x")
+    assert one != jax_ep.Group(permuted, "ep")
+    assert one == jax_ep.Group(transposed, "ep")  # the same ranks and groups
+    assert one != jax_ep.Group(mesh, ("dp", "ep"))
+    assert one != "ep"
+
+
+def test_equal_groups_share_their_state_until_the_last_close():
+    mesh = make_mesh((4,), ("ep",))
+    x = floats((8, 3))
+    one, two = jax_ep.Group(mesh, "ep"), jax_ep.Group(mesh, "ep")
+    run = doubled(one, mesh)
+    np.testing.assert_allclose(run(x), 2 * x)
+    one.close()
+    one.close()  # twice is fine
+    np.testing.assert_allclose(run(x * 3), 6 * x)  # two still holds the state
+    two.close()
+    with pytest.raises(Exception, match="closed"):
+        jax.block_until_ready(run(x))
+    with pytest.raises(RuntimeError, match="closed"):
+        one.check()
+    with pytest.raises(RuntimeError, match="closed"):
+        doubled(one, mesh)(x)
+    with jax_ep.Group(mesh, "ep"):
+        np.testing.assert_allclose(run(x), 2 * x)  # made anew, the old program runs again
+
+
+def test_close_waits_for_work_in_flight():
+    mesh = make_mesh((4,), ("ep",))
+    x = floats((400, 500))
+    for _ in range(5):
+        with jax_ep.Group(mesh, "ep") as group:
+            run = doubled(group, mesh)
+            y = x
+            for _ in range(10):
+                y = run(y) / 2
+        np.testing.assert_allclose(y, x, rtol=1e-6)
+
+
+def test_jitted_code_closes_over_an_equal_group():
+    """A group is static: an equal one made later finds the compiled program."""
+    mesh = make_mesh((2,), ("ep",))
+    traces = []
+
+    @jax.jit
+    def run(handle_and_x):
+        traces.append(1)
+        handle, x = handle_and_x
+        return jax.tree.map(lambda a: a + 0, handle), x
+
+    def handle_of(group):
+        shard = lambda x: jax_ep.dispatch(x, jnp.zeros((2, 1), jnp.int32), group=group, num_experts=2).handle
+        return jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(jnp.ones((4, 1)))
+
+    for _ in range(2):
+        with jax_ep.Group(mesh, "ep") as group:
+            run((handle_of(group), 1.0))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("missing", [[3], [0, 2]])
+def test_a_rank_that_never_arrives(missing):
+    """The others get an error that names group, op and ranks, in time; then work goes on."""
+    mesh = make_mesh((4,), ("ep",))
+    x = floats((8, 3))
+    with jax_ep.Group(mesh, "ep", timeout_s=1.0) as group:
+
+        def shard(x):
+            ids = jnp.zeros((2, 1), jnp.int32)
+            absent = jnp.isin(jax.lax.axis_index("ep"), jnp.array(missing))
+
+            def send():
+                return jax_ep.dispatch(x, ids, group=group, num_experts=4).x[:2]
+
+            return jax.lax.cond(absent, lambda: x, send)
+
+        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        begin = time.monotonic()
+        with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+            jax.block_until_ready(run(x))
+        assert time.monotonic() - begin < 10
+        names = " ".join(map(str, missing))
+        expected = (
+            rf"dispatch: of group Group\('ep', cpu devices .*rank\(s\) {names} did not arrive within 1 s"
+        )
+        assert re.search(expected, str(raised.value))
+        with pytest.raises(jax_ep.PeerTimeoutError, match=expected):
+            group.check()
+        group.check()  # told once
+        np.testing.assert_allclose(doubled(group, mesh)(x), 2 * x)
+
+
+def test_the_newest_timeout_holds():
+    mesh = make_mesh((2,), ("ep",))
+    with jax_ep.Group(mesh, "ep", timeout_s=500), jax_ep.Group(mesh, "ep", timeout_s=0.2) as group:
+
+        def shard(x):
+            send = lambda: jax_ep.dispatch(x, jnp.zeros((1, 1), jnp.int32), group=group, num_experts=2).x[:1]
+            return jax.lax.cond(jax.lax.axis_index("ep") == 0, lambda: x, send)
+
+        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"within 0\.2 s"):
+            jax.block_until_ready(run(jnp.ones((2, 1))))
+
+
+def test_a_program_on_other_devices_than_the_group_s():
+    """Same axis sizes, other devices: only the handler can see it."""
+    mesh = make_mesh((4,), ("ep",))
+    other = Mesh(mesh.devices[::-1], ("ep",))
+    with jax_ep.Group(mesh, "ep") as group:
+        run = doubled(group, other)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="made for another mesh"):
+            jax.block_until_ready(run(jnp.ones((4, 2))))

@@ -1,0 +1,174 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, FP8, ROUTINGS, assert_close, floats, routing, same_bits, tagged_rows
+
+import jax_ep
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(("capacity", "alignment"), [(None, 1), (None, 8), (30, 1), (30, 8)])
+def test_permute_equals_the_oracle(kind, capacity, alignment, implementation):
+    rows, k, experts = 20, 3, 6
+    ids = routing(kind, 1, rows, k, experts)[0]
+    x, weights = tagged_rows(1, rows, 5, BF16)[0], floats((rows, k))
+    got = jax_ep.permute(
+        x,
+        ids,
+        num_local_experts=experts,
+        topk_weights=weights,
+        expert_alignment=alignment,
+        capacity=capacity,
+        implementation=implementation,
+    )
+    want = oracle.dispatch(x[None], ids[None], weights[None], experts, "expert", capacity, alignment)[0]
+    assert same_bits(got.x, want.x)
+    for name in ("group_sizes", "tokens_per_expert", "topk_weights", "num_dropped"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name, strict=True)
+    row_map = oracle.permute_rows(ids, experts, alignment, len(want.x))
+    np.testing.assert_array_equal(got.row_map, row_map, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [FP8, ml_dtypes.float8_e5m2, np.int8, np.float16, jnp.int4], ids=str)
+def test_permute_moves_any_payload(dtype, implementation):
+    ids = routing("sprinkled", 1, 9, 2, 4)[0]
+    x = {
+        "a": (np.arange(9 * 3).reshape(9, 3) % 7).astype(np.float32).astype(dtype),
+        "b": tagged_rows(1, 9, 2, np.int32)[0],
+    }
+    got = jax_ep.permute(x, ids, num_local_experts=4, implementation=implementation)
+    want = oracle.dispatch(x["b"][None], ids[None], None, 4, "expert")[0]
+    assert same_bits(got.x["b"], want.x)
+    a = np.where(
+        [[s is not None] for s in want.sources],
+        np.asarray(x["a"], np.float32)[[s[1] if s else 0 for s in want.sources]],
+        0,
+    )
+    np.testing.assert_array_equal(np.asarray(got.x["a"], np.float32), a)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(BF16, None), (np.float32, None), (BF16, np.float32), (np.float32, BF16), (np.float16, None)],
+    ids=str,
+)
+def test_unpermute_equals_the_oracle(weighted, biased, dtype, out_dtype, implementation):
+    rows, k, experts, capacity = 20, 3, 6, 40
+    ids = routing("sprinkled", 1, rows, k, experts)[0]
+    row_map = oracle.permute_rows(ids, experts, 1, capacity)
+    y = floats((capacity, 7), dtype)
+    y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
+    weights = (
+        np.where(row_map >= 0, floats((rows, k), seed=3), np.nan).astype(np.float32) if weighted else None
+    )
+    bias = floats((experts, 7), dtype, seed=4) if biased else None
+    got = jax_ep.unpermute(
+        y,
+        row_map,
+        topk_weights=weights,
+        bias=bias,
+        topk_idx=ids if biased else None,
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
+    want = oracle.unpermute(y, row_map, weights, bias, ids)
+    assert got.dtype == np.dtype(out_dtype or dtype)
+    assert_close(got, want, terms=4)
+
+
+def test_unpermute_to_float8_rounds_once(implementation):
+    row_map = np.array([[0, 1], [2, -1]], np.int32)
+    y = floats((3, 4))
+    got = jax_ep.unpermute(y, row_map, out_dtype=FP8, implementation=implementation)
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), oracle.unpermute(y, row_map).astype(FP8).astype(np.float32)
+    )
+
+
+def test_unpermute_of_permute_counts_the_copies(implementation):
+    ids = routing("sprinkled", 1, 12, 4, 8)[0]
+    x = floats((12, 5))
+    p = jax_ep.permute(x, ids, num_local_experts=8, implementation=implementation)
+    back = jax_ep.unpermute(p.x, p.row_map, implementation=implementation)
+    copies = (oracle.routed(ids, 8) >= 0).sum(axis=1)
+    np.testing.assert_allclose(back, x * copies[:, None], rtol=1e-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_gradients_equal_jax_of_the_reference(biased, capacity):
+    """Against JAX's own differentiation of plain gathers and sums."""
+    rows, k, experts = 12, 3, 5
+    ids = routing("sprinkled", 1, rows, k, experts)[0]
+    x, weights, bias, scale = floats((rows, 4)), floats((rows, k)), floats((experts, 4)), floats((4,))
+    size = capacity or oracle.worst_case("expert", rows, k, experts)
+    row_map = jnp.asarray(oracle.permute_rows(ids, experts, 1, size))
+    valid = row_map >= 0
+
+    def plain(x, weights, bias):
+        term = jnp.tanh(x[:, None] * scale)  # each copy of a row, as an expert would see it
+        if biased:
+            term = term + bias[jnp.maximum(ids, 0) % experts]
+        y = jnp.sum(jnp.where(valid, weights, 0)[..., None] * jnp.where(valid[..., None], term, 0), axis=1)
+        return jnp.sum(y**2) + jnp.sum(jnp.where(valid, weights, 0) ** 3)
+
+    def ours(x, weights, bias, implementation):
+        p = jax_ep.permute(
+            x,
+            ids,
+            num_local_experts=experts,
+            topk_weights=weights,
+            capacity=capacity,
+            implementation=implementation,
+        )
+        extra = {"bias": bias, "topk_idx": ids} if biased else {}
+        y = jax_ep.unpermute(
+            jnp.tanh(p.x * scale), p.row_map, topk_weights=weights, implementation=implementation, **extra
+        )
+        return jnp.sum(y**2) + jnp.sum(p.topk_weights**3)
+
+    want = jax.grad(plain, argnums=(0, 1, 2))(x, weights, bias)
+    for implementation in ("ffi", "xla"):
+        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2)), static_argnums=3)(x, weights, bias, implementation)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+
+
+def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
+    row_map = np.array([[0, -1], [2, -1]], np.int32)
+    y = jnp.array([[1.0], [jnp.nan], [3.0], [jnp.nan]])
+    weights = jnp.array([[2.0, jnp.nan], [3.0, jnp.nan]])
+    f = lambda y, w: jnp.sum(jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation))
+    d_y, d_w = jax.grad(f, argnums=(0, 1))(y, weights)
+    np.testing.assert_array_equal(d_y, [[2.0], [0.0], [3.0], [0.0]])
+    np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
+
+
+def test_the_two_step_way_equals_expert_order():
+    """Dispatch by rank, permute, unpermute, combine: the same as by expert (one process, 4 ranks)."""
+    from cases import ranks
+
+    on = ranks(4)
+    ids = routing("sprinkled", 4, 10, 3, 16)
+    x, weights = floats((4, 10, 6)), floats((4, 10, 3))
+
+    def expert(rows, group_sizes):
+        return jnp.sin(rows) * 2
+
+    def two_steps(x, ids, weights):
+        d = jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=16)
+        p = jax_ep.permute(d.x, d.topk_idx, num_local_experts=4)
+        y = jax_ep.unpermute(expert(p.x, p.group_sizes), p.row_map, topk_weights=d.topk_weights)
+        return jax_ep.combine(y, d.handle, group=on.group)
+
+    def one_step(x, ids, weights):
+        return jax_ep.moe(x, ids, weights, expert, group=on.group, num_experts=16)
+
+    np.testing.assert_allclose(
+        on.run(two_steps, x, ids, weights), on.run(one_step, x, ids, weights), rtol=1e-5, atol=1e-6
+    )
