@@ -1,0 +1,51 @@
+# Finds a CUDA compiler as JAX_EP_CUDA asks for, and sets JAX_EP_CUDA_FOUND.
+#
+# Looked for: CUDACXX, the PATH, /usr/local/cuda, then NVIDIA's packages from PyPI in the Python that builds.
+set(JAX_EP_CUDA_FOUND OFF)
+if(NOT JAX_EP_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "jax_ep: JAX_EP_CUDA must be AUTO, ON or OFF, got '${JAX_EP_CUDA}'")
+endif()
+if(JAX_EP_CUDA STREQUAL "OFF")
+  message(STATUS "jax_ep: CUDA part: off")
+  return()
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER)
+  find_program(JAX_EP_NVCC nvcc HINTS ENV CUDACXX PATHS /usr/local/cuda/bin)
+  if(DEFINED ENV{CUDACXX})
+    set(CMAKE_CUDA_COMPILER "$ENV{CUDACXX}")
+  elseif(JAX_EP_NVCC)
+    set(CMAKE_CUDA_COMPILER "${JAX_EP_NVCC}")
+  else()
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" -c
+        "import sysconfig; print(sysconfig.get_paths()['purelib'] + '/nvidia/cu13')"
+      OUTPUT_VARIABLE JAX_EP_CUDA_WHEEL OUTPUT_STRIP_TRAILING_WHITESPACE)
+    if(EXISTS "${JAX_EP_CUDA_WHEEL}/bin/nvcc")
+      set(CMAKE_CUDA_COMPILER "${JAX_EP_CUDA_WHEEL}/bin/nvcc")
+      # The wheels keep their libraries in lib, where nvcc does not look.
+      set(ENV{LIBRARY_PATH} "${JAX_EP_CUDA_WHEEL}/lib:$ENV{LIBRARY_PATH}")
+      link_directories("${JAX_EP_CUDA_WHEEL}/lib")
+    endif()
+  endif()
+endif()
+
+if(NOT CMAKE_CUDA_COMPILER)
+  if(JAX_EP_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "jax_ep: JAX_EP_CUDA=ON, but there is no CUDA compiler. Install the CUDA toolkit, or "
+      "NVIDIA's packages (pip install nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime "
+      "nvidia-cuda-cccl), or set CUDACXX to nvcc, or build for the CPU alone with JAX_EP_CUDA=OFF.")
+  endif()
+  message(STATUS "jax_ep: CUDA part: off, no CUDA compiler found (JAX_EP_CUDA=AUTO)")
+  return()
+endif()
+
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80 90 100)
+endif()
+enable_language(CUDA)
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(JAX_EP_CUDA_FOUND ON)
+message(STATUS "jax_ep: CUDA part: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
+  "architectures ${CMAKE_CUDA_ARCHITECTURES}")

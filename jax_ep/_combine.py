@@ -1,6 +1,5 @@
 """combine: the experts' rows back to their tokens, summed."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check
-from jax_ep._exchange import Leaves, backend, pull, push
+from jax_ep._exchange import Leaves, backend, pull, push, static_arguments
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, real_rows
@@ -108,7 +107,7 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
     return biases
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@static_arguments(0)
 def _weighted_sum(
     implementation: Implementation,
     handle: Handle,

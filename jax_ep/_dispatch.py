@@ -1,13 +1,12 @@
 """dispatch: tokens to the ranks, or the experts, that they chose."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 
 from jax_ep import _check
-from jax_ep._exchange import move_bits, pull_cotangents, push
+from jax_ep._exchange import move_bits, pull_cotangents, push, static_arguments
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing
@@ -103,16 +102,7 @@ def dispatch(
                 "dispatch: a handle already says how to route; leave topk_idx, topk_weights, num_experts, "
                 "order, capacity and expert_alignment at their defaults"
             )
-        handle = _check.handle("dispatch", handle, group)
-        leaves = _check.leaves("dispatch", "x", leaves, handle.routing.num_tokens, "T", "of the handle")
-        arrays, handle_tree = jax.tree.flatten(handle)
-        varied = vary_alike([*leaves, *arrays], group._axes)
-        leaves, handle = tuple(varied[: len(leaves)]), jax.tree.unflatten(handle_tree, varied[len(leaves) :])
-        with jax.named_scope("jax_ep.dispatch"):
-            rows, _ = push(chosen, handle, leaves, None)
-        rows = name_all(rows, CHECKPOINT_ROWS)
-        return Dispatched(jax.tree.unflatten(tree, rows), None, None, None, None, None, None, handle)
-
+        return _dispatch_again(leaves, tree, _check.handle("dispatch", handle, group), chosen)
     if topk_idx is None or num_experts is None:
         raise ValueError("dispatch: pass topk_idx and num_experts, or the handle of an earlier dispatch")
     if order not in ("rank", "expert"):
@@ -146,7 +136,21 @@ def dispatch(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch_again(
+    leaves: list[Any], tree: Any, handle: Handle, implementation: Implementation
+) -> Dispatched:
+    group = handle.routing.group
+    leaves = _check.leaves("dispatch", "x", leaves, handle.routing.num_tokens, "T", "of the handle")
+    arrays, handle_tree = jax.tree.flatten(handle)
+    varied = vary_alike([*leaves, *arrays], group._axes)
+    handle = jax.tree.unflatten(handle_tree, varied[len(leaves) :])
+    with jax.named_scope("jax_ep.dispatch"):
+        rows, _ = push(implementation, handle, tuple(varied[: len(leaves)]), None)
+    x = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
+    return Dispatched(x, None, None, None, None, None, None, handle)
+
+
+@static_arguments(0)
 def _route(
     how: tuple[Routing, Implementation],
     leaves: tuple[jax.Array, ...],

@@ -5,7 +5,7 @@ pass: nothing is counted twice.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +24,17 @@ def backend(implementation: Implementation) -> ModuleType:
     return _ffi if implementation == "ffi" else _reference
 
 
+def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.custom_vjp` for a function some of whose arguments are not traced."""
+    return functools.partial(jax.custom_vjp, nondiff_argnums=positions)
+
+
 def is_differentiable(dtype: Any) -> bool:
     """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@static_arguments(0)
 def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -50,7 +55,7 @@ def _push_backward(implementation: Implementation, handle: Handle, cotangents: A
 push.defvjp(_push_forward, _push_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@static_arguments(0)
 def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, recv_topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:

@@ -56,7 +56,9 @@ class Group:
         self._axis_name = axis_name
         self._axes = axes
         self._platform: str = devices.flat[0].platform
-        self._device_ids = tuple(tuple(device.id for device in group) for group in devices)
+        self._device_ids: tuple[tuple[int, ...], ...] = tuple(
+            tuple(device.id for device in group) for group in devices
+        )
         self._spans_processes = any(
             device.process_index != group[0].process_index for group in devices for device in group
         )
@@ -119,8 +121,9 @@ class Group:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        groups = self._device_ids if len(self._device_ids) > 1 else self._device_ids[0]
-        return f"Group({self._axis_name!r}, {self._platform} devices {list(groups)})"
+        groups = [list(group) for group in self._device_ids]
+        shown = groups if len(groups) > 1 else groups[0]
+        return f"Group({self._axis_name!r}, {self._platform} devices {shown})"
 
     def _require_open(self, op: str) -> None:
         if self._closed:

@@ -54,6 +54,7 @@ def moe(
         expert_alignment=expert_alignment,
         implementation=implementation,
     )
+    assert sent.group_sizes is not None  # it is there by expert
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent.x, sent.group_sizes)
     return combine(y, sent.handle, group=group, topk_weights=sent.topk_weights, implementation=implementation)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_ep import _check, _extension
 from jax_ep._combine import SUMMED
 from jax_ep._dispatch import worst_case_capacity
-from jax_ep._exchange import backend, is_differentiable, move_bits
+from jax_ep._exchange import backend, is_differentiable, move_bits, static_arguments
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike
 from jax_ep._results import Permutation
@@ -87,7 +87,7 @@ def permute(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@static_arguments(0)
 def _permute(
     how: tuple[Implementation, int, int, int],
     leaves: tuple[jax.Array, ...],
@@ -126,7 +126,7 @@ def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     return jnp.where(valid, values[jnp.where(valid, row_map, 0)], 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@static_arguments(0, 1)
 def _cached_permute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
@@ -224,7 +224,7 @@ def unpermute(
         return _unpermute(chosen, summed, rows, row_map, weights, bias, ids).astype(out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@static_arguments(0, 1)
 def _unpermute(
     implementation: Implementation,
     out_dtype: Any,

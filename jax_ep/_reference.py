@@ -182,13 +182,13 @@ def combine(
     sums = []
     for leaf in rows:
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        partial = 0.0
+        partial: Any = 0.0
         for choice in choices:
             term = _take(leaf, choice).astype(wide)
             if row_weights is not None:
                 term *= _over_row(_take(row_weights, choice), term)
             partial = partial + term
-        total = 0.0
+        total: Any = 0.0
         returned = _send_back(routing, partial)
         for rank in range(routing.num_ranks):
             total = total + returned[rank]

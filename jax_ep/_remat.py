@@ -1,5 +1,7 @@
 """Names that `jax.checkpoint` can keep, and the policy that keeps what was sent."""
 
+from typing import Any
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -18,5 +20,6 @@ CHECKPOINT_HANDLE, CHECKPOINT_ROWS, "mine")`.
 """
 
 
-def name_all(tree: object, name: str) -> object:
+def name_all(tree: Any, name: str) -> Any:
+    """Names every array of a tree for `jax.checkpoint`."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)

@@ -45,9 +45,9 @@ def test_equality_and_hash():
 
 
 def test_equal_groups_share_their_state_until_the_last_close():
-    mesh = make_mesh((4,), ("ep",))
+    mesh = make_mesh((4,), ("closed",))  # other tests keep a group of "ep" open
     x = floats((8, 3))
-    one, two = jax_ep.Group(mesh, "ep"), jax_ep.Group(mesh, "ep")
+    one, two = jax_ep.Group(mesh, "closed"), jax_ep.Group(mesh, "closed")
     run = doubled(one, mesh)
     np.testing.assert_allclose(run(x), 2 * x)
     one.close()
@@ -60,15 +60,15 @@ def test_equal_groups_share_their_state_until_the_last_close():
         one.check()
     with pytest.raises(RuntimeError, match="closed"):
         doubled(one, mesh)(x)
-    with jax_ep.Group(mesh, "ep"):
+    with jax_ep.Group(mesh, "closed"):
         np.testing.assert_allclose(run(x), 2 * x)  # made anew, the old program runs again
 
 
 def test_close_waits_for_work_in_flight():
-    mesh = make_mesh((4,), ("ep",))
+    mesh = make_mesh((4,), ("flight",))
     x = floats((400, 500))
     for _ in range(5):
-        with jax_ep.Group(mesh, "ep") as group:
+        with jax_ep.Group(mesh, "flight") as group:
             run = doubled(group, mesh)
             y = x
             for _ in range(10):

@@ -98,10 +98,10 @@ struct CombineParams {
 
 // Rank order to expert order on one device: a dispatch within a group of one rank.
 struct PermuteParams {
-  Shape shape;                 // one rank; T stands for the C rows that come in, C for P
-  TopkIds topk_idx;            // [C, K] local experts
-  const float* topk_weights;   // [C, K], or null
-  const Payload* payloads;     // in [C, ...], out [P, ...]
+  Shape shape;                // one rank; T stands for the C rows that come in, C for P
+  TopkIds topk_idx;           // [C, K] local experts
+  const float* topk_weights;  // [C, K], or null
+  const Payload* payloads;    // in [C, ...], out [P, ...]
   int32_t num_payloads;
   int32_t* row_map;            // [C, K] row of each (row, k), -1 none or dropped
   float* permuted_weights;     // [P], or null

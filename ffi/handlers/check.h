@@ -88,7 +88,8 @@ struct CallSite {
   MeetingPoint meetings;
 };
 
-// The group that the attribute `group` names, and this device's place in it. `rank` is the operand that the program computed.
+// The group that the attribute `group` names, and this device's place in it. `rank` is the operand that the
+// program computed.
 struct Seat {
   std::shared_ptr<Group> group;
   Group::Place place;

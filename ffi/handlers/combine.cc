@@ -18,16 +18,15 @@ struct CombineShare final : Share {
   }
 };
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateCombine() {
-  return std::make_unique<CallSite>("combine");
-}
+ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateCombine() { return std::make_unique<CallSite>("combine"); }
 
 // The operands are the summands, then the biases of the one summand.
 ffi::Error DecodeSums(const Shape& shape, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                       CombineShare& share) {
   const char* op = "combine";
   if (args.size() < rets.size() || (args.size() > rets.size() && rets.size() != 1)) {
-    return InvalidArgument(op, ": expected one result for each summed array, and biases only with one of them");
+    return InvalidArgument(op,
+                           ": expected one result for each summed array, and biases only with one of them");
   }
   for (size_t i = 0; i < args.size(); ++i) {
     auto arg = args.get<ffi::AnyBuffer>(i);
@@ -40,9 +39,8 @@ ffi::Error DecodeSums(const Shape& shape, const ffi::RemainingArgs& args, const 
     const auto type = FloatOfType(rows.element_type());
     if (!type) return InvalidArgument(op, ": operand ", i, " must be float16, bfloat16, float32 or float64");
     const int64_t num_rows = is_bias ? shape.num_tokens : shape.capacity;
-    if (rows.dimensions().size() == 0 || rows.dimensions()[0] != num_rows ||
-        out.dimensions().size() == 0 || out.dimensions()[0] != shape.num_tokens ||
-        ElementsPerRow(rows) != ElementsPerRow(out) ||
+    if (rows.dimensions().size() == 0 || rows.dimensions()[0] != num_rows || out.dimensions().size() == 0 ||
+        out.dimensions()[0] != shape.num_tokens || ElementsPerRow(rows) != ElementsPerRow(out) ||
         (!is_bias && rows.element_type() != out.element_type())) {
       return InvalidArgument(op, ": operand ", i, " must have ", num_rows, " rows, and its result ",
                              shape.num_tokens, " rows of the same shape");

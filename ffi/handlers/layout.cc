@@ -21,9 +21,9 @@ ffi::Error Layout(ffi::AnyBuffer topk_idx, ffi::ResultBuffer<ffi::S32> num_token
     return InvalidArgument("layout: ranks_per_node must divide the ", num_ranks, " ranks, got ",
                            ranks_per_node);
   }
-  auto error =
-      FirstError({CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
-                  CheckShape("layout: is_token_in_rank", *is_token_in_rank, {num_tokens, num_ranks})});
+  auto error = FirstError(
+      {CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
+       CheckShape("layout: is_token_in_rank", *is_token_in_rank, {num_tokens, num_ranks})});
   if (error.failure()) return error;
   params.shape.num_ranks = static_cast<int32_t>(num_ranks);
   params.shape.num_tokens = static_cast<int32_t>(num_tokens);

@@ -47,7 +47,8 @@ ffi::Error CachedPermute(ffi::BufferR2<ffi::S32> row_map, ffi::RemainingArgs pay
                          ffi::RemainingRets rows, int64_t num_permuted) {
   CachedPermuteParams params{};
   std::vector<Payload> decoded;
-  auto error = DecodePayloads("permute (cached)", payloads, rows, row_map.dimensions()[0], num_permuted, decoded);
+  auto error =
+      DecodePayloads("permute (cached)", payloads, rows, row_map.dimensions()[0], num_permuted, decoded);
   if (error.failure()) return error;
   params.num_rows = static_cast<int32_t>(row_map.dimensions()[0]);
   params.top_k = static_cast<int32_t>(row_map.dimensions()[1]);

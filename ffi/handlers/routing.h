@@ -16,8 +16,8 @@ auto* DataOrNull(const Buffer& buffer) {
 
 // Reads the attributes order, num_ranks, num_experts, capacity and alignment; T and K are the
 // dimensions of topk_idx.
-inline ffi::Error DecodeShape(const char* op, const ffi::Dictionary& attrs, ffi::AnyBuffer::Dimensions topk_idx,
-                              Shape& shape) {
+inline ffi::Error DecodeShape(const char* op, const ffi::Dictionary& attrs,
+                              ffi::AnyBuffer::Dimensions topk_idx, Shape& shape) {
   int32_t values[5];
   const char* names[] = {"order", "num_ranks", "num_experts", "capacity", "alignment"};
   for (int i = 0; i < 5; ++i) {

@@ -15,8 +15,7 @@ struct Source {
 };
 
 // A token's rows in the order of the sum: by rank; by expert, a rank's rows by k.
-void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t,
-                 std::vector<Source>& sources) {
+void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std::vector<Source>& sources) {
   sources.clear();
   const int32_t width = shape.rows_per_token();
   for (int32_t i = 0; i < width; ++i) {
@@ -30,9 +29,8 @@ void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t,
     }
     sources.push_back({rank, row, i});
   }
-  std::sort(sources.begin(), sources.end(), [](const Source& a, const Source& b) {
-    return a.rank != b.rank ? a.rank < b.rank : a.k < b.k;
-  });
+  std::sort(sources.begin(), sources.end(),
+            [](const Source& a, const Source& b) { return a.rank != b.rank ? a.rank < b.rank : a.k < b.k; });
 }
 
 template <typename Acc>
@@ -52,9 +50,8 @@ void SumToken(const std::vector<const CombineParams*>& ranks, const CombineParam
       if (!alone) std::fill_n(partial, n, Acc{0});
       for (; i < sources.size() && sources[i].rank == rank; ++i) {
         const float* weights = ranks[rank]->row_weights;
-        AddRow<Acc>(mine.type,
-                    RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, mine.type), first, n,
-                    weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
+        AddRow<Acc>(mine.type, RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, mine.type),
+                    first, n, weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
       }
       if (!alone) {
         for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
@@ -75,8 +72,7 @@ void ReturnWeights(const std::vector<const CombineParams*>& ranks, const Combine
   for (int32_t k = 0; k < shape.top_k; ++k) {
     const int64_t choice = int64_t{t} * shape.top_k + k;
     float weight = 0.0f;
-    if (const int32_t expert = me.handle.topk_idx[choice];
-        IsExpert(expert, shape.num_experts)) {
+    if (const int32_t expert = me.handle.topk_idx[choice]; IsExpert(expert, shape.num_experts)) {
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = shape.order == Order::kRank;
       const int32_t row = me.handle.token_rows[int64_t{t} * width + (by_rank ? rank : k)];

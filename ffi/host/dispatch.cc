@@ -88,8 +88,7 @@ Push PushOf(const Params& params) {
 }
 
 // The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
-std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts,
-                               int rank) {
+std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts, int rank) {
   const bool by_rank = shape.order == Order::kRank;
   std::vector<int64_t> first(by_rank ? shape.num_ranks : shape.num_experts);
   int64_t block = 0;  // by expert: where the expert's block starts
@@ -167,8 +166,8 @@ void FillReceiver(const std::vector<const DispatchParams*>& ranks,
   if (shape.order == Order::kRank) {
     kept = RowsKept(0, num_rows, shape.capacity);
     CountKeptPairs(ranks, counts, rank);
-    std::fill(me.recv_topk_idx + kept * shape.top_k,
-              me.recv_topk_idx + int64_t{shape.capacity} * shape.top_k, -1);
+    std::fill(me.recv_topk_idx + kept * shape.top_k, me.recv_topk_idx + int64_t{shape.capacity} * shape.top_k,
+              -1);
   } else {
     int64_t begin = 0;
     for (int32_t local = 0; local < L; ++local) {
@@ -206,8 +205,8 @@ SendCounts Count(const DispatchParams& params) {
   return counts;
 }
 
-void Dispatch(const std::vector<const DispatchParams*>& ranks,
-              const std::vector<const SendCounts*>& counts, int rank) {
+void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector<const SendCounts*>& counts,
+              int rank) {
   const DispatchParams& me = *ranks[rank];
   const Shape& shape = me.shape;
   const bool by_rank = shape.order == Order::kRank;

@@ -22,8 +22,8 @@ SendCounts Count(const DispatchParams& params);
 
 // One rank's share of a dispatch: pushes its rows to their final places in the peers' buffers, and
 // fills what no row reaches in its own.
-void Dispatch(const std::vector<const DispatchParams*>& ranks,
-              const std::vector<const SendCounts*>& counts, int rank);
+void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector<const SendCounts*>& counts,
+              int rank);
 void CachedDispatch(const std::vector<const CachedDispatchParams*>& ranks, int rank);
 
 // One rank's share of a combine: pulls its tokens' rows from the peers and sums them.

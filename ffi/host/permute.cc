@@ -66,12 +66,11 @@ void SumRow(const UnpermuteParams& params, int32_t c, const int32_t* experts) {
       std::fill_n(term, n, Acc{0});
       AddRow<Acc>(params.y.type, RowAt(params.y.rows, row, width, params.y.type), first, n, Acc{1}, term);
       if (params.bias != nullptr && experts[k] >= 0) {
-        AddRow<Acc>(params.bias->type, RowAt(params.bias->data, experts[k], width, params.bias->type),
-                    first, n, Acc{1}, term);
+        AddRow<Acc>(params.bias->type, RowAt(params.bias->data, experts[k], width, params.bias->type), first,
+                    n, Acc{1}, term);
       }
-      const Acc weight = params.topk_weights == nullptr
-                             ? Acc{1}
-                             : static_cast<Acc>(params.topk_weights[first_choice + k]);
+      const Acc weight =
+          params.topk_weights == nullptr ? Acc{1} : static_cast<Acc>(params.topk_weights[first_choice + k]);
       for (int64_t j = 0; j < n; ++j) total[j] += weight * term[j];
     }
     StoreRow<Acc>(params.out_type, total, first, n, RowAt(params.y.out, c, width, params.out_type));

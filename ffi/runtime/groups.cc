@@ -54,8 +54,8 @@ std::optional<std::string> Group::TakeExpired() {
   return std::exchange(expired_, std::nullopt);
 }
 
-void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
-               int num_ranks, double timeout_s) {
+void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
+               double timeout_s) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];

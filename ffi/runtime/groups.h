@@ -43,8 +43,8 @@ class Group {
 };
 
 // Opens a group or adds a user to it; the newest user's time-out holds. `key` is its content.
-void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
-               int num_ranks, double timeout_s);
+void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
+               double timeout_s);
 // Drops one user; the last one frees the group.
 void CloseGroup(const std::string& key);
 // Null if no such group is open.

@@ -31,14 +31,15 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   Clock::time_point deadline() const { return deadline_; }
 
   bool IsFor(const Arrival& arrival) const {
-    return run_id_ == arrival.run_id && group_ == arrival.group &&
-           group_index_ == arrival.place.group;
+    return run_id_ == arrival.run_id && group_ == arrival.group && group_index_ == arrival.place.group;
   }
 
   // Guarded by the meeting point's mutex.
   bool HasRank(int rank) const { return present_[rank]; }
   void AddRank(int rank) { present_[rank] = true; }
-  bool IsFull() const { return std::all_of(present_.begin(), present_.end(), [](bool p) { return p; }); }
+  bool IsFull() const {
+    return std::all_of(present_.begin(), present_.end(), [](bool p) { return p; });
+  }
 
   // Takes in a rank. Returns whether it was the last one; its caller then starts the move.
   bool Join(Arrival arrival) {
@@ -198,9 +199,8 @@ void MeetingPoint::Arrive(Arrival arrival) {
   bool is_new = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto it = std::find_if(open_.begin(), open_.end(), [&](const auto& open) {
-      return open->IsFor(arrival) && !open->HasRank(rank);
-    });
+    auto it = std::find_if(open_.begin(), open_.end(),
+                           [&](const auto& open) { return open->IsFor(arrival) && !open->HasRank(rank); });
     if (it == open_.end()) {
       // A meeting that expired waits here for its late ranks, until its run is long over.
       constexpr size_t kMostOpen = 1024;

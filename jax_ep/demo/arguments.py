@@ -1,0 +1,49 @@
+"""Options of the demo, and the devices it runs on."""
+
+import argparse
+import os
+from pathlib import Path
+
+import jax
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    def positive(text: str) -> int:
+        value = int(text)
+        if value < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+        return value
+
+    def factor(text: str) -> float:
+        value = float(text)
+        if not value >= 0:
+            raise argparse.ArgumentTypeError(f"must be positive, or 0 for the worst case, got {value}")
+        return value
+
+    parser.add_argument("--steps", type=positive, default=100, help="training steps (default: %(default)s)")
+    parser.add_argument("--experts", type=positive, default=16, help="experts in all (default: %(default)s)")
+    parser.add_argument("--top-k", type=positive, default=2, help="experts a token (default: %(default)s)")
+    parser.add_argument(
+        "--capacity",
+        type=factor,
+        default=1.5,
+        help="rows a device can take, as a multiple of the mean; 0 for the worst case, which drops nothing "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: what fits the devices")
+    parser.add_argument(
+        "--devices", type=positive, default=8, help="virtual CPU devices (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="a file, or a folder of files, to learn from (default: the "
+        "sources of Python's standard library)",
+    )
+
+
+def set_up_devices(options: argparse.Namespace) -> None:
+    # XLA:CPU hangs with many launches in flight unless it has two threads a device.
+    os.environ.setdefault("NPROC", str(max(2 * options.devices, os.cpu_count() or 1)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.devices)

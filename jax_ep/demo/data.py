@@ -1,0 +1,50 @@
+"""Text that every machine has: the sources of Python's standard library."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+MOST_BYTES = 16_000_000
+HELD_OUT_EVERY = 20  # one file in so many is not trained on
+
+
+def find_files(path: Path | None) -> list[Path]:
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skipped = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
+        files = [f for f in sorted(root.rglob("*.py")) if not skipped & set(f.relative_to(root).parts)]
+    else:
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise SystemExit(f"demo: no text found at {path}")
+    return files
+
+
+def load(path: Path | None, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out bytes, uint8 [N]; each longer than one window."""
+    train, held_out, size = [], [], 0
+    files = find_files(path)
+    for i, file in enumerate(files):
+        content = file.read_bytes()
+        size += len(content)
+        (held_out if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).append(content)
+        if size > MOST_BYTES:
+            break
+    text = np.frombuffer(b"".join(train), np.uint8)
+    if held_out:
+        rest = np.frombuffer(b"".join(held_out), np.uint8)
+    else:  # few files: the end of the text
+        text, rest = np.split(text, [-max(len(text) // HELD_OUT_EVERY, window + 1)])
+    if min(len(text), len(rest)) <= window:
+        raise SystemExit(f"demo: the text needs more than {2 * window} bytes, got {size}")
+    return text, rest
+
+
+def batches(text: np.ndarray, sequences: int, window: int, seed: int) -> Iterator[np.ndarray]:
+    """int32 [sequences, window + 1] at random places, for ever."""
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(text) - window, sequences)
+        yield np.stack([text[start : start + window + 1] for start in starts]).astype(np.int32)

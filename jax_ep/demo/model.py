@@ -1,0 +1,125 @@
+"""The model: a transformer over bytes whose feed-forward layers are Mixtures of Experts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    group: jax_ep.Group
+    num_experts: int
+    top_k: int
+    capacity: int | None  # rows a device can take; None for the worst case
+    implementation: str | None
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    expert_width: int = 128
+    window: int = 128
+    balance: float = 0.01  # weight of the load-balancing loss
+
+
+def init(config: Config, key: jax.Array) -> Params:
+    def normal(*shape: int, fan_in: int) -> jax.Array:
+        nonlocal key
+        key, own = jax.random.split(key)
+        return jax.random.normal(own, shape) / fan_in**0.5
+
+    d, f, e = config.width, config.expert_width, config.num_experts
+    layers = [
+        {
+            "qkv": normal(d, 3 * d, fan_in=d),
+            "out": normal(d, d, fan_in=d * 2 * config.layers),
+            "router": normal(d, e, fan_in=d),
+            "up": normal(e, d, f, fan_in=d),
+            "down": normal(e, f, d, fan_in=f * 2 * config.layers),
+        }
+        for _ in range(config.layers)
+    ]
+    return {
+        "embed": normal(256, d, fan_in=d),
+        "position": normal(config.window, d, fan_in=d),
+        "layers": layers,
+    }
+
+
+def param_specs(config: Config) -> Params:
+    """Experts are spread over the devices, all else is on each of them."""
+    axis = config.group.axis_name
+    layer = {"qkv": P(), "out": P(), "router": P(), "up": P(axis), "down": P(axis)}
+    return {"embed": P(), "position": P(), "layers": [layer] * config.layers}
+
+
+def normalise(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    sequences, length, width = x.shape
+    qkv = (x @ layer["qkv"]).reshape(sequences, length, 3, config.heads, width // config.heads)
+    out = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+    return out.reshape(x.shape) @ layer["out"]
+
+
+def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The experts' output [T, d], the balancing loss and the tokens of every expert [E]."""
+    probabilities = jax.nn.softmax(x @ layer["router"])
+    weights, topk_idx = jax.lax.top_k(probabilities, config.top_k)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+    def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, layer["up"], group_sizes))
+        return jax.lax.ragged_dot(hidden, layer["down"], group_sizes)
+
+    y = jax_ep.moe(
+        x,
+        topk_idx,
+        weights,
+        experts,
+        group=config.group,
+        num_experts=config.num_experts,
+        capacity=config.capacity,
+        implementation=config.implementation,
+    )
+    layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=config.num_experts, num_ranks=config.group.size)
+    axis = config.group.axis_name
+    tokens = jax.lax.psum(layout.num_tokens_per_expert, axis)
+    # Switch Transformer (arXiv:2101.03961): the share of tokens times the mean probability.
+    share = tokens / jnp.sum(tokens)
+    balance = config.num_experts * jnp.sum(share * jax.lax.pmean(jnp.mean(probabilities, axis=0), axis))
+    return y, balance, tokens
+
+
+def dropped_rows(config: Config, tokens: jax.Array) -> jax.Array:
+    """Rows that found no place on their device; tokens [E] are those routed to each expert."""
+    if config.capacity is None:
+        return jnp.zeros((), tokens.dtype)
+    arrived = jnp.sum(tokens.reshape(config.group.size, -1), axis=1)
+    return jnp.sum(jnp.maximum(arrived - config.capacity, 0))
+
+
+def loss(config: Config, params: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
+    """Mean loss in nats a byte (with the balancing loss) and figures; inside shard_map."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    x = params["embed"][inputs] + params["position"]
+    balance = dropped = 0.0
+    tokens = jnp.zeros((config.num_experts,), jnp.int32)
+    for layer in params["layers"]:
+        x = x + attention(config, layer, normalise(x))
+        y, layer_balance, layer_tokens = mixture(config, layer, normalise(x).reshape(-1, config.width))
+        x = x + y.reshape(x.shape)
+        balance, tokens = balance + layer_balance, tokens + layer_tokens
+        dropped = dropped + dropped_rows(config, layer_tokens)
+    logits = normalise(x) @ params["embed"].T
+    log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    nats = jax.lax.pmean(-jnp.mean(log_probability), config.group.axis_name)
+    figures = {"loss": nats, "tokens_per_expert": tokens, "dropped": dropped}
+    return nats + config.balance * balance, figures

@@ -1,0 +1,165 @@
+"""Trains the model, shows how it goes, and compares the two implementations."""
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import jax_ep
+from jax_ep.demo import data, model
+
+SEQUENCES = 4  # a device and step
+COMPARED_STEPS = 4
+HELD_OUT_BATCHES = 8
+
+
+class Trainer:
+    """One training run: parameters, optimiser, compiled step."""
+
+    def __init__(self, config: model.Config, mesh: jax.sharding.Mesh, steps: int):
+        self.config, self.mesh = config, mesh
+        axis = config.group.axis_name
+        specs = model.param_specs(config)
+        self.batch_sharding = NamedSharding(mesh, P(axis))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        self.params = jax.device_put(model.init(config, jax.random.key(0)), shardings)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(10, steps), max(steps, 11), 4e-4)
+        optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+        self.state = optimiser.init(self.params)
+        loss = jax.shard_map(
+            lambda params, batch: model.loss(config, params, batch),
+            mesh=mesh,
+            in_specs=(specs, P(axis)),
+            out_specs=P(),
+        )
+
+        def step(params: Any, state: Any, batch: jax.Array) -> Any:
+            (_, figures), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
+            updates, state = optimiser.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, figures
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+        self._evaluate = jax.jit(lambda params, batch: loss(params, batch)[1]["loss"])
+
+    def step(self, batch: np.ndarray) -> dict[str, Any]:
+        sharded = jax.device_put(batch, self.batch_sharding)
+        self.params, self.state, figures = self._step(self.params, self.state, sharded)
+        return jax.device_get(figures)
+
+    def bits_per_byte(self, batches: list[np.ndarray]) -> float:
+        losses = [self._evaluate(self.params, jax.device_put(b, self.batch_sharding)) for b in batches]
+        return float(np.mean(jax.device_get(losses))) / math.log(2)
+
+
+def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation: str | None) -> model.Config:
+    if options.experts % group.size != 0:
+        raise SystemExit(
+            f"demo: --experts must be a multiple of the {group.size} devices, got {options.experts}"
+        )
+    if options.top_k > options.experts:
+        raise SystemExit(f"demo: --top-k must be at most --experts {options.experts}, got {options.top_k}")
+    rows = SEQUENCES * model.Config.window * options.top_k  # a device's mean
+    capacity = math.ceil(rows * options.capacity) if options.capacity else None
+    return model.Config(group, options.experts, options.top_k, capacity, implementation)
+
+
+def run(options: argparse.Namespace) -> int:
+    console = Console()
+    mesh = jax.make_mesh((options.devices,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax_ep.Group(mesh, "ep") as group:
+        used = options.implementation or group._resolve(None)
+        config = make_config(options, group, used)
+        text, held_out = data.load(options.text, config.window)
+        sequences = SEQUENCES * group.size
+        trainer = Trainer(config, mesh, options.steps)
+        count = sum(leaf.size for leaf in jax.tree.leaves(trainer.params))
+        console.print(
+            f"{count / 1e6:.1f} M parameters, {options.experts} experts (top-{options.top_k}) on "
+            f"{group.size} {group._platform} devices, implementation {used!r};\n"
+            f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens a step"
+        )
+        held_out_batches = list(
+            itertools.islice(data.batches(held_out, sequences, config.window, 1), HELD_OUT_BATCHES)
+        )
+        before = trainer.bits_per_byte(held_out_batches)
+        history = train(trainer, data.batches(text, sequences, config.window, 0), options.steps, console)
+        after = trainer.bits_per_byte(held_out_batches)
+
+        other = {"ffi": "xla", "xla": "ffi"}[used]
+        steps = min(COMPARED_STEPS, options.steps)
+        twin = Trainer(make_config(options, group, other), mesh, options.steps)
+        batches = data.batches(text, sequences, config.window, 0)
+        twin_losses = [float(twin.step(next(batches))["loss"]) for _ in range(steps)]
+
+        losses = [float(figures["loss"]) for figures in history]
+        difference = max(abs(a - b) for a, b in zip(losses, twin_losses, strict=False))
+        show_experts(console, history[-1]["tokens_per_expert"], group.size)
+        table = Table("", "", show_header=False)
+        table.add_row("loss, first and last step (nats a byte)", f"{losses[0]:.3f} → {losses[-1]:.3f}")
+        table.add_row("held-out bits per byte, before and after", f"{before:.3f} → {after:.3f}")
+        table.add_row("rows dropped in the last step", str(int(history[-1]["dropped"])))
+        agree = difference < 1e-3
+        table.add_row(
+            f"first {steps} losses, {used!r} against {other!r}",
+            f"{'agree' if agree else 'DISAGREE'}, largest difference {difference:.1e}",
+        )
+        console.print(table)
+    return 0 if agree else 1
+
+
+def train(trainer: Trainer, batches: Iterator[np.ndarray], steps: int, console: Console) -> list[dict]:
+    """Figures of every step. On a terminal with a progress bar, elsewhere with a line now and then."""
+    history: list[dict] = []
+    tokens = SEQUENCES * trainer.config.group.size * trainer.config.window
+    bar = Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("compiling", total=steps)
+        begin = time.perf_counter()
+        for step in range(steps):
+            history.append(trainer.step(next(batches)))
+            if step == 0:
+                begin = time.perf_counter()  # the first step compiled the program
+            speed = step * tokens / (time.perf_counter() - begin) if step else 0.0
+            loads = history[-1]["tokens_per_expert"]
+            line = (
+                f"loss {history[-1]['loss']:.3f}  {speed:,.0f} tokens/s  "
+                f"experts {loads.min()}-{loads.max()}  dropped {int(history[-1]['dropped'])}"
+            )
+            bar.update(task, advance=1, description=line)
+            if not console.is_terminal and (step % 20 == 0 or step == steps - 1):
+                console.print(f"step {step + 1}/{steps}  {line}")
+    return history
+
+
+def show_experts(console: Console, tokens: np.ndarray, devices: int) -> None:
+    console.print("tokens per expert in the last step, both layers, by device:")
+    per_device = len(tokens) // devices
+    scale = (
+        24
+        * per_device
+        / max(1, max(int(tokens[i : i + per_device].sum()) for i in range(0, len(tokens), per_device)))
+    )
+    for device in range(devices):
+        mine = tokens[device * per_device : (device + 1) * per_device]
+        bars = "".join(
+            shade * round(count * scale / per_device) for shade, count in zip(itertools.cycle("█▓"), mine)
+        )
+        console.print(f"  {device:3d} {bars} {' + '.join(map(str, mine))}", highlight=False)

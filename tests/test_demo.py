@@ -1,0 +1,88 @@
+"""The demo's data, options and a short run; the README's example; the shapes of real models."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_ep.demo import data
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*command, timeout=200):
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT
+    )
+
+
+def test_a_short_run_learns_and_agrees(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    command = ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text)]
+    done = run("-m", "jax_ep", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = re.sub(r"\s+", " ", done.stdout)
+    first, last = map(float, re.search(r"first and last step.*?([\d.]+) → ([\d.]+)", out).groups())
+    assert last < first - 1
+    assert "agree, largest difference" in out
+    assert "implementation 'ffi'" in out
+    assert "on 2 cpu devices" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--experts", "3", "--devices", "2"], "--experts must be a multiple of the 2 devices, got 3"),
+        (["--experts", "2", "--top-k", "3", "--devices", "2"], "--top-k must be at most --experts 2, got 3"),
+        (["--steps", "0"], "must be at least 1, got 0"),
+        (["--capacity", "-1"], "or 0 for the worst case, got -1"),
+        (["--text", "/nowhere/at/all", "--devices", "1"], "no text found at /nowhere/at/all"),
+    ],
+)
+def test_options_are_checked(options, text):
+    done = run("-m", "jax_ep", "demo", *options)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_default_text_is_there_and_held_out_apart():
+    train, held_out = data.load(None, 128)
+    assert len(train) > 10 * len(held_out) > 10_000
+    batch = next(data.batches(train, 6, 128, seed=0))
+    assert batch.shape == (6, 129)
+    assert batch.dtype == np.int32
+    assert batch.max() < 256
+
+
+def test_the_readme_s_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = run("-c", block)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_decode", "mixtral_8x7b", "qwen3_moe_235b", "tiny"])
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_shapes_of_real_models(name, order):
+    """The routing of real models (few tokens, narrow rows) against the oracle."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from shapes import SHAPES
+    finally:
+        sys.path.pop(0)
+    import oracle
+    from cases import BF16, routing, tagged_rows
+    from test_dispatch import check, run_dispatch
+
+    shape = SHAPES[name]
+    ids = routing("uniform", 8, 16, shape.top_k, shape.experts)
+    x = tagged_rows(8, 16, 8, BF16)
+    alignment = 8 if order == "expert" else 1
+    got = run_dispatch(x, ids, None, shape.experts, order=order, expert_alignment=alignment)
+    check(got, oracle.dispatch(x, ids, None, shape.experts, order, alignment=alignment), got.x)
