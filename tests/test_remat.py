@@ -1,0 +1,107 @@
+"""What is sent, and how often: remat, and the calls in the compiled program."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks
+from jax.sharding import PartitionSpec as P
+from layers import E, R, inputs, layer
+
+import jax_ep
+
+
+def count_calls(text):
+    names = re.findall(r'custom_call_target="(jax_ep_\w+)"', text)
+    return {name.removeprefix("jax_ep_"): names.count(name) for name in sorted(set(names))}
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("policy", [None, "save"])
+def test_checkpoint(policy, where):
+    """Same gradients as without; with the policy nothing is dispatched a second time."""
+    on = ranks(R)
+    x, ids, w = inputs()
+    scale = jnp.float32(1.3)
+    policy = jax_ep.save_ep_residuals if policy else None
+
+    def body(x, ids, w, scale):
+        expert = lambda rows, sizes: jnp.tanh(rows * scale)
+        return jax_ep.moe(x * 2, ids, w, expert, group=on.group, num_experts=E)
+
+    def shard(x, ids, w, scale):
+        block = jax.checkpoint(body, policy=policy) if where == "inside" else body
+        return block(block(x, ids, w, scale), ids, w, scale)
+
+    def gradient(function):
+        mapped = jax.shard_map(
+            function, mesh=on.mesh, in_specs=(*[P("ep")] * 3, P()), out_specs=P("ep"), check_vma=True
+        )
+        if where == "around" and function is shard:
+            mapped = jax.checkpoint(mapped, policy=policy)
+        loss = lambda x, w, scale: jnp.sum(mapped(x, ids, w, scale) ** 2)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+    def plain(x, ids, w, scale):
+        return body(body(x, ids, w, scale), ids, w, scale)
+
+    compiled = gradient(shard).lower(x, w, scale).compile()
+    for got, want in zip(compiled(x, w, scale), gradient(plain)(x, w, scale), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    calls = count_calls(compiled.as_text())
+    # Two layers forward; backward one cached dispatch and one combine each.
+    assert calls["cached_dispatch"] == 2
+    if policy is not None:
+        assert calls["dispatch"] == 2
+
+
+def test_checkpoint_around_scan():
+    on = ranks(R)
+    x, ids, w = inputs()
+
+    def shard(x, ids, w):
+        block = jax.checkpoint(
+            lambda carry, _: (layer(carry, ids, w, on.group), None), policy=jax_ep.save_ep_residuals
+        )
+        return jax.lax.scan(block, x, None, length=4)[0]
+
+    def plain(x, ids, w):
+        for _ in range(4):
+            x = layer(x, ids, w, on.group)
+        return x
+
+    def run(function):
+        mapped = jax.shard_map(function, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        return jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))(x)
+
+    np.testing.assert_allclose(run(shard), run(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_one_layer_is_two_calls_and_no_other_collective():
+    on = ranks(R)
+    x, ids, w = inputs()
+    mapped = jax.shard_map(lambda *a: layer(*a, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    text = jax.jit(mapped).lower(x, ids, w).compile().as_text()
+    assert count_calls(text) == {"combine": 1, "dispatch": 1}
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert collective not in text
+    loss = lambda x, w: jnp.sum(mapped(x, ids, w) ** 2)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).compile().as_text()
+    assert count_calls(text) == {"cached_dispatch": 1, "combine": 2, "dispatch": 1}
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+def test_unused_results_are_removed():
+    """The ops are pure: a dispatch whose result nobody reads is not run."""
+    on = ranks(R)
+    x, ids, _ = inputs()
+
+    def shard(x, ids):
+        jax_ep.dispatch(x, ids, group=on.group, num_experts=E)
+        return x * 2
+
+    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    assert count_calls(mapped.lower(x, ids).compile().as_text()) == {}
