@@ -4,7 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "handlers/check.h"
+#include "handlers/cpu.h"
 #include "handlers/handlers.h"
 #include "runtime/groups.h"
 

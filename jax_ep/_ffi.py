@@ -82,6 +82,11 @@ def _recv_weights(routing: Routing, present: bool) -> Result:
     return (shape if present else (0,)), jnp.float32
 
 
+def _scratch(tokens: int, num_experts: int, num_ranks: int) -> Result:
+    """Room for the kernels' counts of each chunk of tokens, as ffi/core/index.h lays it out."""
+    return (-(-tokens // 64), num_experts + num_ranks), INT
+
+
 def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
     results = [
         ((num_ranks,), INT),
@@ -114,6 +119,7 @@ def dispatch(
         ((0,) if by_rank else (experts,), INT),
         ((1,), INT),
         ((1,), INT),
+        _scratch(tokens, routing.num_experts, ranks),
         *_rows_like(packed, routing.capacity),
     ]
     out = _call(
@@ -204,9 +210,10 @@ def permute(
         ((num_local_experts,), INT),
         ((num_local_experts,), INT),
         ((1,), INT),
+        _scratch(topk_idx.shape[0], num_local_experts, 1),
         *_rows_like(packed, capacity),
     ]
-    row_map, weights, group_sizes, tokens_per_expert, num_dropped, *moved = _call(
+    row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = _call(
         "permute",
         [topk_idx, _or_empty(topk_weights), *packed],
         results,

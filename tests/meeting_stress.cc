@@ -48,9 +48,7 @@ struct Rank {
     sums.assign(kTokens * kWidth, -1.0f);
   }
 
-  HandleArrays handle() {
-    return {topk_idx.data(), token_rows.data(), prefix.data(), expert_counts.data()};
-  }
+  HandleArrays handle() { return {topk_idx.data(), token_rows.data(), prefix.data(), expert_counts.data()}; }
 
   // A token comes back as often as it has rows.
   void CheckSums() const {

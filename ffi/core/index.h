@@ -36,6 +36,14 @@ struct Shape {
   JAX_EP_HD int32_t rows_per_token() const { return order == Order::kRank ? num_ranks : top_k; }
 };
 
+// The kernels count a rank's tokens in chunks, so that the index of a row among a rank's own is that of
+// its chunk plus that within it. A chunk has a bin for each expert, then one for each rank.
+constexpr int32_t kChunkTokens = 64;
+JAX_EP_HD inline int32_t NumChunks(const Shape& shape) {
+  return (shape.num_tokens + kChunkTokens - 1) / kChunkTokens;
+}
+JAX_EP_HD inline int32_t NumBins(const Shape& shape) { return shape.num_experts + shape.num_ranks; }
+
 // The expert of a token's k-th choice, or -1 where the choice is unused: marked so, out of range,
 // or a repetition of an earlier choice of the same token.
 template <typename Id>

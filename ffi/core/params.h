@@ -46,6 +46,7 @@ struct HandleArrays {
 struct DispatchParams {
   Shape shape;
   int32_t rank;
+  const int32_t* rank_operand;  // [] the rank as the program computed it
   TopkIds topk_idx;
   const float* topk_weights;  // [T, K], or null
   const Payload* payloads;
@@ -57,12 +58,14 @@ struct DispatchParams {
   int32_t* group_sizes;        // [L] by expert, else null
   int32_t* num_tokens;         // [1] kept rows
   int32_t* num_dropped;        // [1] dropped rows
+  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
 };
 
 // The same routing again, for another payload.
 struct CachedDispatchParams {
   Shape shape;
   int32_t rank;
+  const int32_t* rank_operand;
   HandleArrays handle;
   const float* topk_weights;  // [T, K], or null
   float* recv_topk_weights;   // [C, K] by rank, [C] by expert, or null
@@ -86,6 +89,7 @@ struct Bias {
 struct CombineParams {
   Shape shape;
   int32_t rank;
+  const int32_t* rank_operand;
   HandleArrays handle;
   const Summand* summands;
   int32_t num_summands;
@@ -108,6 +112,7 @@ struct PermuteParams {
   int32_t* group_sizes;        // [L]
   int32_t* tokens_per_expert;  // [L]
   int32_t* num_dropped;        // [1]
+  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
 };
 
 // The same permutation again, for another payload.

@@ -1,10 +1,6 @@
 #include "handlers/check.h"
 
-#include "host/pages.h"
-
 namespace jax_ep {
-
-ffi::TypeId CallSite::id = {};
 
 ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                           int64_t num_in, int64_t num_out, std::vector<Payload>& payloads) {
@@ -29,7 +25,6 @@ ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const 
     payloads.push_back({static_cast<const std::byte*>(source.untyped_data()),
                         static_cast<std::byte*>(target.untyped_data()),
                         elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type()))});
-    host::PreferHugePages(target.untyped_data(), target.size_bytes());
   }
   return ffi::Error::Success();
 }
@@ -55,7 +50,7 @@ ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device
                           "); make the Group again before running it");
   }
   const auto place = seat.group->Find(device_ordinal);
-  if (!place || place->rank != rank || seat.group->num_ranks() != num_ranks) {
+  if (!place || (rank >= 0 && place->rank != rank) || seat.group->num_ranks() != num_ranks) {
     return InvalidArgument(op, ": group ", seat.group->name(), " was made for another mesh: device ",
                            device_ordinal, " runs as rank ", rank, " of ", num_ranks,
                            place ? ", and is another rank there" : ", and is not in it",
@@ -63,20 +58,6 @@ ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device
   }
   seat.place = *place;
   return ffi::Error::Success();
-}
-
-ffi::Future Meet(CallSite& site, int64_t run_id, Seat seat, std::unique_ptr<Share> share) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  site.meetings.Arrive({run_id, std::move(seat.group), seat.place, std::move(share),
-                        [promise = std::move(promise)](const std::string* error) mutable {
-                          if (error == nullptr) {
-                            promise.SetAvailable();
-                          } else {
-                            promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
-                          }
-                        }});
-  return future;
 }
 
 }  // namespace jax_ep

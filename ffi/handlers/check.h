@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/params.h"
-#include "runtime/meeting.h"
+#include "runtime/groups.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -21,13 +21,6 @@ ffi::Error InvalidArgument(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   return ffi::Error::InvalidArgument(text.str());
-}
-
-inline ffi::Future Failed(ffi::Error error) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
 }
 
 // Checks a buffer's shape; `what` is the op and the argument.
@@ -81,13 +74,6 @@ ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const 
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-// The state of a call site whose op communicates.
-struct CallSite {
-  explicit CallSite(const char* op) : meetings(op) {}
-  static ffi::TypeId id;
-  MeetingPoint meetings;
-};
-
 // The group that the attribute `group` names, and this device's place in it. `rank` is the operand that the
 // program computed.
 struct Seat {
@@ -96,8 +82,5 @@ struct Seat {
 };
 ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device_ordinal, int32_t rank,
                     int32_t num_ranks, Seat& seat);
-
-// Brings this rank's share to the meeting. The future is ready when all ranks have left.
-ffi::Future Meet(CallSite& site, int64_t run_id, Seat seat, std::unique_ptr<Share> share);
 
 }  // namespace jax_ep

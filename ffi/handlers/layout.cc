@@ -1,52 +1,17 @@
-#include "handlers/check.h"
+#include "handlers/layout.h"
+
+#include "handlers/cpu.h"
 #include "handlers/handlers.h"
 #include "host/ops.h"
 
 namespace jax_ep {
-namespace {
 
-ffi::Error Layout(ffi::AnyBuffer topk_idx, ffi::ResultBuffer<ffi::S32> num_tokens_per_rank,
-                  ffi::ResultBuffer<ffi::S32> num_tokens_per_node,
-                  ffi::ResultBuffer<ffi::S32> num_tokens_per_expert,
-                  ffi::ResultBuffer<ffi::PRED> is_token_in_rank, int64_t ranks_per_node) {
-  LayoutParams params{};
-  if (auto error = DecodeIds("layout", topk_idx, params.topk_idx); error.failure()) return error;
-  const int64_t num_tokens = topk_idx.dimensions()[0];
-  const int64_t num_ranks = num_tokens_per_rank->element_count();
-  const int64_t num_experts = num_tokens_per_expert->element_count();
-  if (num_ranks < 1 || num_experts < 1 || num_experts % num_ranks != 0) {
-    return InvalidArgument("layout: the ", num_ranks, " ranks must divide the ", num_experts, " experts");
-  }
-  if (ranks_per_node < 1 || num_ranks % ranks_per_node != 0) {
-    return InvalidArgument("layout: ranks_per_node must divide the ", num_ranks, " ranks, got ",
-                           ranks_per_node);
-  }
-  auto error = FirstError(
-      {CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
-       CheckShape("layout: is_token_in_rank", *is_token_in_rank, {num_tokens, num_ranks})});
-  if (error.failure()) return error;
-  params.shape.num_ranks = static_cast<int32_t>(num_ranks);
-  params.shape.num_tokens = static_cast<int32_t>(num_tokens);
-  params.shape.top_k = static_cast<int32_t>(topk_idx.dimensions()[1]);
-  params.shape.num_experts = static_cast<int32_t>(num_experts);
-  params.ranks_per_node = static_cast<int32_t>(ranks_per_node);
-  params.num_tokens_per_rank = num_tokens_per_rank->typed_data();
-  params.num_tokens_per_node = num_tokens_per_node->typed_data();
-  params.num_tokens_per_expert = num_tokens_per_expert->typed_data();
-  params.is_token_in_rank = is_token_in_rank->typed_data();
+static ffi::Error Run(const CpuLocalContext&, const LayoutParams& params) {
   host::Layout(params);
   return ffi::Error::Success();
 }
 
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LayoutHandler, Layout,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()          // topk_idx [T, K]
-                                  .Ret<ffi::Buffer<ffi::S32>>()   // num_tokens_per_rank [R]
-                                  .Ret<ffi::Buffer<ffi::S32>>()   // num_tokens_per_node [R / n]
-                                  .Ret<ffi::Buffer<ffi::S32>>()   // num_tokens_per_expert [E]
-                                  .Ret<ffi::Buffer<ffi::PRED>>()  // is_token_in_rank [T, R]
-                                  .Attr<int64_t>("ranks_per_node"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LayoutHandler, Layout<CpuLocalContext>,
+                              BindLayout(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 
 }  // namespace jax_ep

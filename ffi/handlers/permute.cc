@@ -1,135 +1,31 @@
-#include "handlers/check.h"
+#include "handlers/permute.h"
+
+#include "handlers/cpu.h"
 #include "handlers/handlers.h"
-#include "handlers/routing.h"
 #include "host/ops.h"
 
 namespace jax_ep {
-namespace {
 
-ffi::Error Permute(ffi::AnyBuffer topk_idx, FloatBuffer topk_weights, ffi::RemainingArgs payloads,
-                   ffi::Result<IntBuffer> row_map, ffi::Result<FloatBuffer> permuted_weights,
-                   ffi::Result<IntBuffer> group_sizes, ffi::Result<IntBuffer> tokens_per_expert,
-                   ffi::Result<IntBuffer> num_dropped, ffi::RemainingRets rows, ffi::Dictionary attrs) {
-  const char* op = "permute";
-  PermuteParams params{};
-  std::vector<Payload> decoded;
-  if (auto error = FirstError({DecodeShape(op, attrs, topk_idx.dimensions(), params.shape),
-                               DecodeIds("permute: topk_idx", topk_idx, params.topk_idx)});
-      error.failure()) {
-    return error;
-  }
-  const Shape& shape = params.shape;
-  const bool weighted = topk_weights.element_count() > 0;
-  auto error = FirstError(
-      {weighted ? CheckShape("permute: topk_weights", topk_weights, {shape.num_tokens, shape.top_k})
-                : ffi::Error::Success(),
-       weighted ? CheckShape("permute: permuted topk_weights", *permuted_weights, {shape.capacity})
-                : ffi::Error::Success(),
-       CheckShape("permute: row_map", *row_map, {shape.num_tokens, shape.top_k}),
-       CheckShape("permute: group_sizes", *group_sizes, {shape.num_experts}),
-       CheckShape("permute: tokens_per_expert", *tokens_per_expert, {shape.num_experts}),
-       CheckShape("permute: num_dropped", *num_dropped, {1}),
-       DecodePayloads(op, payloads, rows, shape.num_tokens, shape.capacity, decoded)});
-  if (error.failure()) return error;
-  params.topk_weights = DataOrNull(topk_weights);
-  params.payloads = decoded.data();
-  params.num_payloads = static_cast<int32_t>(decoded.size());
-  params.row_map = row_map->typed_data();
-  params.permuted_weights = weighted ? permuted_weights->typed_data() : nullptr;
-  params.group_sizes = group_sizes->typed_data();
-  params.tokens_per_expert = tokens_per_expert->typed_data();
-  params.num_dropped = num_dropped->typed_data();
+static ffi::Error Run(const CpuLocalContext&, const PermuteParams& params) {
   host::Permute(params);
   return ffi::Error::Success();
 }
 
-ffi::Error CachedPermute(ffi::BufferR2<ffi::S32> row_map, ffi::RemainingArgs payloads,
-                         ffi::RemainingRets rows, int64_t num_permuted) {
-  CachedPermuteParams params{};
-  std::vector<Payload> decoded;
-  auto error =
-      DecodePayloads("permute (cached)", payloads, rows, row_map.dimensions()[0], num_permuted, decoded);
-  if (error.failure()) return error;
-  params.num_rows = static_cast<int32_t>(row_map.dimensions()[0]);
-  params.top_k = static_cast<int32_t>(row_map.dimensions()[1]);
-  params.num_permuted = static_cast<int32_t>(num_permuted);
-  params.row_map = row_map.typed_data();
-  params.payloads = decoded.data();
-  params.num_payloads = static_cast<int32_t>(decoded.size());
+static ffi::Error Run(const CpuLocalContext&, const CachedPermuteParams& params) {
   host::CachedPermute(params);
   return ffi::Error::Success();
 }
 
-ffi::Error Unpermute(ffi::AnyBuffer y, ffi::BufferR2<ffi::S32> row_map, FloatBuffer topk_weights,
-                     ffi::AnyBuffer bias, ffi::AnyBuffer topk_idx, ffi::Result<ffi::AnyBuffer> out) {
-  UnpermuteParams params{};
-  Bias decoded_bias{};
-  const int64_t num_rows = row_map.dimensions()[0], top_k = row_map.dimensions()[1];
-  const auto y_type = FloatOfType(y.element_type());
-  const auto out_type = FloatOfType(out->element_type());
-  if (!y_type || !out_type) {
-    return InvalidArgument("unpermute: y and the result must be float16, bfloat16, float32 or float64");
-  }
-  if (y.dimensions().size() == 0 || out->dimensions().size() == 0 || out->dimensions()[0] != num_rows ||
-      ElementsPerRow(*out) != ElementsPerRow(y)) {
-    return InvalidArgument("unpermute: the result must have ", num_rows, " rows of y's shape");
-  }
-  if (topk_weights.element_count() > 0) {
-    auto error = CheckShape("unpermute: topk_weights", topk_weights, {num_rows, top_k});
-    if (error.failure()) return error;
-  }
-  if (bias.element_count() > 0) {
-    const auto bias_type = FloatOfType(bias.element_type());
-    if (!bias_type || ElementsPerRow(bias) != ElementsPerRow(y)) {
-      return InvalidArgument("unpermute: bias must be floating, with rows of y's shape");
-    }
-    auto error = FirstError({DecodeIds("unpermute: topk_idx", topk_idx, params.topk_idx),
-                             CheckShape("unpermute: topk_idx", topk_idx, {num_rows, top_k})});
-    if (error.failure()) return error;
-    decoded_bias = {bias.untyped_data(), *bias_type};
-    params.bias = &decoded_bias;
-    params.num_local_experts = static_cast<int32_t>(bias.dimensions()[0]);
-  }
-  params.num_rows = static_cast<int32_t>(num_rows);
-  params.top_k = static_cast<int32_t>(top_k);
-  params.num_permuted = static_cast<int32_t>(y.dimensions()[0]);
-  params.row_map = row_map.typed_data();
-  params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type};
-  params.out_type = *out_type;
-  params.topk_weights = DataOrNull(topk_weights);
+static ffi::Error Run(const CpuLocalContext&, const UnpermuteParams& params) {
   host::Unpermute(params);
   return ffi::Error::Success();
 }
 
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteHandler, Permute,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()  // topk_idx [C, K]
-                                  .Arg<FloatBuffer>()     // topk_weights [C, K] or [0]
-                                  .RemainingArgs()        // payloads [C, ...]
-                                  .Ret<IntBuffer>()       // row_map [C, K]
-                                  .Ret<FloatBuffer>()     // permuted topk_weights [P] or [0]
-                                  .Ret<IntBuffer>()       // group_sizes [L]
-                                  .Ret<IntBuffer>()       // tokens_per_expert [L]
-                                  .Ret<IntBuffer>()       // num_dropped [1]
-                                  .RemainingRets()        // rows [P, ...]
-                                  .Attrs());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedPermuteHandler, CachedPermute,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // row_map [C, K]
-                                  .RemainingArgs()                 // payloads [C, ...]
-                                  .RemainingRets()                 // rows [P, ...]
-                                  .Attr<int64_t>("num_permuted"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(UnpermuteHandler, Unpermute,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()           // y [P, ...]
-                                  .Arg<ffi::BufferR2<ffi::S32>>()  // row_map [C, K]
-                                  .Arg<FloatBuffer>()              // topk_weights [C, K] or [0]
-                                  .Arg<ffi::AnyBuffer>()           // bias [L, ...] or [0]
-                                  .Arg<ffi::AnyBuffer>()           // topk_idx [C, K], read with a bias
-                                  .Ret<ffi::AnyBuffer>());         // out [C, ...]
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteHandler, Permute<CpuLocalContext>,
+                              BindPermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedPermuteHandler, CachedPermute<CpuLocalContext>,
+                              BindCachedPermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(UnpermuteHandler, Unpermute<CpuLocalContext>,
+                              BindUnpermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 
 }  // namespace jax_ep
