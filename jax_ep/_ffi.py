@@ -128,19 +128,8 @@ def dispatch(
         results,
         **_routing_attributes(routing),
     )
-    (
-        idx,
-        rows,
-        prefix,
-        counts,
-        weights,
-        recv_idx,
-        tokens_per_expert,
-        sizes,
-        num_tokens,
-        num_dropped,
-        *moved,
-    ) = out
+    idx, rows, prefix, counts, weights, recv_idx, *out = out
+    tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
     return Routed(
         rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
         topk_weights=None if topk_weights is None else weights,
