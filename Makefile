@@ -6,13 +6,17 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test lint format sanitize bench clean
+.PHONY: demo test test-gpu lint format sanitize bench clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
+
+# The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active.
+test-gpu:
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -p no:cacheprovider $(ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

@@ -8,6 +8,12 @@
 #include "handlers/handlers.h"
 #include "runtime/groups.h"
 
+#if defined(JAX_EP_WITH_CUDA)
+#include "handlers/cuda.h"
+#include "handlers/cuda_handlers.h"
+#include "runtime/peers.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace jax_ep {
@@ -48,10 +54,53 @@ nb::dict CpuTypes() {
   return types;
 }
 
+#if defined(JAX_EP_WITH_CUDA)
+nb::dict CudaTargets() {
+  nb::dict targets;
+  targets["jax_ep_layout"] = Capsule(CudaLayoutHandler);
+  targets["jax_ep_dispatch"] = Stages(CudaInstantiate, CudaDispatchHandler);
+  targets["jax_ep_cached_dispatch"] = Stages(CudaInstantiate, CudaCachedDispatchHandler);
+  targets["jax_ep_combine"] = Stages(CudaInstantiate, CudaCombineHandler);
+  targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
+  targets["jax_ep_cached_permute"] = Capsule(CudaCachedPermuteHandler);
+  targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
+  return targets;
+}
+
+nb::dict CudaTypes() {
+  static auto call_site_info = ffi::MakeTypeInfo<CudaCallSite>();
+  nb::dict call_site;
+  call_site["type_id"] = nb::capsule(reinterpret_cast<void*>(&CudaCallSite::id));
+  call_site["type_info"] = nb::capsule(reinterpret_cast<void*>(&call_site_info));
+  nb::dict types;
+  types["jax_ep_cuda_call_site"] = call_site;
+  return types;
+}
+#else
+nb::dict CudaTargets() { return nb::dict(); }
+nb::dict CudaTypes() { return nb::dict(); }
+#endif
+
+// The text of a wait that expired since the last call, on whichever platform.
+std::optional<std::string> TakeExpired(const std::string& key) {
+  auto group = FindGroup(key);
+  if (group == nullptr) return std::nullopt;
+#if defined(JAX_EP_WITH_CUDA)
+  if (auto peers = FindDevicePeers(key)) {
+    if (std::string text = peers->DescribeExpired(group->name()); !text.empty()) return text;
+  }
+#endif
+  return group->TakeExpired();
+}
+
 nb::dict BuildInfo() {
   nb::dict info;
   info["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   info["compiler"] = __VERSION__;
+#if defined(JAX_EP_WITH_CUDA)
+  info["cuda"] = CUDART_VERSION;
+  info["cuda_architectures"] = JAX_EP_CUDA_ARCHITECTURES;
+#endif
   return info;
 }
 
@@ -64,13 +113,15 @@ NB_MODULE(_C, m) {
   m.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"), nb::arg("num_ranks"),
         nb::arg("timeout_s"), "Opens a group, or adds a user to it");
   m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user; the last one frees the group");
-  m.def(
-      "take_expired",
-      [](const std::string& key) -> std::optional<std::string> {
-        auto group = FindGroup(key);
-        return group == nullptr ? std::nullopt : group->TakeExpired();
-      },
-      nb::arg("key"), "The text of a wait that expired since the last call, or None");
+  m.def("take_expired", &TakeExpired, nb::arg("key"),
+        "The text of a wait that expired since the last call, or None");
+  m.def("cuda_targets", &CudaTargets, "FFI handlers for CUDA, empty if they were not built");
+  m.def("cuda_types", &CudaTypes, "FFI state types for CUDA");
+#if defined(JAX_EP_WITH_CUDA)
+  m.def("open_device_group", &OpenDeviceGroup, nb::arg("key"), nb::arg("devices"), nb::arg("num_ranks"),
+        "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+  m.def("control_bytes", &DevicePeers::BytesPerDevice, "Device memory that a group takes on each GPU");
+#endif
 }
 
 }  // namespace jax_ep

@@ -43,10 +43,14 @@ def _load() -> tuple[ModuleType | None, str]:
             f"the extension was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib has "
             f"{runtime[0]}.{runtime[1]}; build it against this jaxlib or an older one"
         )
-    for name, type_info in module.cpu_types().items():
-        jax.ffi.register_ffi_type(name, type_info, platform="cpu")
-    for name, target in module.cpu_targets().items():
-        jax.ffi.register_ffi_target(name, target, platform="cpu")
+    for platform, types, targets in (
+        ("cpu", module.cpu_types(), module.cpu_targets()),
+        ("CUDA", module.cuda_types(), module.cuda_targets()),
+    ):
+        for name, type_info in types.items():
+            jax.ffi.register_ffi_type(name, type_info, platform=platform)
+        for name, target in targets.items():
+            jax.ffi.register_ffi_target(name, target, platform=platform)
     return module, ""
 
 
@@ -60,8 +64,20 @@ def reason_against_ffi(platform: str) -> str:
     module, reason = _load()
     if module is None:
         return reason
+    if platform in ("gpu", "cuda"):
+        built = module.build_info().get("cuda")
+        if built is None:
+            return "the extension was built without its CUDA part; build it with JAX_EP_CUDA=ON"
+        version = jax.local_devices(backend="gpu")[0].client.platform_version
+        runtime = re.search(r"cuda (\d+)", version)
+        if runtime is None:
+            return f"the GPUs are not run by CUDA ({version!r})"
+        major = int(runtime.group(1)) // 1000
+        if built // 1000 != major:
+            return f"the extension was built with CUDA {built // 1000}, but JAX uses CUDA {major}"
+        return ""
     if platform != "cpu":
-        return f"this build has no handlers for platform {platform!r} (it has: 'cpu')"
+        return f"there are no handlers for platform {platform!r} (but for 'cpu' and 'gpu')"
     return ""
 
 

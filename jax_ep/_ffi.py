@@ -82,9 +82,9 @@ def _recv_weights(routing: Routing, present: bool) -> Result:
     return (shape if present else (0,)), jnp.float32
 
 
-def _scratch(tokens: int, num_experts: int, num_ranks: int) -> Result:
+def _scratch(tokens: int, num_experts: int, num_ranks: int, extra: int = 0) -> Result:
     """Room for the kernels' counts of each chunk of tokens, as ffi/core/index.h lays it out."""
-    return (-(-tokens // 64), num_experts + num_ranks), INT
+    return (-(-tokens // 64) * (num_experts + num_ranks) + extra,), INT
 
 
 def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
@@ -199,7 +199,7 @@ def permute(
         ((num_local_experts,), INT),
         ((num_local_experts,), INT),
         ((1,), INT),
-        _scratch(topk_idx.shape[0], num_local_experts, 1),
+        _scratch(topk_idx.shape[0], num_local_experts, 1, extra=topk_idx.size),
         *_rows_like(packed, capacity),
     ]
     row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = _call(

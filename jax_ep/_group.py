@@ -65,10 +65,15 @@ class Group:
         self._timeout_s = float(timeout_s)
         self._key = f"{self._platform}:{','.join(axes)}:{self._device_ids}"
         self._closed = False
+        self._unreachable = ""
         module = _extension.extension()
         if module is not None:
-            flat = [device_id for group in self._device_ids for device_id in group]
-            module.open_group(self._key, repr(self), flat, self._size, self._timeout_s)
+            # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
+            on_gpu = self._platform == "gpu"
+            ordinals = [d.local_hardware_id if on_gpu else d.id for d in devices.flat]
+            if on_gpu and not self._spans_processes and not _extension.reason_against_ffi("gpu"):
+                self._unreachable = module.open_device_group(self._key, ordinals, self._size)
+            module.open_group(self._key, repr(self), ordinals, self._size, self._timeout_s)
 
     @property
     def size(self) -> int:
@@ -134,9 +139,9 @@ class Group:
         _extension.check_implementation(implementation)
         if implementation == "xla":
             return "xla"
-        reason = _extension.reason_against_ffi(self._platform)
-        if not reason and self._platform == "cpu" and self._spans_processes:
-            reason = "on the CPU the ranks of a group must live in one process"
+        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
+        if not reason and self._spans_processes:
+            reason = "the ranks of a group must live in one process"
             if implementation is None:
                 _warn_once(f"jax_ep: {self!r} spans processes; its ops use implementation='xla'")
         if implementation == "ffi" and reason:

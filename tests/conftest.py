@@ -31,6 +31,12 @@ def need_devices(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
+def most_ranks() -> int:
+    """8, or on a host of fewer GPUs the largest power of two that it has."""
+    count = len(jax.devices())
+    return next(size for size in (8, 4, 2, 1) if size <= count)
+
+
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
     devices = np.array(need_devices(int(np.prod(shape)))).reshape(shape)
     return Mesh(devices, names, axis_types=(kind,) * len(names))

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 from cases import floats, routing
+from conftest import most_ranks
 
 import jax_ep
 
-R, T, K, E, H = 8, 6, 2, 16, 4
+R, T, K, E, H = most_ranks(), 6, 2, 16, 4
 
 
 def inputs(size=R, seed=0):

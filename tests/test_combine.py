@@ -5,8 +5,11 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, FP8, ROUTINGS, TOLERANCE, assert_close, floats, ranks, routing
+from conftest import most_ranks
 
 import jax_ep
+
+MANY = most_ranks()
 
 
 def run(
@@ -99,8 +102,8 @@ def test_float8_rows_are_summed_in_float32_and_rounded_once(implementation):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("capacity", [None, 30])
 def test_weights_and_biases(dtype, num_biases, weighted, capacity, implementation):
-    ids = routing("sprinkled", 8, 9, 4, 16)
-    biases = tuple(floats((8, 9, 5), dtype, seed=20 + i) for i in range(num_biases))
+    ids = routing("sprinkled", MANY, 9, 4, 16)
+    biases = tuple(floats((MANY, 9, 5), dtype, seed=20 + i) for i in range(num_biases))
     options = {"order": "expert", "capacity": capacity, "expert_alignment": 4}
     got, expected = run(ids, 16, (5,), dtype, implementation, weighted=weighted, biases=biases, **options)
     assert_close(got, expected, terms=4)
@@ -153,9 +156,9 @@ def test_a_pytree_of_dtypes(implementation):
 
 def test_weights_travel_back_as_a_leaf_by_rank(implementation):
     """By rank, the received weights combined are the weights sent."""
-    ids = routing("sprinkled", 8, 10, 4, 32)
-    on = ranks(8)
-    weights = floats((8, 10, 4))
+    ids = routing("sprinkled", MANY, 10, 4, 32)
+    on = ranks(MANY)
+    weights = floats((MANY, 10, 4))
 
     def shard(ids, weights):
         d = jax_ep.dispatch(

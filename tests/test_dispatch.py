@@ -9,8 +9,11 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, FP8, ROUTINGS, floats, ranks, routing, same_bits, tagged_rows
+from conftest import most_ranks
 
 import jax_ep
+
+MANY = most_ranks()
 
 
 def run_dispatch(x, ids, weights, num_experts, implementation="ffi", **options):
@@ -64,8 +67,8 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
 )
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_extreme_sizes(tokens, k, experts, order, implementation):
-    ids = routing("sprinkled", 8, tokens, k, experts)
-    x = tagged_rows(8, tokens, 4, np.float32)
+    ids = routing("sprinkled", MANY, tokens, k, experts)
+    x = tagged_rows(MANY, tokens, 4, np.float32)
     got = run_dispatch(x, ids, None, experts, implementation, order=order)
     check(got, oracle.dispatch(x, ids, None, experts, order), got.x)
 
@@ -74,8 +77,8 @@ def test_extreme_sizes(tokens, k, experts, order, implementation):
 @pytest.mark.parametrize("size", ["half", "one_short", "exact", "one"])
 def test_capacity(order, alignment, size, implementation):
     tokens, k, experts = 24, 4, 16
-    ids = routing("uniform", 8, tokens, k, experts)
-    x, weights = tagged_rows(8, tokens, 3, np.int32), floats((8, tokens, k))
+    ids = routing("uniform", MANY, tokens, k, experts)
+    x, weights = tagged_rows(MANY, tokens, 3, np.int32), floats((MANY, tokens, k))
     free = oracle.dispatch(x, ids, weights, experts, order, alignment=alignment)
     most = max(max(c for c, row in enumerate(one.sources) if row) + 1 for one in free)
     capacity = {"half": most // 2, "one_short": most - 1, "exact": most, "one": 1}[size]
@@ -134,10 +137,10 @@ def test_elements_smaller_than_a_byte(dtype):
 
 
 def test_a_payload_is_a_pytree(implementation):
-    ids = routing("sprinkled", 8, 10, 3, 16)
+    ids = routing("sprinkled", MANY, 10, 3, 16)
     x = {
-        "values": tagged_rows(8, 10, 32, FP8),
-        "scales": (tagged_rows(8, 10, 2, np.float32), tagged_rows(8, 10, 1, np.int32)[..., 0]),
+        "values": tagged_rows(MANY, 10, 32, FP8),
+        "scales": (tagged_rows(MANY, 10, 2, np.float32), tagged_rows(MANY, 10, 1, np.int32)[..., 0]),
     }
     got = run_dispatch(x, ids, None, 16, implementation, order="expert")
     for name, leaf, rows in [
@@ -146,17 +149,17 @@ def test_a_payload_is_a_pytree(implementation):
         ("one number a row", x["scales"][1], got.x["scales"][1]),
     ]:
         expected = oracle.dispatch(leaf, ids, None, 16, "expert")
-        for rank in range(8):
+        for rank in range(MANY):
             assert same_bits(rows[rank], expected[rank].x), name
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("capacity", [None, 20])
 def test_a_handle_routes_another_payload_alike(order, capacity, implementation):
-    ids = routing("uniform", 8, 12, 3, 16)
-    x, other = tagged_rows(8, 12, 4, BF16), tagged_rows(8, 12, 9, np.float32)
+    ids = routing("uniform", MANY, 12, 3, 16)
+    x, other = tagged_rows(MANY, 12, 4, BF16), tagged_rows(MANY, 12, 9, np.float32)
     alignment = 4 if order == "expert" else 1
-    on = ranks(8)
+    on = ranks(MANY)
 
     def shard(x, other, ids):
         first = jax_ep.dispatch(
@@ -178,7 +181,7 @@ def test_a_handle_routes_another_payload_alike(order, capacity, implementation):
 
     same, swap = on.run(shard, x, other, ids)
     expected = oracle.dispatch(other, ids, None, 16, order, capacity, alignment)
-    for rank in range(8):
+    for rank in range(MANY):
         assert same_bits(same[rank], expected[rank].x)
         assert same_bits(swap[rank], expected[rank].x)
 
@@ -203,8 +206,8 @@ def test_weights_of_other_dtypes_become_float32(dtype, implementation):
 
 
 def test_results_repeat_bitwise():
-    ids = routing("zipf", 8, 50, 4, 32)
-    x = tagged_rows(8, 50, 8, BF16)
+    ids = routing("zipf", MANY, 50, 4, 32)
+    x = tagged_rows(MANY, 50, 8, BF16)
     first = run_dispatch(x, ids, None, 32, order="expert")
     for _ in range(3):
         again = run_dispatch(x, ids, None, 32, order="expert")

@@ -1,6 +1,6 @@
 """Groups: identity, life, and ranks that never come."""
 
-import re
+import contextlib
 import time
 
 import jax
@@ -97,47 +97,60 @@ def test_jitted_code_closes_over_an_equal_group():
     assert len(traces) == 1
 
 
+def skipping_dispatch(group, mesh):
+    """A dispatch that the ranks in a list pass by."""
+
+    def shard(missing, x):
+        absent = jnp.isin(jax.lax.axis_index("gone"), missing)
+        ids = jnp.zeros((2, 1), jnp.int32)
+
+        def send():
+            return jax_ep.dispatch(x, ids, group=group, num_experts=4, implementation="ffi").x[:2]
+
+        return jax.lax.cond(absent, lambda: x, send)
+
+    spec = P("gone")
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(P(), spec), out_specs=spec))
+
+
+@pytest.mark.parametrize("first_call", [True, False])
 @pytest.mark.parametrize("missing", [[3], [0, 2]])
-def test_a_rank_that_never_arrives(missing):
+def test_a_rank_that_never_arrives(missing, first_call):
     """The others get an error that names group, op and ranks, in time; then work goes on."""
-    mesh = make_mesh((4,), ("ep",))
+    mesh = make_mesh((4,), ("gone",))
     x = floats((8, 3))
-    with jax_ep.Group(mesh, "ep", timeout_s=1.0) as group:
-
-        def shard(x):
-            ids = jnp.zeros((2, 1), jnp.int32)
-            absent = jnp.isin(jax.lax.axis_index("ep"), jnp.array(missing))
-
-            def send():
-                return jax_ep.dispatch(x, ids, group=group, num_experts=4).x[:2]
-
-            return jax.lax.cond(absent, lambda: x, send)
-
-        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    names = " ".join(map(str, missing))
+    expected = rf"dispatch: of group Group\('gone', [cg]pu devices .*rank\(s\) {names} did not arrive"
+    with jax_ep.Group(mesh, "gone", timeout_s=1.0) as group:
+        run = skipping_dispatch(group, mesh)
+        if not first_call:
+            jax.block_until_ready(run(jnp.array([-1] * len(missing)), x))
         begin = time.monotonic()
-        with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-            jax.block_until_ready(run(x))
+        # On a GPU only the first call can fail; later ones tell with the next op, or check.
+        told_later = not first_call and jax.default_backend() == "gpu"
+        with (
+            contextlib.nullcontext()
+            if told_later
+            else pytest.raises(jax.errors.JaxRuntimeError, match=expected)
+        ):
+            jax.block_until_ready(run(jnp.array(missing), x))
         assert time.monotonic() - begin < 10
-        names = " ".join(map(str, missing))
-        expected = (
-            rf"dispatch: of group Group\('ep', cpu devices .*rank\(s\) {names} did not arrive within 1 s"
-        )
-        assert re.search(expected, str(raised.value))
         with pytest.raises(jax_ep.PeerTimeoutError, match=expected):
             group.check()
-        group.check()  # told once
+    with jax_ep.Group(mesh, "gone") as group:
+        group.check()
         np.testing.assert_allclose(doubled(group, mesh)(x), 2 * x)
 
 
 def test_the_newest_timeout_holds():
-    mesh = make_mesh((2,), ("ep",))
-    with jax_ep.Group(mesh, "ep", timeout_s=500), jax_ep.Group(mesh, "ep", timeout_s=0.2) as group:
+    mesh = make_mesh((2,), ("brief",))
+    with jax_ep.Group(mesh, "brief", timeout_s=500), jax_ep.Group(mesh, "brief", timeout_s=0.2) as group:
 
         def shard(x):
             send = lambda: jax_ep.dispatch(x, jnp.zeros((1, 1), jnp.int32), group=group, num_experts=2).x[:1]
-            return jax.lax.cond(jax.lax.axis_index("ep") == 0, lambda: x, send)
+            return jax.lax.cond(jax.lax.axis_index("brief") == 0, lambda: x, send)
 
-        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("brief"), out_specs=P("brief")))
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"within 0\.2 s"):
             jax.block_until_ready(run(jnp.ones((2, 1))))
 

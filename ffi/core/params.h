@@ -112,7 +112,8 @@ struct PermuteParams {
   int32_t* group_sizes;        // [L]
   int32_t* tokens_per_expert;  // [L]
   int32_t* num_dropped;        // [1]
-  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
+  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels ...
+  int32_t* routed_idx;         // ... and [C, K] behind it
 };
 
 // The same permutation again, for another payload.

@@ -38,7 +38,7 @@ typename Context::Result Dispatch(
        CheckShape("dispatch: tokens_per_expert", *tokens_per_expert, {shape.num_local_experts()}),
        CheckShape("dispatch: num_tokens", *num_tokens, {1}),
        CheckShape("dispatch: num_dropped", *num_dropped, {1}),
-       CheckShape("dispatch: scratch", *scratch, {NumChunks(shape), NumBins(shape)}),
+       CheckShape("dispatch: scratch", *scratch, {NumChunks(shape) * NumBins(shape)}),
        DecodePayloads(op, payloads, rows, shape.num_tokens, shape.capacity, moved),
        FindSeat(op, attrs, context.device, context.ReadRank(rank), shape.num_ranks, seat)});
   if (error.failure()) return Context::Fail(error);

@@ -32,7 +32,8 @@ typename Context::Result Permute(Context context, ffi::AnyBuffer topk_idx, Float
        CheckShape("permute: group_sizes", *group_sizes, {shape.num_experts}),
        CheckShape("permute: tokens_per_expert", *tokens_per_expert, {shape.num_experts}),
        CheckShape("permute: num_dropped", *num_dropped, {1}),
-       CheckShape("permute: scratch", *scratch, {NumChunks(shape), NumBins(shape)}),
+       CheckShape("permute: scratch", *scratch,
+                  {NumChunks(shape) * NumBins(shape) + int64_t{shape.num_tokens} * shape.top_k}),
        DecodePayloads(op, payloads, rows, shape.num_tokens, shape.capacity, decoded)});
   if (error.failure()) return error;
   params.topk_weights = DataOrNull(topk_weights);
@@ -44,6 +45,7 @@ typename Context::Result Permute(Context context, ffi::AnyBuffer topk_idx, Float
   params.tokens_per_expert = tokens_per_expert->typed_data();
   params.num_dropped = num_dropped->typed_data();
   params.chunk_counts = scratch->typed_data();
+  params.routed_idx = params.chunk_counts + NumChunks(shape) * NumBins(shape);
   return Run(context, params);
 }
 

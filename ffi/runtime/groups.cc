@@ -60,7 +60,7 @@ void OpenGroup(const std::string& key, const std::string& name, std::vector<int6
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];
   if (entry.users++ == 0) {
-    entry.group = std::make_shared<Group>(name, std::move(devices), num_ranks);
+    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks);
   }
   entry.group->set_timeout_s(timeout_s);
 }

@@ -13,9 +13,10 @@ namespace jax_ep {
 class Group {
  public:
   // `devices` are device ids, group by group, in rank order; `num_ranks` of them make one group.
-  Group(std::string name, std::vector<int64_t> devices, int num_ranks)
-      : name_(std::move(name)), devices_(std::move(devices)), num_ranks_(num_ranks) {}
+  Group(std::string key, std::string name, std::vector<int64_t> devices, int num_ranks)
+      : key_(std::move(key)), name_(std::move(name)), devices_(std::move(devices)), num_ranks_(num_ranks) {}
 
+  const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
   int num_ranks() const { return num_ranks_; }
 
@@ -34,6 +35,7 @@ class Group {
   std::optional<std::string> TakeExpired();
 
  private:
+  const std::string key_;
   const std::string name_;
   const std::vector<int64_t> devices_;
   const int num_ranks_;

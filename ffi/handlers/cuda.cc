@@ -1,0 +1,145 @@
+// The handlers on GPUs: operands as on the CPU, then a launch.
+#include "handlers/cuda.h"
+
+#include "handlers/combine.h"
+#include "handlers/cuda_handlers.h"
+#include "handlers/dispatch.h"
+#include "handlers/layout.h"
+#include "handlers/permute.h"
+#include "kernels/kernels.h"
+#include "runtime/peers.h"
+
+namespace jax_ep {
+
+ffi::TypeId CudaCallSite::id = {};
+
+static ffi::Error Launched(const char* op, cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(op) + ": the launch failed: " + cudaGetErrorString(error));
+}
+
+static ffi::Error AtMost(const char* op, const char* what, int64_t value, int64_t most) {
+  if (value <= most) return ffi::Error::Success();
+  return InvalidArgument(op, ": on GPUs at most ", most, ' ', what, ", got ", value,
+                         "; use implementation='xla'");
+}
+
+static ffi::Error CheckShape(const char* op, const Shape& shape, size_t arrays) {
+  return FirstError({AtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
+                     AtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
+                     AtMost(op, "arrays", arrays, kMaxPayloads)});
+}
+
+// The group's control blocks, once all local ranks have come to this call site. An error if an earlier wait
+// of the group expired.
+static ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
+                            std::shared_ptr<DevicePeers>& devices, Peers& peers) {
+  devices = FindDevicePeers(seat.group->key());
+  if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
+  if (std::string text = devices->DescribeExpired(seat.group->name()); !text.empty()) {
+    seat.group->RecordExpired(text);
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+  }
+  const std::string late = context.site->first_call.Wait(op, *seat.group, seat.place);
+  if (!late.empty()) {
+    seat.group->RecordExpired(late);
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, late);
+  }
+  peers = devices->At(seat.place, seat.group->timeout_s());
+  return ffi::Error::Success();
+}
+
+static int NumSms(int device) {
+  int num_sms = 0;
+  (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  return num_sms > 0 ? num_sms : 1;
+}
+
+template <typename Params, typename Launch>
+static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat& seat, Params params,
+                          const std::vector<Payload>& payloads, Launch launch) {
+  std::shared_ptr<DevicePeers> devices;
+  Peers peers;
+  auto error = CheckShape(op, params.shape, payloads.size());
+  if (error.success()) error = FindPeers(op, context, seat, devices, peers);
+  if (error.failure()) return error;
+  params.payloads = payloads.data();
+  params.num_payloads = static_cast<int32_t>(payloads.size());
+  return Launched(op, launch(params, peers, context.stream));
+}
+
+static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
+                      std::vector<Payload> payloads) {
+  return RunPush("dispatch", context, seat, params, payloads, cuda::LaunchDispatch);
+}
+
+static ffi::Error Run(const CudaContext& context, Seat seat, const CachedDispatchParams& params,
+                      std::vector<Payload> payloads) {
+  return RunPush("dispatch (cached)", context, seat, params, payloads, cuda::LaunchCachedDispatch);
+}
+
+static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams params, Sums sums) {
+  const char* op = "combine";
+  std::shared_ptr<DevicePeers> devices;
+  Peers peers;
+  auto error = FirstError(
+      {CheckShape(op, params.shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
+  if (error.success()) error = FindPeers(op, context, seat, devices, peers);
+  if (error.failure()) return error;
+  params.summands = sums.summands.data();
+  params.num_summands = static_cast<int32_t>(sums.summands.size());
+  params.biases = sums.biases.data();
+  params.num_biases = static_cast<int32_t>(sums.biases.size());
+  return Launched(op, cuda::LaunchCombine(params, peers, context.stream));
+}
+
+static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
+  return Launched("layout", cuda::LaunchLayout(params, context.stream));
+}
+
+static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& params) {
+  auto error = CheckShape("permute", params.shape, params.num_payloads);
+  if (error.failure()) return error;
+  return Launched("permute", cuda::LaunchPermute(params, NumSms(context.device), context.stream));
+}
+
+static ffi::Error Run(const CudaLocalContext& context, const CachedPermuteParams& params) {
+  return Launched("permute (cached)",
+                  cuda::LaunchCachedPermute(params, NumSms(context.device), context.stream));
+}
+
+static ffi::Error Run(const CudaLocalContext& context, const UnpermuteParams& params) {
+  return Launched("unpermute", cuda::LaunchUnpermute(params, NumSms(context.device), context.stream));
+}
+
+static ffi::ErrorOr<std::unique_ptr<CudaCallSite>> InstantiateCuda() {
+  return std::make_unique<CudaCallSite>();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaInstantiate, InstantiateCuda, ffi::Ffi::BindInstantiate());
+
+// A launch depends on nothing but its operands' addresses, so it may be recorded in a CUDA graph: epochs and
+// the peers' addresses are read on the device.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchHandler, Dispatch<CudaContext>,
+                              BindDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedDispatchHandler, CachedDispatch<CudaContext>,
+                              BindCachedDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineHandler, Combine<CudaContext>,
+                              BindCombine(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLayoutHandler, Layout<CudaLocalContext>,
+                              BindLayout(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPermuteHandler, Permute<CudaLocalContext>,
+                              BindPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedPermuteHandler, CachedPermute<CudaLocalContext>,
+                              BindCachedPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUnpermuteHandler, Unpermute<CudaLocalContext>,
+                              BindUnpermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jax_ep

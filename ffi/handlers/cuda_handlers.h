@@ -1,0 +1,17 @@
+// The XLA FFI handlers for GPUs that module.cc registers where the CUDA part was built.
+#pragma once
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaDispatchHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCachedDispatchHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCombineHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaLayoutHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaPermuteHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCachedPermuteHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaUnpermuteHandler);
+
+}  // namespace jax_ep

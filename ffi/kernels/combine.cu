@@ -1,0 +1,244 @@
+// Combine: each token's rows, pulled from the peers' buffers and summed in registers.
+#include "kernels/kernels.h"
+#include "kernels/sum.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kBlocks = 32;
+constexpr int kRows = 4;     // rows whose loads are in flight at a time
+constexpr int kVectors = 2;  // 16-byte loads a row and thread
+constexpr int kMaxBiases = 8;
+
+struct CombineArgs {
+  Shape shape;
+  Peers peers;
+  const int32_t* rank_operand;
+  HandleArrays handle;
+  Summand summands[kMaxPayloads];
+  int32_t num_summands;
+  const float* row_weights;
+  Bias biases[kMaxBiases];
+  int32_t num_biases;
+  const float* recv_topk_weights;
+  float* topk_weights;
+};
+
+// A warp's view of one token: lane i holds the i-th of its rows.
+struct Sources {
+  int row;  // -1: none
+  int rank;
+  unsigned valid;  // lanes with a row
+};
+
+__device__ Sources FindSources(const CombineArgs& args, int t, int lane) {
+  const Shape& shape = args.shape;
+  const int width = shape.rows_per_token();
+  Sources sources{-1, lane, 0};
+  if (lane < width) {
+    sources.row = args.handle.token_rows[int64_t{t} * width + lane];
+    if (shape.order == Order::kExpert) {
+      const int expert = args.handle.topk_idx[int64_t{t} * shape.top_k + lane];
+      sources.rank = IsExpert(expert, shape.num_experts) ? shape.rank_of(expert) : -1;
+    }
+    if (!IsRow(sources.row, shape.capacity) || sources.rank < 0) sources.row = -1;
+  }
+  sources.valid = __ballot_sync(kAllLanes, sources.row >= 0);
+  return sources;
+}
+
+// Sums one slice of a token's rows: by rank; a rank's rows by k, apart, as if it had sent one row.
+template <typename T, int N>
+__device__ void SumSlice(const CombineArgs& args, const Published* published, int index, int t, int64_t first,
+                         const Sources& sources, float weight, int lane) {
+  using Acc = typename Sum<T>::Acc;
+  const Summand& summand = args.summands[index];
+  const int64_t width = summand.num_elements;
+  Acc total[kVectors][N] = {};
+  for (int rank = 0; rank < args.shape.num_ranks; ++rank) {
+    unsigned rows = __ballot_sync(kAllLanes, sources.row >= 0 && sources.rank == rank);
+    if (rows == 0) continue;
+    const T* base = static_cast<const T*>(published[rank].buffers[index]);
+    Acc partial[kVectors][N] = {};
+    while (rows != 0) {
+      Pack<T, N> packs[kRows][kVectors];
+      Acc weights[kRows];
+      int count = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (rows == 0) break;
+        const int from = __ffs(rows) - 1;
+        rows &= rows - 1;
+        const int64_t row = __shfl_sync(kAllLanes, sources.row, from);
+        weights[i] = __shfl_sync(kAllLanes, weight, from);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t column = first + (v * kWarp + lane) * N;
+          if (column < width) packs[i][v] = Pack<T, N>::Load(base + row * width + column);
+        }
+        ++count;
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i >= count) break;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            partial[v][j] =
+                MultiplyAdd(weights[i], static_cast<Acc>(Widen(packs[i][v].values[j])), partial[v][j]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[v][j] += partial[v][j];
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t column = first + (v * kWarp + lane) * N;
+    if (column >= width) continue;
+    Pack<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      for (int b = 0; b < args.num_biases; ++b) {
+        total[v][j] += LoadAs<Acc>(args.biases[b].type, args.biases[b].data, t * width + column + j);
+      }
+      if constexpr (std::is_same_v<T, double>) {
+        out.values[j] = total[v][j];
+      } else {
+        out.values[j] = Narrow<T>(total[v][j]);
+      }
+    }
+    out.Store(static_cast<T*>(summand.out) + t * width + column);
+  }
+}
+
+// All slices of one array, spread over the warps of the grid.
+template <typename T, int N>
+__device__ void SumArray(const CombineArgs& args, const Published* published, int index) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t slice = int64_t{kWarp} * kVectors * N;
+  const int64_t num_slices = (args.summands[index].num_elements + slice - 1) / slice;
+  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
+  const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
+  for (int64_t unit = warp; unit < args.shape.num_tokens * num_slices; unit += num_warps) {
+    const int t = static_cast<int>(unit / num_slices);
+    const Sources sources = FindSources(args, t, lane);
+    float weight = 1.0f;
+    if (args.row_weights != nullptr && sources.row >= 0) {
+      weight = __ldcg(static_cast<const float*>(published[sources.rank].weights) + sources.row);
+    }
+    SumSlice<T, N>(args, published, index, t, unit % num_slices * slice, sources, weight, lane);
+  }
+}
+
+template <typename T>
+__device__ void SumArrayOf(const CombineArgs& args, const Published* published, int index) {
+  constexpr int kFull = 16 / sizeof(T);
+  if (args.summands[index].num_elements % kFull == 0) {
+    SumArray<T, kFull>(args, published, index);
+  } else {
+    SumArray<T, 1>(args, published, index);
+  }
+}
+
+// Takes each choice's weight back from the row it was sent with. The row weights' place in Published is
+// taken by these: no op has both.
+__device__ void ReturnWeights(const CombineArgs& args, const Published* published) {
+  const Shape& shape = args.shape;
+  const int width = shape.rows_per_token();
+  const bool by_rank = shape.order == Order::kRank;
+  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < choices;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t t = i / shape.top_k, k = i % shape.top_k;
+    const int expert = args.handle.topk_idx[i];
+    float weight = 0.0f;
+    if (IsExpert(expert, shape.num_experts)) {
+      const int rank = shape.rank_of(expert);
+      const int64_t row = args.handle.token_rows[t * width + (by_rank ? rank : k)];
+      if (IsRow(row, shape.capacity)) {
+        weight = __ldcg(static_cast<const float*>(published[rank].weights) +
+                        (by_rank ? row * shape.top_k + k : row));
+      }
+    }
+    args.topk_weights[i] = weight;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
+  __shared__ Published published[kMaxRanks];
+  const Peers& peers = args.peers;
+  uint32_t epoch = 0;
+  bool alive = Begin(peers, Op::kCombine, args.rank_operand, &epoch);
+  if (alive) {
+    if (blockIdx.x == 0) {
+      Published mine{};
+      for (int i = 0; i < args.num_summands; ++i) mine.buffers[i] = const_cast<void*>(args.summands[i].rows);
+      mine.weights =
+          const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.recv_topk_weights);
+      Enter(peers, mine, epoch);
+    }
+    Control* own = peers.control[peers.rank];
+    alive = WaitForAll(peers, Op::kCombine, Phase::kEnter, own->enter, epoch);
+    if (alive && threadIdx.x < peers.num_ranks) {
+      const Published* from = &own->published[threadIdx.x];
+      for (int i = 0; i < args.num_summands; ++i) {
+        published[threadIdx.x].buffers[i] = *const_cast<void* const volatile*>(&from->buffers[i]);
+      }
+      published[threadIdx.x].weights = *const_cast<void* const volatile*>(&from->weights);
+    }
+    __syncthreads();
+  }
+  if (alive) {
+    for (int i = 0; i < args.num_summands; ++i) {
+      switch (args.summands[i].type) {
+        case Float::kF16:
+          SumArrayOf<__half>(args, published, i);
+          break;
+        case Float::kBF16:
+          SumArrayOf<__nv_bfloat16>(args, published, i);
+          break;
+        case Float::kF32:
+          SumArrayOf<float>(args, published, i);
+          break;
+        case Float::kF64:
+          SumArrayOf<double>(args, published, i);
+          break;
+      }
+    }
+    if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
+  }
+  if (IsLastBlock(peers)) Leave(peers, Op::kCombine, epoch);
+}
+
+}  // namespace
+
+cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream) {
+  CombineArgs args{};
+  args.shape = params.shape;
+  args.peers = peers;
+  args.rank_operand = params.rank_operand;
+  args.handle = params.handle;
+  for (int i = 0; i < params.num_summands; ++i) args.summands[i] = params.summands[i];
+  args.num_summands = params.num_summands;
+  args.row_weights = params.row_weights;
+  for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
+  args.num_biases = params.num_biases;
+  args.recv_topk_weights = params.recv_topk_weights;
+  args.topk_weights = params.topk_weights;
+  CombineKernel<<<kBlocks, kThreads, 0, stream>>>(args);
+  return cudaPeekAtLastError();
+}
+
+cudaError_t PreloadCombine() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, CombineKernel);
+}
+
+}  // namespace jax_ep::cuda

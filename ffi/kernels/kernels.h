@@ -1,0 +1,25 @@
+// Launches of the CUDA kernels. All pointers are device pointers; nothing here allocates or waits.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/params.h"
+#include "kernels/control.h"
+
+namespace jax_ep::cuda {
+
+cudaError_t LaunchLayout(const LayoutParams& params, cudaStream_t stream);
+cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, cudaStream_t stream);
+cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, cudaStream_t stream);
+cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream);
+cudaError_t LaunchPermute(const PermuteParams& params, int num_sms, cudaStream_t stream);
+cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, int num_sms, cudaStream_t stream);
+cudaError_t LaunchUnpermute(const UnpermuteParams& params, int num_sms, cudaStream_t stream);
+
+// Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
+cudaError_t PreloadLayout();
+cudaError_t PreloadDispatch();
+cudaError_t PreloadCombine();
+cudaError_t PreloadPermute();
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,108 @@
+// Loads, sums and stores of rows of any summable type, in float32 (float64 rows in float64).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/device.cuh"
+
+namespace jax_ep::cuda {
+
+template <typename T>
+struct Sum {
+  using Acc = float;
+};
+template <>
+struct Sum<double> {
+  using Acc = double;
+};
+
+__device__ inline float Widen(float v) { return v; }
+__device__ inline double Widen(double v) { return v; }
+__device__ inline float Widen(__half v) { return __half2float(v); }
+__device__ inline float Widen(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T>
+__device__ inline T Narrow(float v);
+template <>
+__device__ inline float Narrow<float>(float v) {
+  return v;
+}
+template <>
+__device__ inline double Narrow<double>(float v) {
+  return v;
+}
+template <>
+__device__ inline __half Narrow<__half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ inline __nv_bfloat16 Narrow<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+
+// One element of an array whose type is known at run time only.
+template <typename Acc>
+__device__ inline Acc LoadAs(Float type, const void* data, int64_t i) {
+  switch (type) {
+    case Float::kF16:
+      return Widen(static_cast<const __half*>(data)[i]);
+    case Float::kBF16:
+      return Widen(static_cast<const __nv_bfloat16*>(data)[i]);
+    case Float::kF32:
+      return static_cast<const float*>(data)[i];
+    default:
+      return static_cast<Acc>(static_cast<const double*>(data)[i]);
+  }
+}
+
+template <typename Acc>
+__device__ inline void StoreAs(Float type, void* data, int64_t i, Acc value) {
+  switch (type) {
+    case Float::kF16:
+      static_cast<__half*>(data)[i] = Narrow<__half>(static_cast<float>(value));
+      break;
+    case Float::kBF16:
+      static_cast<__nv_bfloat16*>(data)[i] = Narrow<__nv_bfloat16>(static_cast<float>(value));
+      break;
+    case Float::kF32:
+      static_cast<float*>(data)[i] = static_cast<float>(value);
+      break;
+    default:
+      static_cast<double*>(data)[i] = value;
+  }
+}
+
+// Products and sums are kept apart, as on the host: fused, they would round differently.
+__device__ inline float MultiplyAdd(float a, float b, float c) { return __fadd_rn(__fmul_rn(a, b), c); }
+__device__ inline double MultiplyAdd(double a, double b, double c) { return __dadd_rn(__dmul_rn(a, b), c); }
+
+// N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that).
+template <typename T, int N>
+struct Pack {
+  T values[N];
+
+  // Through the second-level cache of the memory's owner: a peer may have written the row.
+  __device__ static Pack Load(const T* address) {
+    Pack pack;
+    if constexpr (N * sizeof(T) == 16) {
+      const uint4 bits = LoadRow(reinterpret_cast<const uint4*>(address));
+      memcpy(&pack, &bits, sizeof(bits));
+    } else {
+      for (int i = 0; i < N; ++i) pack.values[i] = __ldcg(&address[i]);
+    }
+    return pack;
+  }
+
+  __device__ void Store(T* address) const {
+    if constexpr (N * sizeof(T) == 16) {
+      uint4 bits;
+      memcpy(&bits, this, sizeof(bits));
+      *reinterpret_cast<uint4*>(address) = bits;
+    } else {
+      for (int i = 0; i < N; ++i) address[i] = values[i];
+    }
+  }
+};
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,181 @@
+#include "runtime/peers.h"
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+#include "kernels/kernels.h"
+
+namespace jax_ep {
+namespace {
+
+// Restores the current device, and leaves no error behind.
+class DeviceGuard {
+ public:
+  DeviceGuard() { (void)cudaGetDevice(&device_); }
+  ~DeviceGuard() {
+    (void)cudaSetDevice(device_);
+    (void)cudaGetLastError();
+  }
+
+ private:
+  int device_ = 0;
+};
+
+std::string Failed(const char* what, int64_t device, cudaError_t error) {
+  std::ostringstream text;
+  text << what << " on GPU " << device << ": " << cudaGetErrorString(error);
+  return text.str();
+}
+
+std::string PreparePeers(int64_t device, const std::vector<int64_t>& devices) {
+  for (int64_t peer : devices) {
+    if (peer == device) continue;
+    int reachable = 0;
+    cudaError_t error = cudaDeviceCanAccessPeer(&reachable, static_cast<int>(device), static_cast<int>(peer));
+    if (error != cudaSuccess) return Failed("asking for peer access", device, error);
+    if (!reachable) {
+      std::ostringstream text;
+      text << "GPU " << device << " cannot access the memory of GPU " << peer
+           << "; the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer): choose others, or "
+              "implementation='xla'";
+      return text.str();
+    }
+    error = cudaDeviceEnablePeerAccess(static_cast<int>(peer), 0);
+    if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
+      return Failed("enabling peer access", device, error);
+    }
+    (void)cudaGetLastError();  // 'already enabled' would stay behind
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string DevicePeers::Make(const std::vector<int64_t>& devices, int num_ranks,
+                              std::shared_ptr<DevicePeers>& peers) {
+  DeviceGuard guard;
+  if (num_ranks > kMaxRanks) {
+    return "a group on GPUs of one host has at most " + std::to_string(kMaxRanks) + " ranks, got " +
+           std::to_string(num_ranks);
+  }
+  auto made = std::make_shared<DevicePeers>();
+  made->devices_ = devices;
+  made->num_ranks_ = num_ranks;
+  cudaError_t error =
+      cudaHostAlloc(reinterpret_cast<void**>(&made->expired_), sizeof(Expired) * devices.size(),
+                    cudaHostAllocPortable | cudaHostAllocMapped);
+  if (error != cudaSuccess) return Failed("allocating host memory", devices[0], error);
+  std::memset(made->expired_, 0, sizeof(Expired) * devices.size());
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const int64_t device = devices[i];
+    const size_t first = i / num_ranks * num_ranks;
+    if ((error = cudaSetDevice(static_cast<int>(device))) != cudaSuccess) {
+      return Failed("selecting the device", device, error);
+    }
+    const std::vector<int64_t> group(devices.begin() + first, devices.begin() + first + num_ranks);
+    if (std::string text = PreparePeers(device, group); !text.empty()) return text;
+    for (auto preload :
+         {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine, cuda::PreloadPermute}) {
+      if ((error = preload()) != cudaSuccess) return Failed("loading the kernels", device, error);
+    }
+    Control* control = nullptr;
+    if ((error = cudaMalloc(reinterpret_cast<void**>(&control), sizeof(Control))) != cudaSuccess) {
+      return Failed("allocating the control block", device, error);
+    }
+    made->controls_.push_back(control);
+    if ((error = cudaDeviceGetAttribute(&made->num_sms_, cudaDevAttrMultiProcessorCount,
+                                        static_cast<int>(device))) != cudaSuccess) {
+      return Failed("reading the number of SMs", device, error);
+    }
+  }
+  if (std::string text = made->Reset(); !text.empty()) return text;
+  peers = made;
+  return "";
+}
+
+std::string DevicePeers::Reset() {
+  DeviceGuard guard;
+  std::memset(expired_, 0, sizeof(Expired) * devices_.size());
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    cudaError_t error = cudaSetDevice(static_cast<int>(devices_[i]));
+    if (error == cudaSuccess) error = cudaMemset(controls_[i], 0, sizeof(Control));
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) return Failed("clearing the control block", devices_[i], error);
+  }
+  return "";
+}
+
+Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
+  Peers peers{};
+  const int first = place.group * num_ranks_;
+  for (int r = 0; r < num_ranks_; ++r) peers.control[r] = controls_[first + r];
+  peers.expired = &expired_[first + place.rank];
+  peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  peers.rank = place.rank;
+  peers.num_ranks = num_ranks_;
+  return peers;
+}
+
+std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
+  static const char* const kOps[] = {"dispatch", "dispatch (cached)", "combine"};
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    const volatile Expired& record = expired_[i];
+    const Phase phase = static_cast<Phase>(record.phase);
+    if (phase == Phase::kNone) continue;
+    std::ostringstream text;
+    text << kOps[record.op] << ": ";
+    if (phase == Phase::kRank) {
+      text << "group " << group_name << " was made for another mesh: GPU " << devices_[i] << " runs as rank "
+           << static_cast<int>(record.missing) << ", but is rank " << record.rank
+           << " there; make the Group from the mesh of this shard_map";
+      return text.str();
+    }
+    text << "of group " << group_name << ", rank(s)";
+    for (int r = 0; r < num_ranks_; ++r) {
+      if (record.missing >> r & 1) text << ' ' << r;
+    }
+    text << " did not " << (phase == Phase::kEnter ? "arrive" : "finish") << " in time: rank " << record.rank
+         << " waited for epoch " << record.expected_epoch << " and saw";
+    for (int r = 0; r < num_ranks_; ++r) {
+      if (record.missing >> r & 1) text << ' ' << record.seen_epoch[r];
+    }
+    text << ". Every rank must reach the same ops in the same order; a rank that is only slow needs a larger "
+            "Group(timeout_s=...). Make the Group anew to go on.";
+    return text.str();
+  }
+  return "";
+}
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<DevicePeers>> peers;
+};
+
+// Never destroyed, like the blocks it holds.
+Registry& GetRegistry() {
+  static Registry* const registry = new Registry;
+  return *registry;
+}
+
+}  // namespace
+
+std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices, int num_ranks) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  std::shared_ptr<DevicePeers>& peers = registry.peers[key];
+  if (peers == nullptr) return DevicePeers::Make(devices, num_ranks, peers);
+  return peers->DescribeExpired("").empty() ? "" : peers->Reset();
+}
+
+std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  auto it = registry.peers.find(key);
+  return it == registry.peers.end() ? nullptr : it->second;
+}
+
+}  // namespace jax_ep
