@@ -16,7 +16,8 @@ def find_files(path: Path | None) -> list[Path]:
         skipped = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
         files = [f for f in sorted(root.rglob("*.py")) if not skipped & set(f.relative_to(root).parts)]
     else:
-        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files = [f for f in files if f.is_file()]
     if not files:
         raise SystemExit(f"demo: no text found at {path}")
     return files
