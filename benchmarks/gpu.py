@@ -87,9 +87,10 @@ def main() -> int:
     )
     for name, parts in (("dispatch", ("count", "move")), ("combine", ("combine",))):
         us = sum(slowest[part] for part in parts)
+        shares = ", ".join(f"{part} {slowest[part]:.1f} us" for part in parts)
         print(
             f"{name:9s} {us:8.1f} us  logical {received / us / 1e3:6.1f} GB/s  "
-            f"wire {remote / us / 1e3:6.1f} GB/s  ({', '.join(f'{part} {slowest[part]:.1f} us' for part in parts)})"
+            f"wire {remote / us / 1e3:6.1f} GB/s  ({shares})"
         )
     return 0
 

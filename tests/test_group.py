@@ -54,8 +54,9 @@ def test_equal_groups_share_their_state_until_the_last_close():
     one.close()  # twice is fine
     np.testing.assert_allclose(run(x * 3), 6 * x)  # two still holds the state
     two.close()
-    with pytest.raises(Exception, match="closed"):
-        jax.block_until_ready(run(x))
+    if jax.default_backend() == "cpu":  # on GPUs a recorded graph runs without asking the handler
+        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+            jax.block_until_ready(run(x))
     with pytest.raises(RuntimeError, match="closed"):
         one.check()
     with pytest.raises(RuntimeError, match="closed"):
@@ -89,7 +90,8 @@ def test_jitted_code_closes_over_an_equal_group():
 
     def handle_of(group):
         shard = lambda x: jax_ep.dispatch(x, jnp.zeros((2, 1), jnp.int32), group=group, num_experts=2).handle
-        return jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(jnp.ones((4, 1)))
+        mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        return mapped(jnp.ones((4, 1)))
 
     for _ in range(2):
         with jax_ep.Group(mesh, "ep") as group:
@@ -155,11 +157,20 @@ def test_the_newest_timeout_holds():
             jax.block_until_ready(run(jnp.ones((2, 1))))
 
 
+def check_after(group, result):
+    """On GPUs it may be a kernel that finds out; then check tells."""
+    jax.block_until_ready(result)
+    group.check()
+
+
 def test_a_program_on_other_devices_than_the_group_s():
     """Same axis sizes, other devices: only the handler can see it."""
-    mesh = make_mesh((4,), ("ep",))
-    other = Mesh(mesh.devices[::-1], ("ep",))
-    with jax_ep.Group(mesh, "ep") as group:
+    mesh = make_mesh((4,), ("turned",))
+    other = Mesh(mesh.devices[::-1], ("turned",))
+    with jax_ep.Group(mesh, "turned") as group:
         run = doubled(group, other)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="made for another mesh"):
-            jax.block_until_ready(run(jnp.ones((4, 2))))
+        errors = (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError)
+        with pytest.raises(errors, match="made for another mesh"):
+            check_after(group, run(jnp.ones((4, 2))))
+    with jax_ep.Group(mesh, "turned") as group:
+        np.testing.assert_allclose(doubled(group, mesh)(jnp.ones((4, 2))), 2 * np.ones((4, 2)))

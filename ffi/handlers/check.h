@@ -3,12 +3,12 @@
 
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/params.h"
+#include "core/text.h"
 #include "runtime/groups.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,9 +18,7 @@ namespace ffi = xla::ffi;
 
 template <typename... Parts>
 ffi::Error InvalidArgument(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return ffi::Error::InvalidArgument(text.str());
+  return ffi::Error::InvalidArgument(Text(parts...));
 }
 
 // Checks a buffer's shape; `what` is the op and the argument.
@@ -28,13 +26,12 @@ template <typename Buffer>
 ffi::Error CheckShape(const char* what, const Buffer& buffer, const std::vector<int64_t>& expected) {
   const auto dims = buffer.dimensions();
   if (std::vector<int64_t>(dims.begin(), dims.end()) == expected) return ffi::Error::Success();
-  std::ostringstream text;
-  text << what << ": expected shape [";
-  for (size_t i = 0; i < expected.size(); ++i) text << (i ? ", " : "") << expected[i];
-  text << "], got [";
-  for (size_t i = 0; i < dims.size(); ++i) text << (i ? ", " : "") << dims[i];
-  text << "]";
-  return ffi::Error::InvalidArgument(text.str());
+  const auto list = [](const auto& sizes) {
+    std::string text = "[";
+    for (size_t i = 0; i < sizes.size(); ++i) text += Text(i ? ", " : "", sizes[i]);
+    return text + "]";
+  };
+  return InvalidArgument(what, ": expected shape ", list(expected), ", got ", list(dims));
 }
 
 // Returns the first failure among several checks.

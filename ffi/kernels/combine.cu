@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kBlocks = 32;
-constexpr int kRows = 4;     // rows whose loads are in flight at a time
-constexpr int kVectors = 2;  // 16-byte loads a row and thread
+constexpr int kRows = 8;     // rows whose loads are in flight at a time
+constexpr int kVectors = 1;  // 16-byte loads a row and thread
 constexpr int kMaxBiases = 8;
 
 struct CombineArgs {
@@ -25,77 +25,83 @@ struct CombineArgs {
   float* topk_weights;
 };
 
-// A warp's view of one token: lane i holds the i-th of its rows.
+// A warp's view of one token: lane i holds the i-th of its rows, in the order of the sum.
 struct Sources {
-  int row;  // -1: none
+  int row;
   int rank;
-  unsigned valid;  // lanes with a row
+  int count;  // rows
 };
 
-__device__ Sources FindSources(const CombineArgs& args, int t, int lane) {
+// By rank; by expert a rank's rows by k. `order` is room for a warp.
+__device__ Sources FindSources(const CombineArgs& args, int t, int lane, uint8_t* order) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
-  Sources sources{-1, lane, 0};
+  int row = -1, rank = lane;
   if (lane < width) {
-    sources.row = args.handle.token_rows[int64_t{t} * width + lane];
+    row = args.handle.token_rows[int64_t{t} * width + lane];
     if (shape.order == Order::kExpert) {
       const int expert = args.handle.topk_idx[int64_t{t} * shape.top_k + lane];
-      sources.rank = IsExpert(expert, shape.num_experts) ? shape.rank_of(expert) : -1;
+      rank = IsExpert(expert, shape.num_experts) ? shape.rank_of(expert) : -1;
     }
-    if (!IsRow(sources.row, shape.capacity) || sources.rank < 0) sources.row = -1;
+    if (!IsRow(row, shape.capacity) || rank < 0) row = -1;
   }
-  sources.valid = __ballot_sync(kAllLanes, sources.row >= 0);
-  return sources;
+  const unsigned earlier_lanes = (1u << lane) - 1;
+  int place = 0, count = 0;
+  for (int r = 0; r < shape.num_ranks; ++r) {
+    const unsigned rows = __ballot_sync(kAllLanes, row >= 0 && rank == r);
+    if (rank == r) place = count + __popc(rows & earlier_lanes);
+    count += __popc(rows);
+  }
+  if (row >= 0) order[place] = static_cast<uint8_t>(lane);
+  __syncwarp();
+  const int from = lane < count ? order[lane] : 0;
+  __syncwarp();
+  return {__shfl_sync(kAllLanes, row, from), __shfl_sync(kAllLanes, rank, from), count};
 }
 
-// Sums one slice of a token's rows: by rank; a rank's rows by k, apart, as if it had sent one row.
+// Sums one slice of a token's rows. A rank's rows are summed apart, as if it had sent one row.
 template <typename T, int N>
 __device__ void SumSlice(const CombineArgs& args, const Published* published, int index, int t, int64_t first,
                          const Sources& sources, float weight, int lane) {
   using Acc = typename Sum<T>::Acc;
   const Summand& summand = args.summands[index];
   const int64_t width = summand.num_elements;
-  Acc total[kVectors][N] = {};
-  for (int rank = 0; rank < args.shape.num_ranks; ++rank) {
-    unsigned rows = __ballot_sync(kAllLanes, sources.row >= 0 && sources.rank == rank);
-    if (rows == 0) continue;
-    const T* base = static_cast<const T*>(published[rank].buffers[index]);
-    Acc partial[kVectors][N] = {};
-    while (rows != 0) {
-      Pack<T, N> packs[kRows][kVectors];
-      Acc weights[kRows];
-      int count = 0;
+  Acc total[kVectors][N] = {}, partial[kVectors][N] = {};
+  int rank = -1;
+  for (int begin = 0; begin < sources.count; begin += kRows) {
+    Pack<T, N> packs[kRows][kVectors];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (rows == 0) break;
-        const int from = __ffs(rows) - 1;
-        rows &= rows - 1;
-        const int64_t row = __shfl_sync(kAllLanes, sources.row, from);
-        weights[i] = __shfl_sync(kAllLanes, weight, from);
+    for (int i = 0; i < kRows; ++i) {
+      const int from = min(begin + i, sources.count - 1);
+      const int64_t row = __shfl_sync(kAllLanes, sources.row, from);
+      const int owner = __shfl_sync(kAllLanes, sources.rank, from);
+      const T* base = static_cast<const T*>(published[owner].buffers[index]) + row * width;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          const int64_t column = first + (v * kWarp + lane) * N;
-          if (column < width) packs[i][v] = Pack<T, N>::Load(base + row * width + column);
-        }
-        ++count;
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t column = first + (v * kWarp + lane) * N;
+        if (begin + i < sources.count && column < width) packs[i][v] = Pack<T, N>::Load(base + column);
       }
+    }
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i >= count) break;
+    for (int i = 0; i < kRows; ++i) {
+      if (begin + i < sources.count) {
+        const int owner = __shfl_sync(kAllLanes, sources.rank, begin + i);
+        const Acc factor = __shfl_sync(kAllLanes, weight, begin + i);
+        const bool starts = owner != rank;
+        rank = owner;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
           for (int j = 0; j < N; ++j) {
+            if (starts) {
+              total[v][j] += partial[v][j];
+              partial[v][j] = Acc{0};
+            }
             partial[v][j] =
-                MultiplyAdd(weights[i], static_cast<Acc>(Widen(packs[i][v].values[j])), partial[v][j]);
+                MultiplyAdd(factor, static_cast<Acc>(Widen(packs[i][v].values[j])), partial[v][j]);
           }
         }
       }
-    }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) total[v][j] += partial[v][j];
     }
   }
 #pragma unroll
@@ -105,22 +111,25 @@ __device__ void SumSlice(const CombineArgs& args, const Published* published, in
     Pack<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
+      Acc sum = total[v][j] + partial[v][j];
       for (int b = 0; b < args.num_biases; ++b) {
-        total[v][j] += LoadAs<Acc>(args.biases[b].type, args.biases[b].data, t * width + column + j);
+        sum += LoadAs<Acc>(args.biases[b].type, args.biases[b].data, t * width + column + j);
       }
       if constexpr (std::is_same_v<T, double>) {
-        out.values[j] = total[v][j];
+        out.values[j] = sum;
       } else {
-        out.values[j] = Narrow<T>(total[v][j]);
+        out.values[j] = Narrow<T>(sum);
       }
     }
     out.Store(static_cast<T*>(summand.out) + t * width + column);
   }
 }
 
-// All slices of one array, spread over the warps of the grid.
+// All slices of one array, spread over the warps of the grid. Not inlined: each type then has the registers
+// to itself.
 template <typename T, int N>
-__device__ void SumArray(const CombineArgs& args, const Published* published, int index) {
+__device__ __noinline__ void SumArray(const CombineArgs& args, const Published* published, int index) {
+  __shared__ uint8_t order[kThreads / kWarp][kWarp];
   const int lane = threadIdx.x % kWarp;
   const int64_t slice = int64_t{kWarp} * kVectors * N;
   const int64_t num_slices = (args.summands[index].num_elements + slice - 1) / slice;
@@ -128,9 +137,9 @@ __device__ void SumArray(const CombineArgs& args, const Published* published, in
   const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
   for (int64_t unit = warp; unit < args.shape.num_tokens * num_slices; unit += num_warps) {
     const int t = static_cast<int>(unit / num_slices);
-    const Sources sources = FindSources(args, t, lane);
+    const Sources sources = FindSources(args, t, lane, order[threadIdx.x / kWarp]);
     float weight = 1.0f;
-    if (args.row_weights != nullptr && sources.row >= 0) {
+    if (args.row_weights != nullptr && lane < sources.count) {
       weight = __ldcg(static_cast<const float*>(published[sources.rank].weights) + sources.row);
     }
     SumSlice<T, N>(args, published, index, t, unit % num_slices * slice, sources, weight, lane);

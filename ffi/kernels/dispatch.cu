@@ -6,7 +6,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kCountThreads = 256;
+constexpr int kCountThreads = 288;
 constexpr int kMoveThreads = 1024;
 constexpr int kMoveBlocks = 24;
 constexpr int kVectors = 4;  // 16-byte loads in flight a thread
@@ -15,43 +15,50 @@ constexpr int kVectors = 4;  // 16-byte loads in flight a thread
 // row), and the chunk's counts by expert, then by rank. A bin is one thread's, so no atomics decide.
 __global__ void CountKernel(Shape shape, TopkIds ids, int32_t* topk_idx, int32_t* token_rows,
                             int32_t* chunk_counts) {
-  extern __shared__ int32_t experts[];  // [kChunkTokens, K]
+  extern __shared__ int16_t experts[];                // [kChunkTokens, K]
+  __shared__ uint8_t pairs[kChunkTokens][kMaxRanks];  // choices of each token at each rank
   const int first = blockIdx.x * kChunkTokens;
   const int tokens = min(kChunkTokens, shape.num_tokens - first);
   const int num_choices = tokens * shape.top_k;
+  const bool by_rank = shape.order == Order::kRank;
   for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
-    experts[i] = RoutedAt(ids, shape, first + i / shape.top_k, i % shape.top_k);
-    topk_idx[int64_t{first} * shape.top_k + i] = experts[i];
-    if (shape.order == Order::kExpert) token_rows[int64_t{first} * shape.top_k + i] = -1;
+    const int expert = RoutedAt(ids, shape, first + i / shape.top_k, i % shape.top_k);
+    experts[i] = static_cast<int16_t>(expert);
+    topk_idx[int64_t{first} * shape.top_k + i] = expert;
+    if (!by_rank) token_rows[int64_t{first} * shape.top_k + i] = -1;
+  }
+  for (int i = threadIdx.x; i < tokens * shape.num_ranks; i += blockDim.x) {
+    pairs[i / shape.num_ranks][i % shape.num_ranks] = 0;
+  }
+  __syncthreads();
+  for (int t = threadIdx.x; t < tokens; t += blockDim.x) {
+    for (int k = 0; k < shape.top_k; ++k) {
+      const int expert = experts[t * shape.top_k + k];
+      if (expert >= 0) ++pairs[t][shape.rank_of(expert)];
+    }
   }
   __syncthreads();
   int32_t* counts = chunk_counts + int64_t{blockIdx.x} * NumBins(shape);
-  const int local = shape.num_local_experts();
-  for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
+  // The ranks' bins first, by the first threads, while the others begin with the experts'.
+  for (int i = threadIdx.x; i < NumBins(shape); i += blockDim.x) {
     int count = 0;
-    if (bin < shape.num_experts) {
-      for (int i = 0; i < num_choices; ++i) {
-        if (experts[i] != bin) continue;
-        if (shape.order == Order::kExpert) token_rows[int64_t{first} * shape.top_k + i] = count;
+    if (i < shape.num_ranks) {
+      for (int t = 0; t < tokens; ++t) {
+        const int here = pairs[t][i];
+        if (by_rank) token_rows[int64_t{first + t} * shape.num_ranks + i] = here > 0 ? count : -1;
+        count += by_rank ? here > 0 : here;
+      }
+      counts[shape.num_experts + i] = count;
+    } else {
+      const int expert = i - shape.num_ranks;
+#pragma unroll 8
+      for (int c = 0; c < num_choices; ++c) {
+        if (experts[c] != expert) continue;
+        if (!by_rank) token_rows[int64_t{first} * shape.top_k + c] = count;
         ++count;
       }
-    } else {
-      const int rank = bin - shape.num_experts;
-      for (int t = 0; t < tokens; ++t) {
-        int here = 0;
-        for (int k = 0; k < shape.top_k; ++k) {
-          const int expert = experts[t * shape.top_k + k];
-          here += expert >= 0 && expert / local == rank;
-        }
-        if (shape.order == Order::kRank) {
-          token_rows[int64_t{first + t} * shape.num_ranks + rank] = here > 0 ? count : -1;
-          count += here > 0;
-        } else {
-          count += here;
-        }
-      }
+      counts[expert] = count;
     }
-    counts[bin] = count;
   }
 }
 
@@ -371,7 +378,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
 
 cudaError_t Count(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
                   int32_t* chunk_counts, cudaStream_t stream) {
-  const size_t shared = sizeof(int32_t) * kChunkTokens * shape.top_k;
+  const size_t shared = sizeof(int16_t) * kChunkTokens * shape.top_k;
   CountKernel<<<NumChunks(shape), kCountThreads, shared, stream>>>(shape, ids, topk_idx, token_rows,
                                                                    chunk_counts);
   return cudaPeekAtLastError();

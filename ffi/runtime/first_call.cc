@@ -1,7 +1,8 @@
 #include "runtime/first_call.h"
 
 #include <chrono>
-#include <sstream>
+
+#include "core/text.h"
 
 namespace jax_ep {
 
@@ -12,14 +13,13 @@ std::string FirstCall::Wait(const char* op, const Group& group, const Group::Pla
   if (arrived.insert(place.rank).second && arrived.size() == num_ranks) wake_.notify_all();
   const auto limit = std::chrono::duration<double>(group.timeout_s());
   if (wake_.wait_for(lock, limit, [&] { return arrived.size() == num_ranks; })) return "";
-  std::ostringstream text;
-  text << op << ": of group " << group.name() << ", rank(s)";
+  std::string missing;
   for (size_t rank = 0; rank < num_ranks; ++rank) {
-    if (arrived.count(static_cast<int>(rank)) == 0) text << ' ' << rank;
+    if (arrived.count(static_cast<int>(rank)) == 0) missing += Text(' ', rank);
   }
-  text << " did not arrive within " << group.timeout_s() << " s at the first call. Every rank must reach the "
-       << "same ops in the same order.";
-  return text.str();
+  return Text(op, ": of group ", group.name(), ", rank(s)", missing, " did not arrive within ",
+              group.timeout_s(),
+              " s at the first call. Every rank must reach the same ops in the same order.");
 }
 
 }  // namespace jax_ep

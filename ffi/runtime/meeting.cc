@@ -5,10 +5,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <set>
-#include <sstream>
 #include <thread>
 #include <utility>
 
+#include "core/text.h"
 #include "runtime/threads.h"
 
 namespace jax_ep {
@@ -101,17 +101,15 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   }
 
   std::string DescribeMissing() const {
-    std::ostringstream text;
-    text << op_ << ": of group " << group_->name();
-    if (group_index_ > 0) text << " (no. " << group_index_ << " of the mesh)";
-    text << ", rank(s)";
+    std::string missing;
     for (size_t rank = 0; rank < done_.size(); ++rank) {
-      if (!done_[rank]) text << ' ' << rank;
+      if (!done_[rank]) missing += Text(' ', rank);
     }
-    text << " did not arrive within " << group_->timeout_s()
-         << " s. Every rank must reach the same ops in the same order: look for a branch that "
-            "differs between ranks, or raise Group(timeout_s=...) if a rank is only slow.";
-    return text.str();
+    const std::string which = group_index_ > 0 ? Text(" (no. ", group_index_, " of the mesh)") : "";
+    return Text(op_, ": of group ", group_->name(), which, ", rank(s)", missing, " did not arrive within ",
+                group_->timeout_s(),
+                " s. Every rank must reach the same ops in the same order: look for a branch that differs "
+                "between ranks, or raise Group(timeout_s=...) if a rank is only slow.");
   }
 
   const std::string op_;

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <sstream>
 
+#include "core/text.h"
 #include "kernels/kernels.h"
 
 namespace jax_ep {
@@ -24,9 +24,7 @@ class DeviceGuard {
 };
 
 std::string Failed(const char* what, int64_t device, cudaError_t error) {
-  std::ostringstream text;
-  text << what << " on GPU " << device << ": " << cudaGetErrorString(error);
-  return text.str();
+  return Text(what, " on GPU ", device, ": ", cudaGetErrorString(error));
 }
 
 std::string PreparePeers(int64_t device, const std::vector<int64_t>& devices) {
@@ -36,11 +34,10 @@ std::string PreparePeers(int64_t device, const std::vector<int64_t>& devices) {
     cudaError_t error = cudaDeviceCanAccessPeer(&reachable, static_cast<int>(device), static_cast<int>(peer));
     if (error != cudaSuccess) return Failed("asking for peer access", device, error);
     if (!reachable) {
-      std::ostringstream text;
-      text << "GPU " << device << " cannot access the memory of GPU " << peer
-           << "; the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer): choose others, or "
-              "implementation='xla'";
-      return text.str();
+      return Text(
+          "GPU ", device, " cannot access the memory of GPU ", peer,
+          "; the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer): choose others, "
+          "or implementation='xla'");
     }
     error = cudaDeviceEnablePeerAccess(static_cast<int>(peer), 0);
     if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
@@ -124,26 +121,24 @@ std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
     const volatile Expired& record = expired_[i];
     const Phase phase = static_cast<Phase>(record.phase);
     if (phase == Phase::kNone) continue;
-    std::ostringstream text;
-    text << kOps[record.op] << ": ";
+    const char* op = kOps[record.op];
     if (phase == Phase::kRank) {
-      text << "group " << group_name << " was made for another mesh: GPU " << devices_[i] << " runs as rank "
-           << static_cast<int>(record.missing) << ", but is rank " << record.rank
-           << " there; make the Group from the mesh of this shard_map";
-      return text.str();
+      return Text(op, ": group ", group_name, " was made for another mesh: GPU ", devices_[i],
+                  " runs as rank ", static_cast<int>(record.missing), ", but is rank ",
+                  static_cast<int>(record.rank), " there; make the Group from the mesh of this shard_map");
     }
-    text << "of group " << group_name << ", rank(s)";
+    std::string missing, seen;
     for (int r = 0; r < num_ranks_; ++r) {
-      if (record.missing >> r & 1) text << ' ' << r;
+      if ((record.missing >> r & 1) == 0) continue;
+      missing += Text(' ', r);
+      seen += Text(' ', static_cast<uint32_t>(record.seen_epoch[r]));
     }
-    text << " did not " << (phase == Phase::kEnter ? "arrive" : "finish") << " in time: rank " << record.rank
-         << " waited for epoch " << record.expected_epoch << " and saw";
-    for (int r = 0; r < num_ranks_; ++r) {
-      if (record.missing >> r & 1) text << ' ' << record.seen_epoch[r];
-    }
-    text << ". Every rank must reach the same ops in the same order; a rank that is only slow needs a larger "
-            "Group(timeout_s=...). Make the Group anew to go on.";
-    return text.str();
+    return Text(op, ": of group ", group_name, ", rank(s)", missing, " did not ",
+                phase == Phase::kEnter ? "arrive" : "finish", " in time: rank ",
+                static_cast<int>(record.rank), " waited for epoch ",
+                static_cast<uint32_t>(record.expected_epoch), " and saw", seen,
+                ". Every rank must reach the same ops in the same order; a rank that is only slow needs a "
+                "larger Group(timeout_s=...). Make the Group anew to go on.");
   }
   return "";
 }
