@@ -158,19 +158,20 @@ def _route(
     topk_weights: jax.Array | None,
 ) -> Routed:
     routing, implementation = how
-    rows, weights, *indices = move_bits(
+    out = move_bits(
         implementation, lambda module, bits: module.dispatch(routing, bits, topk_idx, topk_weights), leaves
     )
-    # Named here, not by the caller: the backward pass must find the named values in its residuals.
-    return Routed(
+    return Routed(*out)
+
+
+def _route_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
+    rows, weights, *indices = _route(how, leaves, topk_idx, topk_weights)
+    # Named here, so that what the backward pass keeps are the named values.
+    out = Routed(
         name_all(rows, CHECKPOINT_ROWS),
         name_all(weights, CHECKPOINT_ROWS),
         *name_all(indices, CHECKPOINT_HANDLE),
     )
-
-
-def _route_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
-    out = _route(how, leaves, topk_idx, topk_weights)
     return out, out.handle
 
 

@@ -35,7 +35,8 @@ def test_auto_and_explicit_meshes(kind, check_vma):
 
 
 def test_permuted_devices():
-    devices = make_mesh((R,), ("ep",)).devices[[3, 1, 0, 2, 7, 5, 4, 6]]
+    order = [rank for rank in (3, 1, 0, 2, 7, 5, 4, 6) if rank < R]
+    devices = make_mesh((R,), ("ep",)).devices[order]
     mesh = Mesh(devices, ("ep",))
     with jax_ep.Group(mesh, "ep") as group:
         check_layer(mesh, group, P("ep"))

@@ -47,14 +47,14 @@ def test_checkpoint(policy, where):
     def plain(x, ids, w, scale):
         return body(body(x, ids, w, scale), ids, w, scale)
 
-    compiled = gradient(shard).lower(x, w, scale).compile()
-    for got, want in zip(compiled(x, w, scale), gradient(plain)(x, w, scale), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    calls = count_calls(compiled.as_text())
-    # Two layers forward; backward one cached dispatch and one combine each.
-    assert calls["cached_dispatch"] == 2
-    if policy is not None:
-        assert calls["dispatch"] == 2
+    got = gradient(shard)(x, w, scale)
+    for one, want in zip(got, gradient(plain)(x, w, scale), strict=True):
+        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
+    # Counted before XLA, which may find out by itself that a call is repeated.
+    lowered = gradient(shard).lower(x, w, scale).as_text()
+    calls = {name: len(re.findall(rf"@jax_ep_{name}\b", lowered)) for name in ("dispatch", "cached_dispatch")}
+    # Two layers forward, backward a cached dispatch each; and without the policy both dispatches again.
+    assert calls == {"dispatch": 4 if policy is None else 2, "cached_dispatch": 2}
 
 
 def test_checkpoint_around_scan():

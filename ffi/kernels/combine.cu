@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kBlocks = 32;
-constexpr int kRows = 8;     // rows whose loads are in flight at a time
-constexpr int kVectors = 1;  // 16-byte loads a row and thread
+constexpr int kRows = 4;     // rows whose loads are in flight at a time
+constexpr int kVectors = 2;  // 16-byte loads a row and thread
 constexpr int kMaxBiases = 8;
 
 struct CombineArgs {
@@ -125,24 +125,28 @@ __device__ void SumSlice(const CombineArgs& args, const Published* published, in
   }
 }
 
-// All slices of one array, spread over the warps of the grid. Not inlined: each type then has the registers
-// to itself.
+// All slices of one array, spread over the warps of the grid.
 template <typename T, int N>
-__device__ __noinline__ void SumArray(const CombineArgs& args, const Published* published, int index) {
+__device__ void SumArray(const CombineArgs& args, const Published* published, int index) {
   __shared__ uint8_t order[kThreads / kWarp][kWarp];
   const int lane = threadIdx.x % kWarp;
+  const int64_t width = args.summands[index].num_elements;
   const int64_t slice = int64_t{kWarp} * kVectors * N;
-  const int64_t num_slices = (args.summands[index].num_elements + slice - 1) / slice;
+  const int64_t num_slices = (width + slice - 1) / slice;
   const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
   const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
-  for (int64_t unit = warp; unit < args.shape.num_tokens * num_slices; unit += num_warps) {
-    const int t = static_cast<int>(unit / num_slices);
+  // A token is one warp's; where tokens are few, several warps share it, slice by slice.
+  const int64_t splits = max(int64_t{1}, min(num_slices, num_warps / args.shape.num_tokens));
+  for (int64_t unit = warp; unit < args.shape.num_tokens * splits; unit += num_warps) {
+    const int t = static_cast<int>(unit / splits);
     const Sources sources = FindSources(args, t, lane, order[threadIdx.x / kWarp]);
     float weight = 1.0f;
     if (args.row_weights != nullptr && lane < sources.count) {
       weight = __ldcg(static_cast<const float*>(published[sources.rank].weights) + sources.row);
     }
-    SumSlice<T, N>(args, published, index, t, unit % num_slices * slice, sources, weight, lane);
+    for (int64_t first = unit % splits * slice; first < width; first += splits * slice) {
+      SumSlice<T, N>(args, published, index, t, first, sources, weight, lane);
+    }
   }
 }
 
@@ -180,6 +184,8 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
   }
 }
 
+// Sums arrays of one type: each type then has the registers to itself.
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
   __shared__ Published published[kMaxRanks];
   const Peers& peers = args.peers;
@@ -205,22 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     __syncthreads();
   }
   if (alive) {
-    for (int i = 0; i < args.num_summands; ++i) {
-      switch (args.summands[i].type) {
-        case Float::kF16:
-          SumArrayOf<__half>(args, published, i);
-          break;
-        case Float::kBF16:
-          SumArrayOf<__nv_bfloat16>(args, published, i);
-          break;
-        case Float::kF32:
-          SumArrayOf<float>(args, published, i);
-          break;
-        case Float::kF64:
-          SumArrayOf<double>(args, published, i);
-          break;
-      }
-    }
+    for (int i = 0; i < args.num_summands; ++i) SumArrayOf<T>(args, published, i);
     if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
   }
   if (IsLastBlock(peers)) Leave(peers, Op::kCombine, epoch);
@@ -228,26 +219,61 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 
 }  // namespace
 
+// Calls f with the kernel for arrays of a type.
+template <typename F>
+static cudaError_t WithKernel(Float type, F&& f) {
+  switch (type) {
+    case Float::kF16:
+      return f(CombineKernel<__half>);
+    case Float::kBF16:
+      return f(CombineKernel<__nv_bfloat16>);
+    case Float::kF32:
+      return f(CombineKernel<float>);
+    default:
+      return f(CombineKernel<double>);
+  }
+}
+
+constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
+
 cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream) {
   CombineArgs args{};
   args.shape = params.shape;
   args.peers = peers;
   args.rank_operand = params.rank_operand;
   args.handle = params.handle;
-  for (int i = 0; i < params.num_summands; ++i) args.summands[i] = params.summands[i];
-  args.num_summands = params.num_summands;
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;
   args.recv_topk_weights = params.recv_topk_weights;
   args.topk_weights = params.topk_weights;
-  CombineKernel<<<kBlocks, kThreads, 0, stream>>>(args);
-  return cudaPeekAtLastError();
+  // One launch for each type among the arrays, nearly always one. The first takes the weights back.
+  for (Float type : kTypes) {
+    args.num_summands = 0;
+    for (int i = 0; i < params.num_summands; ++i) {
+      if (params.summands[i].type == type) args.summands[args.num_summands++] = params.summands[i];
+    }
+    const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
+    if (args.num_summands == 0 && !weights_alone) continue;
+    const cudaError_t error = WithKernel(type, [&](auto* kernel) {
+      kernel<<<kBlocks, kThreads, 0, stream>>>(args);
+      return cudaPeekAtLastError();
+    });
+    if (error != cudaSuccess) return error;
+    args.recv_topk_weights = nullptr;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t PreloadCombine() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, CombineKernel);
+  cudaError_t error = cudaSuccess;
+  for (Float type : kTypes) {
+    if (error == cudaSuccess) {
+      error = WithKernel(type, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+    }
+  }
+  return error;
 }
 
 }  // namespace jax_ep::cuda
