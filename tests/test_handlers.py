@@ -1,0 +1,58 @@
+"""What only a handler can see, by calling the targets as no op would; and the tests' own guards."""
+
+import conftest
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep import _extension
+
+IDS = jnp.zeros((4, 2), jnp.int32)
+
+
+def call(target, results, *operands, **attributes):
+    assert _extension.extension() is not None  # and with it the targets are registered
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    function = jax.ffi.ffi_call(f"jax_ep_{target}", types)
+    return jax.block_until_ready(jax.jit(lambda *a: function(*a, **attributes))(*operands))
+
+
+def layout(ids=IDS, ranks=2, experts=4, nodes=2, in_rank=(4, 2), ranks_per_node=1):
+    results = [((ranks,), jnp.int32), ((nodes,), jnp.int32), ((experts,), jnp.int32), (in_rank, jnp.bool_)]
+    return call("layout", results, ids, ranks_per_node=np.int64(ranks_per_node))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"ids": jnp.zeros((4, 2), jnp.float32)}, "layout: ids must be int32 or int64"),
+        ({"ids": jnp.zeros((4,), jnp.int32)}, "layout: ids must have two dimensions"),
+        ({"experts": 5}, "the 2 ranks must divide the 5 experts"),
+        ({"ranks_per_node": 3}, "ranks_per_node must divide the 2 ranks, got 3"),
+        ({"nodes": 1}, r"num_tokens_per_node: expected shape \[2\], got \[1\]"),
+        ({"in_rank": (4, 3)}, r"is_token_in_rank: expected shape \[4, 2\], got \[4, 3\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_layout(changed, text):
+    layout()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        layout(**changed)
+
+
+def test_rows_that_do_not_fit():
+    x, row_map, empty = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((0,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="payload 0 must have 4 rows and its result 8 rows"):
+        call("cached_permute", [((8, 2), jnp.float32)], row_map, x, num_permuted=np.int64(8))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the result must have 4 rows of y's shape"):
+        call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, empty, empty, row_map)
+
+
+def test_a_skip_for_want_of_devices_can_be_an_error(monkeypatch):
+    monkeypatch.delenv("JAX_EP_REQUIRE_DEVICES", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="needs 1000 devices"):
+        conftest.need_devices(1000)
+    monkeypatch.setenv("JAX_EP_REQUIRE_DEVICES", "1000")
+    with pytest.raises(pytest.fail.Exception, match="needs 1000 devices"):
+        conftest.need_devices(1000)

@@ -1,0 +1,90 @@
+"""The whole layer with experts that differ, against the same sum written out for every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import floats, ranks, routing
+from conftest import most_ranks
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+R, T, K, E, H, F = most_ranks(), 10, 3, 16, 6, 5
+
+
+def layer(x, ids, weights, up, down, **options):
+    """[R * T, H]; up [E, H, F] and down [E, F, H] lie with their experts."""
+    on = ranks(R)
+
+    def shard(x, ids, weights, up, down):
+        def experts(rows, group_sizes):
+            return jax.lax.ragged_dot(jnp.tanh(jax.lax.ragged_dot(rows, up, group_sizes)), down, group_sizes)
+
+        return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E, **options)
+
+    return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))(x, ids, weights, up, down)
+
+
+def written_out(x, ids, weights, up, down, kept):
+    """Every token through all its experts; kept [N, K] says which choices count."""
+    safe = jnp.where(kept, ids, 0)
+    hidden = jnp.tanh(jnp.einsum("nh,nkhf->nkf", x, up[safe]))
+    y = jnp.einsum("nkf,nkfh->nkh", hidden, down[safe])
+    return jnp.sum(y * jnp.where(kept, weights, 0)[..., None], axis=1)
+
+
+def inputs():
+    ids = routing("sprinkled", R, T, K, E)
+    x, weights = floats((R * T, H)), floats((R * T, K), seed=2)
+    return ids, (x, weights, floats((E, H, F), seed=3), floats((E, F, H), seed=4))
+
+
+def kept_choices(ids, capacity, alignment):
+    kept = np.zeros(ids.shape, bool)
+    for one in oracle.dispatch(np.zeros((R, T, 1)), ids, None, E, "expert", capacity, alignment):
+        for source in one.sources:
+            if source is not None:
+                kept[source] = True
+    return kept.reshape(-1, K)
+
+
+@pytest.mark.parametrize(("capacity", "alignment"), [(None, 1), (None, 8), (20, 1), (40, 8)])
+def test_layer_and_gradients(capacity, alignment, implementation):
+    ids, (x, weights, up, down) = inputs()
+    kept = kept_choices(ids, capacity, alignment)
+    assert kept.all() == (capacity is None and bool((ids >= 0).all()))
+    flat = jnp.asarray(ids.reshape(-1, K))
+    options = {"capacity": capacity, "expert_alignment": alignment, "implementation": implementation}
+
+    def run(function):
+        def loss(x, weights, up, down):
+            out = function(x, weights, up, down)
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(x, weights, up, down)
+
+    with jax.default_matmul_precision("highest"):
+        (_, out), gradients = run(lambda x, w, u, d: layer(x, flat, w, u, d, **options))
+        (_, want), wanted = run(lambda x, w, u, d: written_out(x, flat, w, u, d, kept))
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_bfloat16_rows_and_a_wider_result():
+    """The result has the dtype and the width of what the experts return."""
+    ids, (x, weights, *_) = inputs()
+    on = ranks(R)
+
+    def shard(x, ids, weights):
+        experts = lambda rows, sizes: jnp.tile(rows.astype(jnp.float32), (1, 2))
+        return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E)
+
+    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    x = jnp.asarray(x, jnp.bfloat16)
+    got = mapped(x, ids.reshape(-1, K), weights)
+    total = np.where(kept_choices(ids, None, 1), weights, 0).sum(axis=1, keepdims=True)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.tile(np.asarray(x, np.float32), (1, 2)) * total, rtol=1e-5, atol=1e-5)
