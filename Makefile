@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu lint format sanitize bench clean
+.PHONY: demo test test-gpu stress-gpu lint format sanitize bench clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
@@ -28,6 +28,10 @@ format: $(VENV)/.built
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+# Random shapes, routings and delays on the GPUs of this host, minutes of them.
+stress-gpu:
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/stress.py $(ARGS)
 
 # The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
 sanitize: $(VENV)/.built

@@ -1,0 +1,109 @@
+"""Random shapes, routings and delays, many ops in a program, every result checked on the device.
+
+    python tests/stress.py [--programs 40] [--steps 150] [--seed 0]
+
+Each step delays every rank by a random amount, dispatches rows that say where they come from, delays
+again, and combines; the sum must be the row times its number of copies, exactly, and the weights that
+travelled along must come back as they were. A step also sends another payload through the handle.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+def delay(key: jax.Array, most: int, value: jax.Array) -> jax.Array:
+    """value, after a loop of random length that differs between the ranks."""
+    rank = jax.lax.axis_index("ep")
+    trips = jax.random.randint(jax.random.fold_in(key, rank), (), 0, most)
+    spun = jax.lax.fori_loop(0, trips, lambda _, v: v * 1.0001 + 1e-6, jnp.float32(0) * trips)
+    return jnp.where(spun < -1, 0, value)  # never true, but XLA cannot know
+
+
+def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: int, most: int):
+    """One compiled program and what it is: () -> wrong elements over all steps."""
+    ranks = group.size
+    tokens, k = int(rng.integers(1, 200)), int(rng.integers(1, 9))
+    experts = ranks * int(rng.integers(1, 17))
+    width = int(rng.choice([1, 3, 8, 64, 520, 1024]))
+    order = str(rng.choice(["rank", "expert"]))
+    dtype = jnp.dtype(str(rng.choice(["float32", "bfloat16"])))
+    alignment = int(rng.choice([1, 8])) if order == "expert" else 1
+    seed = int(rng.integers(2**31))
+
+    def shard(seed: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index("ep")
+        own = jax.random.fold_in(jax.random.key(seed[0]), rank)
+        # Small integers: sums of copies are exact in every dtype.
+        tag = (rank * 7 + jnp.arange(tokens)[:, None] + jnp.arange(width)) % 16
+
+        def step(wrong: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            keys = jax.random.split(jax.random.fold_in(own, i), 4)
+            ids = jax.random.randint(keys[0], (tokens, k), -1, experts)
+            weights = jax.random.uniform(keys[1], (tokens, k))
+            x = delay(keys[2], most, ((tag + i) % 16).astype(dtype))
+            sent = jax_ep.dispatch(
+                x, ids, weights, group=group, num_experts=experts, order=order, expert_alignment=alignment
+            )
+            again = jax_ep.dispatch(-x, handle=sent.handle, group=group).x
+            back = jax_ep.combine(delay(keys[3], most, sent.x), sent.handle, group=group)
+            copies = jnp.sum(sent.handle.token_rows >= 0, axis=1, keepdims=True)
+            wrong += jnp.sum(back != (x * copies).astype(dtype))
+            wrong += jnp.sum(again != -sent.x)
+            used = sent.handle.topk_idx >= 0
+            if order == "rank":
+                returned = jax_ep.combine(sent.topk_weights, sent.handle, group=group)
+                wrong += jnp.sum(returned != jnp.where(used, weights, 0))
+            return wrong, None
+
+        start = jnp.zeros((), jnp.int32) * rank
+        return jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))[0][None]
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P("ep"), check_vma=False)
+    compiled = jax.jit(mapped)
+    ops = steps * (4 if order == "rank" else 3)
+    name = f"{ranks} ranks, {tokens} tokens x {width} {dtype.name}, top-{k} of {experts}, order {order}"
+    return (lambda: compiled(jnp.array([seed]))), name, ops
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--programs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--delay", type=int, default=2000, help="most trips of a delaying loop")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = np.random.default_rng(options.seed)
+    total, begin = 0, time.perf_counter()
+    for _ in range(options.programs):
+        size = int(rng.integers(1, len(jax.devices()) + 1))
+        mesh = Mesh(rng.permutation(np.array(jax.devices()))[:size], ("ep",))
+        with jax_ep.Group(mesh, "ep") as group:
+            run, name, ops = program(rng, group, mesh, options.steps, options.delay)
+            wrong = int(np.sum(jax.device_get(run())))
+            group.check()
+        total += ops
+        if wrong:
+            print(f"WRONG: {wrong} elements: {name}")
+            return 1
+    print(
+        f"{options.programs} programs, {total} ops on up to {len(jax.devices())} "
+        f"{jax.devices()[0].device_kind} devices in {time.perf_counter() - begin:.0f} s: all right"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
