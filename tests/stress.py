@@ -95,8 +95,9 @@ def main() -> int:
             wrong = int(np.sum(jax.device_get(run())))
             group.check()
         total += ops
+        print(f"{total:6d} ops, {time.perf_counter() - begin:4.0f} s: {name}", flush=True)
         if wrong:
-            print(f"WRONG: {wrong} elements: {name}")
+            print(f"WRONG: {wrong} elements")
             return 1
     print(
         f"{options.programs} programs, {total} ops on up to {len(jax.devices())} "
