@@ -30,13 +30,19 @@ if(NOT CMAKE_CUDA_COMPILER)
   endif()
 endif()
 
+# A compiler that does not work counts as none, unless it was asked for: then its own error is shown.
+if(CMAKE_CUDA_COMPILER AND JAX_EP_CUDA STREQUAL "AUTO")
+  include(CheckLanguage)
+  check_language(CUDA)
+endif()
+
 if(NOT CMAKE_CUDA_COMPILER)
   if(JAX_EP_CUDA STREQUAL "ON")
     message(FATAL_ERROR "jax_ep: JAX_EP_CUDA=ON, but there is no CUDA compiler. Install the CUDA toolkit, or "
       "NVIDIA's packages (pip install nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime "
       "nvidia-cuda-cccl), or set CUDACXX to nvcc, or build for the CPU alone with JAX_EP_CUDA=OFF.")
   endif()
-  message(STATUS "jax_ep: CUDA part: off, no CUDA compiler found (JAX_EP_CUDA=AUTO)")
+  message(STATUS "jax_ep: CUDA part: off, no working CUDA compiler found (JAX_EP_CUDA=AUTO)")
   return()
 endif()
 
