@@ -32,6 +32,8 @@ endif()
 
 # A compiler that does not work counts as none, unless it was asked for: then its own error is shown.
 if(CMAKE_CUDA_COMPILER AND JAX_EP_CUDA STREQUAL "AUTO")
+  set(ENV{CUDACXX} "${CMAKE_CUDA_COMPILER}")
+  unset(CMAKE_CUDA_COMPILER)
   include(CheckLanguage)
   check_language(CUDA)
 endif()
