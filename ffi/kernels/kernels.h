@@ -9,6 +9,9 @@
 namespace jax_ep::cuda {
 
 cudaError_t LaunchLayout(const LayoutParams& params, cudaStream_t stream);
+// Writes topk_idx, each row's index within its chunk to token_rows, and chunk_counts: see index.h.
+cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
+                        int32_t* chunk_counts, cudaStream_t stream);
 cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, cudaStream_t stream);
 cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream);
@@ -18,6 +21,7 @@ cudaError_t LaunchUnpermute(const UnpermuteParams& params, int num_sms, cudaStre
 
 // Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();
+cudaError_t PreloadCount();
 cudaError_t PreloadDispatch();
 cudaError_t PreloadCombine();
 cudaError_t PreloadPermute();

@@ -1,0 +1,124 @@
+// The receiver's side of a push: what the counts say, and the rows that no token fills.
+#pragma once
+
+#include "kernels/device.cuh"
+
+namespace jax_ep::cuda {
+
+// A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
+struct MoveArgs {
+  Shape shape;
+  Peers peers;
+  const int32_t* rank_operand;
+  HandleArrays handle;
+  const int32_t* chunk_counts;  // null: routed earlier, token_rows are final
+  Payload payloads[kMaxPayloads];
+  int32_t num_payloads;
+  const float* topk_weights;
+  float* recv_topk_weights;
+  int32_t* recv_topk_idx;
+  int32_t* tokens_per_expert;
+  int32_t* group_sizes;
+  int32_t* num_tokens;
+  int32_t* num_dropped;
+};
+
+// Rows of rank `source` in bin `bin`, before drops.
+__device__ inline int CountOf(const MoveArgs& args, const int32_t* own, int source, int bin) {
+  return args.peers.num_ranks == 0 ? own[bin]
+                                   : __ldcg(&args.peers.control[args.peers.rank]->counts[source][bin]);
+}
+
+// What the counts alone say about this rank as a receiver. One block.
+__device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, const int32_t* totals) {
+  const Shape& shape = args.shape;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
+  for (int d = threadIdx.x; d < R; d += blockDim.x) {
+    int rows = 0;
+    for (int source = 0; source < R; ++source) {
+      rows += CountOf(args, own, source, shape.num_experts + d);
+      if (args.handle.rank_prefix_matrix != nullptr) args.handle.rank_prefix_matrix[source * R + d] = rows;
+    }
+  }
+  for (int i = threadIdx.x; i < L; i += blockDim.x) {
+    if (args.handle.expert_counts != nullptr) args.handle.expert_counts[i] = totals[me * L + i];
+  }
+  if (threadIdx.x != 0) return;
+  const int num_rows = totals[shape.num_experts + me];
+  int kept = RowsKept(0, num_rows, shape.capacity);
+  if (shape.order == Order::kExpert) {
+    int64_t begin = 0;
+    kept = 0;
+    for (int i = 0; i < L; ++i) {
+      const int64_t rows = totals[me * L + i], end = begin + AlignUp(rows, shape.alignment);
+      args.tokens_per_expert[i] = RowsKept(begin, begin + rows, shape.capacity);
+      args.group_sizes[i] = RowsKept(begin, end, shape.capacity);
+      kept += args.tokens_per_expert[i];
+      begin = end;
+    }
+  }
+  if (args.num_tokens != nullptr) *args.num_tokens = kept;
+  *args.num_dropped = num_rows - kept;
+}
+
+// By rank: kept (row, k) pairs of each local expert, as far as the counts tell. Returns the first row of the
+// one source that the capacity cuts, C if none is cut. One block, before Leave: the counts are then the
+// peers' to write again.
+__device__ inline int CountWholeSources(const MoveArgs& args, const int32_t* own) {
+  const Shape& shape = args.shape;
+  const int L = shape.num_local_experts(), me = args.peers.rank;
+  int begin = 0, source = 0;
+  for (; source < shape.num_ranks; ++source) {
+    const int end = begin + CountOf(args, own, source, shape.num_experts + me);
+    if (end > shape.capacity) break;
+    begin = end;
+  }
+  for (int i = threadIdx.x; i < L; i += blockDim.x) {
+    int pairs = 0;
+    for (int s = 0; s < source; ++s) pairs += CountOf(args, own, s, me * L + i);
+    args.tokens_per_expert[i] = pairs;
+  }
+  __syncthreads();
+  return source == shape.num_ranks ? shape.capacity : begin;
+}
+
+// The rest of them, counted where the rows arrived. One block, after Leave.
+__device__ inline void CountCutSource(const MoveArgs& args, int begin) {
+  const int64_t last = int64_t{args.shape.capacity} * args.shape.top_k;
+  for (int64_t i = int64_t{begin} * args.shape.top_k + threadIdx.x; i < last; i += blockDim.x) {
+    const int expert = __ldcg(&args.recv_topk_idx[i]);
+    if (expert >= 0) atomicAdd(&args.tokens_per_expert[expert], 1);
+  }
+}
+
+// Zeroes rows [begin, end) of this rank's buffers that hold no token.
+__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end) {
+  const Shape& shape = args.shape;
+  begin = min(max(begin, int64_t{0}), int64_t{shape.capacity});
+  end = min(max(end, int64_t{0}), int64_t{shape.capacity});
+  if (begin >= end) return;
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
+  for (int p = 0; p < args.num_payloads; ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    ZeroBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, thread, num_threads);
+  }
+  const int64_t per_row = shape.order == Order::kRank ? shape.top_k : 1;
+  for (int64_t i = begin * per_row + thread; i < end * per_row; i += num_threads) {
+    if (args.recv_topk_weights != nullptr) args.recv_topk_weights[i] = 0.0f;
+    if (args.recv_topk_idx != nullptr) args.recv_topk_idx[i] = -1;
+  }
+}
+
+__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, int num_rows) {
+  if (args.shape.order == Order::kRank) return ClearRows(args, num_rows, args.shape.capacity);
+  int64_t block = 0;
+  for (int i = 0; i < args.shape.num_local_experts(); ++i) {
+    const int64_t end = block + AlignUp(expert_rows[i], args.shape.alignment);
+    ClearRows(args, block + expert_rows[i], end);
+    block = end;
+  }
+  ClearRows(args, block, args.shape.capacity);
+}
+
+}  // namespace jax_ep::cuda
