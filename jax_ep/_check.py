@@ -21,7 +21,7 @@ def shape_text(array: Any) -> str:
 
 
 def topk_idx(op: str, ids: Any) -> jax.Array:
-    """Ids as an array [T, K] of int32 or int64."""
+    """`ids` as an array [T, K] of int32 or int64."""
     ids = jnp.asarray(ids)
     if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
@@ -31,7 +31,7 @@ def topk_idx(op: str, ids: Any) -> jax.Array:
 
 
 def topk_weights(op: str, weights: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
-    """Weights as float32 of the given shape."""
+    """`weights` as float32 of the given shape."""
     weights = jnp.asarray(weights)
     if weights.shape != shape or not is_float(weights.dtype):
         raise ValueError(

@@ -82,7 +82,7 @@ def pull_cotangents(
     rows: Sequence[Any],
     recv_topk_weights: jax.Array | None,
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """Pull for the cotangents of a push; payloads without gradients get None."""
+    """`pull` for the cotangents of a push; payloads without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
     gradients: list[jax.Array | None] = [None] * len(rows)
     if not summed and recv_topk_weights is None:

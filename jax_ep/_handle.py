@@ -56,7 +56,7 @@ class Handle:
 
 
 def real_rows(handle: Handle) -> jax.Array:
-    """Bool [C]: the rows of an expert-order buffer that hold a token, not padding or tail."""
+    """Which rows [C] (bool) of an expert-order buffer that hold a token, not padding or tail."""
     alignment = handle.routing.expert_alignment
     blocks = -(-handle.expert_counts // alignment) * alignment
     starts = jnp.cumsum(blocks) - blocks

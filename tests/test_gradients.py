@@ -56,7 +56,7 @@ def kept(order, capacity, ids):
 
 
 def test_closed_form_of_dispatch(order, capacity, implementation):
-    """D sum(rows) / d x = kept rows of the token; d sum(weights) / d w = 1 where the pair is kept."""
+    """Gradients: d sum(rows) / d x = kept rows of the token; d sum(weights) / d w = 1 where the pair is kept."""
     ids = routing("sprinkled", R, T, K, E)
     on = ranks(R)
 
@@ -86,7 +86,7 @@ def test_closed_form_of_dispatch(order, capacity, implementation):
 
 
 def test_closed_form_of_combine(capacity, implementation):
-    """Y = 1 everywhere: d out / d weight = H where a row is real, and 0 in padding and tail."""
+    """With y = 1 everywhere: d out / d weight = H where a row is real, and 0 in padding and tail."""
     ids = routing("sprinkled", R, T, K, E)
     on = ranks(R)
     received = oracle.dispatch(np.zeros((R, T, 1)), ids, None, E, "expert", capacity, 4)

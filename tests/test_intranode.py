@@ -24,7 +24,7 @@ def difference(a, b):
 
 
 def payload(kind):
-    """X as dispatched, and how its rows read as float32."""
+    """The x to dispatch, and how its rows read as float32."""
     rank = np.broadcast_to(np.arange(R, dtype=np.float32)[:, None, None], (R, T, H))
     if kind == "random":
         return floats((R, T, H), BF16), lambda x: x.astype(jnp.float32)

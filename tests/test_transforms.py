@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import ranks
 from jax.sharding import PartitionSpec as P
-from layers import E, H, R, T, dense, experts, inputs, layer
+from layers import E, H, R, T, dense, dense_gradients, experts, inputs, layer
 
 import jax_ep
 
@@ -83,8 +83,10 @@ def test_vmap(implementation):
     got = jax.jit(mapped)(x, ids, w)
     for i, one in enumerate(batch):
         np.testing.assert_allclose(got[i], dense(*one), rtol=1e-5, atol=1e-6)
-    d_x = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w))))(x)
-    assert np.isfinite(d_x).all()
+    d_x, d_w = jax.jit(jax.grad(lambda x, w: jnp.sum(mapped(x, ids, w) ** 2), argnums=(0, 1)))(x, w)
+    for i, one in enumerate(batch):
+        for got_one, want in zip((d_x[i], d_w[i]), dense_gradients(*one), strict=True):
+            np.testing.assert_allclose(got_one, want, rtol=1e-5, atol=1e-5)
 
 
 def test_linearize_and_eager_mode():
@@ -113,7 +115,7 @@ def test_replicated_weights_get_their_gradient_summed():
 
 
 def test_replicated_tokens():
-    """X the same on all ranks: its gradient is the sum of the ranks'."""
+    """With x the same on all ranks: its gradient is the sum of the ranks'."""
     on = ranks(R)
     x, ids, w = inputs()
 
