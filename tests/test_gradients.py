@@ -56,7 +56,7 @@ def kept(order, capacity, ids):
 
 
 def test_closed_form_of_dispatch(order, capacity, implementation):
-    """Gradients: d sum(rows) / d x = kept rows of the token; d sum(weights) / d w = 1 where the pair is kept."""
+    """Of sum(rows): d x = kept rows of the token; of sum(weights): d w = 1 where the pair is kept."""
     ids = routing("sprinkled", R, T, K, E)
     on = ranks(R)
 
