@@ -1,9 +1,10 @@
-"""Kernel times of dispatch and combine on the GPUs of this host, from JAX's profiler.
+"""Times of dispatch and combine on the GPUs of this host, beside what JAX itself has.
 
-    python benchmarks/gpu.py [--shape deepseek_v3] [--order rank]
+    python benchmarks/gpu.py [--shape deepseek_v3] [--order rank] [--peers]
 
-Logical GB/s count every received row, wire GB/s only those from other ranks. Time is the slowest rank's
-median, of dispatch with its layout.
+Kernel times are from JAX's profiler, the slowest rank's median. Of the peers, whose ops are many kernels,
+it is the wall time of a program of many round trips, over their number. Logical GB/s count every received
+row, wire GB/s only those from other ranks.
 """
 
 import argparse
@@ -11,20 +12,24 @@ import pathlib
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shapes import SHAPES
+from shapes import SHAPES, Shape
 
 import jax_ep
 
 STEPS = 16  # ops of each kind in one program
-PARTS = {"count": "CountKernel", "move": "MoveKernel", "combine": "CombineKernel"}
+PARTS = {"layout": "LayoutKernel", "count": "CountKernel", "move": "MoveKernel", "combine": "CombineKernel"}
+PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather + psum_scatter": peers.all_gather}
 
 
 def kernel_us(folder: str) -> dict[str, dict[str, list[float]]]:
@@ -42,10 +47,51 @@ def kernel_us(folder: str) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def repeat(mesh: jax.sharding.Mesh, round_trip: Callable) -> Callable:
+    """STEPS round trips x -> x in one program; each takes the result of the one before."""
+
+    def shard(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (round_trip(x, ids), None), x, None, length=STEPS, unroll=STEPS)[0]
+
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+
+
+def kernel_times(run: Callable, *arguments: jax.Array) -> dict[str, float]:
+    """Part -> microseconds: the median of each device, then the slowest."""
+    for _ in range(2):
+        jax.block_until_ready(run(*arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run(*arguments))
+        found = kernel_us(folder)
+    return {part: max(statistics.median(times) for times in by.values()) for part, by in found.items()}
+
+
+def wall_us(run: Callable, *arguments: jax.Array) -> float:
+    """Microseconds of one of STEPS round trips."""
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        times.append(1e6 * (time.perf_counter() - begin) / STEPS)
+    return statistics.median(times[1:])  # the first call compiles
+
+
+def bytes_received(shape: Shape, ids: np.ndarray, size: int, order: str) -> tuple[int, int]:
+    """Of the rank that receives most: all its rows', and those from other ranks."""
+    ranks = ids // (shape.experts // size)
+    sources = np.repeat(np.arange(size), shape.tokens)
+    hits = [ranks == rank for rank in range(size)]
+    sent = np.stack([hit.any(axis=1) if order == "rank" else hit.sum(axis=1) for hit in hits])
+    remote = max(sent[rank][sources != rank].sum() for rank in range(size))
+    return int(sent.sum(axis=1).max()) * shape.hidden * 2, int(remote) * shape.hidden * 2
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deepseek_v3")
     parser.add_argument("--order", choices=["rank", "expert"], default="rank")
+    parser.add_argument("--peers", action="store_true", help="time JAX's own collectives too")
     options = parser.parse_args()
     order: Any = options.order
     shape = SHAPES[options.shape]
@@ -54,44 +100,40 @@ def main() -> int:
     rng = np.random.default_rng(0)
     tokens = group.size * shape.tokens
     ids = np.argsort(rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k].astype(np.int32)
-    sharding = NamedSharding(mesh, P("ep"))
+    rows = jnp.asarray(rng.standard_normal((tokens, shape.hidden)), jnp.bfloat16)
+    arguments = jax.device_put((rows, ids), NamedSharding(mesh, P("ep")))
 
-    def shard(x: jax.Array, ids: jax.Array) -> jax.Array:
-        def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            sent = jax_ep.dispatch(x, ids, group=group, num_experts=shape.experts, order=order)
-            return jax_ep.combine(sent.x, sent.handle, group=group), None
+    def round_trip(x: jax.Array, ids: jax.Array) -> jax.Array:
+        sent = jax_ep.dispatch(x, ids, group=group, num_experts=shape.experts, order=order)
+        return jax_ep.combine(sent.x, sent.handle, group=group)
 
-        return jax.lax.scan(step, x, None, length=STEPS)[0]
+    def layout(ids: jax.Array) -> Any:
+        return jax_ep.get_dispatch_layout(ids, num_experts=shape.experts, num_ranks=group.size)
 
-    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-    x = jax.device_put(jnp.asarray(rng.standard_normal((tokens, shape.hidden)), jnp.bfloat16), sharding)
-    ids_on_device = jax.device_put(ids, sharding)
-    for _ in range(2):
-        jax.block_until_ready(run(x, ids_on_device))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run(x, ids_on_device))
-        found = kernel_us(folder)
-
-    ranks = ids // (shape.experts // group.size)
-    sources = np.repeat(np.arange(group.size), shape.tokens)
-    sent = np.stack(
-        [(ranks == r).any(axis=1) if order == "rank" else (ranks == r).sum(axis=1) for r in range(group.size)]
-    )
-    received = sent.sum(axis=1).max() * shape.hidden * 2
-    remote = max(sent[r][sources != r].sum() for r in range(group.size)) * shape.hidden * 2
-    slowest = {part: max(statistics.median(times) for times in found[part].values()) for part in PARTS}
+    run = repeat(mesh, round_trip)
+    us = kernel_times(run, *arguments)
+    us |= kernel_times(jax.jit(layout), jax.device_put(ids[: shape.tokens], jax.devices()[0]))
+    received, remote = bytes_received(shape, ids, group.size, order)
     print(
         f"{options.shape}, order {order}, {group.size} x {jax.devices()[0].device_kind}, "
         f"jax {jax.__version__}"
     )
-    for name, parts in (("dispatch", ("count", "move")), ("combine", ("combine",))):
-        us = sum(slowest[part] for part in parts)
-        shares = ", ".join(f"{part} {slowest[part]:.1f} us" for part in parts)
+
+    def show(name: str, time: float, note: str) -> None:
         print(
-            f"{name:9s} {us:8.1f} us  logical {received / us / 1e3:6.1f} GB/s  "
-            f"wire {remote / us / 1e3:6.1f} GB/s  ({shares})"
+            f"{name:26s} {time:9.1f} us  logical {received / time / 1e3:6.1f} GB/s  "
+            f"wire {remote / time / 1e3:6.1f} GB/s  {note}"
         )
+
+    show("dispatch", us["count"] + us["move"], f"(count {us['count']:.1f} us, move {us['move']:.1f} us)")
+    show("combine", us["combine"], "")
+    print(f"{'layout alone':26s} {us['layout']:9.1f} us")
+    show("both, end to end", wall_us(run, *arguments) / 2, "(half of a round trip)")
+    if options.peers:
+        for name, make in PEERS.items():
+            dispatch, combine = make(shape, group.size)
+            peer = repeat(mesh, lambda x, ids, d=dispatch, c=combine: c(*d(x, ids)))
+            show(name, wall_us(peer, *arguments) / 2, "(half of a round trip)")
     return 0
 
 

@@ -11,6 +11,7 @@
 #if defined(JAX_EP_WITH_CUDA)
 #include "handlers/cuda.h"
 #include "handlers/cuda_handlers.h"
+#include "runtime/gpus.h"
 #include "runtime/peers.h"
 #endif
 
@@ -64,6 +65,7 @@ nb::dict CudaTargets() {
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
   targets["jax_ep_cached_permute"] = Capsule(CudaCachedPermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
+  targets["jax_ep_grouped_dot"] = Capsule(CudaGroupedDotHandler);
   return targets;
 }
 
@@ -75,6 +77,26 @@ nb::dict CudaTypes() {
   nb::dict types;
   types["jax_ep_cuda_call_site"] = call_site;
   return types;
+}
+
+// The GPUs of an address each: what they are, how each reaches the others, whose memory it is.
+nb::dict DescribeGpus(const std::vector<int64_t>& ordinals, const std::vector<uint64_t>& samples) {
+  nb::list gpus, links;
+  for (size_t i = 0; i < ordinals.size(); ++i) {
+    nb::dict gpu;
+    gpu["name"] = GpuName(ordinals[i]);
+    gpu["compute_capability"] = ComputeCapability(ordinals[i]);
+    gpu["sms"] = NumSms(ordinals[i]);
+    gpu["memory"] = DescribeMemory(samples[i], ordinals[i]).kind;
+    gpus.append(gpu);
+    nb::list row;
+    for (int64_t peer : ordinals) row.append(NameOf(LinkBetween(ordinals[i], peer)));
+    links.append(row);
+  }
+  nb::dict report;
+  report["gpus"] = gpus;
+  report["links"] = links;
+  return report;
 }
 #else
 nb::dict CudaTargets() { return nb::dict(); }
@@ -118,8 +140,10 @@ NB_MODULE(_C, m) {
   m.def("cuda_targets", &CudaTargets, "FFI handlers for CUDA, empty if they were not built");
   m.def("cuda_types", &CudaTypes, "FFI state types for CUDA");
 #if defined(JAX_EP_WITH_CUDA)
-  m.def("open_device_group", &OpenDeviceGroup, nb::arg("key"), nb::arg("devices"), nb::arg("num_ranks"),
-        "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+  m.def("open_device_group", &OpenDeviceGroup, nb::arg("key"), nb::arg("devices"), nb::arg("samples"),
+        nb::arg("num_ranks"), "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+  m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
+        "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
   m.def("control_bytes", &DevicePeers::BytesPerDevice, "Device memory that a group takes on each GPU");
 #endif
 }

@@ -8,7 +8,9 @@ from jax_ep._combine import combine as combine
 from jax_ep._dispatch import Dispatched as Dispatched
 from jax_ep._dispatch import dispatch as dispatch
 from jax_ep._group import Group as Group
+from jax_ep._group import GroupStats as GroupStats
 from jax_ep._group import PeerTimeoutError as PeerTimeoutError
+from jax_ep._grouped_dot import grouped_dot as grouped_dot
 from jax_ep._handle import Handle as Handle
 from jax_ep._layout import DispatchLayout as DispatchLayout
 from jax_ep._layout import get_dispatch_layout as get_dispatch_layout
@@ -26,12 +28,14 @@ __all__ = [
     "DispatchLayout",
     "Dispatched",
     "Group",
+    "GroupStats",
     "Handle",
     "PeerTimeoutError",
     "Permuted",
     "combine",
     "dispatch",
     "get_dispatch_layout",
+    "grouped_dot",
     "moe",
     "permute",
     "save_ep_residuals",

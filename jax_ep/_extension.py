@@ -8,11 +8,13 @@ compared first.
 import functools
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
 Implementation = Literal["ffi", "xla"]
 
@@ -81,9 +83,22 @@ def reason_against_ffi(platform: str) -> str:
     return ""
 
 
+def sample_addresses(devices: Sequence[Any]) -> list[int]:
+    """The address of a small array on each device: it shows whose memory JAX uses there."""
+    with jax.ensure_compile_time_eval():  # a group may be made while a function is traced
+        arrays = [jax.device_put(np.zeros(1, np.uint8), device) for device in devices]
+    return [array.unsafe_buffer_pointer() for array in jax.block_until_ready(arrays)]
+
+
 def check_implementation(implementation: str | None) -> None:
     if implementation not in (None, "ffi", "xla"):
         raise ValueError(f"implementation must be None, 'ffi' or 'xla', got {implementation!r}")
+
+
+def current_platform() -> str:
+    """The platform of the mesh around, else the default backend's."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()
 
 
 def local_implementation(implementation: str | None) -> Implementation:
@@ -94,8 +109,7 @@ def local_implementation(implementation: str | None) -> Implementation:
     check_implementation(implementation)
     if implementation == "xla":
         return "xla"
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    platform = getattr(device, "platform", None) or jax.default_backend()
+    platform = current_platform()
     reason = reason_against_ffi(platform)
     if implementation == "ffi" and reason:
         raise ValueError(f"implementation='ffi' cannot run here: {reason}. Use implementation='xla'.")

@@ -245,3 +245,12 @@ def unpermute(
     ]
     (out,) = _call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
     return out
+
+
+def grouped_dot(
+    product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, shape: Any
+) -> jax.Array:
+    """`product` is 0: rows times matrices, 1: times their transposes, 2: rows^T times rows; see params.h."""
+    operands = [rows, others, group_sizes]
+    (out,) = _call("grouped_dot", operands, [(shape, rows.dtype)], product=np.int64(product))
+    return out

@@ -1,6 +1,7 @@
 """The ranks that exchange rows: their devices, their set-up and their time-out."""
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from types import TracebackType
@@ -14,6 +15,21 @@ from jax_ep import _extension
 
 class PeerTimeoutError(TimeoutError):
     """A rank waited for its peers longer than the group's `timeout_s`. The text names who is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+    """What a group runs on and takes.
+
+    Attributes:
+      implementation: "ffi" or "xla", what `implementation=None` means to its ops.
+      reason: why that is not "ffi"; empty if it is.
+      device_bytes: bytes that the group takes on each device, outside the memory that XLA manages.
+    """
+
+    implementation: _extension.Implementation
+    reason: str
+    device_bytes: int
 
 
 class Group:
@@ -72,7 +88,8 @@ class Group:
             on_gpu = self._platform == "gpu"
             ordinals = [d.local_hardware_id if on_gpu else d.id for d in devices.flat]
             if on_gpu and not self._spans_processes and not _extension.reason_against_ffi("gpu"):
-                self._unreachable = module.open_device_group(self._key, ordinals, self._size)
+                samples = _extension.sample_addresses(list(devices.flat))
+                self._unreachable = module.open_device_group(self._key, ordinals, samples, self._size)
             module.open_group(self._key, repr(self), ordinals, self._size, self._timeout_s)
 
     @property
@@ -84,6 +101,15 @@ class Group:
     def axis_name(self) -> str | tuple[str, ...]:
         """The mesh axis, or axes, as given."""
         return self._axis_name
+
+    def stats(self) -> GroupStats:
+        """What this group runs on, and the memory that it takes."""
+        self._require_open("stats")
+        reason = self._reason_against_ffi()
+        module = _extension.extension()
+        if reason or module is None:
+            return GroupStats("xla", reason, 0)
+        return GroupStats("ffi", "", module.control_bytes() if self._platform == "gpu" else 0)
 
     def check(self) -> None:
         """Raises `PeerTimeoutError` if a wait of this group expired since the last check."""
@@ -139,14 +165,18 @@ class Group:
         _extension.check_implementation(implementation)
         if implementation == "xla":
             return "xla"
-        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
-        if not reason and self._spans_processes:
-            reason = "the ranks of a group must live in one process"
-            if implementation is None:
-                _warn_once(f"jax_ep: {self!r} spans processes; its ops use implementation='xla'")
+        reason = self._reason_against_ffi()
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
+        if reason and self._spans_processes:
+            _warn_once(f"jax_ep: {self!r} spans processes; its ops use implementation='xla'")
         return "xla" if reason else "ffi"
+
+    def _reason_against_ffi(self) -> str:
+        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
+        if not reason and self._spans_processes:
+            return "the ranks of a group must live in one process"
+        return reason
 
 
 @functools.cache

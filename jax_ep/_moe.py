@@ -31,8 +31,9 @@ def moe(
       topk_idx: int32 or int64 [T, K] experts of each token, -1 unused.
       topk_weights: floating [T, K].
       expert_fn: (rows [C, H], group_sizes int32 [L]) -> [C, H']. The rows of expert l follow those of
-        expert l - 1; `jax.lax.ragged_dot(rows, w, group_sizes)` with w [L, H, H'] is such a product. What
-        it returns for padding and tail rows does not matter.
+        expert l - 1; `jax_ep.grouped_dot(rows, w, group_sizes)` with w [L, H, H'] is such a product (on
+        NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every matrix). What it
+        returns for padding and tail rows does not matter.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case. Further rows are dropped:

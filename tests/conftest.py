@@ -31,6 +31,13 @@ def need_devices(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
+def need_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
+            pytest.fail(f"needs GPUs, as JAX_PLATFORMS asks; JAX found only {jax.devices()[0].platform}")
+        pytest.skip("needs a GPU")
+
+
 def most_ranks() -> int:
     """8, or on a host of fewer GPUs the largest power of two that it has."""
     count = len(jax.devices())

@@ -144,6 +144,17 @@ def test_a_rank_that_never_arrives(missing, first_call):
         np.testing.assert_allclose(doubled(group, mesh)(x), 2 * x)
 
 
+def test_stats():
+    with jax_ep.Group(make_mesh((2,), ("ep",)), "ep") as group:
+        stats = group.stats()
+        assert (stats.implementation, stats.reason) == ("ffi", "")
+        on_gpu = jax.default_backend() == "gpu"
+        assert stats.device_bytes <= 2**20
+        assert (stats.device_bytes > 0) == on_gpu
+    with pytest.raises(RuntimeError, match=r"stats: .* is closed"):
+        group.stats()
+
+
 def test_the_newest_timeout_holds():
     mesh = make_mesh((2,), ("brief",))
     with jax_ep.Group(mesh, "brief", timeout_s=500), jax_ep.Group(mesh, "brief", timeout_s=0.2) as group:

@@ -50,6 +50,14 @@ def test_permute_moves_any_payload(dtype, implementation):
     np.testing.assert_array_equal(np.asarray(got.x["a"], np.float32), a)
 
 
+@pytest.mark.parametrize("width", [128, 7168, 8200])
+def test_permute_moves_wide_rows(width):
+    ids = routing("sprinkled", 1, 70, 3, 16)[0]
+    x = tagged_rows(1, 70, width, BF16)
+    got = jax_ep.permute(x[0], ids, num_local_experts=16, expert_alignment=8)
+    assert same_bits(got.x, oracle.dispatch(x, ids[None], None, 16, "expert", alignment=8)[0].x)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ namespace jax_ep {
 // Floating types whose rows can be summed. Others are cast to one of these before the call.
 enum class Float : int32_t { kF16, kBF16, kF32, kF64 };
 
+inline int64_t BytesOf(Float type) { return type == Float::kF64 ? 8 : type == Float::kF32 ? 4 : 2; }
+
 // Router output: ids are int32 or int64.
 struct TopkIds {
   const void* data;  // [T, K]
@@ -137,6 +139,26 @@ struct UnpermuteParams {
   const float* topk_weights;  // [C, K], or null
   const Bias* bias;           // [L, H], or null
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
+};
+
+// What a grouped product makes of a rank's rows, which lie group by group.
+enum class GroupedDot : int32_t {
+  kRows = 0,            // [C, N]: rows [C, M] times their group's matrix of others [L, M, N]
+  kRowsTransposed = 1,  // [C, M]: rows [C, N] times its transpose
+  kWeights = 2,         // [L, M, N]: rows [C, M], transposed, times others [C, N], group by group
+};
+
+struct GroupedDotParams {
+  GroupedDot product;
+  Float type;                  // of rows, others and out; not float64
+  int32_t num_rows;            // C
+  int32_t num_groups;          // L
+  int32_t inner;               // width of rows
+  int32_t outer;               // width of out
+  const int32_t* group_sizes;  // [L]
+  const void* rows;
+  const void* others;
+  void* out;
 };
 
 }  // namespace jax_ep

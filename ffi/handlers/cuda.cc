@@ -8,12 +8,13 @@
 #include "handlers/permute.h"
 #include "kernels/kernels.h"
 #include "runtime/peers.h"
+#include "runtime/switches.h"
 
 namespace jax_ep {
 
 ffi::TypeId CudaCallSite::id = {};
 
-static ffi::Error Launched(const char* op, cudaError_t error) {
+ffi::Error Launched(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string(op) + ": the launch failed: " + cudaGetErrorString(error));
 }
@@ -49,10 +50,12 @@ static ffi::Error FindPeers(const char* op, const CudaContext& context, const Se
   return ffi::Error::Success();
 }
 
-static int NumSms(int device) {
-  int num_sms = 0;
-  (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  return num_sms > 0 ? num_sms : 1;
+static cuda::Device ThisDevice() { return cuda::DescribeDevice(PlainCopies()); }
+
+// Fills a result with bits that no right op leaves there. For stress tests.
+static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
+  if (StressNanoseconds() == 0 || data == nullptr) return;
+  (void)cudaMemsetAsync(data, 0xa5, static_cast<size_t>(bytes), stream);
 }
 
 template <typename Params, typename Launch>
@@ -65,7 +68,12 @@ static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat
   if (error.failure()) return error;
   params.payloads = payloads.data();
   params.num_payloads = static_cast<int32_t>(payloads.size());
-  return Launched(op, launch(params, peers, context.stream));
+  for (const Payload& payload : payloads) {
+    Poison(payload.out, params.shape.capacity * payload.row_bytes, context.stream);
+  }
+  const int64_t weights = params.shape.order == Order::kRank ? params.shape.top_k : 1;
+  Poison(params.recv_topk_weights, params.shape.capacity * weights * sizeof(float), context.stream);
+  return Launched(op, launch(params, peers, ThisDevice(), context.stream));
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
@@ -86,6 +94,10 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams param
       {CheckShape(op, params.shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
   if (error.success()) error = FindPeers(op, context, seat, devices, peers);
   if (error.failure()) return error;
+  for (const Summand& summand : sums.summands) {
+    const int64_t bytes = summand.num_elements * BytesOf(summand.type);
+    Poison(summand.out, params.shape.num_tokens * bytes, context.stream);
+  }
   params.summands = sums.summands.data();
   params.num_summands = static_cast<int32_t>(sums.summands.size());
   params.biases = sums.biases.data();
@@ -100,16 +112,15 @@ static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& param
 static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& params) {
   auto error = CheckShape("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
-  return Launched("permute", cuda::LaunchPermute(params, NumSms(context.device), context.stream));
+  return Launched("permute", cuda::LaunchPermute(params, ThisDevice(), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const CachedPermuteParams& params) {
-  return Launched("permute (cached)",
-                  cuda::LaunchCachedPermute(params, NumSms(context.device), context.stream));
+  return Launched("permute (cached)", cuda::LaunchCachedPermute(params, ThisDevice(), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const UnpermuteParams& params) {
-  return Launched("unpermute", cuda::LaunchUnpermute(params, NumSms(context.device), context.stream));
+  return Launched("unpermute", cuda::LaunchUnpermute(params, ThisDevice(), context.stream));
 }
 
 static ffi::ErrorOr<std::unique_ptr<CudaCallSite>> InstantiateCuda() {

@@ -38,6 +38,9 @@ struct CudaLocalContext {
   static ffi::Error Fail(ffi::Error error) { return error; }
 };
 
+// The result of a launch.
+ffi::Error Launched(const char* op, cudaError_t error);
+
 }  // namespace jax_ep
 
 namespace xla::ffi {

@@ -13,5 +13,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaLayoutHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaPermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaCachedPermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaUnpermuteHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaGroupedDotHandler);
 
 }  // namespace jax_ep

@@ -52,6 +52,7 @@ struct Peers {
   Control* control[kMaxRanks];  // by rank; [rank] is this device's own
   Expired* expired;
   uint64_t timeout_ns;
+  uint32_t stress_ns;  // longest random delay before Enter and before Leave; 0 but in stress tests
   int32_t rank;
   int32_t num_ranks;  // 0: the op is local, nobody is met
 };

@@ -81,9 +81,21 @@ __device__ inline bool Begin(const Peers& peers, Op op, const int32_t* rank_oper
   return !__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&own->failed));
 }
 
+// Holds the block up for a time that differs between ranks, ops and phases. For stress tests.
+__device__ inline void Stall(const Peers& peers, Phase phase, uint32_t epoch) {
+  if (peers.stress_ns == 0) return;
+  uint32_t hash = epoch * 0x9e3779b1u + static_cast<uint32_t>(peers.rank * 2 + static_cast<int>(phase));
+  hash = (hash ^ hash >> 15) * 0x85ebca77u;
+  hash = (hash ^ hash >> 13) * 0xc2b2ae3du;
+  const uint64_t until = GlobalNanoseconds() + (hash >> 4) % peers.stress_ns;
+  while (GlobalNanoseconds() < until) {
+  }
+}
+
 // Tells every peer where this rank's buffers are. Called by one block; its earlier writes to the peers'
 // control blocks become visible with the flag.
 __device__ inline void Enter(const Peers& peers, const Published& mine, uint32_t epoch) {
+  Stall(peers, Phase::kEnter, epoch);
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x < peers.num_ranks) {
@@ -113,6 +125,7 @@ __device__ inline bool Leave(const Peers& peers, Op op, uint32_t epoch) {
   const bool alive = *reinterpret_cast<volatile uint32_t*>(&own->failed) == 0;
   bool done = false;
   if (alive) {
+    Stall(peers, Phase::kLeave, epoch);
     if (threadIdx.x < peers.num_ranks) {
       StoreRelease(&peers.control[threadIdx.x]->leave[peers.rank], epoch);
     }

@@ -1,14 +1,18 @@
 // Dispatch: after the count, each row straight to its final place in its receiver's buffer.
-#include "kernels/device.cuh"
+#include <algorithm>
+
 #include "kernels/kernels.h"
-#include "kernels/receive.cuh"
+#include "kernels/send.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kMoveThreads = 1024;
 constexpr int kMoveBlocks = 24;
-constexpr int kVectors = 4;  // 16-byte loads in flight a thread
+// Shared memory of a block for slots, beside its counts.
+constexpr int kBulkBytes = 208 * 1024;
+constexpr int kMaxSlotBytes = 16 * 1024;
+constexpr int kMaxBulkWarps = 16;
 
 // Into `totals` [E + R]: rows of all ranks in each bin. Into `first` [E + R]: the first row of this
 // rank's block at the receiver. `own` are this rank's counts.
@@ -37,111 +41,29 @@ __device__ void FindFirstRows(const MoveArgs& args, const int32_t* own, int32_t*
   __syncthreads();
 }
 
-// A row of 16-byte vectors (or bytes) to all its receivers. Called by a warp; lane i holds receiver i.
-template <typename Vector>
-__device__ void CopyRow(const Vector* source, int64_t n, unsigned receivers, Vector* target, int lane) {
-  for (int64_t first = 0; first < n; first += kWarp * kVectors) {
-    Vector values[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t i = first + v * kWarp + lane;
-      if (i < n) values[v] = source[i];
-    }
-    for (unsigned left = receivers; left != 0; left &= left - 1) {
-      Vector* to = reinterpret_cast<Vector*>(
-          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(target), __ffs(left) - 1));
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t i = first + v * kWarp + lane;
-        if (i < n) to[i] = values[v];
-      }
-    }
-  }
-}
-
-// Sends token t to its rows. Called by a warp; `base` [E + R] is the row that index 0 of the token's chunk
-// has in each bin, null if token_rows are final.
-__device__ void SendToken(const MoveArgs& args, int t, const int32_t* base, const Published* published) {
+// Makes token_rows of tokens [begin, end) final. Into them goes the row's index within its chunk; `base`
+// [E + R] is the first row of this rank's block at each receiver.
+__device__ void FinishRows(const MoveArgs& args, int begin, int end, int32_t* base) {
   const Shape& shape = args.shape;
-  const int lane = threadIdx.x % kWarp, width = shape.rows_per_token();
-  const bool by_rank = shape.order == Order::kRank;
-  const int32_t* experts = args.handle.topk_idx + int64_t{t} * shape.top_k;
-  int row = -1, receiver = 0;
-  if (lane < width) {
-    int32_t* entry = args.handle.token_rows + int64_t{t} * width + lane;
-    const int expert = by_rank ? -1 : experts[lane];
-    receiver = lane;
-    bool routed = *entry >= 0;
-    if (!by_rank) {
-      routed = routed && IsExpert(expert, shape.num_experts);
-      receiver = routed ? shape.rank_of(expert) : 0;
-    }
-    if (routed) {
-      row = base == nullptr ? *entry : base[by_rank ? shape.num_experts + lane : expert] + *entry;
-      if (!IsRow(row, shape.capacity)) row = -1;
-    }
-    if (base != nullptr) *entry = row;
-  }
-  const unsigned receivers = __ballot_sync(kAllLanes, row >= 0);
-  if (receivers == 0) return;
-  const Published& there = published[receiver];
-  for (int p = 0; p < args.num_payloads; ++p) {
-    const int64_t bytes = args.payloads[p].row_bytes;
-    const std::byte* source = args.payloads[p].in + t * bytes;
-    std::byte* target = static_cast<std::byte*>(there.buffers[p]) + row * bytes;
-    if (bytes % 16 == 0) {
-      CopyRow(reinterpret_cast<const uint4*>(source), bytes / 16, receivers, reinterpret_cast<uint4*>(target),
-              lane);
-    } else {
-      CopyRow(source, bytes, receivers, target, lane);
-    }
-  }
-  if (!by_rank) {
-    if (args.topk_weights != nullptr && row >= 0) {
-      static_cast<float*>(there.weights)[row] = args.topk_weights[int64_t{t} * shape.top_k + lane];
-    }
-    return;
-  }
-  for (unsigned left = receivers; left != 0; left &= left - 1) {
-    const int to = __ffs(left) - 1;
-    const int64_t first = int64_t{__shfl_sync(kAllLanes, row, to)} * shape.top_k;
-    for (int k = lane; k < shape.top_k; k += kWarp) {
-      const bool here = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
-      if (args.topk_weights != nullptr) {
-        static_cast<float*>(published[to].weights)[first + k] =
-            here ? args.topk_weights[int64_t{t} * shape.top_k + k] : 0.0f;
-      }
-      if (base != nullptr) {
-        static_cast<int32_t*>(published[to].topk_idx)[first + k] =
-            here ? experts[k] - to * shape.num_local_experts() : -1;
-      }
-    }
-  }
-}
-
-// Sends this block's share of the tokens: an equal, contiguous part.
-__device__ void SendTokens(const MoveArgs& args, int32_t* base, const Published* published) {
-  const Shape& shape = args.shape;
-  const int64_t T = shape.num_tokens;
-  const int begin = static_cast<int>(T * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(T * (blockIdx.x + 1) / gridDim.x);
-  const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
-  if (args.chunk_counts == nullptr) {
-    for (int t = begin + warp; t < end; t += num_warps) SendToken(args, t, nullptr, published);
-    return;
-  }
-  if (begin >= end) return;
-  // base: the first row of the block, plus the rows of this rank's earlier chunks.
+  const int width = shape.rows_per_token();
   int chunk = begin / kChunkTokens;
   for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
     int earlier = 0;
+#pragma unroll 8
     for (int c = 0; c < chunk; ++c) earlier += args.chunk_counts[int64_t{c} * NumBins(shape) + bin];
     base[bin] += earlier;
   }
   __syncthreads();
   for (int first = begin; first < end; ++chunk) {
     const int last = min(end, (chunk + 1) * kChunkTokens);
-    for (int t = first + warp; t < last; t += num_warps) SendToken(args, t, base, published);
+    for (int64_t i = int64_t{first} * width + threadIdx.x; i < int64_t{last} * width; i += blockDim.x) {
+      const int index = args.handle.token_rows[i];
+      if (index < 0) continue;
+      const int bin = shape.order == Order::kRank ? shape.num_experts + static_cast<int>(i % width)
+                                                  : args.handle.topk_idx[i];
+      const int row = base[bin] + index;
+      args.handle.token_rows[i] = IsRow(row, shape.capacity) ? row : -1;
+    }
     first = last;
     __syncthreads();
     for (int bin = threadIdx.x; bin < NumBins(shape) && first < end; bin += blockDim.x) {
@@ -151,15 +73,24 @@ __device__ void SendTokens(const MoveArgs& args, int32_t* base, const Published*
   }
 }
 
+// Bytes of shared memory that the counts take.
+JAX_EP_HD inline int64_t SharedCounts(const MoveArgs& args) {
+  return args.chunk_counts == nullptr ? 0 : AlignUp(int64_t{sizeof(int32_t)} * 3 * NumBins(args.shape), 128);
+}
+
+template <bool kInBulk>
 __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_constant__ MoveArgs args) {
-  extern __shared__ int32_t bins[];  // own, totals, base: [E + R] each
+  // own, totals, base: [E + R] each; then the slots
+  extern __shared__ __align__(128) int32_t bins[];
   __shared__ Published published[kMaxRanks];
+  __shared__ uint64_t barriers[kMaxBulkWarps][2];
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.chunk_counts != nullptr, local = peers.num_ranks == 0;
   const Op op = routes ? Op::kDispatch : Op::kCachedDispatch;
   int32_t *own = bins, *totals = bins + NumBins(shape), *base = bins + 2 * NumBins(shape);
 
+  if (kInBulk && threadIdx.x < 2 * kMaxBulkWarps) InitBarrier(&barriers[threadIdx.x / 2][threadIdx.x % 2]);
   uint32_t epoch = 0;
   bool alive = local || Begin(peers, op, args.rank_operand, &epoch);
   if (alive && routes && (local || blockIdx.x == 0)) {
@@ -195,11 +126,24 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
       FindFirstRows(args, own, totals, base);
       if (blockIdx.x == 0) WriteReceiver(args, own, totals);
     }
-    SendTokens(args, base, published);
+    const int64_t T = shape.num_tokens;
+    const int begin = static_cast<int>(T * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(T * (blockIdx.x + 1) / gridDim.x);
+    if (routes && begin < end) FinishRows(args, begin, end, base);
+    const int warp = threadIdx.x / kWarp;
+    const bool sends_in_bulk = kInBulk && warp < args.bulk.num_warps;
+    if (sends_in_bulk) {
+      FenceBulk();
+      std::byte* slots = reinterpret_cast<std::byte*>(bins) + SharedCounts(args);
+      SendTokensInBulk(args, begin, end, published, slots + int64_t{2} * warp * args.bulk.slot_bytes,
+                       barriers[warp]);
+    } else if (!kInBulk) {
+      SendTokens(args, begin, end, published);
+    }
     const int num_rows = routes
                              ? totals[shape.num_experts + me]
                              : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
-    ClearGaps(args, routes ? totals + me * L : args.handle.expert_counts, num_rows);
+    if (!sends_in_bulk) ClearGaps(args, routes ? totals + me * L : args.handle.expert_counts, num_rows);
   }
   if (local) return;
   if (!IsLastBlock(peers)) return;
@@ -208,9 +152,28 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
   if (Leave(peers, op, epoch) && counts_pairs) CountCutSource(args, cut);
 }
 
-cudaError_t Move(const MoveArgs& args, int blocks, cudaStream_t stream) {
-  const size_t shared = args.chunk_counts == nullptr ? 0 : sizeof(int32_t) * 3 * NumBins(args.shape);
-  MoveKernel<<<blocks, kMoveThreads, shared, stream>>>(args);
+// Two slots a warp, as many warps as have room.
+BulkPlan PlanBulk(const MoveArgs& args, const Device& device) {
+  int64_t longest = 0;
+  for (int p = 0; p < args.num_payloads; ++p) {
+    if (IsBulkRow(args.payloads[p].row_bytes)) longest = std::max(longest, args.payloads[p].row_bytes);
+  }
+  if (longest == 0 || !device.copies_in_bulk) return {0, 0};
+  const int64_t slot = std::min(AlignUp(longest, 128), int64_t{kMaxSlotBytes});
+  const int64_t room = kBulkBytes - SharedCounts(args);
+  return {static_cast<int32_t>(std::min(room / (2 * slot), int64_t{kMaxBulkWarps})),
+          static_cast<int32_t>(slot)};
+}
+
+cudaError_t Move(MoveArgs args, const Device& device, int blocks, cudaStream_t stream) {
+  args.bulk = PlanBulk(args, device);
+  const auto kernel = args.bulk.num_warps > 0 ? MoveKernel<true> : MoveKernel<false>;
+  const int64_t shared = SharedCounts(args) + int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes;
+  // Slots, and counts of many experts, need more than the default.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, kMoveThreads, shared, stream>>>(args);
   return cudaPeekAtLastError();
 }
 
@@ -226,7 +189,8 @@ MoveArgs ArgsOf(const Params& params) {
 
 }  // namespace
 
-cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, cudaStream_t stream) {
+cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, const Device& device,
+                           cudaStream_t stream) {
   const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
                                         params.handle.token_rows, params.chunk_counts, stream);
   if (error != cudaSuccess) return error;
@@ -241,22 +205,22 @@ cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, cud
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  return Move(args, kMoveBlocks, stream);
+  return Move(args, device, kMoveBlocks, stream);
 }
 
-cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers,
+cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
                                  cudaStream_t stream) {
   MoveArgs args = ArgsOf(params);
   args.peers = peers;
   args.rank_operand = params.rank_operand;
   args.handle = params.handle;
   args.recv_topk_weights = params.recv_topk_weights;
-  return Move(args, kMoveBlocks, stream);
+  return Move(args, device, kMoveBlocks, stream);
 }
 
 // A dispatch within a group of one rank, which meets nobody. The routed ids are the row map's, and are
 // not needed afterwards: they lie behind the chunks' counts.
-cudaError_t LaunchPermute(const PermuteParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
   const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
                                         params.chunk_counts, stream);
   if (error != cudaSuccess) return error;
@@ -267,18 +231,29 @@ cudaError_t LaunchPermute(const PermuteParams& params, int num_sms, cudaStream_t
   args.tokens_per_expert = params.tokens_per_expert;
   args.group_sizes = params.group_sizes;
   args.num_dropped = params.num_dropped;
-  return Move(args, num_sms, stream);
+  return Move(args, device, device.num_sms, stream);
+}
+
+// Whether the kernel that runs on the current device was compiled for bulk copies: what counts is the
+// architecture it was compiled for, not the device's own.
+static bool IsBulkBuilt() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, MoveKernel<true>) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
+Device DescribeDevice(bool plain_copies) {
+  int device = 0, num_sms = 1;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  return {num_sms, !plain_copies && IsBulkBuilt()};
 }
 
 cudaError_t PreloadDispatch() {
   cudaFuncAttributes attributes;
   cudaError_t error = PreloadCount();
-  if (error != cudaSuccess) return error;
-  // Counts of many experts need more than the default shared memory.
-  error = cudaFuncSetAttribute(MoveKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               sizeof(int32_t) * 3 * kMaxBins);
-  if (error != cudaSuccess) return error;
-  return cudaFuncGetAttributes(&attributes, MoveKernel);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, MoveKernel<false>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, MoveKernel<true>);
+  return error;
 }
 
 }  // namespace jax_ep::cuda

@@ -8,16 +8,28 @@
 
 namespace jax_ep::cuda {
 
+// What launches depend on.
+struct Device {
+  int num_sms;
+  bool copies_in_bulk;  // cp.async.bulk: sm_90 and newer
+};
+
+// Of the current device. `plain_copies` forbids bulk copies.
+Device DescribeDevice(bool plain_copies);
+
 cudaError_t LaunchLayout(const LayoutParams& params, cudaStream_t stream);
 // Writes topk_idx, each row's index within its chunk to token_rows, and chunk_counts: see index.h.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
-cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, cudaStream_t stream);
-cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, cudaStream_t stream);
+cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, const Device& device,
+                           cudaStream_t stream);
+cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
+                                 cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream);
-cudaError_t LaunchPermute(const PermuteParams& params, int num_sms, cudaStream_t stream);
-cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, int num_sms, cudaStream_t stream);
-cudaError_t LaunchUnpermute(const UnpermuteParams& params, int num_sms, cudaStream_t stream);
+cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
+cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device& device, cudaStream_t stream);
+cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
+cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream);
 
 // Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();
@@ -25,5 +37,6 @@ cudaError_t PreloadCount();
 cudaError_t PreloadDispatch();
 cudaError_t PreloadCombine();
 cudaError_t PreloadPermute();
+cudaError_t PreloadGroupedDot();
 
 }  // namespace jax_ep::cuda

@@ -106,19 +106,20 @@ auto WithPack(Float type, int64_t width, F&& f) {
 
 }  // namespace
 
-cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device& device,
+                                cudaStream_t stream) {
   for (int p = 0; p < params.num_payloads; ++p) {
     const Payload& payload = params.payloads[p];
     const cudaError_t error =
         cudaMemsetAsync(payload.out, 0, params.num_permuted * payload.row_bytes, stream);
     if (error != cudaSuccess) return error;
-    CachedPermuteKernel<<<4 * num_sms, kThreads, 0, stream>>>(
+    CachedPermuteKernel<<<4 * device.num_sms, kThreads, 0, stream>>>(
         {params.num_rows, params.top_k, params.num_permuted, params.row_map, payload});
   }
   return cudaPeekAtLastError();
 }
 
-cudaError_t LaunchUnpermute(const UnpermuteParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream) {
   const UnpermuteArgs args{params.num_rows,          params.top_k,
                            params.num_local_experts, params.num_permuted,
                            params.row_map,           params.y,
@@ -127,7 +128,7 @@ cudaError_t LaunchUnpermute(const UnpermuteParams& params, int num_sms, cudaStre
                            params.topk_idx};
   return WithPack(params.y.type, params.y.num_elements, [&](auto* null, auto pack) {
     UnpermuteKernel<std::remove_pointer_t<decltype(null)>, decltype(pack)::value>
-        <<<8 * num_sms, kThreads, 0, stream>>>(args);
+        <<<8 * device.num_sms, kThreads, 0, stream>>>(args);
     return cudaPeekAtLastError();
   });
 }

@@ -5,6 +5,15 @@
 
 namespace jax_ep::cuda {
 
+// How a block sends by bulk copies: its first warps have two slots of shared memory each.
+struct BulkPlan {
+  int32_t num_warps;  // 0: rows are sent by loads and stores
+  int32_t slot_bytes;
+};
+
+// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
+JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
+
 // A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
 struct MoveArgs {
   Shape shape;
@@ -14,6 +23,7 @@ struct MoveArgs {
   const int32_t* chunk_counts;  // null: routed earlier, token_rows are final
   Payload payloads[kMaxPayloads];
   int32_t num_payloads;
+  BulkPlan bulk;
   const float* topk_weights;
   float* recv_topk_weights;
   int32_t* recv_topk_idx;
@@ -97,8 +107,10 @@ __device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t en
   begin = min(max(begin, int64_t{0}), int64_t{shape.capacity});
   end = min(max(end, int64_t{0}), int64_t{shape.capacity});
   if (begin >= end) return;
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
+  // The warps that send by bulk copies are busy meanwhile.
+  const int busy = args.bulk.num_warps * kWarp, idle = blockDim.x - busy;
+  const int64_t thread = int64_t{blockIdx.x} * idle + threadIdx.x - busy;
+  const int64_t num_threads = int64_t{gridDim.x} * idle;
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
     ZeroBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, thread, num_threads);

@@ -6,6 +6,8 @@
 
 #include "core/text.h"
 #include "kernels/kernels.h"
+#include "runtime/gpus.h"
+#include "runtime/switches.h"
 
 namespace jax_ep {
 namespace {
@@ -27,31 +29,37 @@ std::string Failed(const char* what, int64_t device, cudaError_t error) {
   return Text(what, " on GPU ", device, ": ", cudaGetErrorString(error));
 }
 
-std::string PreparePeers(int64_t device, const std::vector<int64_t>& devices) {
-  for (int64_t peer : devices) {
-    if (peer == device) continue;
-    int reachable = 0;
-    cudaError_t error = cudaDeviceCanAccessPeer(&reachable, static_cast<int>(device), static_cast<int>(peer));
-    if (error != cudaSuccess) return Failed("asking for peer access", device, error);
-    if (!reachable) {
-      return Text(
-          "GPU ", device, " cannot access the memory of GPU ", peer,
-          "; the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer): choose others, "
-          "or implementation='xla'");
+// Lets the device reach the memory of its peers. places[i] and samples[i] belong to one peer.
+std::string PreparePeers(int64_t device, const std::vector<int64_t>& peers,
+                         const std::vector<uint64_t>& samples) {
+  for (size_t i = 0; i < peers.size(); ++i) {
+    if (peers[i] == device) continue;
+    if (LinkBetween(device, peers[i]) == Link::kNone) {
+      return Text("GPU ", device, " (", GpuName(device), ") cannot access the memory of GPU ", peers[i], " (",
+                  GpuName(peers[i]),
+                  "); the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer; never between "
+                  "MIG instances): choose others, or implementation='xla'");
     }
-    error = cudaDeviceEnablePeerAccess(static_cast<int>(peer), 0);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(static_cast<int>(peers[i]), 0);
     if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
       return Failed("enabling peer access", device, error);
     }
     (void)cudaGetLastError();  // 'already enabled' would stay behind
+    const Memory memory = DescribeMemory(samples[i], device);
+    if (!memory.reachable) {
+      return Text("JAX's memory on GPU ", peers[i], " (", memory.kind, ") is not accessible from GPU ",
+                  device,
+                  "; let JAX use its own allocator (unset XLA_PYTHON_CLIENT_ALLOCATOR), or "
+                  "implementation='xla'");
+    }
   }
   return "";
 }
 
 }  // namespace
 
-std::string DevicePeers::Make(const std::vector<int64_t>& devices, int num_ranks,
-                              std::shared_ptr<DevicePeers>& peers) {
+std::string DevicePeers::Make(const std::vector<int64_t>& devices, const std::vector<uint64_t>& samples,
+                              int num_ranks, std::shared_ptr<DevicePeers>& peers) {
   DeviceGuard guard;
   if (num_ranks > kMaxRanks) {
     return "a group on GPUs of one host has at most " + std::to_string(kMaxRanks) + " ranks, got " +
@@ -72,9 +80,10 @@ std::string DevicePeers::Make(const std::vector<int64_t>& devices, int num_ranks
       return Failed("selecting the device", device, error);
     }
     const std::vector<int64_t> group(devices.begin() + first, devices.begin() + first + num_ranks);
-    if (std::string text = PreparePeers(device, group); !text.empty()) return text;
-    for (auto preload :
-         {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine, cuda::PreloadPermute}) {
+    const std::vector<uint64_t> theirs(samples.begin() + first, samples.begin() + first + num_ranks);
+    if (std::string text = PreparePeers(device, group, theirs); !text.empty()) return text;
+    for (auto preload : {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine,
+                         cuda::PreloadPermute, cuda::PreloadGroupedDot}) {
       if ((error = preload()) != cudaSuccess) return Failed("loading the kernels", device, error);
     }
     Control* control = nullptr;
@@ -82,10 +91,6 @@ std::string DevicePeers::Make(const std::vector<int64_t>& devices, int num_ranks
       return Failed("allocating the control block", device, error);
     }
     made->controls_.push_back(control);
-    if ((error = cudaDeviceGetAttribute(&made->num_sms_, cudaDevAttrMultiProcessorCount,
-                                        static_cast<int>(device))) != cudaSuccess) {
-      return Failed("reading the number of SMs", device, error);
-    }
   }
   if (std::string text = made->Reset(); !text.empty()) return text;
   peers = made;
@@ -110,6 +115,7 @@ Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
   for (int r = 0; r < num_ranks_; ++r) peers.control[r] = controls_[first + r];
   peers.expired = &expired_[first + place.rank];
   peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
   peers.rank = place.rank;
   peers.num_ranks = num_ranks_;
   return peers;
@@ -158,11 +164,12 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices, int num_ranks) {
+std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices,
+                            const std::vector<uint64_t>& samples, int num_ranks) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   std::shared_ptr<DevicePeers>& peers = registry.peers[key];
-  if (peers == nullptr) return DevicePeers::Make(devices, num_ranks, peers);
+  if (peers == nullptr) return DevicePeers::Make(devices, samples, num_ranks, peers);
   return peers->DescribeExpired("").empty() ? "" : peers->Reset();
 }
 

@@ -17,10 +17,10 @@ namespace jax_ep {
 // may hold their addresses, and a group of the same devices finds them again.
 class DevicePeers {
  public:
-  // Checks that every device reaches its peers, loads all kernels on it and allocates its block. Empty text
-  // on success.
-  static std::string Make(const std::vector<int64_t>& devices, int num_ranks,
-                          std::shared_ptr<DevicePeers>& peers);
+  // Checks that every device reaches its peers' memory, loads all kernels on it and allocates its block.
+  // `samples` are addresses of arrays, one of each device. Empty text on success.
+  static std::string Make(const std::vector<int64_t>& devices, const std::vector<uint64_t>& samples,
+                          int num_ranks, std::shared_ptr<DevicePeers>& peers);
 
   // What the kernels of rank `place` take.
   Peers At(const Group::Place& place, double timeout_s) const;
@@ -31,19 +31,18 @@ class DevicePeers {
   // Clears all blocks. The devices must not be running an op of the group.
   std::string Reset();
 
-  int num_sms() const { return num_sms_; }
   static int64_t BytesPerDevice() { return sizeof(Control); }
 
  private:
   std::vector<int64_t> devices_;
   int num_ranks_ = 0;
-  int num_sms_ = 0;
   std::vector<Control*> controls_;  // by group, then rank
   Expired* expired_ = nullptr;      // [devices], host memory mapped to the devices
 };
 
-// The peers of an open group.
-std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices, int num_ranks);
+// Makes the peers of a group, or finds them. Empty text on success.
+std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices,
+                            const std::vector<uint64_t>& samples, int num_ranks);
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key);
 
 }  // namespace jax_ep

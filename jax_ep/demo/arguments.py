@@ -31,8 +31,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: what fits the devices")
+    parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--devices", type=positive, default=8, help="virtual CPU devices (default: %(default)s)"
+        "--devices", type=positive, help="default: 8 virtual CPU devices, or all the GPUs of this host"
     )
     parser.add_argument(
         "--text",
@@ -43,7 +44,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_devices(options: argparse.Namespace) -> None:
+    jax.config.update("jax_platforms", options.platform)
+    if options.platform == "cuda":
+        options.devices = options.devices or len(jax.devices())
+        return
+    options.devices = options.devices or 8
     # XLA:CPU hangs with many launches in flight unless it has two threads a device.
     os.environ.setdefault("NPROC", str(max(2 * options.devices, os.cpu_count() or 1)))
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.devices)

@@ -76,8 +76,8 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
     def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, layer["up"], group_sizes))
-        return jax.lax.ragged_dot(hidden, layer["down"], group_sizes)
+        hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, layer["up"], group_sizes))
+        return jax_ep.grouped_dot(hidden, layer["down"], group_sizes)
 
     y = jax_ep.moe(
         x,

@@ -76,7 +76,10 @@ def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation
 
 def run(options: argparse.Namespace) -> int:
     console = Console()
-    mesh = jax.make_mesh((options.devices,), ("ep",), axis_types=(AxisType.Auto,))
+    devices = jax.devices()
+    if len(devices) < options.devices:
+        raise SystemExit(f"demo: --devices {options.devices}, but there are {len(devices)} here")
+    mesh = jax.make_mesh((options.devices,), ("ep",), (AxisType.Auto,), devices=devices[: options.devices])
     with jax_ep.Group(mesh, "ep") as group:
         used = options.implementation or group._resolve(None)
         config = make_config(options, group, used)

@@ -1,0 +1,95 @@
+// Bulk copies (cp.async.bulk, sm_90 and newer): rows through shared memory without a thread's registers.
+// On older devices these compile to nothing; their kernels are never launched there.
+#pragma once
+
+#include "kernels/device.cuh"
+
+namespace jax_ep::cuda {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define JAX_EP_HAS_BULK 1
+#else
+#define JAX_EP_HAS_BULK 0
+#endif
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier that completes a phase once the bytes of one load have arrived. Called by one thread; the block
+// must synchronise before the barrier is used.
+__device__ inline void InitBarrier(uint64_t* barrier) {
+#if JAX_EP_HAS_BULK
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Orders what this thread has seen by ordinary accesses before its later bulk copies, and the other way
+// round.
+__device__ inline void FenceBulk() {
+#if JAX_EP_HAS_BULK
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+// Begins a load into shared memory. Addresses and bytes are multiples of 16.
+__device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if JAX_EP_HAS_BULK
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          SharedAddress(to)),
+      "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+#endif
+}
+
+// Waits for a load of this device's own memory: it always comes.
+__device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
+#if JAX_EP_HAS_BULK
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+// Begins a store from shared memory, to a peer's or the own global memory.
+__device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(SharedAddress(from)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Closes a group of the stores that this thread has begun.
+__device__ inline void CommitStores() {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until this thread's stores have read their shared memory, which may then be written again.
+__device__ inline void WaitForStoresRead() {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+// Waits until this thread's stores are done.
+__device__ inline void WaitForStores() {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,23 @@
+#include "runtime/switches.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace jax_ep {
+
+static int64_t Number(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? 0 : std::max(0LL, std::atoll(text));
+}
+
+bool PlainCopies() {
+  static const bool value = Number("JAX_EP_PLAIN_COPIES") != 0;
+  return value;
+}
+
+int64_t StressNanoseconds() {
+  static const int64_t value = std::min<int64_t>(Number("JAX_EP_STRESS_US"), 1'000'000) * 1000;
+  return value;
+}
+
+}  // namespace jax_ep

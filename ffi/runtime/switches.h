@@ -1,0 +1,15 @@
+// Switches of a process, for tests: environment variables, read once.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep {
+
+// JAX_EP_PLAIN_COPIES=1: dispatch copies by loads and stores where it could use bulk copies.
+bool PlainCopies();
+
+// JAX_EP_STRESS_US=n: each rank of an op on GPUs waits up to n microseconds before it enters and before it
+// leaves, and results are filled with other bits first. 0 if not set.
+int64_t StressNanoseconds();
+
+}  // namespace jax_ep

@@ -1,0 +1,110 @@
+"""What only GPUs show: command buffers, and results that equal the CPU's bit for bit."""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, floats, routing, same_bits, tagged_rows
+from conftest import most_ranks, need_gpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+R, T, K, E, H = most_ranks(), 48, 4, 64, 512
+
+
+def forward_and_backward(devices, order="expert"):
+    """(x, ids, w) -> all that a layer moves, forward and backward; and the sharding of its arguments."""
+    mesh = Mesh(np.array(devices), ("ep",))
+    group = jax_ep.Group(mesh, "ep")
+
+    def shard(x, ids, w):
+        def layer(x, w):
+            sent = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order=order)
+            if order == "expert":
+                return jax_ep.combine(sent.x, sent.handle, group=group, topk_weights=sent.topk_weights), sent
+            y, weights = jax_ep.combine((sent.x, sent.topk_weights), sent.handle, group=group)
+            return y * jnp.sum(weights, axis=1, keepdims=True).astype(y.dtype), sent
+
+        y, transposed, sent = jax.vjp(layer, x, w, has_aux=True)
+        return (y, sent.x, sent.topk_weights, sent.handle.token_rows), transposed(jnp.cos(y))
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return mapped, NamedSharding(mesh, P("ep"))
+
+
+def inputs(seed):
+    ids = routing("sprinkled", R, T, K, E, seed).reshape(-1, K)
+    return floats((R * T, H), BF16, seed), ids, floats((R * T, K), seed=seed + 1)
+
+
+def digest(results):
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(results)):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_twenty_runs_of_forward_and_backward_hash_alike(order):
+    mapped, sharding = forward_and_backward(jax.devices()[:R], order)
+    run, arguments = jax.jit(mapped), jax.device_put(inputs(0), sharding)
+    assert len({digest(run(*arguments)) for _ in range(20)}) == 1
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_dispatch_equals_the_cpu_s_bit_for_bit(order):
+    need_gpu()
+    ids, w = routing("sprinkled", R, T, K, E).reshape(-1, K), floats((R * T, K))
+    x = tagged_rows(R, T, H, BF16).reshape(-1, H)
+    results = []
+    for devices in (jax.devices()[:R], jax.devices("cpu")[:R]):
+        mesh = Mesh(np.array(devices), ("ep",))
+        with jax_ep.Group(mesh, "ep") as group:
+
+            def shard(x, ids, w, group=group):
+                options = {"group": group, "num_experts": E, "order": order, "implementation": "ffi"}
+                return dataclasses.replace(jax_ep.dispatch(x, ids, w, **options), handle=None)
+
+            mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+            arguments = jax.device_put((x, ids, w), NamedSharding(mesh, P("ep")))
+            results.append(jax.device_get(jax.jit(mapped)(*arguments)))
+    assert jax.tree.all(jax.tree.map(same_bits, *results))
+
+
+def launches_graphs(run, folder):
+    """Whether the profile of a run shows launches of CUDA graphs."""
+    with jax.profiler.trace(str(folder)):
+        jax.block_until_ready(run())
+    (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    return any(
+        "GraphLaunch" in event.name for plane in planes for line in plane.lines for event in line.events
+    )
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_command_buffers(order, tmp_path):
+    """The same results whether a program is replayed as one graph or launched op by op, call after call."""
+    need_gpu()
+    mapped, sharding = forward_and_backward(jax.devices()[:R], order)
+    batches = [jax.device_put(inputs(seed), sharding) for seed in range(3)]
+    digests = []
+    for smallest_graph in (1, 10**6):
+        options = {"xla_gpu_graph_min_graph_size": smallest_graph}
+        compiled = jax.jit(mapped).lower(*batches[0]).compile(compiler_options=options)
+        held = []  # results that live on move the next call's buffers
+        for i in range(12):
+            held.append(compiled(*batches[i % 3]))
+        digests.append([digest(results) for results in held])
+        run = functools.partial(compiled, *batches[0])
+        assert launches_graphs(run, tmp_path / str(smallest_graph)) == (smallest_graph == 1)
+    assert digests[0] == digests[1]
+    assert digests[0][:3] == digests[0][3:6] == digests[0][9:]
+    assert len(set(digests[0])) == 3

@@ -1,0 +1,51 @@
+"""`python -m jax_ep info`."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jax_ep
+from jax_ep import _extension, _info
+
+
+def test_as_json(tmp_path):
+    command = [sys.executable, "-m", "jax_ep", "info", "--json"]
+    # Elsewhere than in the repository, so that the installed package is found.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["versions"]["jax_ep"] == jax_ep.__version__
+    assert report["build"]["ffi_api_version"]
+    platform = jax.default_backend()
+    assert {device["platform"] for device in report["devices"]} == {platform}
+    assert report["implementation"] == "ffi"
+    assert report["why_not_ffi"] == ""
+    if platform == "gpu":
+        assert all("memory" in device for device in report["devices"])
+        links = report["links"]
+        assert all(links[i][i] == "self" for i in range(len(links)))
+        assert 0 < report["device_bytes_of_a_group"] <= 2**20
+
+
+def test_as_text(capsys):
+    assert _info.run(as_json=False) == 0
+    out = capsys.readouterr().out
+    assert f"jax         {jax.__version__}" in out
+    assert "ops run as  implementation='ffi'" in out
+
+
+def test_without_the_extension(monkeypatch, capsys):
+    monkeypatch.setattr(_extension, "_load", lambda: (None, "nobody built it"))
+    assert _info.run(as_json=False) == 0
+    out = capsys.readouterr().out
+    assert "extension   none" in out
+    assert "not 'ffi': nobody built it" in out
+
+
+@pytest.mark.parametrize("links", [[["self", "nvlink"], ["nvlink", "self"]]])
+def test_links_are_a_matrix(links):
+    report = _info.collect() | {"links": links}
+    assert "\n".join(_info._lines(report)).count("self   nvlink") == 1
