@@ -22,6 +22,8 @@ from jax_ep.demo import data, model
 SEQUENCES = 4  # a device and step
 COMPARED_STEPS = 4
 HELD_OUT_BATCHES = 8
+# Of losses in nats. GPUs multiply float32 as tf32, of 10 bits: there the last bit of a sum soon shows.
+AGREEMENT = {"cpu": 1e-3, "gpu": 2e-2}
 
 
 class Trainer:
@@ -112,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("loss, first and last step (nats a byte)", f"{losses[0]:.3f} → {losses[-1]:.3f}")
         table.add_row("held-out bits per byte, before and after", f"{before:.3f} → {after:.3f}")
         table.add_row("rows dropped in the last step", str(int(history[-1]["dropped"])))
-        agree = difference < 1e-3
+        agree = difference < AGREEMENT[group._platform]
         table.add_row(
             f"first {steps} losses, {used!r} against {other!r}",
             f"{'agree' if agree else 'DISAGREE'}, largest difference {difference:.1e}",
