@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu stress-gpu lint format sanitize bench clean
+.PHONY: demo test test-gpu test-gpu-processes stress-gpu lint format sanitize bench clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
@@ -31,6 +31,12 @@ format: $(VENV)/.built
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
+
+# What communicates, with the GPUs shared among PROCESSES processes; and what such processes must do besides.
+test-gpu-processes:
+	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
+	JAX_PLATFORMS=cuda $(PYTHON) tests/processes.py $(or $(PROCESSES),2) $(addprefix tests/test_,dispatch.py \
+		combine.py intranode.py moe.py gradients.py meshes.py transforms.py remat.py) -k "not eager" $(ARGS)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
 # time before it enters and before it leaves, and results hold other bits before.

@@ -1,6 +1,6 @@
 """Times of dispatch and combine on the GPUs of this host, beside what JAX itself has.
 
-    python benchmarks/gpu.py [--shape deepseek_v3] [--order rank] [--peers]
+    python benchmarks/gpu.py [--shape deepseek_v3] [--order rank] [--peers] [--processes 4]
 
 Kernel times are from JAX's profiler, the slowest rank's median. Of the peers, whose ops are many kernels,
 it is the wall time of a program of many round trips, over their number. Logical GB/s count every received
@@ -9,7 +9,9 @@ row, wire GB/s only those from other ranks.
 
 import argparse
 import pathlib
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shapes import SHAPES, Shape
@@ -87,12 +90,48 @@ def bytes_received(shape: Shape, ids: np.ndarray, size: int, order: str) -> tupl
     return int(sent.sum(axis=1).max()) * shape.hidden * 2, int(remote) * shape.hidden * 2
 
 
+def slowest_anywhere(us: dict[str, float]) -> dict[str, float]:
+    """Each part's time in the slowest process."""
+    times = multihost_utils.process_allgather(np.array([us[part] for part in sorted(us)], np.float32))
+    worst = np.asarray(times).reshape(-1, len(us)).max(axis=0)
+    return dict(zip(sorted(us), map(float, worst), strict=True))
+
+
+def run_in_processes(count: int) -> int:
+    """This program again, once in each of several processes that share the GPUs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    workers = [
+        subprocess.Popen([sys.executable, *sys.argv, "--join", address, str(process)])
+        for process in range(count)
+    ]
+    try:
+        return max(worker.wait(timeout=600) for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()  # jax.distributed catches SIGTERM
+
+
+def join_processes(count: int, address: str, process: int) -> None:
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    each = len(listed.splitlines()) // count
+    mine = list(range(process * each, (process + 1) * each))
+    jax.distributed.initialize(address, count, process, local_device_ids=mine)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deepseek_v3")
     parser.add_argument("--order", choices=["rank", "expert"], default="rank")
     parser.add_argument("--peers", action="store_true", help="time JAX's own collectives too")
+    parser.add_argument("--processes", type=int, default=1, help="that share the GPUs (default: %(default)s)")
+    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.join:
+        join_processes(options.processes, options.join[0], int(options.join[1]))
+    elif options.processes > 1:
+        return run_in_processes(options.processes)
     order: Any = options.order
     shape = SHAPES[options.shape]
     mesh = jax.make_mesh((len(jax.devices()),), ("ep",), axis_types=(AxisType.Auto,))
@@ -100,8 +139,12 @@ def main() -> int:
     rng = np.random.default_rng(0)
     tokens = group.size * shape.tokens
     ids = np.argsort(rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k].astype(np.int32)
-    rows = jnp.asarray(rng.standard_normal((tokens, shape.hidden)), jnp.bfloat16)
-    arguments = jax.device_put((rows, ids), NamedSharding(mesh, P("ep")))
+    rows = rng.standard_normal((tokens, shape.hidden), np.float32).astype(jnp.bfloat16)
+    sharding = NamedSharding(mesh, P("ep"))
+    arguments = [
+        jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
+        for array in (rows, ids)
+    ]
 
     def round_trip(x: jax.Array, ids: jax.Array) -> jax.Array:
         sent = jax_ep.dispatch(x, ids, group=group, num_experts=shape.experts, order=order)
@@ -112,11 +155,20 @@ def main() -> int:
 
     run = repeat(mesh, round_trip)
     us = kernel_times(run, *arguments)
-    us |= kernel_times(jax.jit(layout), jax.device_put(ids[: shape.tokens], jax.devices()[0]))
+    us |= kernel_times(jax.jit(layout), jax.device_put(ids[: shape.tokens], jax.local_devices()[0]))
+    us = slowest_anywhere(us)
+    end_to_end = wall_us(run, *arguments) / 2
+    peer_us = {}
+    for name, make in PEERS.items() if options.peers else ():
+        dispatch, combine = make(shape, group.size)
+        peer = repeat(mesh, lambda x, ids, d=dispatch, c=combine: c(*d(x, ids)))
+        peer_us[name] = wall_us(peer, *arguments) / 2
+    if jax.process_index() != 0:
+        return 0
     received, remote = bytes_received(shape, ids, group.size, order)
     print(
-        f"{options.shape}, order {order}, {group.size} x {jax.devices()[0].device_kind}, "
-        f"jax {jax.__version__}"
+        f"{options.shape}, order {order}, {group.size} x {jax.devices()[0].device_kind} in "
+        f"{jax.process_count()} process(es), jax {jax.__version__}"
     )
 
     def show(name: str, time: float, note: str) -> None:
@@ -128,12 +180,8 @@ def main() -> int:
     show("dispatch", us["count"] + us["move"], f"(count {us['count']:.1f} us, move {us['move']:.1f} us)")
     show("combine", us["combine"], "")
     print(f"{'layout alone':26s} {us['layout']:9.1f} us")
-    show("both, end to end", wall_us(run, *arguments) / 2, "(half of a round trip)")
-    if options.peers:
-        for name, make in PEERS.items():
-            dispatch, combine = make(shape, group.size)
-            peer = repeat(mesh, lambda x, ids, d=dispatch, c=combine: c(*d(x, ids)))
-            show(name, wall_us(peer, *arguments) / 2, "(half of a round trip)")
+    for name, time_us in {"both, end to end": end_to_end, **peer_us}.items():
+        show(name, time_us, "(half of a round trip)")
     return 0
 
 

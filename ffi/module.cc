@@ -1,7 +1,9 @@
 // The Python extension: handler registrations, build information and the groups of this process.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "handlers/cpu.h"
@@ -13,6 +15,7 @@
 #include "handlers/cuda_handlers.h"
 #include "runtime/gpus.h"
 #include "runtime/peers.h"
+#include "runtime/regions.h"
 #endif
 
 namespace nb = nanobind;
@@ -79,6 +82,29 @@ nb::dict CudaTypes() {
   return types;
 }
 
+// `ranks` are (ordinal or -1, address of the control block here, shift of addresses) of each rank.
+std::string OpenDeviceRanks(const std::string& key,
+                            const std::vector<std::tuple<int64_t, uint64_t, int64_t>>& ranks, int num_ranks) {
+  std::vector<RankMemory> memory;
+  for (const auto& [device, control, shift] : ranks) memory.push_back({device, control, shift});
+  return OpenDeviceGroup(key, memory, num_ranks);
+}
+
+bool HasExpired(const std::string& key) {
+  const auto peers = FindDevicePeers(key);
+  return peers != nullptr && !peers->DescribeExpired("").empty();
+}
+
+std::string ResetDeviceGroup(const std::string& key) {
+  const auto peers = FindDevicePeers(key);
+  return peers == nullptr ? "" : peers->Reset();
+}
+
+std::pair<uint64_t, uint64_t> RegionOf(uint64_t address, int64_t device) {
+  const Region region = FindRegion(address, device);
+  return {region.base, region.bytes};
+}
+
 // The GPUs of an address each: what they are, how each reaches the others, whose memory it is.
 nb::dict DescribeGpus(const std::vector<int64_t>& ordinals, const std::vector<uint64_t>& samples) {
   nb::list gpus, links;
@@ -140,11 +166,20 @@ NB_MODULE(_C, m) {
   m.def("cuda_targets", &CudaTargets, "FFI handlers for CUDA, empty if they were not built");
   m.def("cuda_types", &CudaTypes, "FFI state types for CUDA");
 #if defined(JAX_EP_WITH_CUDA)
-  m.def("open_device_group", &OpenDeviceGroup, nb::arg("key"), nb::arg("devices"), nb::arg("samples"),
-        nb::arg("num_ranks"), "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+  m.def("open_device_group", &OpenDeviceRanks, nb::arg("key"), nb::arg("ranks"), nb::arg("num_ranks"),
+        "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+  m.def("has_expired", &HasExpired, nb::arg("key"),
+        "Whether a wait of the group expired since its last reset");
+  m.def("reset_device_group", &ResetDeviceGroup, nb::arg("key"), "Makes a group usable again after that");
+  m.def("region_of", &RegionOf, nb::arg("address"), nb::arg("device"),
+        "Base and bytes of the allocation of an address");
+  m.def("export_region", &ExportRegion, nb::arg("address"), nb::arg("device"),
+        "A file descriptor of that allocation");
+  m.def("import_region", &ImportRegion, nb::arg("descriptor"), nb::arg("bytes"), nb::arg("devices"),
+        "Maps another process's allocation for GPUs of this one; its base here");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
         "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
-  m.def("control_bytes", &DevicePeers::BytesPerDevice, "Device memory that a group takes on each GPU");
+  m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");
 #endif
 }
 

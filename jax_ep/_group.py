@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from types import TracebackType
+from collections.abc import Sequence
+from types import ModuleType, TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep import _extension
+from jax_ep import _extension, _processes
 
 
 class PeerTimeoutError(TimeoutError):
@@ -24,7 +25,7 @@ class GroupStats:
     Attributes:
       implementation: "ffi" or "xla", what `implementation=None` means to its ops.
       reason: why that is not "ffi"; empty if it is.
-      device_bytes: bytes that the group takes on each device, outside the memory that XLA manages.
+      device_bytes: bytes that the group takes on each device, of the memory that JAX has there.
     """
 
     implementation: _extension.Implementation
@@ -49,6 +50,9 @@ class Group:
 
     Raises:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive.
+
+    On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
+    must make the group, in the same order as others of its kind: they exchange where their memory lies.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0):
@@ -83,14 +87,39 @@ class Group:
         self._closed = False
         self._unreachable = ""
         module = _extension.extension()
-        if module is not None:
-            # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
-            on_gpu = self._platform == "gpu"
-            ordinals = [d.local_hardware_id if on_gpu else d.id for d in devices.flat]
-            if on_gpu and not self._spans_processes and not _extension.reason_against_ffi("gpu"):
-                samples = _extension.sample_addresses(list(devices.flat))
-                self._unreachable = module.open_device_group(self._key, ordinals, samples, self._size)
-            module.open_group(self._key, repr(self), ordinals, self._size, self._timeout_s)
+        if module is None:
+            return
+        if self._platform == "gpu" and not _extension.reason_against_ffi("gpu"):
+            self._unreachable = self._open_on_gpus(module, list(devices.flat))
+        # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
+        on_gpu = self._platform == "gpu"
+        here = [
+            (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
+            for d in devices.flat
+        ]
+        module.open_group(self._key, repr(self), here, self._size, self._timeout_s)
+
+    def _open_on_gpus(self, module: ModuleType, devices: list[Any]) -> str:
+        """Prepares the control blocks; why the group's kernels cannot run, or nothing."""
+        local = [device for device in devices if device.process_index == jax.process_index()]
+        controls = _control_blocks(self._key, local, module.control_bytes())
+        if self._spans_processes:
+            try:
+                ranks = _processes.share_memory(module, self._key, devices, controls)
+            except _processes.SetupError as error:
+                return str(error)
+        else:
+            if module.has_expired(self._key):
+                module.reset_device_group(self._key)
+            ranks = [
+                (device.local_hardware_id, controls[device.id], 0) if device in local else (-1, 0, 0)
+                for device in devices
+            ]
+        reason = module.open_device_group(self._key, ranks, self._size)
+        if self._spans_processes:
+            answers = _processes.exchange(devices, {"error": reason})
+            reason = "; ".join(answer["error"] for answer in answers.values() if answer["error"])
+        return reason
 
     @property
     def size(self) -> int:
@@ -169,14 +198,29 @@ class Group:
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
         if reason and self._spans_processes:
-            _warn_once(f"jax_ep: {self!r} spans processes; its ops use implementation='xla'")
+            _warn_once(
+                f"jax_ep: {self!r} spans processes; its ops use implementation='xla', because {reason}"
+            )
         return "xla" if reason else "ffi"
 
     def _reason_against_ffi(self) -> str:
-        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
-        if not reason and self._spans_processes:
+        if self._spans_processes and self._platform != "gpu":
             return "the ranks of a group must live in one process"
-        return reason
+        return _extension.reason_against_ffi(self._platform) or self._unreachable
+
+
+# Group key -> its control blocks on this process's devices. They are arrays, so that they lie in the memory
+# that JAX has anyway; kept as long as the process, because recorded programs hold their addresses.
+_blocks: dict[str, list[jax.Array]] = {}
+
+
+def _control_blocks(key: str, devices: Sequence[Any], size: int) -> dict[int, int]:
+    """Device id -> address of the group's control block there."""
+    if key not in _blocks:
+        with jax.ensure_compile_time_eval():  # a group may be made while a function is traced
+            _blocks[key] = [jax.device_put(np.zeros(size, np.uint8), device) for device in devices]
+    arrays = jax.block_until_ready(_blocks[key])
+    return {device.id: array.unsafe_buffer_pointer() for device, array in zip(devices, arrays, strict=True)}
 
 
 @functools.cache

@@ -12,10 +12,13 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import hypothesis
 import jax
 import numpy as np
+import processes
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
+
+processes.join()
 
 hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jax_ep")
@@ -28,6 +31,8 @@ def need_devices(count: int) -> list[jax.Device]:
         if int(os.environ.get("JAX_EP_REQUIRE_DEVICES", "0")) >= count:
             pytest.fail(text)
         pytest.skip(text)
+    if all(device.process_index != jax.process_index() for device in devices[:count]):
+        pytest.skip(f"none of the first {count} devices belongs to process {jax.process_index()}")
     return devices[:count]
 
 

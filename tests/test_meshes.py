@@ -21,8 +21,8 @@ def check_layer(mesh, group, spec, *, check_vma=True, put=False):
         lambda *a: layer(*a, group), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
     )
     np.testing.assert_allclose(jax.jit(mapped)(x, ids, w), want, rtol=1e-5, atol=1e-6)
-    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(mapped(x, ids, w) ** 2), argnums=(0, 1)))
-    for got, expected in zip(gradient(x, w), want_gradients, strict=True):
+    gradient = jax.jit(jax.grad(lambda x, w, ids: jnp.sum(mapped(x, ids, w) ** 2), argnums=(0, 1)))
+    for got, expected in zip(gradient(x, w, ids), want_gradients, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -50,6 +50,17 @@ static ffi::Error FindPeers(const char* op, const CudaContext& context, const Se
   return ffi::Error::Success();
 }
 
+// An error if one of the buffers that the op publishes cannot be reached from the group's other processes.
+static ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
+                             const std::vector<const void*>& published) {
+  for (const void* buffer : published) {
+    const std::string reason = devices.ReasonAgainst(seat.place, buffer);
+    if (!reason.empty())
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(op) + ": " + reason);
+  }
+  return ffi::Error::Success();
+}
+
 static cuda::Device ThisDevice() { return cuda::DescribeDevice(PlainCopies()); }
 
 // Fills a result with bits that no right op leaves there. For stress tests.
@@ -60,11 +71,15 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 
 template <typename Params, typename Launch>
 static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat& seat, Params params,
-                          const std::vector<Payload>& payloads, Launch launch) {
+                          const std::vector<Payload>& payloads, const void* recv_topk_idx, Launch launch) {
   std::shared_ptr<DevicePeers> devices;
   Peers peers;
   auto error = CheckShape(op, params.shape, payloads.size());
   if (error.success()) error = FindPeers(op, context, seat, devices, peers);
+  if (error.failure()) return error;
+  std::vector<const void*> published{params.recv_topk_weights, recv_topk_idx};
+  for (const Payload& payload : payloads) published.push_back(payload.out);
+  error = CheckReach(op, *devices, seat, published);
   if (error.failure()) return error;
   params.payloads = payloads.data();
   params.num_payloads = static_cast<int32_t>(payloads.size());
@@ -78,12 +93,12 @@ static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat
 
 static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
                       std::vector<Payload> payloads) {
-  return RunPush("dispatch", context, seat, params, payloads, cuda::LaunchDispatch);
+  return RunPush("dispatch", context, seat, params, payloads, params.recv_topk_idx, cuda::LaunchDispatch);
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, const CachedDispatchParams& params,
                       std::vector<Payload> payloads) {
-  return RunPush("dispatch (cached)", context, seat, params, payloads, cuda::LaunchCachedDispatch);
+  return RunPush("dispatch (cached)", context, seat, params, payloads, nullptr, cuda::LaunchCachedDispatch);
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams params, Sums sums) {
@@ -93,6 +108,10 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams param
   auto error = FirstError(
       {CheckShape(op, params.shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
   if (error.success()) error = FindPeers(op, context, seat, devices, peers);
+  if (error.failure()) return error;
+  std::vector<const void*> published{params.row_weights, params.recv_topk_weights};
+  for (const Summand& summand : sums.summands) published.push_back(summand.rows);
+  error = CheckReach(op, *devices, seat, published);
   if (error.failure()) return error;
   for (const Summand& summand : sums.summands) {
     const int64_t bytes = summand.num_elements * BytesOf(summand.type);

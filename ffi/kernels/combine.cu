@@ -201,14 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     }
     Control* own = peers.control[peers.rank];
     alive = WaitForAll(peers, Op::kCombine, Phase::kEnter, own->enter, epoch);
-    if (alive && threadIdx.x < peers.num_ranks) {
-      const Published* from = &own->published[threadIdx.x];
-      for (int i = 0; i < args.num_summands; ++i) {
-        published[threadIdx.x].buffers[i] = *const_cast<void* const volatile*>(&from->buffers[i]);
-      }
-      published[threadIdx.x].weights = *const_cast<void* const volatile*>(&from->weights);
-    }
-    __syncthreads();
+    if (alive) ReadPublished(peers, args.num_summands, published);
   }
   if (alive) {
     for (int i = 0; i < args.num_summands; ++i) SumArrayOf<T>(args, published, i);

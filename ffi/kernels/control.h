@@ -50,6 +50,7 @@ struct Expired {
 // What a communicating kernel needs to know of its group, passed by value.
 struct Peers {
   Control* control[kMaxRanks];  // by rank; [rank] is this device's own
+  int64_t shift[kMaxRanks];     // from an address that rank r publishes to the same memory here
   Expired* expired;
   uint64_t timeout_ns;
   uint32_t stress_ns;  // longest random delay before Enter and before Leave; 0 but in stress tests

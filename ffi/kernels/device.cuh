@@ -106,6 +106,22 @@ __device__ inline void Enter(const Peers& peers, const Published& mine, uint32_t
   }
 }
 
+// What the peers published in the present op, after the wait for Enter, into shared memory. The whole block.
+__device__ inline void ReadPublished(const Peers& peers, int num_buffers, Published* published) {
+  if (threadIdx.x < peers.num_ranks) {
+    const Published* from = &peers.control[peers.rank]->published[threadIdx.x];
+    const auto here = [&](void* const& there) -> void* {
+      std::byte* address = *reinterpret_cast<std::byte* const volatile*>(&there);
+      return address == nullptr ? nullptr : address + peers.shift[threadIdx.x];
+    };
+    Published& to = published[threadIdx.x];
+    for (int i = 0; i < num_buffers; ++i) to.buffers[i] = here(from->buffers[i]);
+    to.weights = here(from->weights);
+    to.topk_idx = here(from->topk_idx);
+  }
+  __syncthreads();
+}
+
 // Every block calls this when its rows are moved. True for the last one, which then must call Leave.
 __device__ inline bool IsLastBlock(const Peers& peers) {
   __threadfence_system();

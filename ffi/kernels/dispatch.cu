@@ -110,14 +110,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
   } else if (alive) {
     if (blockIdx.x == 0) Enter(peers, mine, epoch);
     alive = WaitForAll(peers, op, Phase::kEnter, peers.control[peers.rank]->enter, epoch);
-    if (alive && threadIdx.x < peers.num_ranks) {
-      const Published* from = &peers.control[peers.rank]->published[threadIdx.x];
-      for (int p = 0; p < args.num_payloads; ++p) {
-        published[threadIdx.x].buffers[p] = *const_cast<void* const volatile*>(&from->buffers[p]);
-      }
-      published[threadIdx.x].weights = *const_cast<void* const volatile*>(&from->weights);
-      published[threadIdx.x].topk_idx = *const_cast<void* const volatile*>(&from->topk_idx);
-    }
+    if (alive) ReadPublished(peers, args.num_payloads, published);
   }
   __syncthreads();
   if (alive) {

@@ -13,8 +13,9 @@ namespace jax_ep {
 
 class FirstCall {
  public:
-  // Waits until every rank of the place's group has called it once; later calls return at once. Each device
-  // has a host thread of its own on GPUs, so waiting is safe. Returns the reason why it gave up, or nothing.
+  // Waits until every rank of the place's group in this process has called it once; later calls return at
+  // once. Each device has a host thread of its own on GPUs, so waiting is safe. Returns the reason why it
+  // gave up, or nothing.
   std::string Wait(const char* op, const Group& group, const Group::Place& place);
 
  private:

@@ -1,22 +1,9 @@
 #include "runtime/gpus.h"
 
-#include <cuda.h>  // types only
-#include <cuda_runtime_api.h>
+#include "runtime/driver.h"
 
 namespace jax_ep {
 namespace {
-
-// A function of the driver, found at run time: the extension does not link to libcuda.
-template <typename F>
-F* DriverFunction(const char* name, unsigned version) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result);
-  (void)cudaGetLastError();
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<F*>(function)
-                                                                       : nullptr;
-}
 
 int Attribute(cudaDeviceAttr attribute, int64_t device) {
   int value = 0;

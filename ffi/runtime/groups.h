@@ -12,7 +12,8 @@ namespace jax_ep {
 
 class Group {
  public:
-  // `devices` are device ids, group by group, in rank order; `num_ranks` of them make one group.
+  // `devices` are device ids, group by group, in rank order, -1 for those of other processes; `num_ranks` of
+  // them make one group.
   Group(std::string key, std::string name, std::vector<int64_t> devices, int num_ranks)
       : key_(std::move(key)), name_(std::move(name)), devices_(std::move(devices)), num_ranks_(num_ranks) {}
 
@@ -26,6 +27,8 @@ class Group {
     int rank;
   };
   std::optional<Place> Find(int64_t device) const;
+  // Whether a rank of one of the groups belongs to this process.
+  bool IsLocal(const Place& place) const { return devices_[place.group * num_ranks_ + place.rank] >= 0; }
 
   double timeout_s() const;
   void set_timeout_s(double timeout_s);

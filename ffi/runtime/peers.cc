@@ -1,53 +1,41 @@
 #include "runtime/peers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
 
 #include "core/text.h"
 #include "kernels/kernels.h"
+#include "runtime/driver.h"
 #include "runtime/gpus.h"
 #include "runtime/switches.h"
 
 namespace jax_ep {
 namespace {
 
-// Restores the current device, and leaves no error behind.
-class DeviceGuard {
- public:
-  DeviceGuard() { (void)cudaGetDevice(&device_); }
-  ~DeviceGuard() {
-    (void)cudaSetDevice(device_);
-    (void)cudaGetLastError();
-  }
-
- private:
-  int device_ = 0;
-};
-
 std::string Failed(const char* what, int64_t device, cudaError_t error) {
   return Text(what, " on GPU ", device, ": ", cudaGetErrorString(error));
 }
 
-// Lets the device reach the memory of its peers. places[i] and samples[i] belong to one peer.
-std::string PreparePeers(int64_t device, const std::vector<int64_t>& peers,
-                         const std::vector<uint64_t>& samples) {
-  for (size_t i = 0; i < peers.size(); ++i) {
-    if (peers[i] == device) continue;
-    if (LinkBetween(device, peers[i]) == Link::kNone) {
-      return Text("GPU ", device, " (", GpuName(device), ") cannot access the memory of GPU ", peers[i], " (",
-                  GpuName(peers[i]),
+// Lets the device reach the memory of those peers that belong to this process; others' is mapped for it.
+std::string PreparePeers(int64_t device, const RankMemory* peers, int num_peers) {
+  for (const RankMemory* peer = peers; peer != peers + num_peers; ++peer) {
+    if (peer->device == device || peer->device < 0) continue;
+    if (LinkBetween(device, peer->device) == Link::kNone) {
+      return Text("GPU ", device, " (", GpuName(device), ") cannot access the memory of GPU ", peer->device,
+                  " (", GpuName(peer->device),
                   "); the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer; never between "
                   "MIG instances): choose others, or implementation='xla'");
     }
-    const cudaError_t error = cudaDeviceEnablePeerAccess(static_cast<int>(peers[i]), 0);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(static_cast<int>(peer->device), 0);
     if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
       return Failed("enabling peer access", device, error);
     }
     (void)cudaGetLastError();  // 'already enabled' would stay behind
-    const Memory memory = DescribeMemory(samples[i], device);
+    const Memory memory = DescribeMemory(peer->control, device);
     if (!memory.reachable) {
-      return Text("JAX's memory on GPU ", peers[i], " (", memory.kind, ") is not accessible from GPU ",
+      return Text("JAX's memory on GPU ", peer->device, " (", memory.kind, ") is not accessible from GPU ",
                   device,
                   "; let JAX use its own allocator (unset XLA_PYTHON_CLIENT_ALLOCATOR), or "
                   "implementation='xla'");
@@ -58,61 +46,78 @@ std::string PreparePeers(int64_t device, const std::vector<int64_t>& peers,
 
 }  // namespace
 
-std::string DevicePeers::Make(const std::vector<int64_t>& devices, const std::vector<uint64_t>& samples,
-                              int num_ranks, std::shared_ptr<DevicePeers>& peers) {
-  DeviceGuard guard;
-  if (num_ranks > kMaxRanks) {
-    return "a group on GPUs of one host has at most " + std::to_string(kMaxRanks) + " ranks, got " +
-           std::to_string(num_ranks);
-  }
-  auto made = std::make_shared<DevicePeers>();
-  made->devices_ = devices;
-  made->num_ranks_ = num_ranks;
-  cudaError_t error =
-      cudaHostAlloc(reinterpret_cast<void**>(&made->expired_), sizeof(Expired) * devices.size(),
-                    cudaHostAllocPortable | cudaHostAllocMapped);
-  if (error != cudaSuccess) return Failed("allocating host memory", devices[0], error);
-  std::memset(made->expired_, 0, sizeof(Expired) * devices.size());
-  for (size_t i = 0; i < devices.size(); ++i) {
-    const int64_t device = devices[i];
-    const size_t first = i / num_ranks * num_ranks;
-    if ((error = cudaSetDevice(static_cast<int>(device))) != cudaSuccess) {
-      return Failed("selecting the device", device, error);
-    }
-    const std::vector<int64_t> group(devices.begin() + first, devices.begin() + first + num_ranks);
-    const std::vector<uint64_t> theirs(samples.begin() + first, samples.begin() + first + num_ranks);
-    if (std::string text = PreparePeers(device, group, theirs); !text.empty()) return text;
+// What must be done on each device of this process before its first op.
+static std::string Prepare(const RankMemory& rank, const RankMemory* peers, int num_peers) {
+  return OnDevice(rank.device, [&]() -> std::string {
+    if (std::string text = PreparePeers(rank.device, peers, num_peers); !text.empty()) return text;
     for (auto preload : {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine,
                          cuda::PreloadPermute, cuda::PreloadGroupedDot}) {
-      if ((error = preload()) != cudaSuccess) return Failed("loading the kernels", device, error);
+      const cudaError_t error = preload();
+      if (error != cudaSuccess) return Failed("loading the kernels", rank.device, error);
     }
-    Control* control = nullptr;
-    if ((error = cudaMalloc(reinterpret_cast<void**>(&control), sizeof(Control))) != cudaSuccess) {
-      return Failed("allocating the control block", device, error);
-    }
-    made->controls_.push_back(control);
+    return "";
+  });
+}
+
+std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks,
+                              std::shared_ptr<DevicePeers>& peers) {
+  if (num_ranks > kMaxRanks) {
+    return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
   }
+  auto made = std::make_shared<DevicePeers>();
+  made->ranks_ = ranks;
+  made->num_ranks_ = num_ranks;
+  made->regions_.resize(ranks.size());
+  int64_t a_device = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i].device < 0) continue;
+    a_device = ranks[i].device;
+    const RankMemory* const group = &ranks[i / num_ranks * num_ranks];
+    if (std::string text = Prepare(ranks[i], group, num_ranks); !text.empty()) return text;
+    if (std::any_of(group, group + num_ranks, [](const RankMemory& rank) { return rank.device < 0; })) {
+      made->regions_[i] = FindRegion(ranks[i].control, a_device);
+    }
+  }
+  const cudaError_t error = OnDevice(a_device, [&] {
+    return cudaHostAlloc(reinterpret_cast<void**>(&made->expired_), sizeof(Expired) * ranks.size(),
+                         cudaHostAllocPortable | cudaHostAllocMapped);
+  });
+  if (error != cudaSuccess) return Failed("allocating host memory", a_device, error);
   if (std::string text = made->Reset(); !text.empty()) return text;
   peers = made;
   return "";
 }
 
 std::string DevicePeers::Reset() {
-  DeviceGuard guard;
-  std::memset(expired_, 0, sizeof(Expired) * devices_.size());
-  for (size_t i = 0; i < devices_.size(); ++i) {
-    cudaError_t error = cudaSetDevice(static_cast<int>(devices_[i]));
-    if (error == cudaSuccess) error = cudaMemset(controls_[i], 0, sizeof(Control));
-    if (error == cudaSuccess) error = cudaDeviceSynchronize();
-    if (error != cudaSuccess) return Failed("clearing the control block", devices_[i], error);
+  std::memset(expired_, 0, sizeof(Expired) * ranks_.size());
+  for (const RankMemory& rank : ranks_) {
+    if (rank.device < 0) continue;
+    const cudaError_t error = OnDevice(rank.device, [&] {
+      const cudaError_t cleared = cudaMemset(reinterpret_cast<void*>(rank.control), 0, sizeof(Control));
+      return cleared == cudaSuccess ? cudaDeviceSynchronize() : cleared;
+    });
+    if (error != cudaSuccess) return Failed("clearing the control block", rank.device, error);
   }
   return "";
+}
+
+std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* address) const {
+  const Region& region = regions_[place.group * num_ranks_ + place.rank];
+  if (region.bytes == 0 || address == nullptr || region.Contains(reinterpret_cast<uint64_t>(address)))
+    return "";
+  return "an array lies outside of the memory that the processes of the group shared when it was made. JAX "
+         "must "
+         "allocate all of its memory at the start: set XLA_PYTHON_CLIENT_PREALLOCATE=true (and leave "
+         "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
 }
 
 Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
   Peers peers{};
   const int first = place.group * num_ranks_;
-  for (int r = 0; r < num_ranks_; ++r) peers.control[r] = controls_[first + r];
+  for (int r = 0; r < num_ranks_; ++r) {
+    peers.control[r] = reinterpret_cast<Control*>(ranks_[first + r].control);
+    peers.shift[r] = ranks_[first + r].shift;
+  }
   peers.expired = &expired_[first + place.rank];
   peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
@@ -123,13 +128,13 @@ Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
 
 std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
   static const char* const kOps[] = {"dispatch", "dispatch (cached)", "combine"};
-  for (size_t i = 0; i < devices_.size(); ++i) {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
     const volatile Expired& record = expired_[i];
     const Phase phase = static_cast<Phase>(record.phase);
     if (phase == Phase::kNone) continue;
     const char* op = kOps[record.op];
     if (phase == Phase::kRank) {
-      return Text(op, ": group ", group_name, " was made for another mesh: GPU ", devices_[i],
+      return Text(op, ": group ", group_name, " was made for another mesh: GPU ", ranks_[i].device,
                   " runs as rank ", static_cast<int>(record.missing), ", but is rank ",
                   static_cast<int>(record.rank), " there; make the Group from the mesh of this shard_map");
     }
@@ -164,13 +169,11 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices,
-                            const std::vector<uint64_t>& samples, int num_ranks) {
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   std::shared_ptr<DevicePeers>& peers = registry.peers[key];
-  if (peers == nullptr) return DevicePeers::Make(devices, samples, num_ranks, peers);
-  return peers->DescribeExpired("").empty() ? "" : peers->Reset();
+  return peers == nullptr ? DevicePeers::Make(ranks, num_ranks, peers) : "";
 }
 
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key) {

@@ -1,4 +1,4 @@
-// The device side of a group whose ranks are GPUs of this process.
+// The device side of a group on GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,39 +10,50 @@
 
 #include "kernels/control.h"
 #include "runtime/groups.h"
+#include "runtime/regions.h"
 
 namespace jax_ep {
 
-// The control blocks of a group's devices. Once made, they live as long as the process: a captured graph
-// may hold their addresses, and a group of the same devices finds them again.
+// Where the memory of one rank lies.
+struct RankMemory {
+  int64_t device;    // its ordinal; -1: the rank belongs to another process
+  uint64_t control;  // address of its control block, here
+  int64_t shift;     // added to an address that it publishes, gives the same memory here
+};
+
+// The control blocks of a group and its records of expired waits. They live as long as the process: a
+// captured graph may hold their addresses, and a group of the same devices finds them again.
 class DevicePeers {
  public:
-  // Checks that every device reaches its peers' memory, loads all kernels on it and allocates its block.
-  // `samples` are addresses of arrays, one of each device. Empty text on success.
-  static std::string Make(const std::vector<int64_t>& devices, const std::vector<uint64_t>& samples,
-                          int num_ranks, std::shared_ptr<DevicePeers>& peers);
+  // Checks that every device of this process reaches its peers' memory and loads all kernels on it. `ranks`
+  // are those of one group after the other. Empty text on success.
+  static std::string Make(const std::vector<RankMemory>& ranks, int num_ranks,
+                          std::shared_ptr<DevicePeers>& peers);
 
   // What the kernels of rank `place` take.
   Peers At(const Group::Place& place, double timeout_s) const;
 
+  // Why peers in other processes cannot reach an address of rank `place`; empty if they can.
+  std::string ReasonAgainst(const Group::Place& place, const void* address) const;
+
   // The text of the first wait that expired, empty if none did.
   std::string DescribeExpired(const std::string& group_name) const;
 
-  // Clears all blocks. The devices must not be running an op of the group.
+  // Clears the blocks of this process. Nobody may be running an op of the group.
   std::string Reset();
 
   static int64_t BytesPerDevice() { return sizeof(Control); }
 
  private:
-  std::vector<int64_t> devices_;
+  std::vector<RankMemory> ranks_;
   int num_ranks_ = 0;
-  std::vector<Control*> controls_;  // by group, then rank
-  Expired* expired_ = nullptr;      // [devices], host memory mapped to the devices
+  std::vector<Region> regions_;  // of each rank of this process, if the group spans several
+  Expired* expired_ = nullptr;   // [ranks], host memory mapped to the devices
 };
 
 // Makes the peers of a group, or finds them. Empty text on success.
-std::string OpenDeviceGroup(const std::string& key, const std::vector<int64_t>& devices,
-                            const std::vector<uint64_t>& samples, int num_ranks);
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks);
+// Null if none were made.
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key);
 
 }  // namespace jax_ep

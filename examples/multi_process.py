@@ -1,0 +1,105 @@
+"""One Mixture-of-Experts layer and its gradient over the GPUs of several processes.
+
+    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each
+    srun --ntasks 4 --gpus-per-task 1 python examples/multi_process.py
+    mpirun -n 4 python examples/multi_process.py
+
+Nothing in it but `jax.distributed.initialize` and the way that arrays are made knows of the processes.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 64, 4, 512, 256, 512
+
+
+def start(count: int) -> int:
+    """This program in `count` processes, each told which GPUs are its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    gpus = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    each = len(gpus) // count
+    workers = []
+    for process in range(count):
+        mine = ",".join(str(process * each + i) for i in range(each))
+        command = [sys.executable, __file__, "--join", address, str(count), str(process)]
+        workers.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": mine}))
+    return max(worker.wait() for worker in workers)
+
+
+def train_step() -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
+    spread = NamedSharding(mesh, P("ep"))
+    rng = np.random.default_rng(0)  # the same on every process, of which each takes its own part
+
+    def array(*shape: int) -> jax.Array:
+        whole = rng.standard_normal(shape, np.float32)
+        return jax.make_array_from_callback(shape, spread, lambda index: whole[index])
+
+    x = array(TOKENS * mesh.size, WIDTH)
+    parameters = {"up": array(EXPERTS, WIDTH, HIDDEN) / 16, "down": array(EXPERTS, HIDDEN, WIDTH) / 23}
+    router = jnp.asarray(rng.standard_normal((WIDTH, EXPERTS), np.float32))
+
+    with jax_ep.Group(mesh, "ep") as group:
+
+        def layer(parameters, x, router):
+            weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), TOP_K)
+
+            def experts(rows, group_sizes):
+                rows = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
+                return jax_ep.grouped_dot(rows, parameters["down"], group_sizes)
+
+            return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=EXPERTS)
+
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"), P("ep"), P()), out_specs=P("ep"))
+
+        @jax.jit
+        def step(parameters, x, router):
+            loss = lambda parameters: jnp.mean((mapped(parameters, x, router) - x) ** 2)
+            value, gradients = jax.value_and_grad(loss)(parameters)
+            return value, jax.tree.map(lambda p, g: p - 100.0 * g, parameters, gradients)
+
+        for i in range(5):
+            value, parameters = step(parameters, x, np.asarray(router))
+            if jax.process_index() == 0:
+                print(f"step {i}: loss {float(value):.5f}", flush=True)
+        group.check()
+        if jax.process_index() == 0:
+            stats = group.stats()
+            print(
+                f"{mesh.size} ranks in {jax.process_count()} processes, {stats.implementation!r} {stats.reason}"
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--start", type=int, metavar="N", help="start N processes on this host")
+    parser.add_argument("--join", nargs=3, metavar=("ADDRESS", "N", "PROCESS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.start:
+        return start(options.start)
+    if options.join:
+        address, count, process = options.join
+        jax.distributed.initialize(address, int(count), int(process))
+    else:
+        jax.distributed.initialize()  # SLURM and Open MPI say what it needs
+    train_step()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+// Functions of the CUDA driver, found at run time: the extension does not link to libcuda.
+#pragma once
+
+#include <cuda.h>  // types only
+#include <cuda_runtime_api.h>
+
+#include <future>
+#include <stdexcept>
+#include <utility>
+
+namespace jax_ep {
+
+// Null where the driver is older than the function.
+template <typename F>
+F* DriverFunction(const char* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result);
+  (void)cudaGetLastError();
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<F*>(function)
+                                                                       : nullptr;
+}
+
+// Runs f in a thread of its own, on a device: what CUDA keeps for each thread (its device, its last error)
+// stays as it is in the caller's, and no device gets a context that has none.
+template <typename F>
+auto OnDevice(int64_t device, F&& f) {
+  return std::async(std::launch::async,
+                    [&] {
+                      const cudaError_t error = cudaSetDevice(static_cast<int>(device));
+                      if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+                      return std::forward<F>(f)();
+                    })
+      .get();
+}
+
+}  // namespace jax_ep

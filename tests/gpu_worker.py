@@ -1,0 +1,135 @@
+"""One of several processes with GPUs: `gpu_worker.py TASK COORDINATOR PROCESSES PROCESS DEVICES`."""
+
+import hashlib
+import os
+import sys
+import time
+
+import jax
+
+task, address = sys.argv[1:3]
+processes, process, devices_each = map(int, sys.argv[3:])
+if processes > 1:
+    first = 0 if os.environ.get("JAX_EP_TEST_HIDDEN") else process * devices_each
+    mine = list(range(first, first + devices_each))
+    jax.distributed.initialize(address, processes, process, local_device_ids=mine)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from cases import BF16, floats, routing  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jax_ep  # noqa: E402
+
+R, T, K, E, H = len(jax.devices()), 64, 4, 64, 512
+mesh = Mesh(np.array(jax.devices()), ("ep",))
+spec = NamedSharding(mesh, P("ep"))
+
+
+def spread(array):
+    flat = array.reshape(-1, *array.shape[2:])
+    return jax.make_array_from_callback(flat.shape, spec, lambda index: flat[index])
+
+
+inputs = (
+    spread(floats((R, T, H), BF16)),
+    spread(routing("sprinkled", R, T, K, E)),
+    spread(floats((R, T, K))),
+)
+
+
+def forward_and_backward(group, order):
+    """All that a layer moves, forward and backward."""
+
+    def shard(x, ids, w):
+        def layer(x, w):
+            sent = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order=order, implementation="ffi")
+            options = {"topk_weights": sent.topk_weights} if order == "expert" else {}
+            return jax_ep.combine(sent.x, sent.handle, group=group, **options), sent
+
+        y, transposed, sent = jax.vjp(layer, x, w, has_aux=True)
+        return y, sent.x, sent.topk_weights, sent.handle.token_rows, transposed(jnp.cos(y))
+
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+
+def whole(value):
+    return np.asarray(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(value))
+
+
+def hash_of(results):
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(results):
+        found.update(np.ascontiguousarray(whole(leaf)).tobytes())
+    return found.hexdigest()
+
+
+def say_digests():
+    """What a layer computes, over all devices and over groups of two."""
+    with jax_ep.Group(mesh, "ep") as group:
+        for order in ("rank", "expert"):
+            run = forward_and_backward(group, order)
+            digests = {hash_of(run(*inputs)) for _ in range(5)}
+            print("digest", order, *digests, flush=True)
+        group.check()
+
+
+def say_what_a_death_does():
+    """The last process dies; the others' next op says so in time."""
+    group = jax_ep.Group(mesh, "ep", timeout_s=3)
+    run = forward_and_backward(group, "rank")
+    jax.block_until_ready(run(*inputs))
+    multihost_utils.sync_global_devices("all have run")
+    if process == processes - 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(1)
+    begin = time.monotonic()
+    jax.block_until_ready(run(*inputs))
+    try:
+        group.check()
+    except jax_ep.PeerTimeoutError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {error}", flush=True)
+    os._exit(0)  # jax.distributed would wait for the dead
+
+
+def count_descriptors():
+    """A hundred groups, made and closed."""
+    counts = []
+    for _ in range(100):
+        with jax_ep.Group(mesh, "ep") as group:
+            assert group.stats().implementation == "ffi", group.stats()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    print("descriptors", counts[5], counts[-1], flush=True)
+
+
+def say_what_growing_memory_does():
+    """Without preallocation, a large array lies outside of what the processes share."""
+    group = jax_ep.Group(mesh, "ep", timeout_s=3)
+
+    def shard(x, ids):
+        return jax_ep.dispatch(x, ids, group=group, num_experts=E, capacity=2**20, implementation="ffi").x
+
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    try:
+        jax.block_until_ready(run(*inputs[:2]))
+        group.check()
+    except (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError) as error:
+        print(f"error: {error}", flush=True)
+    os._exit(0)
+
+
+def exit_one_by_one():
+    with jax_ep.Group(mesh, "ep") as group:
+        jax.block_until_ready(forward_and_backward(group, "expert")(*inputs))
+    time.sleep(process)
+
+
+{
+    "digests": say_digests,
+    "death": say_what_a_death_does,
+    "descriptors": count_descriptors,
+    "growth": say_what_growing_memory_does,
+    "exit": exit_one_by_one,
+}[task]()

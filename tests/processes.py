@@ -1,0 +1,133 @@
+"""The suite in several processes: `python tests/processes.py 4 [pytest arguments]` runs it in each of 4.
+
+Every process runs the same tests in the same order, and owns its share of the host's GPUs. `join` is called by
+conftest.py in each; it also makes what `jax.jit` returns whole on every process, so that the tests read results
+as they do in one.
+"""
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ADDRESS, NUM, INDEX, DEVICES = (
+    f"JAX_EP_TEST_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS", "DEVICES")
+)
+
+
+def num_processes() -> int:
+    return int(os.environ.get(NUM, "1"))
+
+
+def join() -> None:
+    """Joins the other processes that `main` has started; nothing if this one is alone."""
+    if num_processes() == 1:
+        return
+    import jax
+
+    process, devices = int(os.environ[INDEX]), int(os.environ[DEVICES])
+    mine = list(range(process * devices, (process + 1) * devices))
+    jax.distributed.initialize(os.environ[ADDRESS], num_processes(), process, local_device_ids=mine)
+    jax.jit = functools.wraps(jax.jit)(functools.partial(_Whole, jax.jit))  # pyright: ignore
+
+
+class _Whole:
+    """jax.jit, whose results are whole NumPy arrays, and whose local arguments may be jax.Arrays."""
+
+    def __init__(self, jit: Any, function: Any, **options: Any):
+        self._compiled = jit(function, **options)
+        self._copy = jit
+        functools.update_wrapper(self, function, updated=())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return self._compiled(*args, **kwargs)
+        args, kwargs = jax.tree.map(self._local, (args, kwargs))
+        return jax.tree.map(self._whole, self._compiled(*args, **kwargs))
+
+    def _local(self, value: Any) -> Any:
+        import jax
+        import numpy as np
+
+        is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if isinstance(value, jax.Array) and value.is_fully_addressable and not is_key:
+            return np.asarray(value)
+        return value
+
+    def _whole(self, value: Any) -> Any:
+        import jax
+        import numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+            return value
+        if not value.is_fully_replicated:
+            everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())  # pyright: ignore
+            value = self._copy(lambda x: x, out_shardings=everywhere)(value)
+        return np.asarray(value)
+
+
+@functools.cache
+def count_gpus() -> int:
+    """GPUs of this host, without starting JAX on them."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return 0
+    return len(listed.splitlines())
+
+
+def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
+    """The largest exit status. All are killed when one fails, or the time is up."""
+    devices = count_gpus() // processes
+    if devices < 1:
+        raise SystemExit(f"{processes} processes need as many GPUs, there are {count_gpus()}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "90", *arguments]
+    workers, outputs = [], []
+    for process in range(processes):
+        environment = os.environ | {
+            ADDRESS: address,
+            NUM: str(processes),
+            INDEX: str(process),
+            DEVICES: str(devices),
+        }
+        # The first one's output is shown, the others' where they fail.
+        output = None if process == 0 else tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
+        outputs.append(output)
+        workers.append(
+            subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT if output else None
+            )
+        )
+    deadline = time.monotonic() + limit_s
+    codes: list[int | None] = [None] * processes
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        codes = [worker.poll() for worker in workers]
+    time.sleep(5 if any(codes) else 0)  # the others may be about to say why, too
+    for process, (worker, output) in enumerate(zip(workers, outputs, strict=True)):
+        code = worker.poll()
+        if code is None:
+            worker.send_signal(signal.SIGKILL)  # jax.distributed catches SIGTERM
+        worker.wait()
+        if output is not None and code != 0:
+            output.seek(0)
+            print(f"--- process {process}, exit status {code}:\n{output.read()}", flush=True)
+    return max(abs(worker.returncode) for worker in workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
