@@ -98,7 +98,7 @@ def slowest_anywhere(us: dict[str, float]) -> dict[str, float]:
 
 
 def run_in_processes(count: int) -> int:
-    """This program again, once in each of several processes that share the GPUs."""
+    """Runs the program once in each of several processes that share the GPUs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

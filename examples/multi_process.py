@@ -25,7 +25,7 @@ EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 64, 4, 512, 256, 512
 
 
 def start(count: int) -> int:
-    """This program in `count` processes, each told which GPUs are its own."""
+    """Runs the program in `count` processes, each of which sees its own GPUs only."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -80,9 +80,7 @@ def train_step() -> None:
         group.check()
         if jax.process_index() == 0:
             stats = group.stats()
-            print(
-                f"{mesh.size} ranks in {jax.process_count()} processes, {stats.implementation!r} {stats.reason}"
-            )
+            print(f"{mesh.size} ranks in {jax.process_count()} processes: {stats}")
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """The suite in several processes: `python tests/processes.py 4 [pytest arguments]` runs it in each of 4.
 
-Every process runs the same tests in the same order, and owns its share of the host's GPUs. `join` is called by
-conftest.py in each; it also makes what `jax.jit` returns whole on every process, so that the tests read results
-as they do in one.
+Every process runs the same tests in the same order, and owns its share of the host's GPUs. `join` is
+called by conftest.py in each; it also makes what `jax.jit` returns whole on every process, so that the tests
+read results as they do in one.
 """
 
 import functools

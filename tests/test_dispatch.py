@@ -60,10 +60,20 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
         np.testing.assert_array_equal(got.handle.rank_prefix_matrix[rank], matrix, strict=True)
 
 
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_numbers_of_ranks_that_are_no_power_of_two(size, order):
+    tokens, k, experts = 130, 4, 6 * size
+    ids, weights = routing("sprinkled", size, tokens, k, experts), floats((size, tokens, k))
+    x = tagged_rows(size, tokens, 200, BF16)
+    got = run_dispatch(x, ids, weights, experts, order=order)
+    check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
+
+
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"),
-    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64)],
-    ids=["T1_K1", "T1_K16", "K_over_E", "E_equals_R", "E512", "T33"],
+    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024)],
+    ids=["T1_K1", "T1_K16", "K_over_E", "E_equals_R", "E512", "T33", "K20_E1024"],
 )
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_extreme_sizes(tokens, k, experts, order, implementation):

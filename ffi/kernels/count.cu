@@ -6,56 +6,69 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kThreads = 288;
+constexpr int kThreads = 256;
+static_assert(kChunkTokens == 2 * kWarp, "a warp ranks the tokens of a chunk by two ballots");
+
+// How many of the first n numbers equal x.
+__device__ int CountEqual(const int16_t* numbers, int n, int16_t x) {
+  const uint32_t twice = static_cast<uint16_t>(x) * 0x10001u;
+  int bits = 0;  // 16 for each
+  for (int i = 0; i + 8 <= n; i += 8) {
+    const uint4 eight = *reinterpret_cast<const uint4*>(numbers + i);
+    bits += __popc(__vcmpeq2(eight.x, twice)) + __popc(__vcmpeq2(eight.y, twice)) +
+            __popc(__vcmpeq2(eight.z, twice)) + __popc(__vcmpeq2(eight.w, twice));
+  }
+  int count = bits / 16;
+  for (int i = n / 8 * 8; i < n; ++i) count += numbers[i] == x;
+  return count;
+}
 
 // One block a chunk. Writes the routed experts, each row's index within its chunk to token_rows (-1: no
-// row), and the chunk's counts by expert, then by rank. A bin is one thread's, so no atomics decide.
+// row), and the chunk's counts by expert, then by rank. Atomics count, but they decide no row's place.
 __global__ void CountKernel(Shape shape, TopkIds ids, int32_t* topk_idx, int32_t* token_rows,
                             int32_t* chunk_counts) {
-  extern __shared__ int16_t experts[];                // [kChunkTokens, K]
-  __shared__ uint8_t pairs[kChunkTokens][kMaxRanks];  // choices of each token at each rank
+  // The chunk's experts [kChunkTokens, K] and their ranks, then its counts [E + R].
+  extern __shared__ __align__(16) int16_t experts[];
+  int16_t* const ranks = experts + kChunkTokens * shape.top_k;
+  int32_t* const counts = reinterpret_cast<int32_t*>(ranks + kChunkTokens * shape.top_k);
   const int first = blockIdx.x * kChunkTokens;
   const int tokens = min(kChunkTokens, shape.num_tokens - first);
   const int num_choices = tokens * shape.top_k;
   const bool by_rank = shape.order == Order::kRank;
+  for (int i = threadIdx.x; i < NumBins(shape); i += blockDim.x) counts[i] = 0;
   for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
     const int expert = RoutedAt(ids, shape, first + i / shape.top_k, i % shape.top_k);
     experts[i] = static_cast<int16_t>(expert);
+    ranks[i] = static_cast<int16_t>(expert < 0 ? -1 : shape.rank_of(expert));
     topk_idx[int64_t{first} * shape.top_k + i] = expert;
-    if (!by_rank) token_rows[int64_t{first} * shape.top_k + i] = -1;
-  }
-  for (int i = threadIdx.x; i < tokens * shape.num_ranks; i += blockDim.x) {
-    pairs[i / shape.num_ranks][i % shape.num_ranks] = 0;
   }
   __syncthreads();
-  for (int t = threadIdx.x; t < tokens; t += blockDim.x) {
-    for (int k = 0; k < shape.top_k; ++k) {
-      const int expert = experts[t * shape.top_k + k];
-      if (expert >= 0) ++pairs[t][shape.rank_of(expert)];
+  for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
+    const int expert = experts[i];
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+    if (by_rank) continue;
+    if (expert >= 0) atomicAdd(&counts[shape.num_experts + ranks[i]], 1);
+    token_rows[int64_t{first} * shape.top_k + i] =
+        expert < 0 ? -1 : CountEqual(experts, i, static_cast<int16_t>(expert));
+  }
+  if (by_rank) {
+    const int lane = threadIdx.x % kWarp;
+    for (int rank = threadIdx.x / kWarp; rank < shape.num_ranks; rank += blockDim.x / kWarp) {
+      int before = 0;
+      for (int t = lane; t < kChunkTokens; t += kWarp) {
+        bool here = false;
+        for (int k = 0; k < shape.top_k && t < tokens; ++k) here |= ranks[t * shape.top_k + k] == rank;
+        const unsigned lanes = __ballot_sync(kAllLanes, here);
+        const int index = before + __popc(lanes & ((1u << lane) - 1));
+        if (t < tokens) token_rows[int64_t{first + t} * shape.num_ranks + rank] = here ? index : -1;
+        before += __popc(lanes);
+      }
+      if (lane == 0) counts[shape.num_experts + rank] = before;
     }
   }
   __syncthreads();
-  int32_t* counts = chunk_counts + int64_t{blockIdx.x} * NumBins(shape);
-  // The ranks' bins first, by the first threads, while the others begin with the experts'.
   for (int i = threadIdx.x; i < NumBins(shape); i += blockDim.x) {
-    int count = 0;
-    if (i < shape.num_ranks) {
-      for (int t = 0; t < tokens; ++t) {
-        const int here = pairs[t][i];
-        if (by_rank) token_rows[int64_t{first + t} * shape.num_ranks + i] = here > 0 ? count : -1;
-        count += by_rank ? here > 0 : here;
-      }
-      counts[shape.num_experts + i] = count;
-    } else {
-      const int expert = i - shape.num_ranks;
-#pragma unroll 8
-      for (int c = 0; c < num_choices; ++c) {
-        if (experts[c] != expert) continue;
-        if (!by_rank) token_rows[int64_t{first} * shape.top_k + c] = count;
-        ++count;
-      }
-      counts[expert] = count;
-    }
+    chunk_counts[int64_t{blockIdx.x} * NumBins(shape) + i] = counts[i];
   }
 }
 
@@ -63,7 +76,7 @@ __global__ void CountKernel(Shape shape, TopkIds ids, int32_t* topk_idx, int32_t
 
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
                         int32_t* chunk_counts, cudaStream_t stream) {
-  const size_t shared = sizeof(int16_t) * kChunkTokens * shape.top_k;
+  const size_t shared = sizeof(int16_t) * 2 * kChunkTokens * shape.top_k + sizeof(int32_t) * NumBins(shape);
   CountKernel<<<NumChunks(shape), kThreads, shared, stream>>>(shape, ids, topk_idx, token_rows, chunk_counts);
   return cudaPeekAtLastError();
 }

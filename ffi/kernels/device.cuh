@@ -164,13 +164,4 @@ __device__ inline uint4 LoadRow(const uint4* address) {
   return v;
 }
 
-__device__ inline void ZeroBytes(std::byte* data, int64_t bytes, int64_t thread, int64_t num_threads) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0) {
-    uint4* vectors = reinterpret_cast<uint4*>(data);
-    for (int64_t i = thread; i < bytes / 16; i += num_threads) vectors[i] = make_uint4(0, 0, 0, 0);
-  } else {
-    for (int64_t i = thread; i < bytes; i += num_threads) data[i] = std::byte{0};
-  }
-}
-
 }  // namespace jax_ep::cuda

@@ -8,9 +8,10 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kMoveThreads = 1024;
-constexpr int kMoveBlocks = 24;
-// Shared memory of a block for slots, beside its counts.
-constexpr int kBulkBytes = 208 * 1024;
+constexpr int kSenders = 24;
+constexpr int64_t kBytesToClear = 16 << 20;  // of the receive buffers for each block that clears
+// Shared memory of a block: its counts, then its slots.
+constexpr int kBulkBytes = 216 * 1024;
 constexpr int kMaxSlotBytes = 16 * 1024;
 constexpr int kMaxBulkWarps = 16;
 
@@ -21,6 +22,7 @@ __device__ void FindFirstRows(const MoveArgs& args, const int32_t* own, int32_t*
   const int num_sources = shape.num_ranks;
   for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
     int before = 0, all = 0;
+#pragma unroll 8
     for (int source = 0; source < num_sources; ++source) {
       const int rows = CountOf(args, own, source, bin);
       if (source < args.peers.rank) before += rows;
@@ -49,7 +51,7 @@ __device__ void FinishRows(const MoveArgs& args, int begin, int end, int32_t* ba
   int chunk = begin / kChunkTokens;
   for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
     int earlier = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int c = 0; c < chunk; ++c) earlier += args.chunk_counts[int64_t{c} * NumBins(shape) + bin];
     base[bin] += earlier;
   }
@@ -78,17 +80,35 @@ JAX_EP_HD inline int64_t SharedCounts(const MoveArgs& args) {
   return args.chunk_counts == nullptr ? 0 : AlignUp(int64_t{sizeof(int32_t)} * 3 * NumBins(args.shape), 128);
 }
 
+// This block's share of the tokens: an equal, contiguous part.
+template <bool kInBulk>
+__device__ void Send(const MoveArgs& args, int32_t* base, const Published* published, std::byte* slots,
+                     uint64_t (*barriers)[2]) {
+  const int64_t T = args.shape.num_tokens;
+  const int begin = static_cast<int>(T * blockIdx.x / args.num_senders);
+  const int end = static_cast<int>(T * (blockIdx.x + 1) / args.num_senders);
+  if (begin >= end) return;
+  if (args.chunk_counts != nullptr) FinishRows(args, begin, end, base);
+  if (!kInBulk) return SendTokens(args, begin, end, published);
+  const int warp = threadIdx.x / kWarp;
+  if (warp >= args.bulk.num_warps) return;
+  FenceBulk();
+  SendTokensInBulk(args, begin, end, published, slots + int64_t{2} * warp * args.bulk.slot_bytes,
+                   barriers[warp]);
+}
+
 template <bool kInBulk>
 __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_constant__ MoveArgs args) {
-  // own, totals, base: [E + R] each; then the slots
-  extern __shared__ __align__(128) int32_t bins[];
+  // own, totals, base: [E + R] each; for bulk copies then the slots, or where nothing is sent zeros
+  extern __shared__ __align__(128) std::byte shared[];
   __shared__ Published published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.chunk_counts != nullptr, local = peers.num_ranks == 0;
   const Op op = routes ? Op::kDispatch : Op::kCachedDispatch;
-  int32_t *own = bins, *totals = bins + NumBins(shape), *base = bins + 2 * NumBins(shape);
+  int32_t* const own = reinterpret_cast<int32_t*>(shared);
+  int32_t *const totals = own + NumBins(shape), *const base = totals + NumBins(shape);
 
   if (kInBulk && threadIdx.x < 2 * kMaxBulkWarps) InitBarrier(&barriers[threadIdx.x / 2][threadIdx.x % 2]);
   uint32_t epoch = 0;
@@ -96,6 +116,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
   if (alive && routes && (local || blockIdx.x == 0)) {
     for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
       int rows = 0;
+#pragma unroll 16
       for (int c = 0; c < NumChunks(shape); ++c) rows += args.chunk_counts[int64_t{c} * NumBins(shape) + bin];
       own[bin] = rows;
       for (int r = 0; r < peers.num_ranks; ++r) peers.control[r]->counts[peers.rank][bin] = rows;
@@ -119,24 +140,23 @@ __global__ void __launch_bounds__(kMoveThreads, 1) MoveKernel(const __grid_const
       FindFirstRows(args, own, totals, base);
       if (blockIdx.x == 0) WriteReceiver(args, own, totals);
     }
-    const int64_t T = shape.num_tokens;
-    const int begin = static_cast<int>(T * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(T * (blockIdx.x + 1) / gridDim.x);
-    if (routes && begin < end) FinishRows(args, begin, end, base);
-    const int warp = threadIdx.x / kWarp;
-    const bool sends_in_bulk = kInBulk && warp < args.bulk.num_warps;
-    if (sends_in_bulk) {
-      FenceBulk();
-      std::byte* slots = reinterpret_cast<std::byte*>(bins) + SharedCounts(args);
-      SendTokensInBulk(args, begin, end, published, slots + int64_t{2} * warp * args.bulk.slot_bytes,
-                       barriers[warp]);
-    } else if (!kInBulk) {
-      SendTokens(args, begin, end, published);
+    if (static_cast<int>(blockIdx.x) < args.num_senders) {
+      Send<kInBulk>(args, base, published, shared + SharedCounts(args), barriers);
+    } else {
+      const int num_rows = routes
+                               ? totals[shape.num_experts + me]
+                               : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
+      const int32_t* rows = routes ? totals + me * L : args.handle.expert_counts;
+      const int64_t thread = int64_t{blockIdx.x - args.num_senders} * blockDim.x + threadIdx.x;
+      const int64_t num_threads = int64_t{gridDim.x - args.num_senders} * blockDim.x;
+      std::byte* const zeros = kInBulk ? shared + SharedCounts(args) : nullptr;
+      if (kInBulk) {
+        Clear(zeros, kZeroBytes, {threadIdx.x, blockDim.x, nullptr});
+        FenceBulk();
+        __syncthreads();
+      }
+      ClearGaps(args, rows, num_rows, {thread, num_threads, zeros});
     }
-    const int num_rows = routes
-                             ? totals[shape.num_experts + me]
-                             : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
-    if (!sends_in_bulk) ClearGaps(args, routes ? totals + me * L : args.handle.expert_counts, num_rows);
   }
   if (local) return;
   if (!IsLastBlock(peers)) return;
@@ -158,15 +178,24 @@ BulkPlan PlanBulk(const MoveArgs& args, const Device& device) {
           static_cast<int32_t>(slot)};
 }
 
-cudaError_t Move(MoveArgs args, const Device& device, int blocks, cudaStream_t stream) {
+cudaError_t Move(MoveArgs args, const Device& device, int num_senders, cudaStream_t stream) {
   args.bulk = PlanBulk(args, device);
+  args.num_senders = num_senders;
   const auto kernel = args.bulk.num_warps > 0 ? MoveKernel<true> : MoveKernel<false>;
-  const int64_t shared = SharedCounts(args) + int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes;
+  int64_t shared = SharedCounts(args);
+  if (args.bulk.num_warps > 0) {
+    shared += std::max(int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes, int64_t{kZeroBytes});
+  }
+  // As many blocks clear as pays if nothing arrives.
+  int64_t bytes = 0;
+  for (int p = 0; p < args.num_payloads; ++p) bytes += args.payloads[p].row_bytes * args.shape.capacity;
+  const int64_t most = std::max(device.num_sms - num_senders, device.num_sms / 2);
+  const int clearers = static_cast<int>(std::clamp(bytes / kBytesToClear, int64_t{1}, most));
   // Slots, and counts of many experts, need more than the default.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, kMoveThreads, shared, stream>>>(args);
+  kernel<<<num_senders + clearers, kMoveThreads, shared, stream>>>(args);
   return cudaPeekAtLastError();
 }
 
@@ -198,7 +227,7 @@ cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, con
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  return Move(args, device, kMoveBlocks, stream);
+  return Move(args, device, kSenders, stream);
 }
 
 cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
@@ -208,7 +237,7 @@ cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers
   args.rank_operand = params.rank_operand;
   args.handle = params.handle;
   args.recv_topk_weights = params.recv_topk_weights;
-  return Move(args, device, kMoveBlocks, stream);
+  return Move(args, device, kSenders, stream);
 }
 
 // A dispatch within a group of one rank, which meets nobody. The routed ids are the row map's, and are

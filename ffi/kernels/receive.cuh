@@ -1,7 +1,7 @@
 // The receiver's side of a push: what the counts say, and the rows that no token fills.
 #pragma once
 
-#include "kernels/device.cuh"
+#include "kernels/bulk.cuh"
 
 namespace jax_ep::cuda {
 
@@ -10,6 +10,8 @@ struct BulkPlan {
   int32_t num_warps;  // 0: rows are sent by loads and stores
   int32_t slot_bytes;
 };
+
+constexpr int kZeroBytes = 8 * 1024;
 
 // Shorter rows gain nothing from bulk copies, and others cannot be copied so.
 JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
@@ -24,6 +26,7 @@ struct MoveArgs {
   Payload payloads[kMaxPayloads];
   int32_t num_payloads;
   BulkPlan bulk;
+  int32_t num_senders;  // blocks that send; the others clear what no row fills
   const float* topk_weights;
   float* recv_topk_weights;
   int32_t* recv_topk_idx;
@@ -101,36 +104,64 @@ __device__ inline void CountCutSource(const MoveArgs& args, int begin) {
   }
 }
 
-// Zeroes rows [begin, end) of this rank's buffers that hold no token.
-__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end) {
+// The threads of the blocks that clear.
+struct Clearers {
+  int64_t thread;
+  int64_t num_threads;
+  const std::byte* zeros;  // kZeroBytes of them in shared memory; null: clear by ordinary stores
+};
+
+// Zeroes bytes of this device's memory. Bulk stores are begun only.
+__device__ inline void Clear(std::byte* data, int64_t bytes, const Clearers& by) {
+  const bool in_vectors = reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
+  if (in_vectors && by.zeros != nullptr) {
+    if (by.thread % kWarp != 0) return;
+    for (int64_t at = by.thread / kWarp * kZeroBytes; at < bytes; at += by.num_threads / kWarp * kZeroBytes) {
+      BulkStore(data + at, by.zeros, static_cast<uint32_t>(min(int64_t{kZeroBytes}, bytes - at)));
+    }
+    CommitStores();
+  } else if (in_vectors) {
+    uint4* vectors = reinterpret_cast<uint4*>(data);
+    for (int64_t i = by.thread; i < bytes / 16; i += by.num_threads) vectors[i] = make_uint4(0, 0, 0, 0);
+  } else {
+    for (int64_t i = by.thread; i < bytes; i += by.num_threads) data[i] = std::byte{0};
+  }
+}
+
+// Clears rows [begin, end) of this rank's buffers, which hold no token.
+__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end, const Clearers& by) {
   const Shape& shape = args.shape;
   begin = min(max(begin, int64_t{0}), int64_t{shape.capacity});
   end = min(max(end, int64_t{0}), int64_t{shape.capacity});
   if (begin >= end) return;
-  // The warps that send by bulk copies are busy meanwhile.
-  const int busy = args.bulk.num_warps * kWarp, idle = blockDim.x - busy;
-  const int64_t thread = int64_t{blockIdx.x} * idle + threadIdx.x - busy;
-  const int64_t num_threads = int64_t{gridDim.x} * idle;
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
-    ZeroBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, thread, num_threads);
+    Clear(args.payloads[p].out + begin * bytes, (end - begin) * bytes, by);
   }
   const int64_t per_row = shape.order == Order::kRank ? shape.top_k : 1;
-  for (int64_t i = begin * per_row + thread; i < end * per_row; i += num_threads) {
+  for (int64_t i = begin * per_row + by.thread; i < end * per_row; i += by.num_threads) {
     if (args.recv_topk_weights != nullptr) args.recv_topk_weights[i] = 0.0f;
     if (args.recv_topk_idx != nullptr) args.recv_topk_idx[i] = -1;
   }
 }
 
-__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, int num_rows) {
-  if (args.shape.order == Order::kRank) return ClearRows(args, num_rows, args.shape.capacity);
-  int64_t block = 0;
-  for (int i = 0; i < args.shape.num_local_experts(); ++i) {
-    const int64_t end = block + AlignUp(expert_rows[i], args.shape.alignment);
-    ClearRows(args, block + expert_rows[i], end);
-    block = end;
+// Clears what no row fills: the tail, and by expert the padding between blocks.
+__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, int num_rows,
+                                 const Clearers& by) {
+  int64_t tail = num_rows;
+  if (args.shape.order == Order::kExpert) {
+    tail = 0;
+    for (int i = 0; i < args.shape.num_local_experts(); ++i) {
+      const int64_t end = tail + AlignUp(expert_rows[i], args.shape.alignment);
+      ClearRows(args, tail + expert_rows[i], end, by);
+      tail = end;
+    }
   }
-  ClearRows(args, block, args.shape.capacity);
+  ClearRows(args, tail, args.shape.capacity, by);
+  if (by.zeros != nullptr) {
+    WaitForStores();
+    FenceBulk();
+  }
 }
 
 }  // namespace jax_ep::cuda
