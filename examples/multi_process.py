@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
-EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 64, 4, 512, 256, 512
+EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 16, 2, 128, 128, 256
 
 
 def start(count: int) -> int:
@@ -51,7 +51,7 @@ def train_step() -> None:
         return jax.make_array_from_callback(shape, spread, lambda index: whole[index])
 
     x = array(TOKENS * mesh.size, WIDTH)
-    parameters = {"up": array(EXPERTS, WIDTH, HIDDEN) / 16, "down": array(EXPERTS, HIDDEN, WIDTH) / 23}
+    parameters = {"up": array(EXPERTS, WIDTH, HIDDEN) / 11, "down": array(EXPERTS, HIDDEN, WIDTH) / 16}
     router = jnp.asarray(rng.standard_normal((WIDTH, EXPERTS), np.float32))
 
     with jax_ep.Group(mesh, "ep") as group:

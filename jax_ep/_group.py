@@ -52,7 +52,8 @@ class Group:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive.
 
     On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
-    must make the group, in the same order as others of its kind: they exchange where their memory lies.
+    must make it, and several groups in the same order: they tell each other where their memory lies
+    (docs/multi_process.md).
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0):

@@ -94,7 +94,7 @@ def test_memory_that_grows_is_refused_with_the_remedy():
     need_gpus(2)
     outputs = run("growth", 2, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     assert all("error: " in output for output in outputs)
-    assert any("set XLA_PYTHON_CLIENT_PREALLOCATE=true" in output for output in outputs)
+    assert any("XLA_PYTHON_CLIENT_PREALLOCATE=true" in output for output in outputs)
 
 
 def test_processes_end_in_any_order_and_leave_nothing_behind():

@@ -2,24 +2,30 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 
 import pytest
 
-WORKER = pathlib.Path(__file__).with_name("multiprocess_worker.py")
+HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.timeout(240)
-def test_two_processes_of_four_devices():
+def run_two(arguments):
+    """Two processes of four virtual devices each, of these arguments for a coordinator; their outputs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"}
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "NPROC": "16",
+    }
     workers = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), f"127.0.0.1:{port}", str(process)],
+            [sys.executable, *arguments(address, process)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -32,6 +38,26 @@ def test_two_processes_of_four_devices():
     finally:
         for worker in workers:
             worker.kill()  # jax.distributed catches SIGTERM
-    for process, (worker, output) in enumerate(zip(workers, outputs, strict=True)):
+    for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
+    return outputs
+
+
+@pytest.mark.timeout(240)
+def test_two_processes_of_four_devices():
+    worker = str(HERE / "multiprocess_worker.py")
+    outputs = run_two(lambda address, process: [worker, address, str(process)])
+    for process, output in enumerate(outputs):
         assert f"process {process} ok" in output
+
+
+@pytest.mark.timeout(240)
+def test_the_example_learns():
+    example = str(HERE.parent / "examples" / "multi_process.py")
+    first, second = run_two(lambda address, process: [example, "--join", address, "2", str(process)])
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", first)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert "8 ranks in 2 processes: GroupStats(implementation='xla'" in first
+    assert "step" not in second

@@ -103,11 +103,10 @@ std::string DevicePeers::Reset() {
 
 std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* address) const {
   const Region& region = regions_[place.group * num_ranks_ + place.rank];
-  if (region.bytes == 0 || address == nullptr || region.Contains(reinterpret_cast<uint64_t>(address)))
-    return "";
-  return "an array lies outside of the memory that the processes of the group shared when it was made. JAX "
-         "must "
-         "allocate all of its memory at the start: set XLA_PYTHON_CLIENT_PREALLOCATE=true (and leave "
+  const bool shared = region.bytes == 0 || region.Contains(reinterpret_cast<uint64_t>(address));
+  if (shared || address == nullptr) return "";
+  return "an array lies outside of the memory that the group's processes shared when it was made; let JAX "
+         "allocate all of its memory at the start (XLA_PYTHON_CLIENT_PREALLOCATE=true, "
          "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
 }
 
