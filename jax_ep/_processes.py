@@ -109,7 +109,7 @@ def share_memory(
     me = jax.process_index()
     local = [device for device in devices if device.process_index == me]
     others = {device.process_index for device in devices} - {me}
-    ordinals = [device.local_hardware_id for device in jax.local_devices(backend="gpu")]
+    ordinals = [device.local_hardware_id for device in jax.local_devices(backend=local[0].platform)]
     message: dict[str, Any] = {
         "error": "",
         "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
