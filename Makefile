@@ -47,13 +47,14 @@ stress-gpu:
 sanitize: $(VENV)/.built
 	tests/sanitize.sh $(BIN)/python
 
+# What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo
+	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo --group bench
 	touch $@
 
 # The package itself is linked in, so that edited Python files count at once.

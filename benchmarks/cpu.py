@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shapes import SHAPES, Shape
 
 import jax_ep
+from jax_ep.bench.shapes import SHAPES, Shape
 
 WANTED_RATIO = 5.0
 # Time a token at the largest size over that at the smallest; 1 is linear, 16 would be quadratic.

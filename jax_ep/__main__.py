@@ -1,34 +1,49 @@
-"""The command line: `python -m jax_ep demo | info`."""
+"""The command line: `python -m jax_ep demo | info | bench`."""
 
 import argparse
 import sys
 
 from jax_ep import _info
-from jax_ep.demo import arguments
+from jax_ep.bench import arguments as bench_arguments
+from jax_ep.demo import arguments as demo_arguments
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    try:
-        # The devices must be set up before anything asks JAX for them.
-        arguments.set_up_devices(options)
-        from jax_ep.demo import train
-    except ModuleNotFoundError as error:
-        print(f"The demo needs {error.name}: pip install 'jax_ep[demo]'", file=sys.stderr)
-        return 1
+    # The devices must be set up before anything asks JAX for them.
+    demo_arguments.set_up_devices(options)
+    from jax_ep.demo import train
+
     return train.run(options)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    bench_arguments.set_up_devices(options)
+    from jax_ep.bench import processes, run
+
+    if options.processes > 1 and not options.join:
+        return processes.start(options.processes, processes.count_gpus())
+    return run.run(options)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Expert parallelism for JAX.")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model")
-    arguments.add_to(demo)
+    demo_arguments.add_to(demo)
     demo.set_defaults(run=run_demo)
     info = commands.add_parser("info", help="show versions, devices and what the ops will run on")
     info.add_argument("--json", action="store_true", help="as JSON")
     info.set_defaults(run=lambda options: _info.run(options.json))
+    bench = commands.add_parser("bench", help="time the ops on the devices that are here")
+    bench_arguments.add_to(bench)
+    bench.set_defaults(run=run_bench)
     options = parser.parse_args(argv)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except ModuleNotFoundError as error:
+        need = f"pip install 'jax_ep[{options.command}]'"
+        print(f"python -m jax_ep {options.command} needs {error.name}: {need}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

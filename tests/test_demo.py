@@ -71,14 +71,11 @@ def test_the_readme_s_example_runs():
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_shapes_of_real_models(name, order):
     """The routing of real models (few tokens, narrow rows) against the oracle."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from shapes import SHAPES
-    finally:
-        sys.path.pop(0)
     import oracle
     from cases import BF16, routing, tagged_rows
     from test_dispatch import check, run_dispatch
+
+    from jax_ep.bench.shapes import SHAPES
 
     shape = SHAPES[name]
     ids = routing("uniform", 8, 16, shape.top_k, shape.experts)

@@ -1,19 +1,14 @@
 """Options of the demo, and the devices it runs on."""
 
 import argparse
-import os
 from pathlib import Path
 
 import jax
 
+from jax_ep._cli import positive, set_up_virtual_devices
+
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    def positive(text: str) -> int:
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-        return value
-
     def factor(text: str) -> float:
         value = float(text)
         if not value >= 0:
@@ -49,6 +44,4 @@ def set_up_devices(options: argparse.Namespace) -> None:
         options.devices = options.devices or len(jax.devices())
         return
     options.devices = options.devices or 8
-    # XLA:CPU hangs with many launches in flight unless it has two threads a device.
-    os.environ.setdefault("NPROC", str(max(2 * options.devices, os.cpu_count() or 1)))
-    jax.config.update("jax_num_cpu_devices", options.devices)
+    set_up_virtual_devices(options.devices)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from shapes import Shape
+
+from jax_ep.bench.shapes import Shape
 
 AXIS = "ep"
 

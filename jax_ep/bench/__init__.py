@@ -1,0 +1,1 @@
+"""Times of the ops, and of what JAX has instead, on the devices that are there."""

@@ -1,0 +1,51 @@
+"""Options of the benchmark."""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from jax_ep._cli import positive, set_up_virtual_devices
+from jax_ep.bench.routings import ROUTINGS
+from jax_ep.bench.shapes import SHAPES
+
+ORDERS = ("rank", "expert")
+SWEPT = ("tokens", "ranks", "experts")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        help="default: deepseek_v3 and deepseek_v3_decode on GPUs, cpu elsewhere",
+    )
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="default: both")
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")
+    parser.add_argument(
+        "--peers", action="store_true", help="time implementation='xla' and JAX's own collectives too"
+    )
+    parser.add_argument(
+        "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time round trips only"
+    )
+    parser.add_argument(
+        "--devices", type=positive, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
+    )
+    parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
+    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a sweep there (.png, .svg or .pdf)")
+
+
+def set_up_devices(options: argparse.Namespace) -> None:
+    """Where there are no GPUs, virtual CPU devices; to be called before anything asks JAX for devices."""
+    if options.plot and not options.sweep:
+        raise SystemExit("bench: --plot draws a sweep: say what to vary with --sweep")
+    if options.join:
+        address, process = options.join
+        jax.distributed.initialize(address, options.processes, int(process))
+        return
+    set_up_virtual_devices(options.devices or 8)

@@ -1,0 +1,102 @@
+"""What is timed: programs that run one op many times over, each after the one before.
+
+A step takes what the step before has made. Of a round trip that is the rows; of other ops a small index
+array, made to depend on their result: that costs next to nothing, and keeps XLA from merging or dropping a
+step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.bench import peers
+from jax_ep.bench.shapes import Shape
+
+OPS = ("dispatch", "combine", "layout", "round trip", "forward + backward")
+PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
+
+Step = Callable[[jax.Array], jax.Array]
+Prepare = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Step]]
+
+
+def repeated(mesh: jax.sharding.Mesh, prepare: Prepare, steps: int) -> Callable[..., jax.Array]:
+    """(x, ids, weights) -> a little of the last result, after `steps` steps on every rank."""
+
+    def shard(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        carry, step = prepare(x, ids, weights)
+        for _ in range(steps):
+            carry = step(carry)
+        return carry.reshape(-1)[:1]
+
+    spec = P(*mesh.axis_names)
+    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _after(index: jax.Array, result: jax.Array) -> jax.Array:
+    """`index`, but not before `result`: nothing is ever added, which XLA cannot know."""
+    return index + (result.reshape(-1)[0].astype(jnp.float32) == 1.2345e-30).astype(index.dtype)
+
+
+def of_ours(op: str, order: Any, group: jax_ep.Group, shape: Shape, implementation: str) -> Prepare:
+    """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing."""
+    options: dict[str, Any] = {"group": group, "implementation": implementation}
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None) -> Any:
+        return jax_ep.dispatch(x, ids, weights, num_experts=shape.experts, order=order, **options)
+
+    def combine(sent: Any, handle: Any) -> jax.Array:
+        scale = {"topk_weights": sent.topk_weights} if order == "expert" and op != "round trip" else {}
+        return jax_ep.combine(sent.x, handle, **scale, **options)
+
+    def prepare(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
+        def layout(ids: jax.Array) -> jax.Array:
+            counts = {"num_experts": shape.experts, "num_ranks": group.size}
+            found = jax_ep.get_dispatch_layout(ids, **counts, implementation=implementation)
+            return _after(ids, found.num_tokens_per_expert)
+
+        def gradients(ids: jax.Array) -> jax.Array:
+            def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
+                sent = dispatch(x, ids, weights)
+                return combine(sent, sent.handle)
+
+            y, transposed = jax.vjp(layer, x, weights)
+            d_x, d_weights = transposed(y)
+            return _after(_after(ids, d_x), d_weights)
+
+        def round_trip(x: jax.Array) -> jax.Array:
+            sent = dispatch(x, ids)
+            return combine(sent, sent.handle)
+
+        if op == "combine":
+            sent = dispatch(x, ids, weights)
+
+            def combine_again(token_rows: jax.Array) -> jax.Array:
+                handle = dataclasses.replace(sent.handle, token_rows=token_rows)
+                return _after(token_rows, combine(sent, handle))
+
+            return sent.handle.token_rows, combine_again
+        if op == "round trip":
+            return x, round_trip
+        steps: dict[str, Step] = {
+            "dispatch": lambda ids: _after(ids, dispatch(x, ids).x),
+            "layout": layout,
+            "forward + backward": gradients,
+        }
+        return ids, steps[op]
+
+    return prepare
+
+
+def of_peer(name: str, group: jax_ep.Group, shape: Shape) -> Prepare:
+    """A round trip as JAX's own collectives do it."""
+    dispatch, combine = PEERS[name](shape, group.size)
+
+    def prepare(x: jax.Array, ids: jax.Array, _: jax.Array) -> tuple[jax.Array, Step]:
+        return x, lambda x: combine(*dispatch(x, ids))
+
+    return prepare

@@ -1,0 +1,37 @@
+"""Routings to measure with."""
+
+import numpy as np
+
+from jax_ep.bench.shapes import Shape
+
+ROUTINGS = ("uniform", "zipf", "one rank")
+
+
+def route(kind: str, shape: Shape, ranks: int, seed: int = 0) -> np.ndarray:
+    """topk_idx int32 [ranks * T, K], each token's choices different.
+
+    "uniform": every expert as likely as others. "zipf": the e-th expert 1 / e times as likely as the first.
+    "one rank": all choices among the experts of rank 0; those that find none are -1.
+    """
+    rng = np.random.default_rng(seed)
+    likely = np.zeros(shape.experts)
+    if kind == "zipf":
+        likely = -np.log(np.arange(1, shape.experts + 1))
+    if kind == "one rank":
+        likely[shape.experts // ranks :] = -np.inf
+    # Gumbel noise: the k largest are k draws without replacement.
+    scores = likely + rng.gumbel(size=(ranks * shape.tokens, shape.experts))
+    ids = np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.int32)
+    return np.where(np.isneginf(np.take_along_axis(scores, ids, axis=1)), -1, ids).astype(np.int32)
+
+
+def bytes_received(ids: np.ndarray, shape: Shape, ranks: int, order: str) -> tuple[int, int]:
+    """Of bfloat16 rows, by the rank that receives most: all, and those from other ranks ('on the wire')."""
+    owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
+    sources = np.repeat(np.arange(ranks), shape.tokens)
+    total = wire = 0
+    for rank in range(ranks):
+        hits = owner == rank
+        rows = hits.any(axis=1) if order == "rank" else hits.sum(axis=1)
+        total, wire = max(total, int(rows.sum())), max(wire, int(rows[sources != rank].sum()))
+    return total * shape.hidden * 2, wire * shape.hidden * 2

@@ -1,0 +1,144 @@
+"""Runs the benchmark: which programs, in which order, on which devices."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import Progress
+
+import jax_ep
+from jax_ep.bench import measure, processes, programs, report
+from jax_ep.bench.routings import bytes_received, route
+from jax_ep.bench.shapes import SHAPES, Shape
+
+# How often a step's rows travel.
+JOURNEYS = {"dispatch": 1, "combine": 1, "layout": 0, "round trip": 2, "forward + backward": 4}
+# Kernels of an op that XLA adds something to, so that it can be taken again and again.
+KERNELS = {
+    "dispatch": ("CountKernel", "MoveKernel"),
+    "combine": ("CombineKernel",),
+    "layout": ("LayoutKernel", "Memset"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one program times."""
+
+    name: str
+    shape: Shape
+    ranks: int
+    op: str
+    order: str  # empty: of a peer, which has none
+    by: str
+
+
+def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
+    """The shape and ranks themselves, or what a sweep makes of them."""
+    if swept == "tokens":
+        for tokens in (4**i for i in range(2, 8)):
+            if tokens <= 4 * shape.tokens:
+                yield dataclasses.replace(shape, tokens=tokens), ranks
+    elif swept == "ranks":
+        yield from ((shape, count) for count in range(2, ranks + 1) if shape.experts % count == 0)
+    elif swept == "experts":
+        counts = (ranks * 2**i for i in range(8))
+        yield from (
+            (dataclasses.replace(shape, experts=count), ranks)
+            for count in counts
+            if shape.top_k <= count <= 512
+        )
+    else:
+        yield shape, ranks
+
+
+def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
+    on_gpu = jax.devices()[0].platform == "gpu"
+    names = options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpu else ["cpu"])
+    ops = ["round trip"] if options.sweep else programs.OPS
+    implementations = ["ffi", "xla"] if options.peers else ["ffi"]
+    for name in names:
+        for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
+            for op in ops:
+                for order in options.orders if op != "layout" else [""]:
+                    yield from (Case(name, shape, count, op, order, by) for by in implementations)
+            # XLA:CPU has no ragged_all_to_all.
+            peers = [peer for peer in programs.PEERS if on_gpu or peer != "ragged_all_to_all"]
+            for peer in peers if options.peers else ():
+                yield Case(name, shape, count, "round trip", "", peer)
+
+
+def inputs(case: Case, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((len(ids), case.shape.hidden), np.float32).astype(jax.numpy.bfloat16)
+    weights = rng.random(ids.shape, np.float32)
+    spread = NamedSharding(mesh, P("ep"))
+
+    def array(whole: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(whole.shape, spread, lambda index: whole[index])
+
+    return array(x), array(ids), array(weights)
+
+
+def time_case(case: Case, routing: str, repeats: int) -> report.Result:
+    on_gpu = jax.devices()[0].platform == "gpu"
+    steps = 16 if on_gpu else 4
+    mesh = jax.make_mesh((case.ranks,), ("ep",), (AxisType.Auto,), devices=jax.devices()[: case.ranks])
+    ids = route(routing, case.shape, case.ranks)
+    arguments = inputs(case, ids, mesh)
+    with jax_ep.Group(mesh, "ep") as group:
+        if case.by in programs.PEERS:
+            prepare = programs.of_peer(case.by, group, case.shape)
+        else:
+            prepare = programs.of_ours(case.op, case.order, group, case.shape, case.by)
+        run = programs.repeated(mesh, prepare, steps)
+        end_to_end = measure.end_to_end_us(run, arguments, steps, repeats)
+        names = KERNELS.get(case.op, ()) if case.by == "ffi" else ()
+        device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
+        group.check()
+    received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
+    logical, wire = (JOURNEYS[case.op] * size for size in received)
+    return report.Result(
+        **{field.name: getattr(case, field.name) for field in dataclasses.fields(case)},
+        routing=routing,
+        device_us=processes.slowest(device),
+        end_to_end_us=processes.slowest(end_to_end) or end_to_end,
+        logical_bytes=logical,
+        wire_bytes=wire,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    console = Console(quiet=jax.process_index() > 0)
+    devices = jax.devices()
+    ranks = options.devices or len(devices)
+    if ranks > len(devices):
+        raise SystemExit(f"bench: --devices {ranks}, but there are {len(devices)} here")
+    if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
+        raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
+    console.print(
+        f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
+        f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
+    )
+    todo = list(cases(options, ranks))
+    results = []
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(todo))
+        for case in todo:
+            bar.update(task, description=f"{case.name} {case.op} {case.order} {case.by}")
+            results.append(time_case(case, options.routing, options.repeats))
+            bar.advance(task)
+    report.show(console, results)
+    if jax.process_index() > 0:
+        return 0
+    if options.json:
+        report.write_json(options.json, results)
+    if options.plot:
+        report.plot(options.plot, results, options.sweep)
+    return 0

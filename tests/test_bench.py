@@ -1,0 +1,114 @@
+"""The benchmark's routings and programs, and a short run of it. Nothing here asserts a speed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from cases import floats
+from conftest import make_mesh
+from layers import R
+from test_remat import count_calls
+
+import jax_ep
+from jax_ep.bench import programs
+from jax_ep.bench.routings import ROUTINGS, bytes_received, route
+from jax_ep.bench.shapes import SHAPES, Shape
+
+SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_choices_of_a_token_differ(kind):
+    ids = route(kind, SHAPE, 4)
+    assert ids.shape == (48, 3)
+    for token in ids:
+        used = token[token >= 0]
+        assert len(set(used)) == len(used)
+    if kind == "one rank":
+        assert ids.max() < 4
+        assert (ids >= 0).all()  # four experts for three choices
+        assert (route(kind, SHAPE, 8) >= 0).sum() == 2 * 96  # but two only there
+    counts = np.bincount(route(kind, Shape(2000, 8, 3, 16), 1).ravel(), minlength=16)
+    if kind == "uniform":
+        assert counts.max() < 1.3 * counts.min()
+    if kind == "zipf":
+        assert counts[0] > 4 * counts[15]
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_bytes_are_those_of_the_busiest_receiver(order):
+    ids = route("zipf", SHAPE, 4)
+    received = oracle.dispatch(np.zeros((4, 12, 1)), ids.reshape(4, 12, 3), None, 16, order)
+    rows = [[s for s in one.sources if s is not None] for one in received]
+    total = max(map(len, rows))
+    wire = max(sum(s[0] != rank for s in own) for rank, own in enumerate(rows))
+    assert bytes_received(ids, SHAPE, 4, order) == (total * 16, wire * 16)
+
+
+CALLS = {
+    "dispatch": {"dispatch": 3},
+    "combine": {"dispatch": 1, "combine": 3},
+    "layout": {"layout": 3},
+    "round trip": {"dispatch": 3, "combine": 3},
+    "forward + backward": {"dispatch": 3, "combine": 6, "cached_dispatch": 3},
+}
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("op", programs.OPS)
+def test_no_step_is_merged_or_dropped(op, order):
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
+        prepare = programs.of_ours(op, order, group, SHAPE, "ffi")
+        run = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        arguments = floats((R * 12, 8)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        assert count_calls(run.lower(*arguments).compile().as_text()) == CALLS[op]
+        assert np.isfinite(np.asarray(jax.device_get(run(*arguments)), np.float32)).all()
+
+
+def bench(tmp_path, *arguments):
+    command = [sys.executable, "-m", "jax_ep", "bench", "--shapes", "tiny", "--repeats", "1", *arguments]
+    # On the CPU: these tests may hold the GPUs.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment)
+
+
+def test_a_short_run(tmp_path):
+    done = bench(tmp_path, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 tokens x 64, top-2 of 16, 2 ranks" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["environment"]["versions"]["jax"] == jax.__version__
+    timed = {(r["op"], r["by"]) for r in report["results"]}
+    assert timed >= {(op, by) for op in programs.OPS for by in ("ffi", "xla")} | {
+        ("round trip", "all_gather")
+    }
+    assert all(r["end_to_end_us"] > 0 for r in report["results"])
+
+
+def test_a_sweep_is_drawn(tmp_path):
+    done = bench(tmp_path, "--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
+    assert "microseconds a round trip" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_plot_needs_a_sweep(tmp_path):
+    done = bench(tmp_path, "--plot", "out.svg")
+    assert done.returncode != 0
+    assert "say what to vary with --sweep" in done.stderr
+
+
+def test_a_number_that_is_not_positive(tmp_path):
+    done = bench(tmp_path, "--devices", "0")
+    assert done.returncode != 0
+    assert "argument --devices: must be at least 1, got 0" in done.stderr
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_experts_divide_among_eight_ranks(name):
+    assert SHAPES[name].experts % 8 == 0
