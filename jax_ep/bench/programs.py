@@ -38,7 +38,8 @@ def repeated(mesh: jax.sharding.Mesh, prepare: Prepare, steps: int) -> Callable[
 
 
 def _after(index: jax.Array, result: jax.Array) -> jax.Array:
-    """`index`, but not before `result`: nothing is ever added, which XLA cannot know."""
+    """`index`, but not before all of `result`: nothing is ever added, which XLA cannot know."""
+    result = jax.lax.optimization_barrier(result)  # else XLA would compute the one element
     return index + (result.reshape(-1)[0].astype(jnp.float32) == 1.2345e-30).astype(index.dtype)
 
 

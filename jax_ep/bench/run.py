@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,7 +116,8 @@ def time_case(case: Case, routing: str, repeats: int) -> report.Result:
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(quiet=jax.process_index() > 0)
+    width = None if sys.stdout.isatty() else 120
+    console = Console(quiet=jax.process_index() > 0, width=width)
     devices = jax.devices()
     ranks = options.devices or len(devices)
     if ranks > len(devices):
