@@ -16,9 +16,9 @@ test: $(VENV)/.built
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, by plain loads and stores instead of bulk copies.
-GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -m pytest -p no:cacheprovider --timeout 60
+GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
 test-gpu:
-	$(GPU_TEST) --ignore tests/test_multiprocess.py --ignore tests/test_demo.py -k "not eager" $(ARGS)
+	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py) -k "not eager" $(ARGS)
 	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) tests/test_dispatch.py tests/test_permute.py tests/test_intranode.py $(ARGS)
 
 lint: $(VENV)/.built
@@ -34,7 +34,7 @@ format: $(VENV)/.built
 
 # What communicates, with the GPUs shared among PROCESSES processes; and what such processes must do besides.
 test-gpu-processes:
-	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
+	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
 	JAX_PLATFORMS=cuda $(PYTHON) tests/processes.py $(or $(PROCESSES),2) $(addprefix tests/test_,dispatch.py \
 		combine.py intranode.py moe.py gradients.py meshes.py transforms.py remat.py) -k "not eager" $(ARGS)
 
