@@ -79,9 +79,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"ops run as  implementation={report['implementation']!r}")
     if report["why_not_ffi"]:
         lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
-    lines.append(
-        f"a group     takes {report['device_bytes_of_a_group']} bytes on each device outside XLA's memory"
-    )
+    own = report["device_bytes_of_a_group"]
+    lines.append(f"a group     takes {own} bytes of JAX's memory on each device, and none besides")
     return lines
 
 
