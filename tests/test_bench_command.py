@@ -1,0 +1,48 @@
+"""`python -m jax_ep bench`, on virtual devices. Nothing here asserts a speed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+
+from jax_ep.bench import programs
+
+
+def bench(tmp_path, *arguments):
+    command = [sys.executable, "-m", "jax_ep", "bench", "--shapes", "tiny", "--repeats", "1", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment)
+
+
+def test_a_short_run(tmp_path):
+    done = bench(tmp_path, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 tokens x 64, top-2 of 16, 2 ranks" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["environment"]["versions"]["jax"] == jax.__version__
+    timed = {(r["op"], r["by"]) for r in report["results"]}
+    assert timed >= {(op, by) for op in programs.OPS for by in ("ffi", "xla")} | {
+        ("round trip", "all_gather")
+    }
+    assert all(r["end_to_end_us"] > 0 for r in report["results"])
+
+
+def test_a_sweep_is_drawn(tmp_path):
+    done = bench(tmp_path, "--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
+    assert "microseconds a round trip" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_plot_needs_a_sweep(tmp_path):
+    done = bench(tmp_path, "--plot", "out.svg")
+    assert done.returncode != 0
+    assert "say what to vary with --sweep" in done.stderr
+
+
+def test_a_number_that_is_not_positive(tmp_path):
+    done = bench(tmp_path, "--devices", "0")
+    assert done.returncode != 0
+    assert "argument --devices: must be at least 1, got 0" in done.stderr
