@@ -21,7 +21,7 @@ def run_bench(options: argparse.Namespace) -> int:
     from jax_ep.bench import processes, run
 
     if options.processes > 1 and not options.join:
-        return processes.start(options.processes, processes.count_gpus())
+        return processes.start(options.processes)
     return run.run(options)
 
 

@@ -1,6 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi". Only this file knows their targets.
 
-`_reference.py` has the same functions from `jax.lax`, with the same arguments and results.
+`_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for
+`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere.
 """
 
 from collections.abc import Sequence

@@ -24,13 +24,18 @@ hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("jax_ep")
 
 
+def skip_or_fail(what: str, count: int, there: int) -> None:
+    if there >= count:
+        return
+    text = f"needs {count} {what}, there are {there}"
+    if int(os.environ.get("JAX_EP_REQUIRE_DEVICES", "0")) >= count:
+        pytest.fail(text)
+    pytest.skip(text)
+
+
 def need_devices(count: int) -> list[jax.Device]:
     devices = jax.devices()
-    if len(devices) < count:
-        text = f"needs {count} devices, there are {len(devices)}"
-        if int(os.environ.get("JAX_EP_REQUIRE_DEVICES", "0")) >= count:
-            pytest.fail(text)
-        pytest.skip(text)
+    skip_or_fail("devices", count, len(devices))
     if all(device.process_index != jax.process_index() for device in devices[:count]):
         pytest.skip(f"none of the first {count} devices belongs to process {jax.process_index()}")
     return devices[:count]

@@ -8,7 +8,6 @@ read results as they do in one.
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -77,24 +76,38 @@ class _Whole:
         return np.asarray(value)
 
 
-@functools.cache
-def count_gpus() -> int:
-    """GPUs of this host, without starting JAX on them."""
+def run_all(
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    *,
+    timeout: float,
+    may_die: tuple[int, ...] = (),
+) -> list[str]:
+    """What the commands print, run at once. All must succeed but those that may die."""
+    workers = [
+        subprocess.Popen(
+            command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, own in zip(commands, environments, strict=True)
+    ]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return 0
-    return len(listed.splitlines())
+        outputs = [worker.communicate(timeout=timeout)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()  # jax.distributed catches SIGTERM
+    for process, (worker, output) in enumerate(zip(workers, outputs, strict=True)):
+        assert worker.returncode == 0 or process in may_die, f"process {process}:\n{output}"
+    return outputs
 
 
 def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
+    from jax_ep.bench.processes import count_gpus, free_address
+
     devices = count_gpus() // processes
     if devices < 1:
         raise SystemExit(f"{processes} processes need as many GPUs, there are {count_gpus()}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "90", *arguments]
     workers, outputs = [], []
     for process in range(processes):

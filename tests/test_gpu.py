@@ -1,4 +1,4 @@
-"""What only GPUs show: command buffers, and results that equal the CPU's bit for bit."""
+"""Results bit for bit: run after run, on GPUs as on the CPU, and whether a program is replayed as a graph."""
 
 import dataclasses
 import functools

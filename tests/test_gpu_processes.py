@@ -1,59 +1,36 @@
 """Several processes with GPUs of one host. Run it by itself: the GPUs must be free."""
 
 import glob
-import os
 import pathlib
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 
 import pytest
-from processes import count_gpus
+from conftest import skip_or_fail
+from processes import run_all
+
+from jax_ep.bench.processes import count_gpus, free_address
 
 WORKER = pathlib.Path(__file__).with_name("gpu_worker.py")
 
 
 def need_gpus(count):
-    if count_gpus() < count:
-        text = f"needs {count} GPUs, there are {count_gpus()}"
-        if int(os.environ.get("JAX_EP_REQUIRE_DEVICES", "0")) >= count:
-            pytest.fail(text)
-        pytest.skip(text)
+    skip_or_fail("GPUs", count, count_gpus())
 
 
 def run(task, processes, *, hide=False, may_die=(), **environment):
     """Starts the processes, all GPUs of the host shared among them; their outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    each = count_gpus() // processes
-    command = [sys.executable, str(WORKER), task, address, str(processes)]
-    workers = []
+    address, each = free_address(), count_gpus() // processes
+    commands, environments = [], []
     for process in range(processes):
-        arguments = [*command, str(process), str(each)]
-        own = {}
+        arguments = [task, address, str(processes), str(process), str(each)]
+        commands.append([sys.executable, str(WORKER), *arguments])
+        environments.append({"JAX_PLATFORMS": "cuda", **environment})
         if hide:  # as job schedulers do: each process sees its GPUs only, and counts them from 0
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(str(process * each + i) for i in range(each))
-            own["JAX_EP_TEST_HIDDEN"] = "1"
-        workers.append(
-            subprocess.Popen(
-                arguments,
-                env=os.environ | {"JAX_PLATFORMS": "cuda"} | environment | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [worker.communicate(timeout=110)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()  # jax.distributed catches SIGTERM
-    for process, (worker, output) in enumerate(zip(workers, outputs, strict=True)):
-        assert worker.returncode == 0 or process in may_die, f"process {process}:\n{output}"
-    return outputs
+            mine = ",".join(str(process * each + i) for i in range(each))
+            environments[-1] |= {"CUDA_VISIBLE_DEVICES": mine, "JAX_EP_TEST_HIDDEN": "1"}
+    return run_all(commands, environments, timeout=110, may_die=may_die)
 
 
 def digests(outputs):

@@ -20,8 +20,7 @@ SIZES = {
 C = 40
 
 # Tensor cores take float32 rows as tf32, of 10 bits.
-ON_GPU = jax.default_backend() == "gpu"
-TOLERANCE = 2e-3 if ON_GPU else 1e-5
+TOLERANCE = 2e-3 if jax.default_backend() == "gpu" else 1e-6
 
 
 def loop(rows, weights, sizes):

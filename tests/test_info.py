@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import jax
-import pytest
 
 import jax_ep
 from jax_ep import _extension, _info
@@ -45,7 +44,8 @@ def test_without_the_extension(monkeypatch, capsys):
     assert "not 'ffi': nobody built it" in out
 
 
-@pytest.mark.parametrize("links", [[["self", "nvlink"], ["nvlink", "self"]]])
-def test_links_are_a_matrix(links):
-    report = _info.collect() | {"links": links}
-    assert "\n".join(_info._lines(report)).count("self   nvlink") == 1
+def test_links_are_a_matrix():
+    report = _info.collect() | {"links": [["self", "nvlink"], ["nvlink", "self"]]}
+    lines = [line.rstrip() for line in _info._lines(report)]
+    assert "links       self   nvlink" in lines
+    assert "            nvlink self" in lines

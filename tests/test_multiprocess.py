@@ -1,48 +1,29 @@
 """Several processes: on the CPU the ops take "xla" by themselves; and how GPUs' memory is shared."""
 
 import glob
-import os
 import pathlib
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 
 import pytest
+from processes import run_all
+
+from jax_ep.bench.processes import free_address
 
 HERE = pathlib.Path(__file__).parent
 
 
 def run_two(arguments):
     """Two processes of four virtual devices each, of these arguments for a coordinator; their outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     environment = {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "NPROC": "16",
     }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, *arguments(address, process)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=200)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()  # jax.distributed catches SIGTERM
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
-    return outputs
+    commands = [[sys.executable, *arguments(address, process)] for process in range(2)]
+    return run_all(commands, [environment] * 2, timeout=200)
 
 
 @pytest.mark.timeout(240)

@@ -1,5 +1,6 @@
 """The benchmark in several processes that share the GPUs of this host."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -10,14 +11,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def start(count: int, gpus: int) -> int:
+def start(count: int) -> int:
     """Runs this program again in each of `count` processes, which see their own GPUs only."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    each = gpus // count
+    address, each = free_address(), count_gpus() // count
     if each < 1:
-        raise SystemExit(f"bench: {count} processes need as many GPUs, there are {gpus}")
+        raise SystemExit(f"bench: {count} processes need as many GPUs, there are {count_gpus()}")
     workers = []
     for process in range(count):
         mine = ",".join(str(process * each + i) for i in range(each))
@@ -30,9 +28,20 @@ def start(count: int, gpus: int) -> int:
             worker.kill()  # jax.distributed catches SIGTERM
 
 
+def free_address() -> str:
+    """Where jax.distributed can have its coordinator on this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@functools.cache
 def count_gpus() -> int:
-    """Without starting JAX on them."""
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    """GPUs of this host, without starting JAX on them."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return 0
     return len(listed.splitlines())
 
 
