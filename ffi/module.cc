@@ -1,11 +1,13 @@
 // The Python extension: handler registrations, build information and the groups of this process.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "core/plan.h"
 #include "handlers/cpu.h"
 #include "handlers/handlers.h"
 #include "runtime/groups.h"
@@ -41,6 +43,7 @@ nb::dict CpuTargets() {
   targets["jax_ep_layout"] = Capsule(LayoutHandler);
   targets["jax_ep_dispatch"] = Stages(DispatchInstantiate, DispatchHandler);
   targets["jax_ep_cached_dispatch"] = Stages(CachedDispatchInstantiate, CachedDispatchHandler);
+  targets["jax_ep_weighted_dispatch"] = Stages(WeightedDispatchInstantiate, WeightedDispatchHandler);
   targets["jax_ep_combine"] = Stages(CombineInstantiate, CombineHandler);
   targets["jax_ep_permute"] = Capsule(PermuteHandler);
   targets["jax_ep_cached_permute"] = Capsule(CachedPermuteHandler);
@@ -64,7 +67,9 @@ nb::dict CudaTargets() {
   targets["jax_ep_layout"] = Capsule(CudaLayoutHandler);
   targets["jax_ep_dispatch"] = Stages(CudaInstantiate, CudaDispatchHandler);
   targets["jax_ep_cached_dispatch"] = Stages(CudaInstantiate, CudaCachedDispatchHandler);
+  targets["jax_ep_weighted_dispatch"] = Stages(CudaInstantiate, CudaWeightedDispatchHandler);
   targets["jax_ep_combine"] = Stages(CudaInstantiate, CudaCombineHandler);
+  targets["jax_ep_gather"] = Stages(CudaInstantiate, CudaGatherHandler);
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
   targets["jax_ep_cached_permute"] = Capsule(CudaCachedPermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
@@ -129,6 +134,22 @@ nb::dict CudaTargets() { return nb::dict(); }
 nb::dict CudaTypes() { return nb::dict(); }
 #endif
 
+void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
+                   int num_ranks, double timeout_s, int num_sms) {
+  OpenGroup(key, name, std::move(devices), num_ranks, {timeout_s, num_sms});
+}
+
+// `sizes` are R, T, K, E and C; `op` is dispatch, weighted dispatch or combine.
+std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
+                               double row_bytes, int num_sms, int budget) {
+  const auto [ranks, tokens, top_k, experts, capacity] = sizes;
+  const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
+  const SmPlan plan = op == "combine"
+                          ? PlanCombine(shape, row_bytes, by_expert && top_k > 1, num_sms, budget)
+                          : PlanDispatch(shape, row_bytes, op == "weighted dispatch", num_sms, budget);
+  return {plan.links, plan.local};
+}
+
 // The text of a wait that expired since the last call, on whichever platform.
 std::optional<std::string> TakeExpired(const std::string& key) {
   auto group = FindGroup(key);
@@ -158,8 +179,11 @@ NB_MODULE(_C, m) {
   m.def("cpu_targets", &CpuTargets, "FFI handlers for the CPU: target name -> capsule or stages");
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
   m.def("build_info", &BuildInfo, "How this extension was built");
-  m.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"), nb::arg("num_ranks"),
-        nb::arg("timeout_s"), "Opens a group, or adds a user to it");
+  m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
+        nb::arg("num_ranks"), nb::arg("timeout_s"), nb::arg("num_sms"),
+        "Opens a group, or adds a user to it");
+  m.def("plan_sms", &PlannedSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
+        nb::arg("num_sms"), nb::arg("budget"), "SMs that an op takes, for the links and for local work");
   m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user; the last one frees the group");
   m.def("take_expired", &TakeExpired, nb::arg("key"),
         "The text of a wait that expired since the last call, or None");

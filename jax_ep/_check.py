@@ -94,9 +94,11 @@ def handle(op: str, value: Any, group: Any) -> Handle:
         "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
         "expert_counts": (routing.num_local_experts,),
     }
+    if routing.order == "expert":
+        expected["row_map"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
     for name, shape in expected.items():
         array = getattr(value, name)
-        if array.shape != shape or array.dtype != jnp.int32:
+        if array is None or array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(
                 f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {shape_text(array)}; "
                 "pass the handle as dispatch returned it, sharded as it came out of shard_map"

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check
-from jax_ep._exchange import Leaves, backend, pull, push, static_arguments
+from jax_ep._exchange import Leaves, backend, pull, push, push_weighted, static_arguments
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
-from jax_ep._handle import Handle, real_rows
+from jax_ep._handle import Handle
 from jax_ep._manual import require_manual, vary_alike
 
 # What the handlers sum. Other floats are cast to float32 first, and the sum back.
@@ -130,22 +130,13 @@ def _weighted_sum_forward(
 def _weighted_sum_backward(implementation: Implementation, residuals: Any, cotangents: Leaves) -> Any:
     """Row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
     handle, weighted, biases = residuals
-    sent, _ = push(implementation, handle, cotangents, None)
     d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
     if weighted is None:
+        sent, _ = push(implementation, handle, cotangents, None)
         return None, sent, None, d_biases
     rows, weights = weighted
-    real = real_rows(handle)
-    d_rows, d_weights = [], 0.0
-    for row, cotangent in zip(rows, sent, strict=True):
-        wide = jnp.promote_types(row.dtype, jnp.float32)
-        flat = (row.shape[0], -1)
-        safe = jnp.where(real[:, None], row.reshape(flat), 0).astype(wide)
-        cotangent = cotangent.reshape(flat).astype(wide)
-        d_weights += jnp.sum(safe * cotangent, axis=1)
-        scaled = jnp.where(real, weights, 0).astype(wide)[:, None] * cotangent
-        d_rows.append(scaled.astype(row.dtype).reshape(row.shape))
-    return None, tuple(d_rows), jnp.asarray(d_weights).astype(jnp.float32), d_biases
+    d_rows, d_weights = push_weighted(implementation, handle, cotangents, rows, weights)
+    return None, d_rows, d_weights, d_biases
 
 
 _weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_ep import _ffi, _reference
 from jax_ep._extension import Implementation
-from jax_ep._handle import Handle
+from jax_ep._handle import Handle, real_rows
 
 Leaves = tuple[jax.Array, ...]
 
@@ -74,6 +74,50 @@ def _pull_backward(implementation: Implementation, handle: Handle, cotangents: A
 
 
 pull.defvjp(_pull_forward, _pull_backward)
+
+
+@static_arguments(0)
+def push_weighted(
+    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, weights: jax.Array
+) -> tuple[Leaves, jax.Array]:
+    """By expert: pushes rows [T, ...] to [C, ...], each times its weight [C].
+
+    Also gives the dot products [C] of the rows, not weighted, with the factors [C, ...]. Together they are
+    the gradient of a weighted pull.
+    """
+    return backend(implementation).push_weighted(handle, leaves, factors, weights)
+
+
+def _push_weighted_forward(
+    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, weights: jax.Array
+) -> Any:
+    out = push_weighted(implementation, handle, leaves, factors, weights)
+    return out, (handle, leaves, factors, weights)
+
+
+def _push_weighted_backward(implementation: Implementation, residuals: Any, cotangents: Any) -> Any:
+    handle, leaves, factors, weights = residuals
+    d_scaled, d_dots = cotangents
+    real = real_rows(handle)
+    sent, _ = push(implementation, handle, leaves, None)
+    d_sent, d_factors, d_weights = [], [], jnp.zeros((), jnp.float32)
+    for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
+        wide = jnp.promote_types(row.dtype, jnp.float32)
+
+        def over_row(array: jax.Array, row: jax.Array = row, wide: Any = wide) -> jax.Array:
+            return jnp.where(real, array, 0).astype(wide).reshape(-1, *(1,) * (row.ndim - 1))
+
+        def safe(array: jax.Array, row: jax.Array = row, wide: Any = wide) -> jax.Array:
+            return jnp.where(over_row(real, row, wide) > 0, array, 0).astype(wide)
+
+        d_sent.append((over_row(weights) * safe(d_row) + over_row(d_dots) * safe(factor)).astype(row.dtype))
+        d_factors.append((over_row(d_dots) * row.astype(wide)).astype(row.dtype))
+        d_weights = d_weights + (safe(d_row) * row.astype(wide)).reshape(len(real), -1).sum(axis=1)
+    d_leaves, _ = pull(implementation, handle, tuple(d_sent), None)
+    return None, d_leaves, tuple(d_factors), d_weights.astype(jnp.float32)
+
+
+push_weighted.defvjp(_push_weighted_forward, _push_weighted_backward)
 
 
 def pull_cotangents(

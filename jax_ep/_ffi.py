@@ -1,7 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi". Only this file knows their targets.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for
-`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere.
+`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere, and `gather`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
@@ -73,6 +74,11 @@ def _unpack(leaf: jax.Array, dtype: Any) -> jax.Array:
     return leaf.astype(dtype)
 
 
+def _handle_arrays(handle: Handle) -> list[jax.Array]:
+    row_map = jnp.zeros((0, handle.routing.top_k), INT) if handle.row_map is None else handle.row_map
+    return [handle.topk_idx, handle.token_rows, handle.rank_prefix_matrix, handle.expert_counts, row_map]
+
+
 def _rows_like(leaves: Sequence[jax.Array], rows: int) -> list[Result]:
     return [((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
 
@@ -114,6 +120,7 @@ def dispatch(
         ((tokens, ranks if by_rank else k), INT),
         ((ranks, ranks), INT),
         ((experts,), INT),
+        ((0 if by_rank else ranks * tokens, k), INT),
         _recv_weights(routing, topk_weights is not None),
         ((routing.capacity, k) if by_rank else (0,), INT),
         ((experts,), INT),
@@ -129,7 +136,7 @@ def dispatch(
         results,
         **_routing_attributes(routing),
     )
-    idx, rows, prefix, counts, weights, recv_idx, *out = out
+    idx, rows, prefix, counts, row_map, weights, recv_idx, *out = out
     tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
     return Routed(
         rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
@@ -139,7 +146,7 @@ def dispatch(
         group_sizes=None if by_rank else sizes,
         num_tokens=num_tokens,
         num_dropped=num_dropped,
-        handle=Handle(idx, rows, prefix, counts, routing),
+        handle=Handle(idx, rows, prefix, counts, None if by_rank else row_map, routing),
     )
 
 
@@ -148,15 +155,37 @@ def push(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     packed = [_pack(leaf) for leaf in leaves]
-    arrays = [handle.topk_idx, handle.token_rows, handle.rank_prefix_matrix, handle.expert_counts]
     weights, *moved = _call(
         "cached_dispatch",
-        [_rank(routing), *arrays, _or_empty(topk_weights), *packed],
+        [_rank(routing), *_handle_arrays(handle), _or_empty(topk_weights), *packed],
         [_recv_weights(routing, topk_weights is not None), *_rows_like(packed, routing.capacity)],
         **_routing_attributes(routing),
     )
     rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
     return rows, None if topk_weights is None else weights
+
+
+def push_weighted(
+    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], weights: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    routing = handle.routing
+    scaled: list[Any] = list(leaves)
+    all_dots: Any = 0
+    for dtype in sorted(
+        {leaf.dtype for leaf in leaves}, key=str
+    ):  # a call takes one; there is nearly always one
+        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        mine = [leaves[i] for i in places]
+        dots, *moved = _call(
+            "weighted_dispatch",
+            [_rank(routing), *_handle_arrays(handle), weights, *mine, *(factors[i] for i in places)],
+            [_recv_weights(routing, True), *_rows_like(mine, routing.capacity)],
+            **_routing_attributes(routing),
+        )
+        all_dots = all_dots + dots
+        for i, rows in zip(places, moved, strict=True):
+            scaled[i] = rows
+    return tuple(scaled), all_dots
 
 
 def combine(
@@ -168,21 +197,25 @@ def combine(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     returned = (0,) if recv_topk_weights is None else (routing.num_tokens, routing.top_k)
+    # By expert the kernels first sum each token's rows where they lie.
+    folds = routing.order == "expert" and routing.top_k > 1 and routing.group._platform == "gpu"
+    partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
     weights, *sums = _call(
         "combine",
         [
             _rank(routing),
             handle.topk_idx,
             handle.token_rows,
+            _handle_arrays(handle)[-1],
             _or_empty(row_weights),
             _or_empty(recv_topk_weights),
             *rows,
             *biases,
         ],
-        [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens)],
+        [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
         **_routing_attributes(routing),
     )
-    return tuple(sums), None if recv_topk_weights is None else weights
+    return tuple(sums[: len(rows)]), None if recv_topk_weights is None else weights
 
 
 def permute(
@@ -245,6 +278,14 @@ def unpermute(
         row_map if topk_idx is None else topk_idx,
     ]
     (out,) = _call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
+    return out
+
+
+def gather(group: Group, x: jax.Array) -> jax.Array:
+    """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
+    rank = jax.lax.axis_index(group.axis_name).astype(INT)
+    shape = (group.size * x.shape[0], *x.shape[1:])
+    (out,) = _call("gather", [rank, x], [(shape, x.dtype)], group=group._key, num_ranks=np.int64(group.size))
     return out
 
 

@@ -47,16 +47,27 @@ class Group:
       mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
       axis_name: a name of one of its axes, or a tuple of names, row-major.
       timeout_s: seconds that a rank waits for its peers. Of equal groups the newest one's holds.
+      num_sms: on GPUs, the most SMs that one dispatch or combine takes, at least 2, so that as many as
+        possible are left to what runs beside it. None: as many as pay, reckoned from the shapes under
+        uniform routing (docs/performance.md). Of equal groups the newest one's holds, for programs that
+        run for the first time after it was made.
 
     Raises:
-      ValueError: an axis is not in the mesh or named twice; the time-out is not positive.
+      ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms below 2.
 
     On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
     must make it, and several groups in the same order: they tell each other where their memory lies
     (docs/multi_process.md).
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, axis_name: str | tuple[str, ...], *, timeout_s: float = 30.0):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str | tuple[str, ...],
+        *,
+        timeout_s: float = 30.0,
+        num_sms: int | None = None,
+    ):
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
@@ -70,6 +81,8 @@ class Group:
             )
         if not timeout_s > 0:
             raise ValueError(f"Group: timeout_s must be positive, got {timeout_s}")
+        if num_sms is not None and num_sms < 2:
+            raise ValueError(f"Group: num_sms must be at least 2 (or None), got {num_sms}")
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         self._size = int(np.prod([mesh.shape[axis] for axis in axes]))
@@ -98,7 +111,7 @@ class Group:
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
             for d in devices.flat
         ]
-        module.open_group(self._key, repr(self), here, self._size, self._timeout_s)
+        module.open_group(self._key, repr(self), here, self._size, self._timeout_s, num_sms or 0)
 
     def _open_on_gpus(self, module: ModuleType, devices: list[Any]) -> str:
         """Prepares the control blocks; why the group's kernels cannot run, or nothing."""

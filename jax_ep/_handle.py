@@ -51,6 +51,9 @@ class Handle:
     """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank."""
     expert_counts: jax.Array
     """[L] (token, expert) pairs routed to each expert of this rank, before drops."""
+    row_map: jax.Array | None
+    """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
+    -1 none here, or dropped. By rank None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
     """The static part: group, order, T, K, E, C and the expert alignment."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._handle import Handle, Routing
+from jax_ep._handle import Handle, Routing, real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
 
@@ -121,7 +121,10 @@ def dispatch(
     else:
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
     my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
-    handle = Handle(my_ids, my_rows, prefix, expert_counts, routing)
+    row_map = None
+    if routing.order == "expert":
+        row_map = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
+    handle = Handle(my_ids, my_rows, prefix, expert_counts, row_map, routing)
     moved, weights = push(handle, leaves, topk_weights)
     recv_idx = None
     if routing.order == "rank":
@@ -161,6 +164,23 @@ def push(
         return tuple(moved), _take(weights.reshape(-1), choice)
     here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
     return tuple(moved), _take(jnp.where(here, weights, 0), token)
+
+
+def push_weighted(
+    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], weights: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """By expert: each row of a leaf times its weight [C], and its dot product with the factors' row [C]."""
+    sent, _ = push(handle, leaves, None)
+    real = real_rows(handle)
+    scaled, dots = [], jnp.zeros((), jnp.float32)
+    for row, factor in zip(sent, factors, strict=True):
+        wide = jnp.promote_types(row.dtype, jnp.float32)
+        flat = row.reshape(row.shape[0], -1).astype(wide)
+        safe = jnp.where(real[:, None], factor.reshape(flat.shape), 0).astype(wide)
+        dots = dots + jnp.sum(safe * flat, axis=1)
+        times = jnp.where(real, weights, 0).astype(wide)[:, None] * flat
+        scaled.append(times.astype(row.dtype).reshape(row.shape))
+    return tuple(scaled), dots.astype(jnp.float32)
 
 
 def _send_back(routing: Routing, slots: jax.Array) -> jax.Array:

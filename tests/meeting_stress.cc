@@ -188,7 +188,7 @@ void RunWithMissingRank(const std::shared_ptr<Group>& group, int64_t run_id) {
 }
 
 int Main() {
-  OpenGroup("stress", "stress", {0, 1, 2, 3}, kRanks, 60.0);
+  OpenGroup("stress", "stress", {0, 1, 2, 3}, kRanks, {60.0, 0});
   const auto group = FindGroup("stress");
   MeetingPoint dispatch("dispatch"), combine("combine");
   // Several runs of one program in flight at once.
@@ -199,9 +199,9 @@ int Main() {
     });
   }
   for (std::thread& program : programs) program.join();
-  group->set_timeout_s(0.2);
+  group->set_options({0.2, 0});
   RunWithMissingRank(group, 1000);
-  group->set_timeout_s(60.0);
+  group->set_options({60.0, 0});
   Run(group, dispatch, combine, 2000, 5);
   CloseGroup("stress");
   Check(FindGroup("stress") == nullptr, "the group outlived its last close");

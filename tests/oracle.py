@@ -151,9 +151,11 @@ def combine(
     num_tokens: int,
     row_weights: np.ndarray | None = None,
     biases: tuple[np.ndarray, ...] = (),
+    folds: bool = False,
 ) -> np.ndarray:
     """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
 
+    `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype.
     Orders agree: `received` lists a rank's rows by expert, so a token's rows there are sorted by k first.
     """
     num_ranks = len(received)
@@ -170,6 +172,8 @@ def combine(
             for _, c in sorted(rows):
                 weight = wide(1) if row_weights is None else wide(row_weights[rank, c])
                 partial = partial + weight * y[rank, c].astype(wide)
+            if folds and len(rows) > 1:
+                partial = partial.astype(y.dtype).astype(wide)
             out[s, t] += partial
     for bias in biases:
         out += bias.astype(wide)

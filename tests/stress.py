@@ -30,7 +30,8 @@ import jax_ep
 def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: int):
     """One compiled program and what it is: () -> wrong elements over all steps."""
     ranks = group.size
-    tokens, k = int(rng.integers(1, 200)), int(rng.integers(1, 9))
+    # Many tokens are moved in several waves.
+    tokens, k = int(rng.integers(1, rng.choice([100, 200, 3000]))), int(rng.integers(1, 9))
     experts = ranks * int(rng.integers(1, 17))
     width = int(rng.choice([1, 3, 8, 64, 520, 1024]))
     order = str(rng.choice(["rank", "expert"]))
@@ -58,6 +59,16 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
             wrong += jnp.sum(back != (x * copies).astype(dtype))
             wrong += jnp.sum(again != -sent.x)
             used = sent.handle.topk_idx >= 0
+            if order == "expert" and sent.topk_weights is not None:
+
+                def weighted(y: jax.Array, row_weights: jax.Array) -> jax.Array:
+                    return jax_ep.combine(y, sent.handle, group=group, topk_weights=row_weights)
+
+                _, transposed = jax.vjp(weighted, sent.x, sent.topk_weights)
+                d_y, d_weights = transposed(x)
+                rows = sent.x.astype(jnp.float32)
+                wrong += jnp.sum(d_y != (sent.topk_weights[:, None] * rows).astype(dtype))
+                wrong += jnp.sum(d_weights != jnp.sum(rows * rows, axis=1))
             if order == "rank":
                 returned = jax_ep.combine(sent.topk_weights, sent.handle, group=group)
                 wrong += jnp.sum(returned != jnp.where(used, weights, 0))
@@ -68,7 +79,7 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
 
     mapped = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P("ep"), check_vma=False)
     compiled = jax.jit(mapped)
-    ops = steps * (4 if order == "rank" else 3)
+    ops = steps * (4 if order == "rank" else 5)
     name = f"{ranks} ranks, {tokens} tokens x {width} {dtype.name}, top-{k} of {experts}, order {order}"
     return (lambda: compiled(jnp.array([seed]))), name, ops
 

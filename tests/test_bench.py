@@ -11,7 +11,7 @@ from test_remat import count_calls
 
 import jax_ep
 from jax_ep.bench import programs
-from jax_ep.bench.routings import ROUTINGS, bytes_received, route
+from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, route
 from jax_ep.bench.shapes import SHAPES, Shape
 
 SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16)
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_busiest_receiver(order):
     received = oracle.dispatch(np.zeros((4, 12, 1)), ids.reshape(4, 12, 3), None, 16, order)
     rows = [[s for s in one.sources if s is not None] for one in received]
     total = max(map(len, rows))
-    wire = max(sum(s[0] != rank for s in own) for rank, own in enumerate(rows))
+    wire = max(len({s[:2] for s in own if s[0] != rank}) for rank, own in enumerate(rows))
     assert bytes_received(ids, SHAPE, 4, order) == (total * 16, wire * 16)
 
 
@@ -49,9 +49,12 @@ CALLS = {
     "dispatch": {"dispatch": 3},
     "combine": {"dispatch": 1, "combine": 3},
     "layout": {"layout": 3},
+    "unpermute": {"unpermute": 3},
     "round trip": {"dispatch": 3, "combine": 3},
-    "forward + backward": {"dispatch": 3, "combine": 6, "cached_dispatch": 3},
+    "forward + backward": {"dispatch": 3, "combine": 6},
 }
+# The gradient of a combine: by expert it is weighted.
+BACK = {"rank": {"cached_dispatch": 3}, "expert": {"weighted_dispatch": 3}}
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -61,8 +64,19 @@ def test_no_step_is_merged_or_dropped(op, order):
         prepare = programs.of_ours(op, order, group, SHAPE, "ffi")
         run = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
         arguments = floats((R * 12, 8)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
-        assert count_calls(run.lower(*arguments).compile().as_text()) == CALLS[op]
+        expected = CALLS[op] | (BACK[order] if op == "forward + backward" else {})
+        assert count_calls(run.lower(*arguments).compile().as_text()) == expected
         assert np.isfinite(np.asarray(jax.device_get(run(*arguments)), np.float32)).all()
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_a_capacity_of_one_is_what_a_uniform_routing_needs(order):
+    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16)
+    ids = route("uniform", shape, 4).reshape(4, 2000, 3)
+    received = oracle.dispatch(np.zeros((4, 2000, 1)), ids, None, 16, order)
+    mean = np.mean([one.num_tokens[0] for one in received])
+    assert abs(capacity_of(1.0, shape, 4, order) - mean) < 0.02 * mean
+    assert capacity_of(None, shape, 4, order) is None
 
 
 @pytest.mark.parametrize("name", SHAPES)

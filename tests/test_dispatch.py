@@ -44,6 +44,15 @@ def check(got, expected, payload):
                 assert actual is None, name
             else:
                 np.testing.assert_array_equal(actual[rank], wanted, f"{name} at rank {rank}", strict=True)
+        if got.group_sizes is not None:
+            row_map = np.full((len(expected), *got.handle.topk_idx.shape[1:]), -1, np.int32)
+            for c, source in enumerate(want.sources):
+                if source is not None:
+                    row_map[source] = c
+            flat = row_map.reshape(-1, row_map.shape[-1])
+            np.testing.assert_array_equal(
+                got.handle.row_map[rank], flat, f"row_map at rank {rank}", strict=True
+            )
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -72,8 +81,8 @@ def test_numbers_of_ranks_that_are_no_power_of_two(size, order):
 
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"),
-    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024)],
-    ids=["T1_K1", "T1_K16", "K_over_E", "E_equals_R", "E512", "T33", "K20_E1024"],
+    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024), (1300, 3, 16)],
+    ids=["T1_K1", "T1_K16", "K_over_E", "E_equals_R", "E512", "T33", "K20_E1024", "several_waves"],
 )
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_extreme_sizes(tokens, k, experts, order, implementation):

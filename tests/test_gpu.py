@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
+SEVERAL_WAVES = 1200
 
 
-def forward_and_backward(devices, order="expert"):
+def forward_and_backward(devices, order="expert", **options):
     """(x, ids, w) -> all that a layer moves, forward and backward; and the sharding of its arguments."""
     mesh = Mesh(np.array(devices), ("ep",))
-    group = jax_ep.Group(mesh, "ep")
+    group = jax_ep.Group(mesh, "ep", **options)
 
     def shard(x, ids, w):
         def layer(x, w):
@@ -39,9 +40,9 @@ def forward_and_backward(devices, order="expert"):
     return mapped, NamedSharding(mesh, P("ep"))
 
 
-def inputs(seed):
-    ids = routing("sprinkled", R, T, K, E, seed).reshape(-1, K)
-    return floats((R * T, H), BF16, seed), ids, floats((R * T, K), seed=seed + 1)
+def inputs(seed, tokens=T):
+    ids = routing("sprinkled", R, tokens, K, E, seed).reshape(-1, K)
+    return floats((R * tokens, H), BF16, seed), ids, floats((R * tokens, K), seed=seed + 1)
 
 
 def digest(results):
@@ -51,11 +52,23 @@ def digest(results):
     return found.hexdigest()
 
 
+@pytest.mark.parametrize("tokens", [T, SEVERAL_WAVES])
 @pytest.mark.parametrize("order", ["rank", "expert"])
-def test_twenty_runs_of_forward_and_backward_hash_alike(order):
+def test_twenty_runs_of_forward_and_backward_hash_alike(order, tokens):
     mapped, sharding = forward_and_backward(jax.devices()[:R], order)
-    run, arguments = jax.jit(mapped), jax.device_put(inputs(0), sharding)
+    run, arguments = jax.jit(mapped), jax.device_put(inputs(0, tokens), sharding)
     assert len({digest(run(*arguments)) for _ in range(20)}) == 1
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_any_number_of_sms_gives_the_same(order):
+    need_gpu()
+    digests = []
+    for num_sms in (None, 2, 7, 1000):
+        mapped, sharding = forward_and_backward(jax.devices()[:R], order, num_sms=num_sms)
+        arguments = jax.device_put(inputs(0, SEVERAL_WAVES), sharding)
+        digests.append(digest(jax.jit(mapped)(*arguments)))
+    assert len(set(digests)) == 1
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])

@@ -121,6 +121,40 @@ def test_closed_form_of_combine(capacity, implementation):
     np.testing.assert_array_equal(d_bias, 1)
 
 
+@pytest.mark.parametrize("tokens", [T, 1300])
+def test_closed_form_of_a_weighted_combine(tokens, implementation):
+    """D y = weight * cotangent of the token, d weight = <y, cotangent>; with leaves of several dtypes."""
+    ids = routing("sprinkled", R, tokens, K, E)
+    received = oracle.dispatch(np.zeros((R, tokens, 1)), ids, None, E, "expert", R * tokens, 4)
+    y = {"a": floats((R, R * tokens, 8, 4)), "b": floats((R, R * tokens), BF16, seed=4)}
+    d_out = {"a": floats((R, tokens, 8, 4), seed=6), "b": floats((R, tokens), BF16, seed=7)}
+    weights = floats((R, R * tokens), seed=5)
+    unused = np.array([[source is None for source in one.sources] for one in received])
+    y["a"][unused], weights[unused] = np.nan, np.nan
+    on = ranks(R)
+
+    def shard(ids, y, weights, d_out):
+        options = {"group": on.group, "implementation": implementation}
+        routing = {"num_experts": E, "order": "expert", "capacity": R * tokens, "expert_alignment": 4}
+        handle = jax_ep.dispatch(jnp.zeros((tokens, 1)), ids, **routing, **options).handle
+        combine = lambda y, weights: jax_ep.combine(y, handle, topk_weights=weights, **options)
+        return jax.vjp(combine, y, weights)[1](d_out)
+
+    d_y, d_weights = on.run(shard, ids, y, weights, d_out)
+    for rank, one in enumerate(received):
+        sources = np.array([source or (0, 0, 0) for source in one.sources])
+        real, (s, t) = ~unused[rank], sources.T[:2]
+        dot = np.zeros(len(real))
+        for name, leaf in y.items():
+            cotangent = d_out[name][s, t].astype(np.float32)
+            factor = np.where(real, weights[rank], 0).reshape(-1, *(1,) * (cotangent.ndim - 1))
+            want = (factor * cotangent).astype(leaf.dtype)
+            np.testing.assert_array_equal(d_y[name][rank], want, f"{name} at rank {rank}")
+            product = leaf[rank].astype(np.float32) * cotangent
+            dot += np.where(real, product.reshape(len(real), -1).sum(axis=1), 0)
+        np.testing.assert_allclose(d_weights[rank], dot, rtol=1e-5, atol=1e-5)
+
+
 def reference_layer(routing_, x, ids, w):
     """The xla implementation without its custom rules: plain JAX differentiates it."""
     d = _reference.dispatch(routing_, (x,), ids, w)

@@ -44,6 +44,12 @@ def test_equality_and_hash():
     assert one != "ep"
 
 
+@pytest.mark.parametrize("num_sms", [1, 0, -3])
+def test_too_few_sms(num_sms):
+    with pytest.raises(ValueError, match=f"num_sms must be at least 2 .*got {num_sms}"):
+        jax_ep.Group(make_mesh((4,), ("ep",)), "ep", num_sms=num_sms)
+
+
 def test_equal_groups_share_their_state_until_the_last_close():
     mesh = make_mesh((4,), ("closed",))  # other tests keep a group of "ep" open
     x = floats((8, 3))

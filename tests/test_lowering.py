@@ -44,4 +44,4 @@ def test_a_layer_and_its_gradient_lower_for_cuda():
     )
     gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, ids, w)), argnums=(0, 1)))
     text = gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
-    assert count_calls(text) == {"dispatch": 1, "combine": 2, "cached_dispatch": 1}
+    assert count_calls(text) == {"dispatch": 1, "combine": 2, "weighted_dispatch": 1}

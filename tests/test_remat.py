@@ -52,9 +52,11 @@ def test_checkpoint(policy, where):
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
     # Counted before XLA, which may find out by itself that a call is repeated.
     lowered = gradient(shard).lower(x, w, scale).as_text()
-    calls = {name: len(re.findall(rf"@jax_ep_{name}\b", lowered)) for name in ("dispatch", "cached_dispatch")}
-    # Two layers forward, backward a cached dispatch each; and without the policy both dispatches again.
-    assert calls == {"dispatch": 4 if policy is None else 2, "cached_dispatch": 2}
+    calls = {
+        name: len(re.findall(rf"@jax_ep_{name}\b", lowered)) for name in ("dispatch", "weighted_dispatch")
+    }
+    # Two layers forward, backward a weighted dispatch each; and without the policy both dispatches again.
+    assert calls == {"dispatch": 4 if policy is None else 2, "weighted_dispatch": 2}
 
 
 def test_checkpoint_around_scan():
@@ -89,7 +91,7 @@ def test_one_layer_is_two_calls_and_no_other_collective():
         assert collective not in text
     loss = lambda x, w: jnp.sum(mapped(x, ids, w) ** 2)
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).compile().as_text()
-    assert count_calls(text) == {"cached_dispatch": 1, "combine": 2, "dispatch": 1}
+    assert count_calls(text) == {"combine": 2, "dispatch": 1, "weighted_dispatch": 1}
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
 

@@ -12,7 +12,7 @@ namespace jax_ep {
 // Floating types whose rows can be summed. Others are cast to one of these before the call.
 enum class Float : int32_t { kF16, kBF16, kF32, kF64 };
 
-inline int64_t BytesOf(Float type) { return type == Float::kF64 ? 8 : type == Float::kF32 ? 4 : 2; }
+JAX_EP_HD inline int64_t BytesOf(Float type) { return type == Float::kF64 ? 8 : type == Float::kF32 ? 4 : 2; }
 
 // Router output: ids are int32 or int64.
 struct TopkIds {
@@ -43,6 +43,7 @@ struct HandleArrays {
   int32_t* token_rows;          // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
   int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
   int32_t* expert_counts;       // [L] (token, expert) pairs routed to each local expert, before drops
+  int32_t* row_map;             // [R * T, K] by expert: row here of each choice of all ranks' tokens, -1 none
 };
 
 struct DispatchParams {
@@ -63,7 +64,8 @@ struct DispatchParams {
   int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
 };
 
-// The same routing again, for another payload.
+// The same routing again, for another payload. Weighted (by expert): each row arrives times the weight of its
+// place, and recv_topk_weights take the dot products of the unweighted rows with the factors.
 struct CachedDispatchParams {
   Shape shape;
   int32_t rank;
@@ -73,6 +75,9 @@ struct CachedDispatchParams {
   float* recv_topk_weights;   // [C, K] by rank, [C] by expert, or null
   const Payload* payloads;
   int32_t num_payloads;
+  const float* row_weights;    // [C] if weighted, else null
+  const void* const* factors;  // [C, ...] each, one for each payload
+  Float factor_type;           // of all payloads and factors
 };
 
 // One array whose rows are summed.
@@ -81,6 +86,8 @@ struct Summand {
   void* out;         // [T, num_elements]
   int64_t num_elements;
   Float type;
+  void* partial;  // [R * T, num_elements] scratch of the kernels by expert: sums of a token's rows here, or
+                  // null
 };
 
 struct Bias {
@@ -100,6 +107,17 @@ struct CombineParams {
   int32_t num_biases;
   const float* recv_topk_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
   float* topk_weights;             // ... [T, K], 0 where a choice has no row
+};
+
+// All rows of every rank to every rank.
+struct GatherParams {
+  int32_t num_ranks;
+  int32_t rank;
+  const int32_t* rank_operand;
+  const std::byte* in;  // [rows, row_bytes], a multiple of 16 bytes in all
+  std::byte* out;       // [R, rows, row_bytes]
+  int64_t rows;
+  int64_t row_bytes;
 };
 
 // Rank order to expert order on one device: a dispatch within a group of one rank.

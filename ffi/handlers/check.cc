@@ -3,12 +3,13 @@
 namespace jax_ep {
 
 ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads) {
-  if (args.size() != rets.size()) {
-    return InvalidArgument(op, ": expected as many results as payload arrays, got ", rets.size(), " for ",
+                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads, Factors* factors) {
+  const size_t num_args = rets.size() * (factors == nullptr ? 1 : 2);
+  if (args.size() != num_args) {
+    return InvalidArgument(op, ": expected ", num_args, " arrays for ", rets.size(), " results, got ",
                            args.size());
   }
-  for (size_t i = 0; i < args.size(); ++i) {
+  for (size_t i = 0; i < rets.size(); ++i) {
     auto in = args.get<ffi::AnyBuffer>(i);
     auto out = rets.get<ffi::AnyBuffer>(i);
     if (in.has_error()) return in.error();
@@ -25,6 +26,17 @@ ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const 
     payloads.push_back({static_cast<const std::byte*>(source.untyped_data()),
                         static_cast<std::byte*>(target.untyped_data()),
                         elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type()))});
+    if (factors == nullptr) continue;
+    auto factor = args.get<ffi::AnyBuffer>(rets.size() + i);
+    if (factor.has_error()) return factor.error();
+    const auto type = FloatOfType(factor->element_type());
+    if (!type || factor->element_type() != target.element_type() ||
+        factor->element_count() != target.element_count() || (i > 0 && *type != factors->type)) {
+      return InvalidArgument(op, ": factor ", i, " must be a floating array like result ", i,
+                             ", and all of one dtype");
+    }
+    factors->rows.push_back(factor->untyped_data());
+    factors->type = *type;
   }
   return ffi::Error::Success();
 }

@@ -11,20 +11,22 @@ struct Sums {
   std::vector<Bias> biases;
 };
 
-// The operands are the summands, then the biases of the one summand.
+// The operands are the summands, then the biases of the one summand. The results are the sums, then as many
+// partial sums: of R * T rows or, where the kernels need none, of none.
 inline ffi::Error DecodeSums(const Shape& shape, const ffi::RemainingArgs& args,
                              const ffi::RemainingRets& rets, Sums& sums) {
   const char* op = "combine";
-  if (args.size() < rets.size() || (args.size() > rets.size() && rets.size() != 1)) {
+  const size_t num_sums = rets.size() / 2;
+  if (rets.size() % 2 != 0 || args.size() < num_sums || (args.size() > num_sums && num_sums != 1)) {
     return InvalidArgument(op,
-                           ": expected one result for each summed array, and biases only with one of them");
+                           ": expected two results for each summed array, and biases only with one of them");
   }
   for (size_t i = 0; i < args.size(); ++i) {
     auto arg = args.get<ffi::AnyBuffer>(i);
     if (arg.has_error()) return arg.error();
-    auto ret = rets.get<ffi::AnyBuffer>(std::min(i, rets.size() - 1));
+    const bool is_bias = i >= num_sums;
+    auto ret = rets.get<ffi::AnyBuffer>(is_bias ? 0 : i);
     if (ret.has_error()) return ret.error();
-    const bool is_bias = i >= rets.size();
     const ffi::AnyBuffer& rows = *arg;
     const ffi::AnyBuffer& out = **ret;
     const auto type = FloatOfType(rows.element_type());
@@ -39,7 +41,16 @@ inline ffi::Error DecodeSums(const Shape& shape, const ffi::RemainingArgs& args,
     if (is_bias) {
       sums.biases.push_back({rows.untyped_data(), *type});
     } else {
-      sums.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type});
+      auto partial = rets.get<ffi::AnyBuffer>(num_sums + i);
+      if (partial.has_error()) return partial.error();
+      const int64_t elements = (*partial)->element_count();
+      const int64_t expected = int64_t{shape.num_ranks} * shape.num_tokens * ElementsPerRow(rows);
+      if ((*partial)->element_type() != rows.element_type() || (elements != 0 && elements != expected)) {
+        return InvalidArgument(op, ": partial sum ", i, " must have no elements or ", expected, ", got ",
+                               elements);
+      }
+      sums.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
+                               elements == 0 ? nullptr : (*partial)->untyped_data()});
     }
   }
   return ffi::Error::Success();
@@ -47,9 +58,10 @@ inline ffi::Error DecodeSums(const Shape& shape, const ffi::RemainingArgs& args,
 
 template <typename Context>
 typename Context::Result Combine(Context context, ffi::BufferR0<ffi::S32> rank, IntBuffer topk_idx,
-                                 IntBuffer token_rows, FloatBuffer row_weights, FloatBuffer recv_topk_weights,
-                                 ffi::RemainingArgs args, ffi::Result<FloatBuffer> topk_weights,
-                                 ffi::RemainingRets rets, ffi::Dictionary attrs) {
+                                 IntBuffer token_rows, IntBuffer row_map, FloatBuffer row_weights,
+                                 FloatBuffer recv_topk_weights, ffi::RemainingArgs args,
+                                 ffi::Result<FloatBuffer> topk_weights, ffi::RemainingRets rets,
+                                 ffi::Dictionary attrs) {
   const char* op = "combine";
   CombineParams params{};
   Sums sums;
@@ -62,6 +74,7 @@ typename Context::Result Combine(Context context, ffi::BufferR0<ffi::S32> rank, 
   const bool returns_weights = recv_topk_weights.element_count() > 0;
   auto error = FirstError(
       {CheckShape("combine: handle.token_rows", token_rows, {shape.num_tokens, shape.rows_per_token()}),
+       CheckShape("combine: handle.row_map", row_map, RowMapShape(shape)),
        weighted ? CheckShape("combine: topk_weights", row_weights, {shape.capacity}) : ffi::Error::Success(),
        returns_weights
            ? CheckShape("combine: received topk_weights", recv_topk_weights, RecvWeightsShape(shape))
@@ -77,6 +90,7 @@ typename Context::Result Combine(Context context, ffi::BufferR0<ffi::S32> rank, 
   params.rank_operand = rank.typed_data();
   params.handle.topk_idx = topk_idx.typed_data();
   params.handle.token_rows = token_rows.typed_data();
+  params.handle.row_map = row_map.typed_data();
   params.row_weights = DataOrNull(row_weights);
   params.recv_topk_weights = DataOrNull(recv_topk_weights);
   params.topk_weights = returns_weights ? topk_weights->typed_data() : nullptr;
@@ -90,11 +104,12 @@ auto BindCombine(Binding binding) {
       .template Arg<ffi::BufferR0<ffi::S32>>()  // rank
       .template Arg<IntBuffer>()                // handle.topk_idx [T, K]
       .template Arg<IntBuffer>()                // handle.token_rows [T, R | K]
+      .template Arg<IntBuffer>()                // handle.row_map [R * T, K] or [0, K]
       .template Arg<FloatBuffer>()              // weight of each row [C] or [0]
       .template Arg<FloatBuffer>()              // received topk_weights [C, K] | [C] or [0]
       .RemainingArgs()                          // rows [C, ...], then biases [T, ...]
       .template Ret<FloatBuffer>()              // returned topk_weights [T, K] or [0]
-      .RemainingRets()                          // sums [T, ...]
+      .RemainingRets()                          // sums [T, ...], then scratch: partial sums
       .Attrs();
 }
 

@@ -31,10 +31,8 @@ static ffi::Error CheckShape(const char* op, const Shape& shape, size_t arrays) 
                      AtMost(op, "arrays", arrays, kMaxPayloads)});
 }
 
-// The group's control blocks, once all local ranks have come to this call site. An error if an earlier wait
-// of the group expired.
-static ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
-                            std::shared_ptr<DevicePeers>& devices, Peers& peers) {
+ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
+                     std::shared_ptr<DevicePeers>& devices, Peers& peers) {
   devices = FindDevicePeers(seat.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   if (std::string text = devices->DescribeExpired(seat.group->name()); !text.empty()) {
@@ -50,9 +48,8 @@ static ffi::Error FindPeers(const char* op, const CudaContext& context, const Se
   return ffi::Error::Success();
 }
 
-// An error if one of the buffers that the op publishes cannot be reached from the group's other processes.
-static ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
-                             const std::vector<const void*>& published) {
+ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
+                      const std::vector<const void*>& published) {
   for (const void* buffer : published) {
     const std::string reason = devices.ReasonAgainst(seat.place, buffer);
     if (!reason.empty())
@@ -61,7 +58,9 @@ static ffi::Error CheckReach(const char* op, const DevicePeers& devices, const S
   return ffi::Error::Success();
 }
 
-static cuda::Device ThisDevice() { return cuda::DescribeDevice(PlainCopies()); }
+cuda::Device ThisDevice(const Group* group) {
+  return cuda::DescribeDevice(PlainCopies(), group == nullptr ? 0 : group->options().num_sms);
+}
 
 // Fills a result with bits that no right op leaves there. For stress tests.
 static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
@@ -71,13 +70,13 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 
 template <typename Params, typename Launch>
 static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat& seat, Params params,
-                          const std::vector<Payload>& payloads, const void* recv_topk_idx, Launch launch) {
+                          const std::vector<Payload>& payloads, const void* routing, Launch launch) {
   std::shared_ptr<DevicePeers> devices;
   Peers peers;
   auto error = CheckShape(op, params.shape, payloads.size());
   if (error.success()) error = FindPeers(op, context, seat, devices, peers);
   if (error.failure()) return error;
-  std::vector<const void*> published{params.recv_topk_weights, recv_topk_idx};
+  std::vector<const void*> published{params.recv_topk_weights, routing};
   for (const Payload& payload : payloads) published.push_back(payload.out);
   error = CheckReach(op, *devices, seat, published);
   if (error.failure()) return error;
@@ -88,16 +87,19 @@ static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat
   }
   const int64_t weights = params.shape.order == Order::kRank ? params.shape.top_k : 1;
   Poison(params.recv_topk_weights, params.shape.capacity * weights * sizeof(float), context.stream);
-  return Launched(op, launch(params, peers, ThisDevice(), context.stream));
+  return Launched(op, launch(params, peers, ThisDevice(seat.group.get()), context.stream));
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
                       std::vector<Payload> payloads) {
-  return RunPush("dispatch", context, seat, params, payloads, params.recv_topk_idx, cuda::LaunchDispatch);
+  const int32_t* routing = params.shape.order == Order::kRank ? params.recv_topk_idx : params.handle.row_map;
+  return RunPush("dispatch", context, seat, params, payloads, routing, cuda::LaunchDispatch);
 }
 
-static ffi::Error Run(const CudaContext& context, Seat seat, const CachedDispatchParams& params,
-                      std::vector<Payload> payloads) {
+static ffi::Error Run(const CudaContext& context, Seat seat, CachedDispatchParams params,
+                      std::vector<Payload> payloads, Factors factors) {
+  params.factors = factors.rows.data();
+  params.factor_type = factors.type;
   return RunPush("dispatch (cached)", context, seat, params, payloads, nullptr, cuda::LaunchCachedDispatch);
 }
 
@@ -109,37 +111,53 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams param
       {CheckShape(op, params.shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
   if (error.success()) error = FindPeers(op, context, seat, devices, peers);
   if (error.failure()) return error;
+  const bool folds = params.shape.order == Order::kExpert && params.shape.top_k > 1;
+  for (const Summand& summand : sums.summands) {
+    if (folds && summand.partial == nullptr) {
+      return InvalidArgument(op, ": by expert the kernels need room for partial sums");
+    }
+  }
   std::vector<const void*> published{params.row_weights, params.recv_topk_weights};
-  for (const Summand& summand : sums.summands) published.push_back(summand.rows);
+  for (const Summand& summand : sums.summands) {
+    published.push_back(summand.rows);
+    published.push_back(summand.partial);
+  }
   error = CheckReach(op, *devices, seat, published);
   if (error.failure()) return error;
   for (const Summand& summand : sums.summands) {
     const int64_t bytes = summand.num_elements * BytesOf(summand.type);
     Poison(summand.out, params.shape.num_tokens * bytes, context.stream);
+    Poison(summand.partial, int64_t{params.shape.num_ranks} * params.shape.num_tokens * bytes,
+           context.stream);
   }
   params.summands = sums.summands.data();
   params.num_summands = static_cast<int32_t>(sums.summands.size());
   params.biases = sums.biases.data();
   params.num_biases = static_cast<int32_t>(sums.biases.size());
-  return Launched(op, cuda::LaunchCombine(params, peers, context.stream));
+  return Launched(op, cuda::LaunchCombine(params, peers, ThisDevice(seat.group.get()), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
-  return Launched("layout", cuda::LaunchLayout(params, context.stream));
+  auto error = FirstError({AtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
+                           AtMost("layout", "experts", params.shape.num_experts, kMaxBins - kMaxRanks)});
+  if (error.failure()) return error;
+  return Launched("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& params) {
   auto error = CheckShape("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
-  return Launched("permute", cuda::LaunchPermute(params, ThisDevice(), context.stream));
+  return Launched("permute", cuda::LaunchPermute(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const CachedPermuteParams& params) {
-  return Launched("permute (cached)", cuda::LaunchCachedPermute(params, ThisDevice(), context.stream));
+  return Launched("permute (cached)", cuda::LaunchCachedPermute(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const UnpermuteParams& params) {
-  return Launched("unpermute", cuda::LaunchUnpermute(params, ThisDevice(), context.stream));
+  auto error = AtMost("unpermute", "choices a row", params.top_k, kMaxRowsPerToken);
+  if (error.failure()) return error;
+  return Launched("unpermute", cuda::LaunchUnpermute(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::ErrorOr<std::unique_ptr<CudaCallSite>> InstantiateCuda() {
@@ -155,6 +173,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchHandler, Dispatch<CudaContext>,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedDispatchHandler, CachedDispatch<CudaContext>,
                               BindCachedDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaWeightedDispatchHandler, WeightedDispatch<CudaContext>,
+                              BindWeightedDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineHandler, Combine<CudaContext>,
                               BindCombine(ffi::Ffi::Bind().Ctx<CudaContext>()),

@@ -6,7 +6,9 @@
 #include <optional>
 
 #include "handlers/check.h"
+#include "kernels/kernels.h"
 #include "runtime/first_call.h"
+#include "runtime/peers.h"
 
 namespace jax_ep {
 
@@ -40,6 +42,18 @@ struct CudaLocalContext {
 
 // The result of a launch.
 ffi::Error Launched(const char* op, cudaError_t error);
+
+// The group's control blocks, once all local ranks have come to this call site. An error if an earlier wait
+// of the group expired.
+ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
+                     std::shared_ptr<DevicePeers>& devices, Peers& peers);
+
+// An error if one of the buffers that the op publishes cannot be reached from the group's other processes.
+ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
+                      const std::vector<const void*>& published);
+
+// What a launch depends on; `group` is null for local ops.
+cuda::Device ThisDevice(const Group* group);
 
 }  // namespace jax_ep
 

@@ -43,11 +43,14 @@ struct DispatchShare final : Share {
 struct CachedDispatchShare final : Share {
   CachedDispatchParams params;
   std::vector<Payload> payloads;
+  Factors factors;
 
-  CachedDispatchShare(const CachedDispatchParams& given, std::vector<Payload> moved)
-      : params(given), payloads(std::move(moved)) {
+  CachedDispatchShare(const CachedDispatchParams& given, std::vector<Payload> moved, Factors weighted)
+      : params(given), payloads(std::move(moved)), factors(std::move(weighted)) {
     params.payloads = payloads.data();
     params.num_payloads = static_cast<int32_t>(payloads.size());
+    params.factors = factors.rows.data();
+    params.factor_type = factors.type;
     PrepareBuffers(params.shape, payloads);
   }
 
@@ -66,8 +69,9 @@ static ffi::Future Run(const CpuContext& context, Seat seat, const DispatchParam
 }
 
 static ffi::Future Run(const CpuContext& context, Seat seat, const CachedDispatchParams& params,
-                       std::vector<Payload> payloads) {
-  return Meet(context, std::move(seat), std::make_unique<CachedDispatchShare>(params, std::move(payloads)));
+                       std::vector<Payload> payloads, Factors factors) {
+  return Meet(context, std::move(seat),
+              std::make_unique<CachedDispatchShare>(params, std::move(payloads), std::move(factors)));
 }
 
 static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateDispatch() {
@@ -78,6 +82,10 @@ static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateCachedDispatch() {
   return std::make_unique<CallSite>("dispatch (cached)");
 }
 
+static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateWeightedDispatch() {
+  return std::make_unique<CallSite>("dispatch (weighted)");
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DispatchInstantiate, InstantiateDispatch, ffi::Ffi::BindInstantiate());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DispatchHandler, Dispatch<CpuContext>,
                               BindDispatch(ffi::Ffi::Bind().Ctx<CpuContext>()));
@@ -86,5 +94,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedDispatchInstantiate, InstantiateCachedDispat
                               ffi::Ffi::BindInstantiate());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedDispatchHandler, CachedDispatch<CpuContext>,
                               BindCachedDispatch(ffi::Ffi::Bind().Ctx<CpuContext>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WeightedDispatchInstantiate, InstantiateWeightedDispatch,
+                              ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(WeightedDispatchHandler, WeightedDispatch<CpuContext>,
+                              BindWeightedDispatch(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 }  // namespace jax_ep

@@ -43,16 +43,22 @@ inline ffi::Error DecodeShape(const char* op, const ffi::Dictionary& attrs,
   return ffi::Error::Success();
 }
 
+inline std::vector<int64_t> RowMapShape(const Shape& shape) {
+  if (shape.order == Order::kRank) return {0, shape.top_k};
+  return {int64_t{shape.num_ranks} * shape.num_tokens, shape.top_k};
+}
+
 inline ffi::Error CheckHandle(const char* op, const Shape& shape, const IntBuffer& topk_idx,
                               const IntBuffer& token_rows, const IntBuffer& rank_prefix_matrix,
-                              const IntBuffer& expert_counts) {
+                              const IntBuffer& expert_counts, const IntBuffer& row_map) {
   const std::string prefix = std::string(op) + ": handle.";
   return FirstError(
       {CheckShape((prefix + "topk_idx").c_str(), topk_idx, {shape.num_tokens, shape.top_k}),
        CheckShape((prefix + "token_rows").c_str(), token_rows, {shape.num_tokens, shape.rows_per_token()}),
        CheckShape((prefix + "rank_prefix_matrix").c_str(), rank_prefix_matrix,
                   {shape.num_ranks, shape.num_ranks}),
-       CheckShape((prefix + "expert_counts").c_str(), expert_counts, {shape.num_local_experts()})});
+       CheckShape((prefix + "expert_counts").c_str(), expert_counts, {shape.num_local_experts()}),
+       CheckShape((prefix + "row_map").c_str(), row_map, RowMapShape(shape))});
 }
 
 // Shape of the weights that arrive with the rows.

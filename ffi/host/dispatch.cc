@@ -3,6 +3,7 @@
 
 #include "core/index.h"
 #include "host/ops.h"
+#include "host/sum.h"
 #include "host/topk.h"
 
 namespace jax_ep::host {
@@ -45,6 +46,9 @@ struct Push {
   int32_t num_payloads;
   const float* topk_weights;
   float* recv_topk_weights;
+  const float* row_weights;
+  const void* const* factors;
+  Float factor_type;
 
   int64_t weights_per_row() const { return shape.order == Order::kRank ? shape.top_k : 1; }
 
@@ -63,6 +67,7 @@ struct Push {
 
   // Sends token t to row `row` of a receiver; `k` is the choice that the row stands for by expert.
   void Send(int32_t t, int32_t k, const Push& receiver, int32_t receiver_rank, int64_t row) const {
+    if (receiver.row_weights != nullptr) return SendWeighted(t, receiver, row);
     for (int32_t p = 0; p < num_payloads; ++p) {
       const int64_t bytes = payloads[p].row_bytes;
       std::memcpy(receiver.payloads[p].out + row * bytes, payloads[p].in + t * bytes, bytes);
@@ -79,12 +84,40 @@ struct Push {
       receiver.recv_topk_weights[row * shape.top_k + j] = here ? topk_weights[first + j] : 0.0f;
     }
   }
+
+  // The row times its weight, and its dot product with the factors.
+  void SendWeighted(int32_t t, const Push& receiver, int64_t row) const {
+    const float weight = receiver.row_weights[row];
+    double dot = 0;
+    for (int32_t p = 0; p < num_payloads; ++p) {
+      const int64_t bytes = payloads[p].row_bytes;
+      WithAccumulator(factor_type, [&](auto* null) {
+        using Acc = std::remove_pointer_t<decltype(null)>;
+        dot += ScaleRow<Acc>(factor_type, payloads[p].in + t * bytes,
+                             static_cast<const std::byte*>(receiver.factors[p]) + row * bytes,
+                             bytes / BytesOf(factor_type), weight, receiver.payloads[p].out + row * bytes);
+      });
+    }
+    receiver.recv_topk_weights[row] = static_cast<float>(dot);
+  }
 };
 
-template <typename Params>
-Push PushOf(const Params& params) {
+Push PushOf(const DispatchParams& params) {
+  return Push{params.shape,
+              params.handle,
+              params.payloads,
+              params.num_payloads,
+              params.topk_weights,
+              params.recv_topk_weights,
+              nullptr,
+              nullptr,
+              Float::kF32};
+}
+
+Push PushOf(const CachedDispatchParams& params) {
   return Push{params.shape,        params.handle,       params.payloads,
-              params.num_payloads, params.topk_weights, params.recv_topk_weights};
+              params.num_payloads, params.topk_weights, params.recv_topk_weights,
+              params.row_weights,  params.factors,      params.factor_type};
 }
 
 // The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
@@ -220,6 +253,10 @@ void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector
   std::vector<int64_t> next = FirstRows(shape, counts, rank);
   const int32_t width = shape.rows_per_token();
   std::fill_n(me.handle.token_rows, int64_t{shape.num_tokens} * width, -1);
+  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of a rank, in the receivers' row maps
+  for (const DispatchParams* peer : ranks) {
+    if (!by_rank) std::fill_n(peer->handle.row_map + rank * choices, choices, -1);
+  }
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
     const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
     for (int32_t k = 0; k < shape.top_k; ++k) {
@@ -229,7 +266,11 @@ void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector
       if (row >= shape.capacity) continue;
       me.handle.token_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
       push.Send(t, k, receivers[receiver], receiver, row);
-      if (!by_rank) continue;
+      if (!by_rank) {
+        const int64_t choice = rank * choices + int64_t{t} * shape.top_k + k;
+        ranks[receiver]->handle.row_map[choice] = static_cast<int32_t>(row);
+        continue;
+      }
       int32_t* recv_idx = ranks[receiver]->recv_topk_idx + row * shape.top_k;
       for (int32_t j = 0; j < shape.top_k; ++j) {
         const bool here = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;

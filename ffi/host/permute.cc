@@ -18,7 +18,8 @@ void Permute(const PermuteParams& params) {
   alone.topk_weights = params.topk_weights;
   alone.payloads = params.payloads;
   alone.num_payloads = params.num_payloads;
-  alone.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data()};
+  // With one rank, where each choice lies is the row map.
+  alone.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data(), params.row_map};
   alone.recv_topk_weights = params.permuted_weights;
   alone.tokens_per_expert = params.tokens_per_expert;
   alone.group_sizes = params.group_sizes;

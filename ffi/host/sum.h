@@ -27,6 +27,15 @@ void WithType(Float type, F&& f) {
   }
 }
 
+template <typename T, typename Acc>
+T Round(Acc value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return FromFloat<T, float>(static_cast<float>(value));
+  }
+}
+
 // sum[i] += weight * row[first + i] for i < n.
 template <typename Acc>
 void AddRow(Float type, const void* row, int64_t first, int64_t n, Acc weight, Acc* __restrict sum) {
@@ -41,26 +50,41 @@ void StoreRow(Float type, const Acc* __restrict sum, int64_t first, int64_t n, v
   WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     T* values = static_cast<T*>(row) + first;
-    if constexpr (std::is_same_v<T, double>) {
-      for (int64_t i = 0; i < n; ++i) values[i] = sum[i];
-    } else {
-      for (int64_t i = 0; i < n; ++i) values[i] = FromFloat<T, float>(static_cast<float>(sum[i]));
-    }
+    for (int64_t i = 0; i < n; ++i) values[i] = Round<T>(sum[i]);
   });
 }
 
-inline int64_t SizeOf(Float type) {
-  int64_t size = 0;
-  WithType(type, [&](auto* null) { size = sizeof(*null); });
-  return size;
-}
-
 inline const void* RowAt(const void* data, int64_t row, int64_t num_elements, Float type) {
-  return static_cast<const char*>(data) + row * num_elements * SizeOf(type);
+  return static_cast<const char*>(data) + row * num_elements * BytesOf(type);
 }
 
 inline void* RowAt(void* data, int64_t row, int64_t num_elements, Float type) {
-  return static_cast<char*>(data) + row * num_elements * SizeOf(type);
+  return static_cast<char*>(data) + row * num_elements * BytesOf(type);
+}
+
+// out = weight * row. Returns the dot product of row and factor.
+template <typename Acc>
+Acc ScaleRow(Float type, const void* row, const void* factor, int64_t n, float weight, void* out) {
+  Acc dot[8] = {};  // several sums, so that they can be vectorised
+  WithType(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    const T* __restrict values = static_cast<const T*>(row);
+    const T* __restrict factors = static_cast<const T*>(factor);
+    T* __restrict scaled = static_cast<T*>(out);
+    const auto element = [&](int64_t i, Acc& sum) {
+      const Acc value = static_cast<Acc>(ToFloat(values[i]));
+      sum += static_cast<Acc>(ToFloat(factors[i])) * value;
+      scaled[i] = Round<T>(static_cast<Acc>(weight) * value);
+    };
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      for (int64_t j = 0; j < 8; ++j) element(i + j, dot[j]);
+    }
+    for (; i < n; ++i) element(i, dot[0]);
+  });
+  Acc sum{0};
+  for (Acc part : dot) sum += part;
+  return sum;
 }
 
 // Calls f(accumulator type's null pointer): float64 rows are summed in float64, others in float32.

@@ -1,162 +1,109 @@
-// Combine: each token's rows, pulled from the peers' buffers and summed in registers.
+// Combine: each token's rows, pulled from the peers' buffers and summed in registers. By expert a rank's rows
+// of a token are first summed where they lie ("folded"), so that one of them travels.
+#include "core/plan.h"
+#include "kernels/fold.cuh"
 #include "kernels/kernels.h"
-#include "kernels/sum.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kBlocks = 32;
-constexpr int kRows = 4;     // rows whose loads are in flight at a time
-constexpr int kVectors = 2;  // 16-byte loads a row and thread
-constexpr int kMaxBiases = 8;
+constexpr int kParts = 1024;  // of tokens, for each block that pulls
 
-struct CombineArgs {
-  Shape shape;
-  Peers peers;
-  const int32_t* rank_operand;
-  HandleArrays handle;
-  Summand summands[kMaxPayloads];
-  int32_t num_summands;
-  const float* row_weights;
-  Bias biases[kMaxBiases];
-  int32_t num_biases;
-  const float* recv_topk_weights;
-  float* topk_weights;
+// Where a token's rows come from: lane r holds rank r's.
+struct Source {
+  int row;     // -1: none, or several
+  bool folds;  // several, which the rank has folded
 };
 
-// A warp's view of one token: lane i holds the i-th of its rows, in the order of the sum.
-struct Sources {
-  int row;
-  int rank;
-  int count;  // rows
-};
-
-// By rank; by expert a rank's rows by k. `order` is room for a warp.
-__device__ Sources FindSources(const CombineArgs& args, int t, int lane, uint8_t* order) {
-  const Shape& shape = args.shape;
-  const int width = shape.rows_per_token();
-  int row = -1, rank = lane;
-  if (lane < width) {
-    row = args.handle.token_rows[int64_t{t} * width + lane];
-    if (shape.order == Order::kExpert) {
-      const int expert = args.handle.topk_idx[int64_t{t} * shape.top_k + lane];
-      rank = IsExpert(expert, shape.num_experts) ? shape.rank_of(expert) : -1;
-    }
-    if (!IsRow(row, shape.capacity) || rank < 0) row = -1;
+__device__ Source FindSource(const CombineArgs& args, int t, int lane) {
+  const Place place = FindPlace(args.shape, args.handle, t, lane);
+  if (args.shape.order == Order::kRank) return {place.row, false};
+  unsigned mine = 0;
+  for (int r = 0; r < args.shape.num_ranks; ++r) {
+    const unsigned here = __ballot_sync(kAllLanes, place.row >= 0 && place.rank == r);
+    if (lane == r) mine = here;
   }
-  const unsigned earlier_lanes = (1u << lane) - 1;
-  int place = 0, count = 0;
-  for (int r = 0; r < shape.num_ranks; ++r) {
-    const unsigned rows = __ballot_sync(kAllLanes, row >= 0 && rank == r);
-    if (rank == r) place = count + __popc(rows & earlier_lanes);
-    count += __popc(rows);
-  }
-  if (row >= 0) order[place] = static_cast<uint8_t>(lane);
-  __syncwarp();
-  const int from = lane < count ? order[lane] : 0;
-  __syncwarp();
-  return {__shfl_sync(kAllLanes, row, from), __shfl_sync(kAllLanes, rank, from), count};
+  const int row = __shfl_sync(kAllLanes, place.row, mine == 0 ? 0 : __ffs(mine) - 1);
+  return {__popc(mine) == 1 ? row : -1, __popc(mine) > 1};
 }
 
-// Sums one slice of a token's rows. A rank's rows are summed apart, as if it had sent one row.
-template <typename T, int N>
-__device__ void SumSlice(const CombineArgs& args, const Published* published, int index, int t, int64_t first,
-                         const Sources& sources, float weight, int lane) {
-  using Acc = typename Sum<T>::Acc;
-  const Summand& summand = args.summands[index];
-  const int64_t width = summand.num_elements;
-  Acc total[kVectors][N] = {}, partial[kVectors][N] = {};
-  int rank = -1;
-  for (int begin = 0; begin < sources.count; begin += kRows) {
-    Pack<T, N> packs[kRows][kVectors];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int from = min(begin + i, sources.count - 1);
-      const int64_t row = __shfl_sync(kAllLanes, sources.row, from);
-      const int owner = __shfl_sync(kAllLanes, sources.rank, from);
-      const T* base = static_cast<const T*>(published[owner].buffers[index]) + row * width;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t column = first + (v * kWarp + lane) * N;
-        if (begin + i < sources.count && column < width) packs[i][v] = Pack<T, N>::Load(base + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (begin + i < sources.count) {
-        const int owner = __shfl_sync(kAllLanes, sources.rank, begin + i);
-        const Acc factor = __shfl_sync(kAllLanes, weight, begin + i);
-        const bool starts = owner != rank;
-        rank = owner;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-          for (int j = 0; j < N; ++j) {
-            if (starts) {
-              total[v][j] += partial[v][j];
-              partial[v][j] = Acc{0};
-            }
-            partial[v][j] =
-                MultiplyAdd(factor, static_cast<Acc>(Widen(packs[i][v].values[j])), partial[v][j]);
-          }
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t column = first + (v * kWarp + lane) * N;
-    if (column >= width) continue;
-    Pack<T, N> out;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      Acc sum = total[v][j] + partial[v][j];
-      for (int b = 0; b < args.num_biases; ++b) {
-        sum += LoadAs<Acc>(args.biases[b].type, args.biases[b].data, t * width + column + j);
-      }
-      if constexpr (std::is_same_v<T, double>) {
-        out.values[j] = sum;
-      } else {
-        out.values[j] = Narrow<T>(sum);
-      }
-    }
-    out.Store(static_cast<T*>(summand.out) + t * width + column);
-  }
-}
-
-// All slices of one array, spread over the warps of the grid.
-template <typename T, int N>
-__device__ void SumArray(const CombineArgs& args, const Published* published, int index) {
-  __shared__ uint8_t order[kThreads / kWarp][kWarp];
-  const int lane = threadIdx.x % kWarp;
-  const int64_t width = args.summands[index].num_elements;
-  const int64_t slice = int64_t{kWarp} * kVectors * N;
-  const int64_t num_slices = (width + slice - 1) / slice;
-  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
-  const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
-  // A token is one warp's; where tokens are few, several warps share it, slice by slice.
-  const int64_t splits = max(int64_t{1}, min(num_slices, num_warps / args.shape.num_tokens));
-  for (int64_t unit = warp; unit < args.shape.num_tokens * splits; unit += num_warps) {
-    const int t = static_cast<int>(unit / splits);
-    const Sources sources = FindSources(args, t, lane, order[threadIdx.x / kWarp]);
-    float weight = 1.0f;
-    if (args.row_weights != nullptr && lane < sources.count) {
-      weight = __ldcg(static_cast<const float*>(published[sources.rank].weights) + sources.row);
-    }
-    for (int64_t first = unit % splits * slice; first < width; first += splits * slice) {
-      SumSlice<T, N>(args, published, index, t, first, sources, weight, lane);
-    }
-  }
-}
-
+// The rows that a token's sum is made of.
 template <typename T>
-__device__ void SumArrayOf(const CombineArgs& args, const Published* published, int index) {
-  constexpr int kFull = 16 / sizeof(T);
-  if (args.summands[index].num_elements % kFull == 0) {
-    SumArray<T, kFull>(args, published, index);
-  } else {
-    SumArray<T, 1>(args, published, index);
+__device__ Terms<T> FindTerms(const CombineArgs& args, const Published* published, int index, int t,
+                              int lane) {
+  const Source source = FindSource(args, t, lane);
+  const int64_t width = args.summands[index].num_elements;
+  Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.folds)};
+  if (source.folds) {
+    const int64_t slot = int64_t{args.peers.rank} * args.shape.num_tokens + t;
+    terms.row = static_cast<const T*>(published[lane].partials[index]) + slot * width;
+  } else if (source.row >= 0) {
+    terms.row = static_cast<const T*>(published[lane].buffers[index]) + source.row * width;
+    if (args.row_weights != nullptr) {
+      terms.factor = static_cast<const float*>(published[lane].weights)[source.row];
+    }
+  }
+  return terms;
+}
+
+// Pulls one slice of a token's sum.
+template <typename T, int N>
+__device__ void PullSlice(const CombineArgs& args, const Terms<T>& terms, int index, int t, int first,
+                          int lane) {
+  const Summand& summand = args.summands[index];
+  const int width = static_cast<int>(summand.num_elements);
+  typename Sum<T>::Acc total[kVectors][N] = {};
+  SumSlice<T, N>(terms, first, width, lane, total);
+  for (int b = 0; b < args.num_biases; ++b) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + (v * kWarp + lane) * N;
+      for (int j = 0; j < N && column < width; ++j) {
+        total[v][j] += LoadAs<typename Sum<T>::Acc>(args.biases[b].type, args.biases[b].data,
+                                                    int64_t{t} * width + column + j);
+      }
+    }
+  }
+  StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
+}
+
+// Waits as a warp until every rank has folded a wave. False if that did not happen in time.
+__device__ bool WaitForWave(const CombineArgs& args, int wave, uint32_t epoch, int lane) {
+  const Peers& peers = args.peers;
+  const uint32_t* flags = peers.control[peers.rank]->moved[wave];
+  const bool late = lane < peers.num_ranks && !Await(peers, &flags[lane], epoch);
+  const unsigned missing = __ballot_sync(kAllLanes, late);
+  if (missing != 0 && lane == 0) {
+    RecordExpired(peers, Op::kCombine, Phase::kMove, epoch, missing, flags);
+  }
+  __syncwarp();
+  return missing == 0;
+}
+
+// The tokens in their order, in parts that the warps of all blocks take in turn: whoever is free takes the
+// next.
+template <typename T, int N>
+__device__ void PullArray(const CombineArgs& args, const Published* published, int index, uint32_t epoch) {
+  const int lane = threadIdx.x % kWarp;
+  const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
+  // Few enough for the search of a token's rows not to count, many enough for warps to end together.
+  const int most = kParts * args.num_pullers / max(num_tokens, 1);
+  const int parts = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
+  const Dealer dealer{&args.peers.control[args.peers.rank]->next[index]};
+  int folded = 0;  // waves
+  unsigned number = dealer.Take(lane);
+  while (true) {
+    const int unit = Dealer::Show(number);
+    const int t = unit / parts;
+    if (t >= num_tokens) break;
+    number = dealer.Take(lane);
+    for (; args.folds && args.waves.First(args.shape, folded) <= t; ++folded) {
+      if (!WaitForWave(args, folded, epoch, lane)) return;
+    }
+    const Terms<T> terms = FindTerms<T>(args, published, index, t, lane);
+    for (int first = unit % parts * kSlice<N>; first < width; first += parts * kSlice<N>) {
+      PullSlice<T, N>(args, terms, index, t, first, lane);
+    }
   }
 }
 
@@ -168,7 +115,7 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
   const bool by_rank = shape.order == Order::kRank;
   const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < choices;
-       i += int64_t{gridDim.x} * blockDim.x) {
+       i += int64_t{args.num_pullers} * blockDim.x) {
     const int64_t t = i / shape.top_k, k = i % shape.top_k;
     const int expert = args.handle.topk_idx[i];
     float weight = 0.0f;
@@ -188,24 +135,35 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
   __shared__ Published published[kMaxRanks];
+  __shared__ unsigned next;
   const Peers& peers = args.peers;
   uint32_t epoch = 0;
   bool alive = Begin(peers, Op::kCombine, args.rank_operand, &epoch);
-  if (alive) {
-    if (blockIdx.x == 0) {
-      Published mine{};
-      for (int i = 0; i < args.num_summands; ++i) mine.buffers[i] = const_cast<void*>(args.summands[i].rows);
+  if (alive && blockIdx.x == 0) {
+    if (threadIdx.x == 0) {
+      Published& mine = published[0];
+      for (int i = 0; i < args.num_summands; ++i) {
+        mine.buffers[i] = const_cast<void*>(args.summands[i].rows);
+        mine.partials[i] = args.summands[i].partial;
+      }
       mine.weights =
           const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.recv_topk_weights);
-      Enter(peers, mine, epoch);
+      mine.routing = nullptr;
     }
-    Control* own = peers.control[peers.rank];
-    alive = WaitForAll(peers, Op::kCombine, Phase::kEnter, own->enter, epoch);
-    if (alive) ReadPublished(peers, args.num_summands, published);
+    __syncthreads();
+    Enter(peers, published[0], args.num_summands, epoch);
   }
-  if (alive) {
-    for (int i = 0; i < args.num_summands; ++i) SumArrayOf<T>(args, published, i);
-    if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
+  if (alive && args.folds) Fold<T>(args, epoch, &next);
+  if (alive && static_cast<int>(blockIdx.x) < args.num_pullers) {
+    Control* own = peers.control[peers.rank];
+    if (WaitForAll(peers, Op::kCombine, Phase::kEnter, own->enter, epoch)) {
+      ReadPublished(peers, args.num_summands, published);
+      for (int i = 0; i < args.num_summands; ++i) {
+        WithPack<T>(args.summands[i].num_elements,
+                    [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, epoch); });
+      }
+      if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
+    }
   }
   if (IsLastBlock(peers)) Leave(peers, Op::kCombine, epoch);
 }
@@ -229,7 +187,8 @@ static cudaError_t WithKernel(Float type, F&& f) {
 
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
 
-cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream) {
+cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const Device& device,
+                          cudaStream_t stream) {
   CombineArgs args{};
   args.shape = params.shape;
   args.peers = peers;
@@ -248,8 +207,16 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaS
     }
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
+    args.folds = args.num_summands > 0 && args.summands[0].partial != nullptr;
+    args.waves = PlanWaves(args.shape, 1);
+    double row_bytes = 0;
+    for (int i = 0; i < args.num_summands; ++i) {
+      row_bytes += static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
+    }
+    const SmPlan plan = PlanCombine(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
+    args.num_pullers = plan.links;
     const cudaError_t error = WithKernel(type, [&](auto* kernel) {
-      kernel<<<kBlocks, kThreads, 0, stream>>>(args);
+      kernel<<<plan.total(), kThreads, 0, stream>>>(args);
       return cudaPeekAtLastError();
     });
     if (error != cudaSuccess) return error;

@@ -47,20 +47,20 @@ __device__ inline void RecordExpired(const Peers& peers, Op op, Phase phase, uin
   __threadfence_system();
 }
 
+// Whether a flag reaches `epoch` in time.
+__device__ inline bool Await(const Peers& peers, const uint32_t* flag, uint32_t epoch) {
+  const uint64_t deadline = GlobalNanoseconds() + peers.timeout_ns;
+  while (!HasReached(LoadAcquire(flag), epoch)) {
+    if (GlobalNanoseconds() > deadline) return false;
+  }
+  return true;
+}
+
 // The whole block waits until every rank has raised its flag to `epoch`. False if that did not happen in
 // time. Everything the peers wrote before raising their flags is then visible to the block.
 __device__ inline bool WaitForAll(const Peers& peers, Op op, Phase phase, const uint32_t* flags,
                                   uint32_t epoch) {
-  bool late = false;
-  if (threadIdx.x < peers.num_ranks) {
-    const uint64_t deadline = GlobalNanoseconds() + peers.timeout_ns;
-    while (!HasReached(LoadAcquire(&flags[threadIdx.x]), epoch)) {
-      if (GlobalNanoseconds() > deadline) {
-        late = true;
-        break;
-      }
-    }
-  }
+  const bool late = threadIdx.x < peers.num_ranks && !Await(peers, &flags[threadIdx.x], epoch);
   if (!__syncthreads_or(late)) return true;
   if (threadIdx.x < kWarp) {
     const unsigned missing = __ballot_sync(kAllLanes, late);
@@ -92,15 +92,22 @@ __device__ inline void Stall(const Peers& peers, Phase phase, uint32_t epoch) {
   }
 }
 
-// Tells every peer where this rank's buffers are. Called by one block; its earlier writes to the peers'
-// control blocks become visible with the flag.
-__device__ inline void Enter(const Peers& peers, const Published& mine, uint32_t epoch) {
+// Tells every peer where this rank's buffers are: `mine` in shared memory, of which the first `num_buffers`
+// are used. Called by one block; its earlier writes to the peers' control blocks become visible with the
+// flag.
+__device__ inline void Enter(const Peers& peers, const Published& mine, int num_buffers, uint32_t epoch) {
   Stall(peers, Phase::kEnter, epoch);
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x < peers.num_ranks) {
     Control* peer = peers.control[threadIdx.x];
-    peer->published[peers.rank] = mine;
+    Published& there = peer->published[peers.rank];
+    for (int i = 0; i < num_buffers; ++i) {
+      there.buffers[i] = mine.buffers[i];
+      there.partials[i] = mine.partials[i];
+    }
+    there.weights = mine.weights;
+    there.routing = mine.routing;
     __threadfence_system();
     StoreRelease(&peer->enter[peers.rank], epoch);
   }
@@ -115,24 +122,62 @@ __device__ inline void ReadPublished(const Peers& peers, int num_buffers, Publis
       return address == nullptr ? nullptr : address + peers.shift[threadIdx.x];
     };
     Published& to = published[threadIdx.x];
-    for (int i = 0; i < num_buffers; ++i) to.buffers[i] = here(from->buffers[i]);
+    for (int i = 0; i < num_buffers; ++i) {
+      to.buffers[i] = here(from->buffers[i]);
+      to.partials[i] = here(from->partials[i]);
+    }
     to.weights = here(from->weights);
-    to.topk_idx = here(from->topk_idx);
+    to.routing = here(from->routing);
   }
   __syncthreads();
 }
 
-// Every block calls this when its rows are moved. True for the last one, which then must call Leave.
-__device__ inline bool IsLastBlock(const Peers& peers) {
+// Counts blocks that have moved their rows, or parts of them. True for the last of `count`.
+__device__ inline bool IsLast(uint32_t* counter, int count) {
   __threadfence_system();
   __syncthreads();
   __shared__ bool last;
   if (threadIdx.x == 0) {
-    last = atomicAdd(&peers.control[peers.rank]->blocks_done, 1u) == gridDim.x - 1;
+    last = atomicAdd(counter, 1u) == count - 1;
     __threadfence_system();
   }
   __syncthreads();
   return last;
+}
+
+// Every block calls this when its rows are moved. True for the last one, which then must call Leave.
+__device__ inline bool IsLastBlock(const Peers& peers) {
+  return IsLast(&peers.control[peers.rank]->blocks_done, gridDim.x);
+}
+
+// Waves of tokens, that begin at multiples of `tokens`.
+struct Waves {
+  int32_t tokens;
+  int32_t count;
+
+  JAX_EP_HD int First(const Shape& shape, int wave) const {
+    const int64_t first = int64_t{tokens} * wave;
+    return first < shape.num_tokens ? static_cast<int>(first) : shape.num_tokens;
+  }
+};
+
+// Waves of a multiple of `step` tokens.
+inline Waves PlanWaves(const Shape& shape, int step) {
+  const int64_t least = (shape.num_tokens + kMaxWaves - 1) / kMaxWaves;
+  const int64_t tokens = AlignUp(least > kTokensPerWave ? least : kTokensPerWave, step);
+  const int64_t count = (shape.num_tokens + tokens - 1) / tokens;
+  return {static_cast<int32_t>(tokens), static_cast<int32_t>(count > 0 ? count : 1)};
+}
+
+// Tells every peer that this rank is done with a wave. Called for each of the `num_parts` that it has, by the
+// block that has done it.
+__device__ inline void FinishPart(const Peers& peers, int wave, int num_parts, uint32_t epoch) {
+  Control* own = peers.control[peers.rank];
+  if (!IsLast(&own->wave_parts[wave], num_parts)) return;
+  if (threadIdx.x == 0) own->wave_parts[wave] = 0;
+  if (threadIdx.x < peers.num_ranks) {
+    StoreRelease(&peers.control[threadIdx.x]->moved[wave][peers.rank], epoch);
+  }
 }
 
 // Ends the op: the rows of this rank are moved, and after it everybody's. Called by the last block.
@@ -147,6 +192,7 @@ __device__ inline bool Leave(const Peers& peers, Op op, uint32_t epoch) {
     }
     done = WaitForAll(peers, op, Phase::kLeave, own->leave, epoch);
   }
+  if (threadIdx.x < kMaxPayloads) own->next[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
     own->blocks_done = 0;
     if (done) own->epoch = epoch;
@@ -155,13 +201,39 @@ __device__ inline bool Leave(const Peers& peers, Op op, uint32_t epoch) {
   return done;
 }
 
-// A 16-byte load that does not go through the first-level cache: peers wrote, or own, the memory.
-__device__ inline uint4 LoadRow(const uint4* address) {
+// A 16-byte load that does not go through the first-level cache: peers wrote, or own, the memory. Nothing is
+// read, and the result is undefined, unless `wanted`: with a branch around it the compiler waits for each
+// load before it begins the next.
+__device__ inline uint4 LoadRow(const uint4* address, bool wanted = true) {
   uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.s32 wanted, %5, 0;\n"
+      "@wanted ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted)));
   return v;
+}
+
+// A token's row that this lane of a warp stands for, -1 none, and the rank that holds it.
+struct Place {
+  int row;
+  int rank;
+};
+
+__device__ inline Place FindPlace(const Shape& shape, const HandleArrays& handle, int t, int lane) {
+  const int width = shape.rows_per_token();
+  if (lane >= width) return {-1, 0};
+  const int row = handle.token_rows[int64_t{t} * width + lane];
+  int rank = lane;
+  if (shape.order == Order::kExpert) {
+    const int expert = handle.topk_idx[int64_t{t} * shape.top_k + lane];
+    if (!IsExpert(expert, shape.num_experts)) return {-1, 0};
+    rank = shape.rank_of(expert);
+  }
+  return {IsRow(row, shape.capacity) ? row : -1, rank};
 }
 
 }  // namespace jax_ep::cuda

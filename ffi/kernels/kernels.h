@@ -11,13 +11,17 @@ namespace jax_ep::cuda {
 // What launches depend on.
 struct Device {
   int num_sms;
-  bool copies_in_bulk;  // cp.async.bulk: sm_90 and newer
+  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer
+  bool has_clusters;    // likewise
+  int sm_budget;        // most SMs that an op which communicates may take; 0: as many as pay
 };
 
 // Of the current device. `plain_copies` forbids bulk copies.
-Device DescribeDevice(bool plain_copies);
+Device DescribeDevice(bool plain_copies, int sm_budget);
 
-cudaError_t LaunchLayout(const LayoutParams& params, cudaStream_t stream);
+// The kernel's counts lie in shared memory.
+constexpr int kMaxLayoutRanks = 256;
+cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
 // Writes topk_idx, each row's index within its chunk to token_rows, and chunk_counts: see index.h.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
@@ -25,7 +29,10 @@ cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, con
                            cudaStream_t stream);
 cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
                                  cudaStream_t stream);
-cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, cudaStream_t stream);
+cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const Device& device,
+                          cudaStream_t stream);
+cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
+                         cudaStream_t stream);
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
@@ -36,6 +43,7 @@ cudaError_t PreloadLayout();
 cudaError_t PreloadCount();
 cudaError_t PreloadDispatch();
 cudaError_t PreloadCombine();
+cudaError_t PreloadGather();
 cudaError_t PreloadPermute();
 cudaError_t PreloadGroupedDot();
 

@@ -1,13 +1,14 @@
 // The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a dispatch
 // within a group of one rank: dispatch.cu.)
 #include "kernels/kernels.h"
-#include "kernels/sum.cuh"
+#include "kernels/slices.cuh"
 #include "kernels/topk.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kUnpermuteBlocks = 4;  // an SM
 
 struct CachedPermuteArgs {
   int32_t num_rows, top_k, num_permuted;
@@ -44,53 +45,76 @@ struct UnpermuteArgs {
   Summand y;
   Float out_type;
   const float* topk_weights;
-  bool has_bias;
   Bias bias;
   TopkIds topk_idx;
 };
 
-template <typename T, int N>
-__global__ void UnpermuteKernel(UnpermuteArgs args) {
+// Adds the bias of each row's expert: lane k holds that of the k-th choice.
+template <typename Acc>
+struct BiasShift {
+  const Bias& bias;
+  int64_t width;
+  int expert;
+  __device__ Acc operator()(int from, int column, Acc value) const {
+    const int64_t row = __shfl_sync(kAllLanes, expert, from);
+    return column < width && row >= 0 ? value + LoadAs<Acc>(bias.type, bias.data, row * width + column)
+                                      : value;
+  }
+};
+
+// A warp for a slice of a row at a time.
+template <typename T, int N, bool kBiased>
+__global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constant__ UnpermuteArgs args) {
   using Acc = typename Sum<T>::Acc;
-  const int64_t width = args.y.num_elements, packs = width / N;
-  const int64_t units = args.num_rows * packs;
-  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t unit = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; unit < units; unit += num_threads) {
-    const int64_t c = unit / packs, column = unit % packs * N;
-    Acc total[N] = {};
-    for (int k = 0; k < args.top_k; ++k) {
-      const int64_t choice = c * args.top_k + k;
-      const int row = args.row_map[choice];
-      if (!IsRow(row, args.num_permuted)) continue;
-      const Acc weight = args.topk_weights == nullptr ? 1.0f : args.topk_weights[choice];
-      const auto pack = Pack<T, N>::Load(static_cast<const T*>(args.y.rows) + row * width + column);
-      int expert = -1;
-      if (args.has_bias) {
-        Shape shape{};
-        shape.top_k = args.top_k;
-        shape.num_experts = args.num_local_experts;
-        expert = RoutedAt(args.topk_idx, shape, c, k);
-      }
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        Acc term = Widen(pack.values[j]);
-        if (expert >= 0) term += LoadAs<Acc>(args.bias.type, args.bias.data, expert * width + column + j);
-        total[j] = MultiplyAdd(weight, term, total[j]);
-      }
+  const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.y.num_elements);
+  const int num_slices = (width + kSlice<N> - 1) / kSlice<N>;
+  const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp);
+  for (int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
+       unit < int64_t{args.num_rows} * num_slices; unit += num_warps) {
+    const int64_t c = unit / num_slices, choice = c * args.top_k + lane;
+    const int first = static_cast<int>(unit % num_slices) * kSlice<N>;
+    const int row = lane < args.top_k ? args.row_map[choice] : -1;
+    const bool kept = IsRow(row, args.num_permuted);
+    Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, kept)};
+    if (kept) {
+      terms.row = static_cast<const T*>(args.y.rows) + int64_t{row} * width;
+      if (args.topk_weights != nullptr) terms.factor = args.topk_weights[choice];
+    }
+    Acc total[kVectors][N] = {};
+    if constexpr (kBiased) {
+      Shape shape{};
+      shape.top_k = args.top_k;
+      shape.num_experts = args.num_local_experts;
+      const int expert = kept ? RoutedAt(args.topk_idx, shape, c, lane) : -1;
+      SumSlice<T, N>(terms, first, width, lane, total, BiasShift<Acc>{args.bias, width, expert});
+    } else {
+      SumSlice<T, N>(terms, first, width, lane, total);
+    }
+    if (args.out_type == args.y.type) {
+      StoreSlice<T, N>(static_cast<T*>(args.y.out) + c * width, first, width, lane, total);
+      continue;
     }
 #pragma unroll
-    for (int j = 0; j < N; ++j) StoreAs<Acc>(args.out_type, args.y.out, c * width + column + j, total[j]);
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + (v * kWarp + lane) * N;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (column < width) StoreAs<Acc>(args.out_type, args.y.out, c * width + column + j, total[v][j]);
+      }
+    }
   }
 }
 
-// Calls f with a null pointer of the element type and an integral constant of elements in 16 bytes, or one.
+// Calls f with the kernel for a type and a width.
 template <typename F>
-auto WithPack(Float type, int64_t width, F&& f) {
+cudaError_t WithUnpermute(Float type, int64_t width, bool biased, F&& f) {
   const auto with = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
-    return width % kFull == 0 ? f(null, std::integral_constant<int, kFull>())
-                              : f(null, std::integral_constant<int, 1>());
+    if (width % kFull == 0) {
+      return f(biased ? UnpermuteKernel<T, kFull, true> : UnpermuteKernel<T, kFull, false>);
+    }
+    return f(biased ? UnpermuteKernel<T, 1, true> : UnpermuteKernel<T, 1, false>);
   };
   switch (type) {
     case Float::kF16:
@@ -120,15 +144,23 @@ cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device&
 }
 
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream) {
-  const UnpermuteArgs args{params.num_rows,          params.top_k,
-                           params.num_local_experts, params.num_permuted,
-                           params.row_map,           params.y,
-                           params.out_type,          params.topk_weights,
-                           params.bias != nullptr,   params.bias != nullptr ? *params.bias : Bias{},
-                           params.topk_idx};
-  return WithPack(params.y.type, params.y.num_elements, [&](auto* null, auto pack) {
-    UnpermuteKernel<std::remove_pointer_t<decltype(null)>, decltype(pack)::value>
-        <<<8 * device.num_sms, kThreads, 0, stream>>>(args);
+  UnpermuteArgs args{params.num_rows,
+                     params.top_k,
+                     params.num_local_experts,
+                     params.num_permuted,
+                     params.row_map,
+                     params.y,
+                     params.out_type,
+                     params.topk_weights,
+                     {},
+                     {}};
+  const bool biased = params.bias != nullptr;
+  if (biased) {
+    args.bias = *params.bias;
+    args.topk_idx = params.topk_idx;
+  }
+  return WithUnpermute(params.y.type, params.y.num_elements, biased, [&](auto* kernel) {
+    kernel<<<kUnpermuteBlocks * device.num_sms, kThreads, 0, stream>>>(args);
     return cudaPeekAtLastError();
   });
 }
@@ -138,11 +170,11 @@ cudaError_t PreloadPermute() {
   cudaError_t error = cudaFuncGetAttributes(&attributes, CachedPermuteKernel);
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32, Float::kF64}) {
     for (int64_t width : {1, 16}) {
-      if (error != cudaSuccess) return error;
-      error = WithPack(type, width, [&](auto* null, auto pack) {
-        return cudaFuncGetAttributes(
-            &attributes, UnpermuteKernel<std::remove_pointer_t<decltype(null)>, decltype(pack)::value>);
-      });
+      for (bool biased : {false, true}) {
+        if (error != cudaSuccess) return error;
+        error = WithUnpermute(type, width, biased,
+                              [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      }
     }
   }
   return error;

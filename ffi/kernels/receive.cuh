@@ -27,6 +27,13 @@ struct MoveArgs {
   int32_t num_payloads;
   BulkPlan bulk;
   int32_t num_senders;  // blocks that send; the others clear what no row fills
+  // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
+  bool spreads;
+  bool sends_map;  // the row map, which is the handle's if routed earlier
+  Waves waves;
+  int32_t granule;  // tokens that a block sends at a time
+  const float* row_weights;
+  const void* factors[kMaxPayloads];
   const float* topk_weights;
   float* recv_topk_weights;
   int32_t* recv_topk_idx;
@@ -36,14 +43,46 @@ struct MoveArgs {
   int32_t* num_dropped;
 };
 
+// The sum over a block's threads, for all of them.
+__device__ inline int BlockSum(int number) {
+  __shared__ int sum;
+  __syncthreads();
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  const int of_warp = __reduce_add_sync(kAllLanes, number);
+  if (threadIdx.x % kWarp == 0 && of_warp != 0) atomicAdd(&sum, of_warp);
+  __syncthreads();
+  return sum;
+}
+
 // Rows of rank `source` in bin `bin`, before drops.
 __device__ inline int CountOf(const MoveArgs& args, const int32_t* own, int source, int bin) {
   return args.peers.num_ranks == 0 ? own[bin]
                                    : __ldcg(&args.peers.control[args.peers.rank]->counts[source][bin]);
 }
 
+// By expert: where the blocks of a rank's experts start [L + 1]. One warp; `rows` are theirs.
+__device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32_t* starts) {
+  const int L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
+  int begin = 0;
+  for (int first = 0; first < L; first += kWarp) {
+    const int i = first + lane;
+    const unsigned a = shape.alignment, n = i < L ? rows[i] : 0;
+    const int size = static_cast<int>((n + a - 1) / a * a);
+    int end = size;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, end, step);
+      if (lane >= step) end += before;
+    }
+    if (i < L) starts[i] = begin + end - size;
+    begin += __shfl_sync(kAllLanes, end, kWarp - 1);
+  }
+  if (lane == 0) starts[L] = begin;
+}
+
 // What the counts alone say about this rank as a receiver. One block.
-__device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, const int32_t* totals) {
+__device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, const int32_t* totals,
+                                     const int32_t* starts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   for (int d = threadIdx.x; d < R; d += blockDim.x) {
@@ -53,23 +92,23 @@ __device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, c
       if (args.handle.rank_prefix_matrix != nullptr) args.handle.rank_prefix_matrix[source * R + d] = rows;
     }
   }
-  for (int i = threadIdx.x; i < L; i += blockDim.x) {
-    if (args.handle.expert_counts != nullptr) args.handle.expert_counts[i] = totals[me * L + i];
+  int kept = 0;
+  for (int i = threadIdx.x; i < AlignUp(L, blockDim.x); i += blockDim.x) {
+    int here = 0;
+    if (i < L) {
+      const int rows = totals[me * L + i];
+      if (args.handle.expert_counts != nullptr) args.handle.expert_counts[i] = rows;
+      if (shape.order == Order::kExpert) {
+        here = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.capacity);
+        args.tokens_per_expert[i] = here;
+        args.group_sizes[i] = RowsKept(starts[i], starts[i + 1], shape.capacity);
+      }
+    }
+    kept += BlockSum(here);
   }
   if (threadIdx.x != 0) return;
   const int num_rows = totals[shape.num_experts + me];
-  int kept = RowsKept(0, num_rows, shape.capacity);
-  if (shape.order == Order::kExpert) {
-    int64_t begin = 0;
-    kept = 0;
-    for (int i = 0; i < L; ++i) {
-      const int64_t rows = totals[me * L + i], end = begin + AlignUp(rows, shape.alignment);
-      args.tokens_per_expert[i] = RowsKept(begin, begin + rows, shape.capacity);
-      args.group_sizes[i] = RowsKept(begin, end, shape.capacity);
-      kept += args.tokens_per_expert[i];
-      begin = end;
-    }
-  }
+  if (shape.order == Order::kRank) kept = RowsKept(0, num_rows, shape.capacity);
   if (args.num_tokens != nullptr) *args.num_tokens = kept;
   *args.num_dropped = num_rows - kept;
 }
@@ -145,17 +184,16 @@ __device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t en
   }
 }
 
-// Clears what no row fills: the tail, and by expert the padding between blocks.
-__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, int num_rows,
-                                 const Clearers& by) {
+// Clears what no row fills: the tail, and by expert the padding between blocks, which start at `starts`.
+__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, const int32_t* starts,
+                                 int num_rows, const Clearers& by) {
   int64_t tail = num_rows;
   if (args.shape.order == Order::kExpert) {
-    tail = 0;
-    for (int i = 0; i < args.shape.num_local_experts(); ++i) {
-      const int64_t end = tail + AlignUp(expert_rows[i], args.shape.alignment);
-      ClearRows(args, tail + expert_rows[i], end, by);
-      tail = end;
+    const int L = args.shape.num_local_experts();
+    for (int i = 0; i < L && args.shape.alignment > 1; ++i) {
+      ClearRows(args, int64_t{starts[i]} + expert_rows[i], starts[i + 1], by);
     }
+    tail = starts[L];
   }
   ClearRows(args, tail, args.shape.capacity, by);
   if (by.zeros != nullptr) {

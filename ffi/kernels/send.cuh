@@ -1,7 +1,6 @@
 // The sender's side of a push: the rows of each token, stored where they belong.
 #pragma once
 
-#include "kernels/bulk.cuh"
 #include "kernels/receive.cuh"
 
 namespace jax_ep::cuda {
@@ -12,26 +11,21 @@ constexpr int kVectors = 4;  // 16-byte loads in flight a thread
 struct Rows {
   int row;
   int receiver;
-  unsigned lanes;  // those that hold a row
+  unsigned carried;  // lanes whose rows the token's bytes are sent to
 };
 
 __device__ inline Rows FindRows(const MoveArgs& args, int t, int lane) {
-  const Shape& shape = args.shape;
-  const int width = shape.rows_per_token();
-  int row = -1, receiver = 0;
-  if (lane < width) {
-    row = args.handle.token_rows[int64_t{t} * width + lane];
-    receiver = lane;
-    if (shape.order == Order::kExpert) {
-      const int expert = args.handle.topk_idx[int64_t{t} * shape.top_k + lane];
-      const bool routed = IsExpert(expert, shape.num_experts);
-      receiver = routed ? shape.rank_of(expert) : 0;
-      if (!routed) row = -1;
-    }
-    if (!IsRow(row, shape.capacity)) row = -1;
+  const Place place = FindPlace(args.shape, args.handle, t, lane);
+  bool carried = place.row >= 0;
+  if (args.spreads) {
+    const unsigned mates = __match_any_sync(kAllLanes, carried ? place.rank : -1);
+    carried = carried && __ffs(mates) - 1 == lane;
   }
-  return {row, receiver, __ballot_sync(kAllLanes, row >= 0)};
+  return {place.row, place.rank, __ballot_sync(kAllLanes, carried)};
 }
+
+__device__ inline uint4 LoadElement(const uint4* address, bool wanted) { return LoadRow(address, wanted); }
+__device__ inline char LoadElement(const char* address, bool wanted) { return wanted ? __ldcg(address) : 0; }
 
 // A row of 16-byte vectors (or bytes) to all its places. Called by a warp; `target` is the lane's own row.
 template <typename Vector>
@@ -41,7 +35,7 @@ __device__ void CopyRow(const Vector* source, int64_t n, unsigned lanes, Vector*
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t i = first + v * kWarp + lane;
-      if (i < n) values[v] = source[i];
+      values[v] = LoadElement(source + i, i < n);
     }
     for (unsigned left = lanes; left != 0; left &= left - 1) {
       Vector* to = reinterpret_cast<Vector*>(
@@ -55,20 +49,26 @@ __device__ void CopyRow(const Vector* source, int64_t n, unsigned lanes, Vector*
   }
 }
 
-__device__ inline void SendPayload(const MoveArgs& args, int p, int t, const Rows& rows,
-                                   const Published* published, int lane) {
-  const int64_t bytes = args.payloads[p].row_bytes;
-  const std::byte* source = args.payloads[p].in + t * bytes;
-  std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
+// A row of any size.
+__device__ inline void CopyBytes(const std::byte* source, int64_t bytes, unsigned lanes, std::byte* target,
+                                 int lane) {
   if (bytes % 16 == 0) {
-    CopyRow(reinterpret_cast<const uint4*>(source), bytes / 16, rows.lanes, reinterpret_cast<uint4*>(target),
+    CopyRow(reinterpret_cast<const uint4*>(source), bytes / 16, lanes, reinterpret_cast<uint4*>(target),
             lane);
   } else {
-    CopyRow(source, bytes, rows.lanes, target, lane);
+    CopyRow(reinterpret_cast<const char*>(source), bytes, lanes, reinterpret_cast<char*>(target), lane);
   }
 }
 
-// The weights of a token's rows, and by rank its local experts, which are known already to a handle.
+__device__ inline void SendPayload(const MoveArgs& args, int p, int t, const Rows& rows,
+                                   const Published* published, int lane) {
+  const int64_t bytes = args.payloads[p].row_bytes;
+  std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
+  CopyBytes(args.payloads[p].in + t * bytes, bytes, rows.carried, target, lane);
+}
+
+// The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
+// local experts, by expert the row map. Those are known already to a handle.
 __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows, const Published* published,
                                    int lane) {
   const Shape& shape = args.shape;
@@ -78,10 +78,15 @@ __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows
     if (weights != nullptr && rows.row >= 0) {
       static_cast<float*>(published[rows.receiver].weights)[rows.row] = weights[lane];
     }
+    if (!args.sends_map || lane >= shape.top_k) return;
+    const int64_t slot = (int64_t{args.peers.rank} * shape.num_tokens + t) * shape.top_k + lane;
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      static_cast<int32_t*>(published[r].routing)[slot] = rows.receiver == r ? rows.row : -1;
+    }
     return;
   }
   const int32_t* experts = args.handle.topk_idx + int64_t{t} * shape.top_k;
-  for (unsigned left = rows.lanes; left != 0; left &= left - 1) {
+  for (unsigned left = rows.carried; left != 0; left &= left - 1) {
     const int to = __ffs(left) - 1;
     const int64_t first = int64_t{__shfl_sync(kAllLanes, rows.row, to)} * shape.top_k;
     for (int k = lane; k < shape.top_k; k += kWarp) {
@@ -90,19 +95,25 @@ __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows
         static_cast<float*>(published[to].weights)[first + k] = here ? weights[k] : 0.0f;
       }
       if (args.recv_topk_idx != nullptr) {
-        static_cast<int32_t*>(published[to].topk_idx)[first + k] =
+        static_cast<int32_t*>(published[to].routing)[first + k] =
             here ? experts[k] - to * shape.num_local_experts() : -1;
       }
     }
   }
 }
 
-// Sends tokens [begin, end), a warp for each, by loads and stores.
-__device__ inline void SendTokens(const MoveArgs& args, int begin, int end, const Published* published) {
-  const int lane = threadIdx.x % kWarp;
-  for (int t = begin + threadIdx.x / kWarp; t < end; t += blockDim.x / kWarp) {
+// Sends the routing of tokens [begin, end), and by loads and stores those rows that bulk copies do not take.
+// A warp for each token; those of the block before `first_warp` do something else.
+__device__ inline void SendTokens(const MoveArgs& args, int begin, int end, const Published* published,
+                                  int first_warp) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp - first_warp;
+  if (warp < 0) return;
+  for (int t = begin + warp; t < end; t += blockDim.x / kWarp - first_warp) {
     const Rows rows = FindRows(args, t, lane);
-    for (int p = 0; p < args.num_payloads; ++p) SendPayload(args, p, t, rows, published, lane);
+    for (int p = 0; p < args.num_payloads; ++p) {
+      if (first_warp > 0 && IsBulkRow(args.payloads[p].row_bytes)) continue;
+      SendPayload(args, p, t, rows, published, lane);
+    }
     SendRouting(args, t, rows, published, lane);
   }
 }
@@ -136,46 +147,48 @@ __device__ inline Piece Next(const MoveArgs& args, Piece piece) {
   return piece;
 }
 
-// Sends tokens [begin, end) by bulk copies: each warp loads one piece into one of its two slots while the
-// stores of the piece before leave the other. Called by the block's first bulk.num_warps warps.
+// A warp's two slots of shared memory: it loads one piece into one while the stores of the piece before leave
+// the other.
+struct Slots {
+  std::byte* bytes;
+  uint64_t* barriers;
+  uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
+};
+
+// Begins to send tokens [begin, end) by bulk copies. Called by the block's first bulk.num_warps warps.
 __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end, const Published* published,
-                                        std::byte* slots, uint64_t* barriers) {
+                                        Slots& slots) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const auto load = [&](const Piece& piece, int slot) {
     if (lane != 0 || piece.token >= end) return;
     const Payload& payload = args.payloads[piece.payload];
-    BulkLoad(slots + slot * args.bulk.slot_bytes, payload.in + piece.token * payload.row_bytes + piece.offset,
-             SizeOf(args, piece), &barriers[slot]);
+    BulkLoad(slots.bytes + slot * args.bulk.slot_bytes,
+             payload.in + piece.token * payload.row_bytes + piece.offset, SizeOf(args, piece),
+             &slots.barriers[slot]);
   };
   Piece piece{begin + warp, NextBulkPayload(args, 0), 0};
-  load(piece, 0);
+  load(piece, slots.used % 2);
   Rows rows{};
   int token = -1;
-  for (uint32_t n = 0; piece.token < end; ++n) {
+  for (; piece.token < end; ++slots.used) {
     const Piece following = Next(args, piece);
-    const int slot = n % 2;
+    const int slot = slots.used % 2;
     WaitForStoresRead();
     __syncwarp();
     load(following, 1 - slot);
     if (piece.token != token) {
       token = piece.token;
       rows = FindRows(args, token, lane);
-      for (int p = 0; p < args.num_payloads; ++p) {
-        if (!IsBulkRow(args.payloads[p].row_bytes)) SendPayload(args, p, token, rows, published, lane);
-      }
-      SendRouting(args, token, rows, published, lane);
     }
-    WaitForLoad(&barriers[slot], n / 2 % 2);
-    if (rows.row >= 0) {
+    WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
+    if (rows.carried >> lane & 1) {
       std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[piece.payload]) +
                           rows.row * args.payloads[piece.payload].row_bytes + piece.offset;
-      BulkStore(target, slots + slot * args.bulk.slot_bytes, SizeOf(args, piece));
+      BulkStore(target, slots.bytes + slot * args.bulk.slot_bytes, SizeOf(args, piece));
     }
     CommitStores();
     piece = following;
   }
-  WaitForStores();
-  FenceBulk();
 }
 
 }  // namespace jax_ep::cuda

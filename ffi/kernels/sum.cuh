@@ -22,23 +22,15 @@ __device__ inline double Widen(double v) { return v; }
 __device__ inline float Widen(__half v) { return __half2float(v); }
 __device__ inline float Widen(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-template <typename T>
-__device__ inline T Narrow(float v);
-template <>
-__device__ inline float Narrow<float>(float v) {
-  return v;
-}
-template <>
-__device__ inline double Narrow<double>(float v) {
-  return v;
-}
-template <>
-__device__ inline __half Narrow<__half>(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ inline __nv_bfloat16 Narrow<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
+template <typename T, typename Acc>
+__device__ inline T Narrow(Acc v) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(static_cast<float>(v));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(v));
+  } else {
+    return static_cast<T>(v);
+  }
 }
 
 // One element of an array whose type is known at run time only.
@@ -60,10 +52,10 @@ template <typename Acc>
 __device__ inline void StoreAs(Float type, void* data, int64_t i, Acc value) {
   switch (type) {
     case Float::kF16:
-      static_cast<__half*>(data)[i] = Narrow<__half>(static_cast<float>(value));
+      static_cast<__half*>(data)[i] = Narrow<__half>(value);
       break;
     case Float::kBF16:
-      static_cast<__nv_bfloat16*>(data)[i] = Narrow<__nv_bfloat16>(static_cast<float>(value));
+      static_cast<__nv_bfloat16*>(data)[i] = Narrow<__nv_bfloat16>(value);
       break;
     case Float::kF32:
       static_cast<float*>(data)[i] = static_cast<float>(value);
@@ -77,31 +69,38 @@ __device__ inline void StoreAs(Float type, void* data, int64_t i, Acc value) {
 __device__ inline float MultiplyAdd(float a, float b, float c) { return __fadd_rn(__fmul_rn(a, b), c); }
 __device__ inline double MultiplyAdd(double a, double b, double c) { return __dadd_rn(__dmul_rn(a, b), c); }
 
-// N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that).
+// N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that). They stay as they
+// were loaded until each is asked for: taken apart at once, every load would be waited for before the next.
 template <typename T, int N>
 struct Pack {
-  T values[N];
+  using Bits = std::conditional_t<N * sizeof(T) == 16, uint4, T>;
+  static_assert(sizeof(Bits) == N * sizeof(T));
+  Bits bits;
 
   // Through the second-level cache of the memory's owner: a peer may have written the row.
-  __device__ static Pack Load(const T* address) {
-    Pack pack;
+  __device__ static Pack Load(const T* address, bool wanted = true) {
     if constexpr (N * sizeof(T) == 16) {
-      const uint4 bits = LoadRow(reinterpret_cast<const uint4*>(address));
-      memcpy(&pack, &bits, sizeof(bits));
+      return {LoadRow(reinterpret_cast<const uint4*>(address), wanted)};
     } else {
-      for (int i = 0; i < N; ++i) pack.values[i] = __ldcg(&address[i]);
+      return {wanted ? __ldcg(address) : T{}};
     }
-    return pack;
   }
 
-  __device__ void Store(T* address) const {
-    if constexpr (N * sizeof(T) == 16) {
-      uint4 bits;
-      memcpy(&bits, this, sizeof(bits));
-      *reinterpret_cast<uint4*>(address) = bits;
-    } else {
-      for (int i = 0; i < N; ++i) address[i] = values[i];
-    }
+  __device__ auto operator[](int i) const {
+    T value;
+    memcpy(&value, reinterpret_cast<const char*>(&bits) + i * sizeof(T), sizeof(T));
+    return Widen(value);
+  }
+
+  // Rounds numbers and stores them.
+  template <typename Acc>
+  __device__ static void Store(T* address, const Acc (&numbers)[N]) {
+    T values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = Narrow<T>(numbers[i]);
+    Bits bits;
+    memcpy(&bits, values, sizeof(bits));
+    *reinterpret_cast<Bits*>(address) = bits;
   }
 };
 

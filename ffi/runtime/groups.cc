@@ -34,14 +34,14 @@ std::optional<Group::Place> Group::Find(int64_t device) const {
   return std::nullopt;
 }
 
-double Group::timeout_s() const {
+Group::Options Group::options() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return timeout_s_;
+  return options_;
 }
 
-void Group::set_timeout_s(double timeout_s) {
+void Group::set_options(const Options& options) {
   std::lock_guard<std::mutex> lock(mutex_);
-  timeout_s_ = timeout_s;
+  options_ = options;
 }
 
 void Group::RecordExpired(const std::string& text) {
@@ -55,14 +55,14 @@ std::optional<std::string> Group::TakeExpired() {
 }
 
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               double timeout_s) {
+               const Group::Options& options) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];
   if (entry.users++ == 0) {
     entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks);
   }
-  entry.group->set_timeout_s(timeout_s);
+  entry.group->set_options(options);
 }
 
 void CloseGroup(const std::string& key) {

@@ -1,4 +1,4 @@
-// The groups that are open in this process: their devices, time-out and last expired wait.
+// The groups that are open in this process: their devices, options and last expired wait.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,14 @@ class Group {
   // Whether a rank of one of the groups belongs to this process.
   bool IsLocal(const Place& place) const { return devices_[place.group * num_ranks_ + place.rank] >= 0; }
 
-  double timeout_s() const;
-  void set_timeout_s(double timeout_s);
+  // What the newest user asks for.
+  struct Options {
+    double timeout_s;
+    int num_sms;  // most SMs that an op may take on GPUs; 0: as many as pay
+  };
+  Options options() const;
+  double timeout_s() const { return options().timeout_s; }
+  void set_options(const Options& options);
 
   // Keeps the text of an expired wait until TakeExpired is called.
   void RecordExpired(const std::string& text);
@@ -43,13 +49,13 @@ class Group {
   const std::vector<int64_t> devices_;
   const int num_ranks_;
   mutable std::mutex mutex_;
-  double timeout_s_ = 30.0;
+  Options options_{30.0, 0};
   std::optional<std::string> expired_;
 };
 
-// Opens a group or adds a user to it; the newest user's time-out holds. `key` is its content.
+// Opens a group or adds a user to it. `key` is its content.
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               double timeout_s);
+               const Group::Options& options);
 // Drops one user; the last one frees the group.
 void CloseGroup(const std::string& key);
 // Null if no such group is open.

@@ -51,7 +51,7 @@ static std::string Prepare(const RankMemory& rank, const RankMemory* peers, int 
   return OnDevice(rank.device, [&]() -> std::string {
     if (std::string text = PreparePeers(rank.device, peers, num_peers); !text.empty()) return text;
     for (auto preload : {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine,
-                         cuda::PreloadPermute, cuda::PreloadGroupedDot}) {
+                         cuda::PreloadPermute, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
       const cudaError_t error = preload();
       if (error != cudaSuccess) return Failed("loading the kernels", rank.device, error);
     }
@@ -126,7 +126,7 @@ Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
 }
 
 std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
-  static const char* const kOps[] = {"dispatch", "dispatch (cached)", "combine"};
+  static const char* const kOps[] = {"dispatch", "dispatch (cached)", "combine", "gather"};
   for (size_t i = 0; i < ranks_.size(); ++i) {
     const volatile Expired& record = expired_[i];
     const Phase phase = static_cast<Phase>(record.phase);

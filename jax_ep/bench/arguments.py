@@ -10,7 +10,7 @@ from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import SHAPES
 
 ORDERS = ("rank", "expert")
-SWEPT = ("tokens", "ranks", "experts")
+SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--devices", type=positive, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
     )
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        metavar="FACTOR",
+        help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
+    )
+    parser.add_argument("--num-sms", type=positive, help="of an op on GPUs (default: as many as pay)")
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"

@@ -17,7 +17,8 @@ import jax_ep
 from jax_ep.bench import peers
 from jax_ep.bench.shapes import Shape
 
-OPS = ("dispatch", "combine", "layout", "round trip", "forward + backward")
+OPS = ("dispatch", "combine", "layout", "unpermute", "round trip", "forward + backward")
+ORDERLESS = ("layout", "unpermute")
 PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
 
 Step = Callable[[jax.Array], jax.Array]
@@ -43,12 +44,20 @@ def _after(index: jax.Array, result: jax.Array) -> jax.Array:
     return index + (result.reshape(-1)[0].astype(jnp.float32) == 1.2345e-30).astype(index.dtype)
 
 
-def of_ours(op: str, order: Any, group: jax_ep.Group, shape: Shape, implementation: str) -> Prepare:
+def of_ours(
+    op: str,
+    order: Any,
+    group: jax_ep.Group,
+    shape: Shape,
+    implementation: str,
+    capacity: int | None = None,
+) -> Prepare:
     """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing."""
     options: dict[str, Any] = {"group": group, "implementation": implementation}
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None) -> Any:
-        return jax_ep.dispatch(x, ids, weights, num_experts=shape.experts, order=order, **options)
+        routing = {"num_experts": shape.experts, "order": order, "capacity": capacity}
+        return jax_ep.dispatch(x, ids, weights, **routing, **options)
 
     def combine(sent: Any, handle: Any) -> jax.Array:
         scale = {"topk_weights": sent.topk_weights} if order == "expert" and op != "round trip" else {}
@@ -73,6 +82,16 @@ def of_ours(op: str, order: Any, group: jax_ep.Group, shape: Shape, implementati
             sent = dispatch(x, ids)
             return combine(sent, sent.handle)
 
+        if op == "unpermute":
+            count = shape.tokens * shape.top_k
+            rows = jnp.tile(x, (shape.top_k, 1))
+            row_map = jax.random.permutation(jax.random.key(0), count).astype(jnp.int32)
+
+            def unpermute(row_map: jax.Array) -> jax.Array:
+                y = jax_ep.unpermute(rows, row_map, topk_weights=weights, implementation=implementation)
+                return _after(row_map, y)
+
+            return row_map.reshape(shape.tokens, shape.top_k), unpermute
         if op == "combine":
             sent = dispatch(x, ids, weights)
 

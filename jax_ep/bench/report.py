@@ -22,16 +22,28 @@ class Result:
     ranks: int
     op: str
     order: str
-    routing: str
     by: str
+    num_sms: int | None  # asked for
+    routing: str
+    capacity: int | None  # None: the worst case
+    sms: int | None  # that the kernels took
     device_us: float | None
     end_to_end_us: float
-    logical_bytes: int
-    wire_bytes: int
+    logical_bytes: int  # of the rows that it gets
+    wire_bytes: int  # of those that must cross a link
+    bound_bytes: int  # what the ceiling limits: over the links, or of a local op and on CPUs in memory
+    ceiling_gbs: float | None
 
     @property
     def us(self) -> float:
         return self.device_us or self.end_to_end_us
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling that plain copies reach."""
+        if self.ceiling_gbs is None or self.bound_bytes == 0:
+            return None
+        return self.bound_bytes / self.us / 1e3 / self.ceiling_gbs
 
 
 def _rate(size: int, us: float) -> str:
@@ -48,16 +60,25 @@ def show(console: Console, results: list[Result]) -> None:
         )
         if title not in tables:
             tables[title] = Table("op", "order", "by", title=title)
-            for column in ("device us", "end to end us", "logical GB/s", "wire GB/s"):
+            for column in (
+                "SMs",
+                "device us",
+                "end to end us",
+                "logical GB/s",
+                "wire GB/s",
+                "of the ceiling",
+            ):
                 tables[title].add_column(column, justify="right")
         tables[title].add_row(
             r.op,
             r.order,
             r.by,
+            "" if r.sms is None else str(r.sms),
             "" if r.device_us is None else f"{r.device_us:.1f}",
             f"{r.end_to_end_us:.1f}",
             _rate(r.logical_bytes, r.us),
             _rate(r.wire_bytes, r.us),
+            "" if r.share is None else f"{r.share:.0%}",
         )
     for table in tables.values():
         console.print(table)
@@ -74,18 +95,21 @@ def write_json(path: Path, results: list[Result]) -> None:
 
 
 def plot(path: Path, results: list[Result], swept: str) -> None:
-    """Time against the swept quantity, a line for each shape, order and way."""
+    """Time against the swept quantity: a line for each shape, order and way, and for plain copies."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for r in results:
-        x = r.ranks if swept == "ranks" else getattr(r.shape, swept)
+        x = {"ranks": r.ranks, "sms": r.sms or r.num_sms}.get(swept) or getattr(r.shape, swept, 0)
         label = f"{r.name}, {r.by}" + (f", by {r.order}" if r.order else "")
         lines[label].append((x, r.us))
+        if r.by == "ffi" and r.ceiling_gbs is not None:
+            lines[f"{r.name}, plain copies of the same rows"].append((x, r.bound_bytes / r.ceiling_gbs / 1e3))
     for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+        style = "k:" if "plain copies" in label else "o-"
+        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
     axes.set(xscale="log", yscale="log", xlabel=f"{swept}{' a rank' if swept == 'tokens' else ''}")
     axes.set_ylabel("microseconds a round trip")
     axes.grid(True, which="both", alpha=0.3)

@@ -1,5 +1,7 @@
 """Routings to measure with."""
 
+import math
+
 import numpy as np
 
 from jax_ep.bench.shapes import Shape
@@ -26,12 +28,27 @@ def route(kind: str, shape: Shape, ranks: int, seed: int = 0) -> np.ndarray:
 
 
 def bytes_received(ids: np.ndarray, shape: Shape, ranks: int, order: str) -> tuple[int, int]:
-    """Of bfloat16 rows, by the rank that receives most: all, and those from other ranks ('on the wire')."""
+    """Of bfloat16 rows, by the rank that receives most: all that it gets, and those that must cross a link.
+
+    The latter are one row for each token of another rank that has an expert there, in either order.
+    """
     owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
     sources = np.repeat(np.arange(ranks), shape.tokens)
     total = wire = 0
     for rank in range(ranks):
         hits = owner == rank
-        rows = hits.any(axis=1) if order == "rank" else hits.sum(axis=1)
-        total, wire = max(total, int(rows.sum())), max(wire, int(rows[sources != rank].sum()))
+        once = hits.any(axis=1)
+        total = max(total, int((once if order == "rank" else hits).sum()))
+        wire = max(wire, int(once[sources != rank].sum()))
     return total * shape.hidden * 2, wire * shape.hidden * 2
+
+
+def capacity_of(factor: float | None, shape: Shape, ranks: int, order: str) -> int | None:
+    """Rows of a receive buffer: `factor` times those that arrive if every expert is as likely; None: all."""
+    if factor is None:
+        return None
+    rows = shape.tokens * shape.top_k
+    if order == "rank":
+        elsewhere = math.comb(shape.experts - shape.experts // ranks, shape.top_k)
+        rows = ranks * shape.tokens * (1 - elsewhere / math.comb(shape.experts, shape.top_k))
+    return max(1, round(factor * rows))

@@ -14,18 +14,29 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_ep
+from jax_ep.bench import ceilings as ceiling
 from jax_ep.bench import measure, processes, programs, report
-from jax_ep.bench.routings import bytes_received, route
+from jax_ep.bench.routings import bytes_received, capacity_of, route
 from jax_ep.bench.shapes import SHAPES, Shape
+from jax_ep.bench.sms import sms_of
 
 # How often a step's rows travel.
-JOURNEYS = {"dispatch": 1, "combine": 1, "layout": 0, "round trip": 2, "forward + backward": 4}
+JOURNEYS = {
+    "dispatch": 1,
+    "combine": 1,
+    "layout": 0,
+    "unpermute": 0,
+    "round trip": 2,
+    "forward + backward": 4,
+}
 # Kernels of an op that XLA adds something to, so that it can be taken again and again.
 KERNELS = {
     "dispatch": ("CountKernel", "MoveKernel"),
     "combine": ("CombineKernel",),
-    "layout": ("LayoutKernel", "Memset"),
+    "layout": ("LayoutKernel",),
+    "unpermute": ("UnpermuteKernel",),
 }
+SMS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +47,9 @@ class Case:
     shape: Shape
     ranks: int
     op: str
-    order: str  # empty: of a peer, which has none
+    order: str  # empty: of what has none
     by: str
+    num_sms: int | None
 
 
 def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
@@ -67,12 +79,13 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
     for name in names:
         for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
             for op in ops:
-                for order in options.orders if op != "layout" else [""]:
-                    yield from (Case(name, shape, count, op, order, by) for by in implementations)
+                for order in options.orders if op not in programs.ORDERLESS else [""]:
+                    for sms in SMS if options.sweep == "sms" else [options.num_sms]:
+                        yield from (Case(name, shape, count, op, order, by, sms) for by in implementations)
             # XLA:CPU has no ragged_all_to_all.
             peers = [peer for peer in programs.PEERS if on_gpu or peer != "ragged_all_to_all"]
             for peer in peers if options.peers else ():
-                yield Case(name, shape, count, "round trip", "", peer)
+                yield Case(name, shape, count, "round trip", "", peer, None)
 
 
 def inputs(case: Case, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
@@ -87,31 +100,47 @@ def inputs(case: Case, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
     return array(x), array(ids), array(weights)
 
 
-def time_case(case: Case, routing: str, repeats: int) -> report.Result:
+def mesh_of(ranks: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:ranks])
+
+
+def time_case(case: Case, options: argparse.Namespace, ceilings: dict[str, float | None]) -> report.Result:
     on_gpu = jax.devices()[0].platform == "gpu"
     steps = 16 if on_gpu else 4
-    mesh = jax.make_mesh((case.ranks,), ("ep",), (AxisType.Auto,), devices=jax.devices()[: case.ranks])
-    ids = route(routing, case.shape, case.ranks)
+    mesh = mesh_of(case.ranks)
+    ids = route(options.routing, case.shape, case.ranks)
     arguments = inputs(case, ids, mesh)
-    with jax_ep.Group(mesh, "ep") as group:
+    capacity = capacity_of(options.capacity, case.shape, case.ranks, case.order or "rank")
+    with jax_ep.Group(mesh, "ep", num_sms=case.num_sms) as group:
         if case.by in programs.PEERS:
             prepare = programs.of_peer(case.by, group, case.shape)
         else:
-            prepare = programs.of_ours(case.op, case.order, group, case.shape, case.by)
+            prepare = programs.of_ours(case.op, case.order, group, case.shape, case.by, capacity)
         run = programs.repeated(mesh, prepare, steps)
-        end_to_end = measure.end_to_end_us(run, arguments, steps, repeats)
+        end_to_end = measure.end_to_end_us(run, arguments, steps, options.repeats)
         names = KERNELS.get(case.op, ()) if case.by == "ffi" else ()
         device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
         group.check()
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (JOURNEYS[case.op] * size for size in received)
+    ceiling, bound = ceilings["links"], wire
+    if case.op == "unpermute":
+        logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
+    if case.op == "unpermute" or not on_gpu:
+        ceiling, bound = ceilings["memory"], logical
     return report.Result(
         **{field.name: getattr(case, field.name) for field in dataclasses.fields(case)},
-        routing=routing,
+        routing=options.routing,
+        capacity=capacity,
+        sms=sms_of(case.op, case.order, case.shape, case.ranks, capacity, case.num_sms)
+        if case.by == "ffi"
+        else None,
         device_us=processes.slowest(device),
         end_to_end_us=processes.slowest(end_to_end) or end_to_end,
         logical_bytes=logical,
         wire_bytes=wire,
+        bound_bytes=bound,
+        ceiling_gbs=ceiling,
     )
 
 
@@ -128,13 +157,20 @@ def run(options: argparse.Namespace) -> int:
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
     )
+    ceilings = {
+        "links": ceiling.links(mesh_of(ranks), options.num_sms, options.repeats),
+        "memory": ceiling.memory(mesh_of(ranks), options.repeats),
+    }
+    for what, rate in ceilings.items():
+        if rate is not None:
+            console.print(f"plain copies, {what}: {rate:.0f} GB/s each")
     todo = list(cases(options, ranks))
     results = []
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
         for case in todo:
             bar.update(task, description=f"{case.name} {case.op} {case.order} {case.by}")
-            results.append(time_case(case, options.routing, options.repeats))
+            results.append(time_case(case, options, ceilings))
             bar.advance(task)
     report.show(console, results)
     if jax.process_index() > 0:

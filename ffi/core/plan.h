@@ -1,0 +1,79 @@
+// How many SMs an op that communicates takes, and what for.
+//
+// A few carry the rows over the links. What else an op does in device memory meanwhile - clear what no row
+// fills, spread or fold a token's rows - gets as many as let it end with the links under uniform routing. The
+// rates are those of an H200 (docs/performance.md); on other GPUs they are estimates, which
+// `Group(num_sms=...)` can overrule.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "core/index.h"
+
+namespace jax_ep {
+
+struct SmPlan {
+  int32_t links;
+  int32_t local;  // 0 only where an op does nothing but carry rows
+
+  int32_t total() const { return links + local; }
+};
+
+// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that spreads, scales
+// or folds rows. Those of an SM are half of what it can do, so that the links need not wait for it.
+constexpr double kLinkRate = 320e3;
+constexpr double kClearRate = 28e3;
+constexpr double kLocalRate = 15e3;
+// SMs that carry rows. Eight saturate the links with nothing else to do; by expert the sender halts between
+// its rows, and a pull sums as it goes, the rank's own rows too.
+constexpr int32_t kRankSenders = 16;
+constexpr int32_t kExpertSenders = 32;
+constexpr int32_t kWeightedSenders = 24;
+constexpr int32_t kPullers = 20;
+// Below this an op is bound by its steps, not by its bytes.
+constexpr double kLeastMicroseconds = 10;
+
+// Rows that one rank receives if every token goes to each of them once, whatever experts it has there.
+inline double ExpectedTokens(const Shape& shape) {
+  const double ranks = shape.num_ranks;
+  return ranks * shape.num_tokens * (1 - std::pow(1 - 1 / ranks, shape.top_k));
+}
+
+// `local_us` is for one SM. `budget` 0 means as many as pay.
+inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, double local_us, int32_t num_sms,
+                      int32_t budget) {
+  const double wire = ExpectedTokens(shape) * (shape.num_ranks - 1) / shape.num_ranks * row_bytes;
+  const double link_us = std::max(wire / kLinkRate, kLeastMicroseconds);
+  SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(local_us / link_us), 1e6))};
+  const bool limited = budget > 0 && budget < num_sms;
+  const int32_t most = limited ? budget : num_sms;
+  if (plan.total() <= most) return plan;
+  if (plan.local > 0) {
+    const int32_t share = static_cast<int32_t>(int64_t{most} * plan.local / plan.total());
+    // Where nothing limits the op, the links keep theirs.
+    plan.local = std::clamp(limited ? share : most - links, 1, most - 1);
+  }
+  plan.links = most - plan.local;
+  return plan;
+}
+
+// `row_bytes` of all payloads together. A weighted dispatch also scales every row.
+inline SmPlan PlanDispatch(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms,
+                           int32_t budget) {
+  const bool by_rank = shape.order == Order::kRank;
+  const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
+  double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
+  local_us += (weighted ? rows : rows - tokens) * row_bytes / kLocalRate;
+  const int32_t links = by_rank ? kRankSenders : weighted ? kWeightedSenders : kExpertSenders;
+  return PlanSms(shape, row_bytes, links, std::max(local_us, 1.0), num_sms, budget);
+}
+
+inline SmPlan PlanCombine(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
+  const double rows = 1.0 * shape.num_tokens * shape.top_k;
+  const int32_t links = kPullers * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
+  return PlanSms(shape, row_bytes, links, folds ? rows * row_bytes / kLocalRate : 0, num_sms, budget);
+}
+
+}  // namespace jax_ep

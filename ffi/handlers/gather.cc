@@ -1,0 +1,45 @@
+// Plain copies between GPUs, with which the benchmark measures the links.
+#include "handlers/cuda.h"
+#include "handlers/cuda_handlers.h"
+
+namespace jax_ep {
+
+static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, ffi::AnyBuffer in,
+                            ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attrs) {
+  const char* op = "gather";
+  auto num_ranks = attrs.get<int64_t>("num_ranks");
+  if (num_ranks.has_error()) return num_ranks.error();
+  Seat seat;
+  auto error = FindSeat(op, attrs, context.device, -1, static_cast<int32_t>(*num_ranks), seat);
+  if (error.failure()) return error;
+  if (in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||
+      out->size_bytes() != in.size_bytes() * *num_ranks) {
+    return InvalidArgument(op, ": the array must have a multiple of 16 bytes, and the result ", *num_ranks,
+                           " times as many");
+  }
+  std::shared_ptr<DevicePeers> devices;
+  Peers peers;
+  error = FindPeers(op, context, seat, devices, peers);
+  if (error.success()) error = CheckReach(op, *devices, seat, {out->untyped_data()});
+  if (error.failure()) return error;
+  const int64_t rows = in.dimensions()[0];
+  const GatherParams params{static_cast<int32_t>(*num_ranks),
+                            seat.place.rank,
+                            rank.typed_data(),
+                            static_cast<const std::byte*>(in.untyped_data()),
+                            static_cast<std::byte*>(out->untyped_data()),
+                            rows,
+                            rows == 0 ? 0 : static_cast<int64_t>(in.size_bytes()) / rows};
+  return Launched(op, cuda::LaunchGather(params, peers, ThisDevice(seat.group.get()), context.stream));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatherHandler, RunGather,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaContext>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rank
+                                  .Arg<ffi::AnyBuffer>()           // [rows, ...]
+                                  .Ret<ffi::AnyBuffer>()           // [R * rows, ...]
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jax_ep

@@ -1,0 +1,106 @@
+// All rows of every rank to every rank, by plain copies: what the links give, and nothing else to do. The
+// benchmark compares the other ops with it.
+#include <algorithm>
+
+#include "kernels/bulk.cuh"
+#include "kernels/kernels.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kGatherBlocks = 64;
+constexpr int kWarps = 6;  // that copy in bulk, two slots each
+constexpr int64_t kSlotBytes = 16 * 1024;
+
+__device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* slots,
+                             uint64_t* barriers) {
+  const int num_ranks = params.num_ranks, warp = threadIdx.x / kWarp;
+  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kSlotBytes;
+  int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kSlotBytes;
+  const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kSlotBytes, bytes - from)); };
+  if (at < bytes) BulkLoad(slots, params.in + at, size(at), &barriers[0]);
+  for (uint32_t n = 0; at < bytes; ++n, at += step) {
+    const int slot = n % 2;
+    WaitForStoresRead();
+    if (at + step < bytes) {
+      BulkLoad(slots + (1 - slot) * kSlotBytes, params.in + at + step, size(at + step), &barriers[1 - slot]);
+    }
+    WaitForLoad(&barriers[slot], n / 2 % 2);
+    for (int i = 0; i < num_ranks; ++i) {
+      const int to = (params.rank + i) % num_ranks;
+      std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
+      BulkStore(out + at, slots + slot * kSlotBytes, size(at));
+    }
+    CommitStores();
+  }
+  WaitForStores();
+}
+
+__device__ void GatherByStores(const GatherParams& params, const Published* published) {
+  const int64_t bytes = params.rows * params.row_bytes;
+  const uint4* in = reinterpret_cast<const uint4*>(params.in);
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < bytes / 16;
+       i += int64_t{gridDim.x} * kThreads) {
+    const uint4 value = in[i];
+    for (int r = 0; r < params.num_ranks; ++r) {
+      const int to = (params.rank + r) % params.num_ranks;
+      std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
+      reinterpret_cast<uint4*>(out)[i] = value;
+    }
+  }
+}
+
+template <bool kInBulk>
+__global__ void __launch_bounds__(kThreads, 1)
+    GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
+  extern __shared__ __align__(128) std::byte slots[];
+  __shared__ Published published[kMaxRanks];
+  __shared__ uint64_t barriers[kWarps][2];
+  if (kInBulk && threadIdx.x < 2 * kWarps) InitBarrier(&barriers[threadIdx.x / 2][threadIdx.x % 2]);
+  uint32_t epoch = 0;
+  if (Begin(peers, Op::kGather, params.rank_operand, &epoch)) {
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) published[0] = {{params.out}, {}, nullptr, nullptr};
+      __syncthreads();
+      Enter(peers, published[0], 1, epoch);
+    }
+    if (WaitForAll(peers, Op::kGather, Phase::kEnter, peers.control[peers.rank]->enter, epoch)) {
+      ReadPublished(peers, 1, published);
+      const int warp = threadIdx.x / kWarp;
+      if (!kInBulk) {
+        GatherByStores(params, published);
+      } else if (warp < kWarps && threadIdx.x % kWarp == 0) {
+        FenceBulk();
+        GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
+        FenceBulk();
+      }
+    }
+  }
+  if (IsLastBlock(peers)) Leave(peers, Op::kGather, epoch);
+}
+
+}  // namespace
+
+cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
+                         cudaStream_t stream) {
+  const int blocks = device.sm_budget > 0 ? std::min(device.sm_budget, device.num_sms) : kGatherBlocks;
+  if (!device.copies_in_bulk) {
+    GatherKernel<false><<<blocks, kThreads, 0, stream>>>(params, peers);
+    return cudaPeekAtLastError();
+  }
+  constexpr int kShared = 2 * kWarps * kSlotBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (error != cudaSuccess) return error;
+  GatherKernel<true><<<blocks, kThreads, kShared, stream>>>(params, peers);
+  return cudaPeekAtLastError();
+}
+
+cudaError_t PreloadGather() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, GatherKernel<false>);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, GatherKernel<true>) : error;
+}
+
+}  // namespace jax_ep::cuda

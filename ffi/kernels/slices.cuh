@@ -1,0 +1,100 @@
+// Sums of rows, a slice of their columns at a time, by warps.
+#pragma once
+
+#include "kernels/sum.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kRows = 4;     // rows whose loads are in flight at a time
+constexpr int kVectors = 2;  // 16-byte loads a row and thread
+
+template <int N>
+constexpr int kSlice = kWarp * kVectors * N;  // columns
+
+// Deals numbers to warps, so that none waits for one that has more to do.
+struct Dealer {
+  unsigned* next;
+  // Asks for a number. Nothing waits for it until it is shown.
+  __device__ unsigned Take(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
+  __device__ static int Show(unsigned number) { return static_cast<int>(__shfl_sync(kAllLanes, number, 0)); }
+};
+
+// The rows of one sum, in the order of the lanes that hold their addresses and factors.
+template <typename T>
+struct Terms {
+  const T* row;
+  float factor;
+  unsigned lanes;
+};
+
+// Rows as they are.
+struct NoShift {
+  template <typename Acc>
+  __device__ Acc operator()(int, int, Acc value) const {
+    return value;
+  }
+};
+
+// Sums the part of the rows that begins at column `first`, one slice. shift(lane, column, value) is what
+// stands for an element of the row of that lane.
+template <typename T, int N, typename Shift = NoShift>
+__device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
+                         typename Sum<T>::Acc (&total)[kVectors][N], Shift shift = {}) {
+  using Acc = typename Sum<T>::Acc;
+  for (unsigned left = terms.lanes; left != 0;) {
+    Pack<T, N> packs[kRows][kVectors];
+    unsigned next = left;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool more = next != 0;
+      const T* row = reinterpret_cast<const T*>(__shfl_sync(
+          kAllLanes, reinterpret_cast<unsigned long long>(terms.row), more ? __ffs(next) - 1 : 0));
+      next &= next - 1;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int column = first + (v * kWarp + lane) * N;
+        packs[i][v] = Pack<T, N>::Load(row + column, more && column < width);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (left == 0) break;
+      const int from = __ffs(left) - 1;
+      const Acc factor = __shfl_sync(kAllLanes, terms.factor, from);
+      left &= left - 1;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const int column = first + (v * kWarp + lane) * N + j;
+          const Acc value = shift(from, column, static_cast<Acc>(packs[i][v][j]));
+          total[v][j] = MultiplyAdd(factor, value, total[v][j]);
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int N>
+__device__ void StoreSlice(T* row, int first, int width, int lane,
+                           const typename Sum<T>::Acc (&total)[kVectors][N]) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = first + (v * kWarp + lane) * N;
+    if (column < width) Pack<T, N>::Store(row + column, total[v]);
+  }
+}
+
+// Calls f with an integral constant: the elements of T in 16 bytes, or one where rows are no multiple of
+// that.
+template <typename T, typename F>
+__device__ void WithPack(int64_t width, F&& f) {
+  constexpr int kFull = 16 / sizeof(T);
+  if (width % kFull == 0) {
+    f(std::integral_constant<int, kFull>());
+  } else {
+    f(std::integral_constant<int, 1>());
+  }
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,53 @@
+"""What the hardware gives: plain copies over the links, and through the memory of one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _ffi
+from jax_ep.bench import measure, processes, programs
+
+ROWS, WIDTH, STEPS = 8192, 4096, 8
+
+
+def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...], repeats: int) -> float:
+    """GB/s on each device of a program that moves `size` bytes there in each of its STEPS."""
+
+    def prepare(x: jax.Array, *_: jax.Array) -> tuple[jax.Array, programs.Step]:
+        # In a loop: unrolled, XLA would compute the one element that the program returns.
+        return x, lambda x: jax.lax.fori_loop(0, STEPS, lambda _, x: step(x), x)
+
+    spread = NamedSharding(mesh, P("ep"))
+    rows = np.zeros((mesh.size * ROWS, WIDTH), np.int32)
+    x = jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
+    run = programs.repeated(mesh, prepare, 1)
+    us = measure.end_to_end_us(run, (x, x, x), STEPS, repeats)
+    if mesh.devices.flat[0].platform == "gpu":
+        us = measure.kernels_us(run, (x, x, x), STEPS, kernels) or us
+    return size / (processes.slowest(us) or us) / 1e3
+
+
+def memory(mesh: jax.sharding.Mesh, repeats: int) -> float:
+    """GB/s, read and written ones together, of a device that adds 1 to an array, all devices at once."""
+    return _rate(mesh, lambda x: x + 1, 2 * ROWS * WIDTH * 4, (), repeats)
+
+
+def links(mesh: jax.sharding.Mesh, num_sms: int | None, repeats: int) -> float | None:
+    """GB/s into each GPU when every GPU copies its rows to every other; None where there are no links."""
+    if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
+        return None
+    with jax_ep.Group(mesh, "ep", num_sms=num_sms) as group:
+        if group.stats().implementation != "ffi":
+            return None
+
+        def step(x: jax.Array) -> jax.Array:
+            return jnp.reshape(_ffi.gather(group, x), (mesh.size, *x.shape))[0]
+
+        rate = _rate(mesh, step, (mesh.size - 1) * ROWS * WIDTH * 4, ("GatherKernel",), repeats)
+        group.check()
+        return rate

@@ -1,0 +1,38 @@
+"""How many SMs an op takes."""
+
+from typing import Any
+
+import jax
+
+from jax_ep import _extension
+from jax_ep._dispatch import worst_case_capacity
+from jax_ep.bench.shapes import Shape
+
+# Kernels of a step that carry rows over the links.
+CARRIERS = {
+    "dispatch": ("dispatch",),
+    "combine": ("combine",),
+    "round trip": ("dispatch", "combine"),
+    "forward + backward": ("dispatch", "combine"),
+}
+
+
+def sms_of(
+    op: str, order: Any, shape: Shape, ranks: int, capacity: int | None, num_sms: int | None
+) -> int | None:
+    """SMs of the largest of an op's kernels. None for local ops, which take all, and without GPUs."""
+    module, device = _extension.extension(), jax.devices()[0]
+    if module is None or device.platform != "gpu" or op not in CARRIERS:
+        return None
+    kernels = CARRIERS[op]
+    if op == "forward + backward" and order == "expert":
+        kernels = (*kernels, "weighted dispatch")
+    if capacity is None:
+        local = shape.experts // ranks
+        capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)
+    sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
+    by_expert, row_bytes, budget = order == "expert", 2.0 * shape.hidden, num_sms or 0
+    return max(
+        sum(module.plan_sms(kernel, by_expert, sizes, row_bytes, device.core_count, budget))
+        for kernel in kernels
+    )

@@ -1,0 +1,50 @@
+"""How many SMs an op takes. Needs no GPU."""
+
+import pytest
+
+from jax_ep import _extension
+from jax_ep.bench.shapes import SHAPES
+
+OPS = ("dispatch", "weighted dispatch", "combine")
+SMS = 132
+
+
+def plan(op, by_expert, shape, ranks, capacity, budget):
+    module = _extension.extension()
+    sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
+    return module.plan_sms(op, by_expert, sizes, 2.0 * shape.hidden, SMS, budget)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_budgets_are_kept(name, op, by_expert, ranks):
+    shape = SHAPES[name]
+    worst = ranks * shape.tokens * (shape.top_k if by_expert else 1)
+    for capacity in (1, worst // 2, worst):
+        free = plan(op, by_expert, shape, ranks, capacity, 0)
+        assert sum(free) <= SMS
+        for budget in (2, 3, 16, 64, SMS, 1000):
+            links, local = plan(op, by_expert, shape, ranks, capacity, budget)
+            assert links >= 1
+            assert local >= 1 or (op == "combine" and free[1] == 0)
+            assert links + local <= min(budget, SMS)
+            if sum(free) <= budget:
+                assert (links, local) == free
+
+
+def test_few_sms_carry_rows_by_rank():
+    """What is documented: 16 SMs and those that clear the tail send, as many as pay for their sums pull."""
+    shape = SHAPES["deepseek_v3"]
+    links, local = plan("dispatch", False, shape, 8, 8 * shape.tokens, 0)
+    assert links == 16
+    assert local < 16
+    assert sum(plan("combine", False, shape, 8, 8 * shape.tokens, 0)) <= 24
+
+
+def test_more_to_clear_takes_more_sms():
+    shape = SHAPES["deepseek_v3"]
+    local = [plan("dispatch", True, shape, 8, capacity, 0)[1] for capacity in (40_000, 80_000, 160_000)]
+    assert local == sorted(local)
+    assert local[0] < local[-1]
