@@ -19,7 +19,7 @@ test: $(VENV)/.built
 GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
 test-gpu:
 	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py) -k "not eager" $(ARGS)
-	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) tests/test_dispatch.py tests/test_permute.py tests/test_intranode.py $(ARGS)
+	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py permute.py intranode.py gradients.py) $(ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

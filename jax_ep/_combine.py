@@ -29,8 +29,9 @@ def combine(
     """Sums each token's rows and returns them to the token's rank. Call it inside `jax.shard_map`.
 
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
-    rank in the order of the ranks; by expert a rank's rows by k, then by rank. Padding, tail and dropped
-    rows are never read and get zero gradient. A token with no row gives zeros, plus the bias.
+    rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
+    rank's part of a 16-bit sum is rounded too before it travels.) Padding, tail and dropped rows are never
+    read and get zero gradient. A token with no row gives zeros, plus the bias.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
     that it then applies no weights: by rank, multiply y by them before.

@@ -48,7 +48,9 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
   const double link_us = std::max(wire / kLinkRate, kLeastMicroseconds);
   SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(local_us / link_us), 1e6))};
   const bool limited = budget > 0 && budget < num_sms;
-  const int32_t most = limited ? budget : num_sms;
+  // The others are left to kernels that run beside this one: a collective that finds no SM on one rank, and
+  // keeps this op's blocks from theirs on another, would hold up both.
+  const int32_t most = limited ? budget : std::max(num_sms * 3 / 4, 2);
   if (plan.total() <= most) return plan;
   if (plan.local > 0) {
     const int32_t share = static_cast<int32_t>(int64_t{most} * plan.local / plan.total());

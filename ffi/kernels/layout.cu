@@ -1,6 +1,7 @@
 // How many of a rank's tokens go where.
 #include <cooperative_groups.h>
 
+#include "kernels/device.cuh"
 #include "kernels/kernels.h"
 #include "kernels/topk.cuh"
 
@@ -14,6 +15,14 @@ constexpr int kTokensInRank = 32 * 1024;  // (token, rank) pairs that there is r
 JAX_EP_HD inline int TokensAtATime(const Shape& shape) {
   const int tokens = kTokensInRank / shape.num_ranks;
   return tokens < 512 ? tokens : 512;
+}
+
+// Adds 1 to its counter for each thread with a hit, as few adds as there are counters in a warp. The whole
+// warp; `which` tells counters apart.
+__device__ void AddHits(int32_t* counter, int which, bool hit) {
+  const unsigned mates = __match_any_sync(kAllLanes, which);
+  const int hits = __popc(mates & __ballot_sync(kAllLanes, hit));
+  if (hits > 0 && static_cast<int>(threadIdx.x % kWarp) == __ffs(mates) - 1) atomicAdd(counter, hits);
 }
 
 // One cluster of blocks, each of which counts a part of the tokens in its shared memory: the ranks' counts,
@@ -38,14 +47,17 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(LayoutParams params) {
       in_rank[t * R + shape.rank_of(expert)] = true;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < tokens * R; i += kThreads) {
-      params.is_token_in_rank[int64_t{first} * R + i] = in_rank[i];
-      if (in_rank[i]) atomicAdd(&counts[i % R], 1);
+    for (int i = threadIdx.x; i < AlignUp(tokens * R, kThreads); i += kThreads) {
+      const bool here = i < tokens * R && in_rank[i];
+      if (i < tokens * R) params.is_token_in_rank[int64_t{first} * R + i] = here;
+      AddHits(&counts[i % R], i % R, here);
     }
-    for (int i = threadIdx.x; i < tokens * num_nodes; i += kThreads) {
+    for (int i = threadIdx.x; i < AlignUp(tokens * num_nodes, kThreads); i += kThreads) {
       bool on_node = false;
-      for (int r = 0; r < params.ranks_per_node; ++r) on_node |= in_rank[i * params.ranks_per_node + r];
-      if (on_node) atomicAdd(&counts[R + i % num_nodes], 1);
+      for (int r = 0; r < params.ranks_per_node && i < tokens * num_nodes; ++r) {
+        on_node |= in_rank[i * params.ranks_per_node + r];
+      }
+      AddHits(&counts[R + i % num_nodes], i % num_nodes, on_node);
     }
     __syncthreads();
   }
