@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _ffi
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
 SEVERAL_WAVES = 1200
@@ -89,6 +90,17 @@ def test_dispatch_equals_the_cpu_s_bit_for_bit(order):
             arguments = jax.device_put((x, ids, w), NamedSharding(mesh, P("ep")))
             results.append(jax.device_get(jax.jit(mapped)(*arguments)))
     assert jax.tree.all(jax.tree.map(same_bits, *results))
+
+
+def test_plain_copies_gather_every_rank_s_rows():
+    need_gpu()
+    mesh = Mesh(np.array(jax.devices()[:R]), ("ep",))
+    x = tagged_rows(R, 40, H, BF16).reshape(-1, H)
+    with jax_ep.Group(mesh, "ep") as group:
+        shard = functools.partial(_ffi.gather, group)
+        mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        got = np.asarray(mapped(jax.device_put(x, NamedSharding(mesh, P("ep")))))
+    assert same_bits(got, np.tile(x, (R, 1)))
 
 
 def launches_graphs(run, folder):

@@ -173,16 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 // Calls f with the kernel for arrays of a type.
 template <typename F>
 static cudaError_t WithKernel(Float type, F&& f) {
-  switch (type) {
-    case Float::kF16:
-      return f(CombineKernel<__half>);
-    case Float::kBF16:
-      return f(CombineKernel<__nv_bfloat16>);
-    case Float::kF32:
-      return f(CombineKernel<float>);
-    default:
-      return f(CombineKernel<double>);
-  }
+  return WithType(type, [&](auto* null) { return f(CombineKernel<std::remove_pointer_t<decltype(null)>>); });
 }
 
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};

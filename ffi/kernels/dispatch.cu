@@ -153,16 +153,7 @@ cudaError_t WithKernel(bool in_bulk, std::optional<Float> scaled, F&& f) {
     return f(in_bulk ? MoveKernel<true, Scale> : MoveKernel<false, Scale>, kMoveThreads<Scale>);
   };
   if (!scaled) return with(static_cast<void*>(nullptr));
-  switch (*scaled) {
-    case Float::kF16:
-      return with(static_cast<__half*>(nullptr));
-    case Float::kBF16:
-      return with(static_cast<__nv_bfloat16*>(nullptr));
-    case Float::kF32:
-      return with(static_cast<float*>(nullptr));
-    default:
-      return with(static_cast<double*>(nullptr));
-  }
+  return WithType(*scaled, with);
 }
 
 // The grid for a plan: blocks that send, and others.

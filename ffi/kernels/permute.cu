@@ -116,16 +116,7 @@ cudaError_t WithUnpermute(Float type, int64_t width, bool biased, F&& f) {
     }
     return f(biased ? UnpermuteKernel<T, 1, true> : UnpermuteKernel<T, 1, false>);
   };
-  switch (type) {
-    case Float::kF16:
-      return with(static_cast<__half*>(nullptr));
-    case Float::kBF16:
-      return with(static_cast<__nv_bfloat16*>(nullptr));
-    case Float::kF32:
-      return with(static_cast<float*>(nullptr));
-    default:
-      return with(static_cast<double*>(nullptr));
-  }
+  return WithType(type, with);
 }
 
 }  // namespace

@@ -8,6 +8,21 @@
 
 namespace jax_ep::cuda {
 
+// Calls f with a null pointer of the type behind a Float.
+template <typename F>
+auto WithType(Float type, F&& f) {
+  switch (type) {
+    case Float::kF16:
+      return f(static_cast<__half*>(nullptr));
+    case Float::kBF16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+    case Float::kF32:
+      return f(static_cast<float*>(nullptr));
+    default:
+      return f(static_cast<double*>(nullptr));
+  }
+}
+
 template <typename T>
 struct Sum {
   using Acc = float;

@@ -23,7 +23,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="default: both")
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")
     parser.add_argument(
-        "--peers", action="store_true", help="time implementation='xla' and JAX's own collectives too"
+        "--peers",
+        action="store_true",
+        help="time round trips by implementation='xla' and by JAX's own collectives too",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time round trips only"

@@ -100,13 +100,13 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    lines: dict[str, set[tuple[int, float]]] = defaultdict(set)
     for r in results:
         x = {"ranks": r.ranks, "sms": r.sms or r.num_sms}.get(swept) or getattr(r.shape, swept, 0)
         label = f"{r.name}, {r.by}" + (f", by {r.order}" if r.order else "")
-        lines[label].append((x, r.us))
+        lines[label].add((x, r.us))
         if r.by == "ffi" and r.ceiling_gbs is not None:
-            lines[f"{r.name}, plain copies of the same rows"].append((x, r.bound_bytes / r.ceiling_gbs / 1e3))
+            lines[f"{r.name}, plain copies of the same rows"].add((x, r.bound_bytes / r.ceiling_gbs / 1e3))
     for label, points in lines.items():
         style = "k:" if "plain copies" in label else "o-"
         axes.plot(*zip(*sorted(points), strict=True), style, label=label)

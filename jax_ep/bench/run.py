@@ -75,10 +75,10 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
     on_gpu = jax.devices()[0].platform == "gpu"
     names = options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpu else ["cpu"])
     ops = ["round trip"] if options.sweep else programs.OPS
-    implementations = ["ffi", "xla"] if options.peers else ["ffi"]
     for name in names:
         for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
             for op in ops:
+                implementations = ["ffi", "xla"] if options.peers and op == "round trip" else ["ffi"]
                 for order in options.orders if op not in programs.ORDERLESS else [""]:
                     for sms in SMS if options.sweep == "sms" else [options.num_sms]:
                         yield from (Case(name, shape, count, op, order, by, sms) for by in implementations)
