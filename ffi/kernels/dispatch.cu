@@ -162,9 +162,12 @@ cudaError_t Move(MoveArgs args, const Device& device, const SmPlan& plan, std::o
   args.bulk = PlanBulk(args, device);
   args.num_senders = plan.links;
   args.spreads = args.peers.num_ranks > 0 && args.shape.order == Order::kExpert;
-  // Two tokens a warp at a time; of few tokens each block takes one share.
-  const int share = (args.shape.num_tokens + plan.links - 1) / plan.links;
-  args.granule = std::clamp(share, 1, args.bulk.num_warps > 0 ? 2 * args.bulk.num_warps : kGranule);
+  // Two tokens a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
+  // not depend on the plan: the ranks agree on them, and each has a plan of its own.
+  args.granule = args.bulk.num_warps > 0 ? 2 * args.bulk.num_warps : kGranule;
+  if (args.shape.num_tokens <= kTokensPerWave) {
+    args.granule = std::clamp((args.shape.num_tokens + plan.links - 1) / plan.links, 1, args.granule);
+  }
   args.waves = PlanWaves(args.shape, args.granule);
   int64_t shared = Counts::Bytes(args.shape);
   if (args.bulk.num_warps > 0) {
