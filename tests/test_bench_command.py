@@ -42,6 +42,21 @@ def test_a_plot_needs_a_sweep(tmp_path):
     assert "say what to vary with --sweep" in done.stderr
 
 
+def test_sms_need_gpus(tmp_path):
+    done = bench(tmp_path, "--sweep", "sms")
+    assert done.returncode != 0
+    assert "--sweep sms needs GPUs" in done.stderr
+
+
+def test_a_capacity(tmp_path):
+    """The report says how many rows the buffers had."""
+    done = bench(tmp_path, "--capacity", "1.5", "--orders", "expert", "--devices", "2", "--json", "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {r["capacity"] for r in results if r["order"]} == {96}  # 1.5 * 32 tokens * top-2
+    assert {r["sms"] for r in results} == {None}
+
+
 def test_a_number_that_is_not_positive(tmp_path):
     done = bench(tmp_path, "--devices", "0")
     assert done.returncode != 0

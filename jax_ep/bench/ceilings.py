@@ -12,7 +12,12 @@ import jax_ep
 from jax_ep import _ffi
 from jax_ep.bench import measure, processes, programs
 
-ROWS, WIDTH, STEPS = 8192, 4096, 8
+WIDTH, STEPS = 4096, 8
+
+
+def _rows(mesh: jax.sharding.Mesh) -> int:
+    """Of a device's array: 128 MiB on GPUs, 16 MiB elsewhere, both far larger than caches."""
+    return 8192 if mesh.devices.flat[0].platform == "gpu" else 1024
 
 
 def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...], repeats: int) -> float:
@@ -23,7 +28,7 @@ def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...
         return x, lambda x: jax.lax.fori_loop(0, STEPS, lambda _, x: step(x), x)
 
     spread = NamedSharding(mesh, P("ep"))
-    rows = np.zeros((mesh.size * ROWS, WIDTH), np.int32)
+    rows = np.zeros((mesh.size * _rows(mesh), WIDTH), np.int32)
     x = jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
     run = programs.repeated(mesh, prepare, 1)
     us = measure.end_to_end_us(run, (x, x, x), STEPS, repeats)
@@ -34,7 +39,7 @@ def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...
 
 def memory(mesh: jax.sharding.Mesh, repeats: int) -> float:
     """GB/s, read and written ones together, of a device that adds 1 to an array, all devices at once."""
-    return _rate(mesh, lambda x: x + 1, 2 * ROWS * WIDTH * 4, (), repeats)
+    return _rate(mesh, lambda x: x + 1, 2 * _rows(mesh) * WIDTH * 4, (), repeats)
 
 
 def links(mesh: jax.sharding.Mesh, num_sms: int | None, repeats: int) -> float | None:
@@ -48,6 +53,6 @@ def links(mesh: jax.sharding.Mesh, num_sms: int | None, repeats: int) -> float |
         def step(x: jax.Array) -> jax.Array:
             return jnp.reshape(_ffi.gather(group, x), (mesh.size, *x.shape))[0]
 
-        rate = _rate(mesh, step, (mesh.size - 1) * ROWS * WIDTH * 4, ("GatherKernel",), repeats)
+        rate = _rate(mesh, step, (mesh.size - 1) * _rows(mesh) * WIDTH * 4, ("GatherKernel",), repeats)
         group.check()
         return rate

@@ -153,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"bench: --devices {ranks}, but there are {len(devices)} here")
     if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
         raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
+    if options.sweep == "sms" and devices[0].platform != "gpu":
+        raise SystemExit("bench: --sweep sms needs GPUs")
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
