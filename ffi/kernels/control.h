@@ -1,7 +1,7 @@
 // The control blocks: what the ranks of a group tell each other on the devices.
 //
 // Each device of a group has one, in its own memory, allocated once. Peers write to it and its owner
-// reads it; a device writes into its peers' blocks and into its own `epoch` and `blocks_done`.
+// reads it; a device writes into its peers' blocks, and into the members of its own up to `next`.
 #pragma once
 
 #include <cstdint>
