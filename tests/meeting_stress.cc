@@ -27,7 +27,8 @@ void Check(bool holds, const char* what) {
 struct Rank {
   Shape shape;
   int rank;
-  std::vector<int32_t> ids, topk_idx, token_rows, prefix, expert_counts, recv_idx, tokens_per_expert, sizes;
+  std::vector<int32_t> ids, topk_idx, token_rows, prefix, expert_counts, row_map, recv_idx, tokens_per_expert,
+      sizes;
   std::vector<float> x, rows, sums;
   int32_t num_tokens = 0, num_dropped = 0;
 
@@ -41,6 +42,7 @@ struct Rank {
     token_rows.resize(kTokens * shape.rows_per_token());
     prefix.resize(kRanks * kRanks);
     expert_counts.resize(shape.num_local_experts());
+    row_map.resize(shape.num_ranks * kTokens * shape.top_k);
     recv_idx.resize(capacity * kTopK);
     tokens_per_expert.resize(shape.num_local_experts());
     sizes.resize(shape.num_local_experts());
@@ -48,7 +50,9 @@ struct Rank {
     sums.assign(kTokens * kWidth, -1.0f);
   }
 
-  HandleArrays handle() { return {topk_idx.data(), token_rows.data(), prefix.data(), expert_counts.data()}; }
+  HandleArrays handle() {
+    return {topk_idx.data(), token_rows.data(), prefix.data(), expert_counts.data(), row_map.data()};
+  }
 
   // A token comes back as often as it has rows.
   void CheckSums() const {
