@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_ep import _ffi, _reference
 from jax_ep._extension import Implementation
-from jax_ep._handle import Handle, real_rows
+from jax_ep._handle import Handle, flat_real_rows
 
 Leaves = tuple[jax.Array, ...]
 
@@ -98,21 +98,16 @@ def _push_weighted_forward(
 def _push_weighted_backward(implementation: Implementation, residuals: Any, cotangents: Any) -> Any:
     handle, leaves, factors, weights = residuals
     d_scaled, d_dots = cotangents
-    real = real_rows(handle)
     sent, _ = push(implementation, handle, leaves, None)
     d_sent, d_factors, d_weights = [], [], jnp.zeros((), jnp.float32)
     for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
         wide = jnp.promote_types(row.dtype, jnp.float32)
-
-        def over_row(array: jax.Array, row: jax.Array = row, wide: Any = wide) -> jax.Array:
-            return jnp.where(real, array, 0).astype(wide).reshape(-1, *(1,) * (row.ndim - 1))
-
-        def safe(array: jax.Array, row: jax.Array = row, wide: Any = wide) -> jax.Array:
-            return jnp.where(over_row(real, row, wide) > 0, array, 0).astype(wide)
-
-        d_sent.append((over_row(weights) * safe(d_row) + over_row(d_dots) * safe(factor)).astype(row.dtype))
-        d_factors.append((over_row(d_dots) * row.astype(wide)).astype(row.dtype))
-        d_weights = d_weights + (safe(d_row) * row.astype(wide)).reshape(len(real), -1).sum(axis=1)
+        token, other, d_token, weight, d_dot = (
+            flat_real_rows(handle, array, wide) for array in (row, factor, d_row, weights, d_dots)
+        )
+        d_sent.append((weight * d_token + d_dot * other).astype(row.dtype).reshape(row.shape))
+        d_factors.append((d_dot * token).astype(row.dtype).reshape(row.shape))
+        d_weights = d_weights + jnp.sum(d_token * token, axis=1)
     d_leaves, _ = pull(implementation, handle, tuple(d_sent), None)
     return None, d_leaves, tuple(d_factors), d_weights.astype(jnp.float32)
 

@@ -1,7 +1,8 @@
 """Calls of this package's FFI handlers: implementation="ffi". Only this file knows their targets.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for
-`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere, and `gather`.
+`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere, and for `gather`, which the
+benchmark measures the links with.
 """
 
 from collections.abc import Sequence
@@ -171,9 +172,8 @@ def push_weighted(
     routing = handle.routing
     scaled: list[Any] = list(leaves)
     all_dots: Any = 0
-    for dtype in sorted(
-        {leaf.dtype for leaf in leaves}, key=str
-    ):  # a call takes one; there is nearly always one
+    # A call takes leaves of one dtype, which they nearly always are.
+    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         mine = [leaves[i] for i in places]
         dots, *moved = _call(

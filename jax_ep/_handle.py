@@ -1,7 +1,7 @@
 """What dispatch finds out about a routing, as data: the handle."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,12 @@ class Handle:
     -1 none here, or dropped. By rank None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
     """The static part: group, order, T, K, E, C and the expert alignment."""
+
+
+def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
+    """An expert-order buffer [C, ...] as [C, n] of another dtype, zero where a row holds no token."""
+    flat = rows.reshape(rows.shape[0], -1)
+    return jnp.where(real_rows(handle)[:, None], flat, 0).astype(dtype)
 
 
 def real_rows(handle: Handle) -> jax.Array:

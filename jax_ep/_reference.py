@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._handle import Handle, Routing, real_rows
+from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
 
@@ -171,15 +171,12 @@ def push_weighted(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """By expert: each row of a leaf times its weight [C], and its dot product with the factors' row [C]."""
     sent, _ = push(handle, leaves, None)
-    real = real_rows(handle)
     scaled, dots = [], jnp.zeros((), jnp.float32)
     for row, factor in zip(sent, factors, strict=True):
         wide = jnp.promote_types(row.dtype, jnp.float32)
-        flat = row.reshape(row.shape[0], -1).astype(wide)
-        safe = jnp.where(real[:, None], factor.reshape(flat.shape), 0).astype(wide)
-        dots = dots + jnp.sum(safe * flat, axis=1)
-        times = jnp.where(real, weights, 0).astype(wide)[:, None] * flat
-        scaled.append(times.astype(row.dtype).reshape(row.shape))
+        token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, weights))
+        dots = dots + jnp.sum(other * token, axis=1)
+        scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
     return tuple(scaled), dots.astype(jnp.float32)
 
 

@@ -204,19 +204,23 @@ def test_against_the_reference_differentiated_by_jax(order, capacity, check_vma)
         np.testing.assert_allclose(got_w, want_w, rtol=1e-5, atol=1e-5)
 
 
-def test_second_order_against_finite_differences_of_the_gradient(order):
+def test_second_order_against_the_reference_differentiated_by_jax(order):
+    """The gradient of <gradient, direction>, in the tokens and in the weights."""
     ids = flat(routing("uniform", R, T, K, E))
     x, w = flat(floats((R, T, H))), flat(floats((R, T, K), seed=2))
-    v = flat(floats((R, T, H), seed=4))
+    along = flat(floats((R, T, H), seed=4)), flat(floats((R, T, K), seed=5))
 
     def second(function):
         mapped = on_all(function)
-        loss = lambda x: jnp.sum(mapped(x, ids, w) ** 3)
-        return jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v)))(x)
+        first = jax.grad(lambda x, w: jnp.sum(mapped(x, ids, w) ** 3), argnums=(0, 1))
+        slope = lambda x, w: sum(map(jnp.vdot, first(x, w), along))
+        return jax.jit(jax.grad(slope, argnums=(0, 1)))(x, w)
 
-    want = second(functools.partial(reference_layer, resolved(order, None)))
-    got = second(functools.partial(layer, order, None, "ffi"))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    for implementation in ("ffi", "xla"):
+        got = second(functools.partial(layer, order, None, implementation))
+        want = second(functools.partial(reference_layer, resolved(order, None)))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_payloads_without_gradient(implementation):

@@ -45,8 +45,7 @@ typename Context::Result Dispatch(
 
   params.rank = seat.place.rank;
   params.topk_weights = DataOrNull(topk_weights);
-  params.handle = {routed_idx->typed_data(), token_rows->typed_data(), rank_prefix_matrix->typed_data(),
-                   expert_counts->typed_data(), row_map->typed_data()};
+  params.handle = HandleOf(*routed_idx, *token_rows, *rank_prefix_matrix, *expert_counts, *row_map);
   params.recv_topk_weights = weighted ? recv_topk_weights->typed_data() : nullptr;
   params.recv_topk_idx = by_rank ? recv_topk_idx->typed_data() : nullptr;
   params.tokens_per_expert = tokens_per_expert->typed_data();
@@ -86,8 +85,7 @@ typename Context::Result CachedDispatch(Context context, ffi::BufferR0<ffi::S32>
   if (error.failure()) return Context::Fail(error);
 
   params.rank = seat.place.rank;
-  params.handle = {topk_idx.typed_data(), token_rows.typed_data(), rank_prefix_matrix.typed_data(),
-                   expert_counts.typed_data(), row_map.typed_data()};
+  params.handle = HandleOf(topk_idx, token_rows, rank_prefix_matrix, expert_counts, row_map);
   params.rank_operand = rank.typed_data();
   params.topk_weights = DataOrNull(topk_weights);
   params.recv_topk_weights = weighted ? recv_topk_weights->typed_data() : nullptr;
@@ -120,8 +118,7 @@ typename Context::Result WeightedDispatch(Context context, ffi::BufferR0<ffi::S3
   if (error.failure()) return Context::Fail(error);
 
   params.rank = seat.place.rank;
-  params.handle = {topk_idx.typed_data(), token_rows.typed_data(), rank_prefix_matrix.typed_data(),
-                   expert_counts.typed_data(), row_map.typed_data()};
+  params.handle = HandleOf(topk_idx, token_rows, rank_prefix_matrix, expert_counts, row_map);
   params.rank_operand = rank.typed_data();
   params.recv_topk_weights = dots->typed_data();
   params.row_weights = row_weights.typed_data();

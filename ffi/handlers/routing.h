@@ -61,6 +61,14 @@ inline ffi::Error CheckHandle(const char* op, const Shape& shape, const IntBuffe
        CheckShape((prefix + "row_map").c_str(), row_map, RowMapShape(shape))});
 }
 
+// The arrays of a handle whose shapes were checked.
+inline HandleArrays HandleOf(const IntBuffer& topk_idx, const IntBuffer& token_rows,
+                             const IntBuffer& rank_prefix_matrix, const IntBuffer& expert_counts,
+                             const IntBuffer& row_map) {
+  return {topk_idx.typed_data(), token_rows.typed_data(), rank_prefix_matrix.typed_data(),
+          expert_counts.typed_data(), row_map.typed_data()};
+}
+
 // Shape of the weights that arrive with the rows.
 inline std::vector<int64_t> RecvWeightsShape(const Shape& shape) {
   if (shape.order == Order::kRank) return {shape.capacity, shape.top_k};

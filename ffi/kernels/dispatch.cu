@@ -1,4 +1,5 @@
-// Dispatch: after the count, each row straight to its final place in its receiver's buffer.
+// Dispatch: after the count, each row straight to its final place in its receiver's buffer; by expert to the
+// first of a token's places at a rank, and from there to the others (spread.cuh).
 #include <algorithm>
 #include <optional>
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_ep
-from jax_ep.bench import ceilings as ceiling
-from jax_ep.bench import measure, processes, programs, report
+from jax_ep.bench import ceilings, measure, processes, programs, report
 from jax_ep.bench.routings import bytes_received, capacity_of, route
 from jax_ep.bench.shapes import SHAPES, Shape
 from jax_ep.bench.sms import sms_of
@@ -104,7 +103,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
     return jax.make_mesh((ranks,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:ranks])
 
 
-def time_case(case: Case, options: argparse.Namespace, ceilings: dict[str, float | None]) -> report.Result:
+def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | None]) -> report.Result:
     on_gpu = jax.devices()[0].platform == "gpu"
     steps = 16 if on_gpu else 4
     mesh = mesh_of(case.ranks)
@@ -123,11 +122,11 @@ def time_case(case: Case, options: argparse.Namespace, ceilings: dict[str, float
         group.check()
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (JOURNEYS[case.op] * size for size in received)
-    ceiling, bound = ceilings["links"], wire
+    ceiling, bound = rates["links"], wire
     if case.op == "unpermute":
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
     if case.op == "unpermute" or not on_gpu:
-        ceiling, bound = ceilings["memory"], logical
+        ceiling, bound = rates["memory"], logical
     return report.Result(
         **{field.name: getattr(case, field.name) for field in dataclasses.fields(case)},
         routing=options.routing,
@@ -159,11 +158,11 @@ def run(options: argparse.Namespace) -> int:
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
     )
-    ceilings = {
-        "links": ceiling.links(mesh_of(ranks), options.num_sms, options.repeats),
-        "memory": ceiling.memory(mesh_of(ranks), options.repeats),
+    rates = {
+        "links": ceilings.links(mesh_of(ranks), options.num_sms, options.repeats),
+        "memory": ceilings.memory(mesh_of(ranks), options.repeats),
     }
-    for what, rate in ceilings.items():
+    for what, rate in rates.items():
         if rate is not None:
             console.print(f"plain copies, {what}: {rate:.0f} GB/s each")
     todo = list(cases(options, ranks))
@@ -172,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
         task = bar.add_task("", total=len(todo))
         for case in todo:
             bar.update(task, description=f"{case.name} {case.op} {case.order} {case.by}")
-            results.append(time_case(case, options, ceilings))
+            results.append(time_case(case, options, rates))
             bar.advance(task)
     report.show(console, results)
     if jax.process_index() > 0:
