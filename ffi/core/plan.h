@@ -26,12 +26,16 @@ struct SmPlan {
 constexpr double kLinkRate = 320e3;
 constexpr double kClearRate = 28e3;
 constexpr double kLocalRate = 15e3;
+constexpr double kCopyRate = 30e3;  // rows spread by bulk copies
 // SMs that carry rows. Eight saturate the links with nothing else to do; by expert the sender halts between
 // its rows, and a pull sums as it goes, the rank's own rows too.
 constexpr int32_t kRankSenders = 16;
 constexpr int32_t kExpertSenders = 32;
 constexpr int32_t kWeightedSenders = 24;
 constexpr int32_t kPullers = 20;
+// Few tokens are a matter of latency: a token a warp.
+constexpr int32_t kFewTokens = 256;
+constexpr int32_t kFewSms = 32;
 // Below this an op is bound by its steps, not by its bytes.
 constexpr double kLeastMicroseconds = 10;
 
@@ -67,14 +71,16 @@ inline SmPlan PlanDispatch(const Shape& shape, double row_bytes, bool weighted, 
   const bool by_rank = shape.order == Order::kRank;
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
-  local_us += (weighted ? rows : rows - tokens) * row_bytes / kLocalRate;
-  const int32_t links = by_rank ? kRankSenders : weighted ? kWeightedSenders : kExpertSenders;
+  local_us += weighted ? rows * row_bytes / kLocalRate : (rows - tokens) * row_bytes / kCopyRate;
+  int32_t links = by_rank ? kRankSenders : weighted ? kWeightedSenders : kExpertSenders;
+  if (shape.num_tokens <= kFewTokens) links = kFewSms;
   return PlanSms(shape, row_bytes, links, std::max(local_us, 1.0), num_sms, budget);
 }
 
 inline SmPlan PlanCombine(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
   const double rows = 1.0 * shape.num_tokens * shape.top_k;
-  const int32_t links = kPullers * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
+  int32_t links = kPullers * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
+  if (shape.num_tokens <= kFewTokens) links = kFewSms;
   return PlanSms(shape, row_bytes, links, folds ? rows * row_bytes / kLocalRate : 0, num_sms, budget);
 }
 

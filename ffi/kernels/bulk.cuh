@@ -16,11 +16,13 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A barrier that completes a phase once the bytes of one load have arrived. Called by one thread; the block
-// must synchronise before the barrier is used.
-__device__ inline void InitBarrier(uint64_t* barrier) {
+// Two barriers, which complete a phase once the bytes of one load have arrived. Called by the thread that
+// begins the loads.
+__device__ inline void InitBarriers(uint64_t* barriers) {
 #if JAX_EP_HAS_BULK
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  for (int i = 0; i < 2; ++i) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&barriers[i])) : "memory");
+  }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
@@ -82,6 +84,20 @@ __device__ inline void CommitStores() {
 __device__ inline void WaitForStoresRead() {
 #if JAX_EP_HAS_BULK
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
+// The same, but for the last group of stores.
+__device__ inline void WaitForStoresReadButLast() {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+#endif
+}
+
+// Waits until this thread's stores are done, but for the last group.
+__device__ inline void WaitForStoresButLast() {
+#if JAX_EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
 #endif
 }
 

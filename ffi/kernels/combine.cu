@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kParts = 1024;  // of tokens, for each block that pulls
+// Tokens that are folded at a time: few at first, for nothing can be pulled yet.
+constexpr int kFirstWave = 128;
+constexpr int kWave = 256;
 
 // Where a token's rows come from: lane r holds rank r's.
 struct Source {
@@ -67,19 +70,6 @@ __device__ void PullSlice(const CombineArgs& args, const Terms<T>& terms, int in
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
 
-// Waits as a warp until every rank has folded a wave. False if that did not happen in time.
-__device__ bool WaitForWave(const CombineArgs& args, int wave, uint32_t epoch, int lane) {
-  const Peers& peers = args.peers;
-  const uint32_t* flags = peers.control[peers.rank]->moved[wave];
-  const bool late = lane < peers.num_ranks && !Await(peers, &flags[lane], epoch);
-  const unsigned missing = __ballot_sync(kAllLanes, late);
-  if (missing != 0 && lane == 0) {
-    RecordExpired(peers, Op::kCombine, Phase::kMove, epoch, missing, flags);
-  }
-  __syncwarp();
-  return missing == 0;
-}
-
 // The tokens in their order, in parts that the warps of all blocks take in turn: whoever is free takes the
 // next.
 template <typename T, int N>
@@ -90,15 +80,16 @@ __device__ void PullArray(const CombineArgs& args, const Published* published, i
   const int most = kParts * args.num_pullers / max(num_tokens, 1);
   const int parts = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
   const Dealer dealer{&args.peers.control[args.peers.rank]->next[index]};
-  int folded = 0;  // waves
+  int folded = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
   unsigned number = dealer.Take(lane);
   while (true) {
     const int unit = Dealer::Show(number);
     const int t = unit / parts;
     if (t >= num_tokens) break;
     number = dealer.Take(lane);
-    for (; args.folds && args.waves.First(args.shape, folded) <= t; ++folded) {
-      if (!WaitForWave(args, folded, epoch, lane)) return;
+    if (args.folds && args.waves.Of(t) != folded) {
+      folded = args.waves.Of(t);
+      if (!WaitForWave(args.peers, Op::kCombine, folded, epoch)) return;
     }
     const Terms<T> terms = FindTerms<T>(args, published, index, t, lane);
     for (int first = unit % parts * kSlice<N>; first < width; first += parts * kSlice<N>) {
@@ -134,14 +125,12 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
 // Sums arrays of one type: each type then has the registers to itself.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
-  __shared__ Published published[kMaxRanks];
-  __shared__ unsigned next;
+  __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = args.peers;
   uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kCombine, args.rank_operand, &epoch);
+  const bool alive = Begin(peers, Op::kCombine, LoadState(peers, args.rank_operand), &epoch);
   if (alive && blockIdx.x == 0) {
     if (threadIdx.x == 0) {
-      Published& mine = published[0];
       for (int i = 0; i < args.num_summands; ++i) {
         mine.buffers[i] = const_cast<void*>(args.summands[i].rows);
         mine.partials[i] = args.summands[i].partial;
@@ -151,21 +140,21 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
       mine.routing = nullptr;
     }
     __syncthreads();
-    Enter(peers, published[0], args.num_summands, epoch);
+    Enter(peers, mine, args.num_summands, epoch);
   }
-  if (alive && args.folds) Fold<T>(args, epoch, &next);
-  if (alive && static_cast<int>(blockIdx.x) < args.num_pullers) {
-    Control* own = peers.control[peers.rank];
-    if (WaitForAll(peers, Op::kCombine, Phase::kEnter, own->enter, epoch)) {
-      ReadPublished(peers, args.num_summands, published);
-      for (int i = 0; i < args.num_summands; ++i) {
-        WithPack<T>(args.summands[i].num_elements,
-                    [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, epoch); });
-      }
-      if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
+  if (!alive) return;
+  if (args.folds) Fold<T>(args, epoch);
+  const uint32_t missing = ReadPublished(peers, args.num_summands, epoch, published);
+  if (!AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing)) return;
+  if (static_cast<int>(blockIdx.x) < args.num_pullers) {
+    for (int i = 0; i < args.num_summands; ++i) {
+      WithPack<T>(args.summands[i].num_elements,
+                  [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, epoch); });
     }
+    if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
   }
-  if (IsLastBlock(peers)) Leave(peers, Op::kCombine, epoch);
+  Arrive(peers, epoch);
+  if (blockIdx.x == gridDim.x - 1) Leave(peers, Op::kCombine, published, epoch);
 }
 
 }  // namespace
@@ -199,7 +188,7 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
     args.folds = args.num_summands > 0 && args.summands[0].partial != nullptr;
-    args.waves = PlanWaves(args.shape, 1);
+    args.waves = PlanWaves(args.shape, kFirstWave, kWave, 1);
     double row_bytes = 0;
     for (int i = 0; i < args.num_summands; ++i) {
       row_bytes += static_cast<double>(args.summands[i].num_elements) * BytesOf(type);

@@ -18,44 +18,74 @@ constexpr int kMoveThreads = std::is_void_v<Scale> ? 1024 : 512;
 constexpr int kBulkBytes = 216 * 1024;
 constexpr int kMaxSlotBytes = 16 * 1024;
 constexpr int kGranule = 32;       // tokens, sent by loads and stores
+constexpr int kWave = 256;         // tokens, spread at a time
 constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not take
 
-// Sends the tokens, a granule at a time: the first is this block's own, the others go to whoever is free, so
+// Shared memory before the slots: counts, and what few tokens are counted in.
+JAX_EP_HD int64_t HeadBytes(const MoveArgs& args) {
+  const bool few = args.shape.num_tokens <= kFewTokens;
+  return Counts::Bytes(args.shape) + (few ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
+}
+
+// The granules of tokens that this block sends: the first is its own, the others go to whoever is free, so
 // that no block ends long after the others.
+__device__ int NextGranule(const MoveArgs& args, int granule) {
+  if (args.peers.num_ranks == 0) return granule + args.num_senders;
+  return args.num_senders + static_cast<int>(atomicAdd(&args.peers.control[args.peers.rank]->next[0], 1u));
+}
+
+// Tells the peers of a granule that this block has sent. One warp, once for each granule; `wave` is the
+// granule's.
+__device__ void FinishGranule(const MoveArgs& args, int wave, uint32_t epoch) {
+  const int first = args.waves.First(args.shape, wave), last = args.waves.First(args.shape, wave + 1);
+  FinishPart(args.peers, wave, (last - first + args.granule - 1) / args.granule, epoch);
+}
+
+// Sends the tokens, a granule at a time, the first piece of which is being loaded already. Some warps send
+// rows by bulk copies; meanwhile others find the places of the next granule's rows and send what is left of
+// the present one. By expert one more warp tells the peers of the granule before the last, which has arrived:
+// its fence waits for the block's stores, and would hold up those that send.
 template <bool kInBulk>
 __device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const Published* published,
-                     std::byte* bytes, uint64_t (*barriers)[2]) {
-  __shared__ int next;
-  const int num_tokens = args.shape.num_tokens, warp = threadIdx.x / kWarp;
+                     Slots& slots) {
+  __shared__ int dealt[2];
+  const bool routes = args.chunk_counts != nullptr;
+  const int num_granules = (args.shape.num_tokens + args.granule - 1) / args.granule;
+  const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
   const int num_bulk_warps = kInBulk ? args.bulk.num_warps : 0;
-  const bool local = args.peers.num_ranks == 0;
-  Slots slots{bytes + int64_t{2} * warp * args.bulk.slot_bytes, barriers[warp % kMaxBulkWarps], 0};
-  if (kInBulk) FenceBulk();
-  for (int granule = blockIdx.x; granule < (num_tokens + args.granule - 1) / args.granule; granule = next) {
-    __syncthreads();  // all have read `next`
-    if (threadIdx.x == 0) {
-      next = local ? granule + args.num_senders
-                   : args.num_senders + atomicAdd(&args.peers.control[args.peers.rank]->next[0], 1u);
-    }
-    const int begin = granule * args.granule, end = min(begin + args.granule, num_tokens);
-    if (args.chunk_counts != nullptr) FinishRows(args, begin, end, counts);
-    if (kInBulk && warp < num_bulk_warps) {
-      SendTokensInBulk(args, begin, end, published, slots);
-      if (args.spreads) WaitForStores();
-      FenceBulk();
+  const bool in_bulk = warp < num_bulk_warps, tells = args.spreads && warp == num_warps - 1;
+  const Team helpers{static_cast<int>(threadIdx.x) - num_bulk_warps * kWarp,
+                     (num_warps - num_bulk_warps - (args.spreads ? 1 : 0)) * kWarp, 1};
+  const auto begin = [&](int granule) { return min(granule * args.granule, args.shape.num_tokens); };
+  const auto prepare = [&](int granule, int* next) {
+    if (helpers.thread == 0) *next = NextGranule(args, granule);
+    if (routes) FinishRows(args, begin(granule), begin(granule + 1), counts, helpers);
+  };
+  int granule = blockIdx.x;
+  int sent = -1, arrived = -1;  // the waves of the granules before
+  if (!in_bulk && !tells) prepare(granule, &dealt[0]);
+  __syncthreads();
+  for (int turn = 0; granule < num_granules; ++turn) {
+    const int following = dealt[turn % 2];
+    if (in_bulk) {
+      if (turn > 0)
+        LoadPiece(args, FirstPiece(args, begin(granule)), begin(granule + 1), slots, slots.used % 2);
+      SendTokensInBulk(args, begin(granule), begin(granule + 1), published, slots);
+    } else if (tells) {
+      if (arrived >= 0) FinishGranule(args, arrived, epoch);
     } else {
-      SendTokens(args, begin, end, published, num_bulk_warps);
-    }
-    if (args.spreads) {
-      const int wave = begin / args.waves.tokens;
-      const int first = args.waves.First(args.shape, wave), last = args.waves.First(args.shape, wave + 1);
-      FinishPart(args.peers, wave, (last - first + args.granule - 1) / args.granule, epoch);
+      prepare(following, &dealt[(turn + 1) % 2]);
+      SendTokens(args, begin(granule), begin(granule + 1), published, helpers);
     }
     __syncthreads();
+    arrived = sent;
+    sent = args.waves.Of(begin(granule));
+    granule = following;
   }
-  if (kInBulk) {
-    WaitForStores();
-    FenceBulk();
+  if (kInBulk) WaitForStores();
+  __syncthreads();
+  for (int wave : {arrived, sent}) {
+    if (tells && wave >= 0) FinishGranule(args, wave, epoch);
   }
 }
 
@@ -63,74 +93,79 @@ template <bool kInBulk, typename Scale>
 __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __grid_constant__ MoveArgs args) {
   // Counts; for bulk copies then the slots, or where nothing is sent zeros.
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ Published published[kMaxRanks];
+  __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.chunk_counts != nullptr, local = peers.num_ranks == 0;
-  const bool sends = static_cast<int>(blockIdx.x) < args.num_senders;
+  const bool sends = static_cast<int>(blockIdx.x) < args.num_senders, closes = blockIdx.x == gridDim.x - 1;
   const Op op = routes ? Op::kDispatch : Op::kCachedDispatch;
+  const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
   Counts counts(shape, shared);
-  std::byte* const bytes = shared + Counts::Bytes(shape);
+  std::byte* const bytes = shared + HeadBytes(args);
 
-  if (kInBulk && threadIdx.x < 2 * kMaxBulkWarps) InitBarrier(&barriers[threadIdx.x / 2][threadIdx.x % 2]);
+  const State state = local ? State{} : LoadState(peers, args.rank_operand);
+  Slots slots{bytes + int64_t{2} * warp * args.bulk.slot_bytes, barriers[warp % kMaxBulkWarps], 0};
+  const Piece piece = FirstPiece(args, blockIdx.x * args.granule);
+  const int end = min(static_cast<int>(blockIdx.x + 1) * args.granule, shape.num_tokens);
+  const bool has_slots = kInBulk && warp < args.bulk.num_warps, loads = has_slots && sends;
+  if (has_slots && threadIdx.x % kWarp == 0) InitBarriers(slots.barriers);
+  if (loads) LoadPiece(args, piece, end, slots, 0);
   for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
   if (threadIdx.x == 0) {
-    for (int p = 0; p < args.num_payloads; ++p) published[0].buffers[p] = args.payloads[p].out;
-    published[0].weights = args.recv_topk_weights;
-    published[0].routing = args.sends_map ? args.handle.row_map : args.recv_topk_idx;
+    for (int p = 0; p < args.num_payloads; ++p) mine.buffers[p] = args.payloads[p].out;
+    mine.weights = args.recv_topk_weights;
+    mine.routing = args.sends_map ? args.handle.row_map : args.recv_topk_idx;
   }
   __syncthreads();
+  if (routes && (local || sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
   uint32_t epoch = 0;
-  bool alive = local || Begin(peers, op, args.rank_operand, &epoch);
-  if (alive && routes && (local || blockIdx.x == 0)) {
-    AddChunks(args, 0, NumChunks(shape), counts.own);
-    for (int bin = threadIdx.x; bin < NumBins(shape) * peers.num_ranks; bin += blockDim.x) {
-      peers.control[bin / NumBins(shape)]->counts[peers.rank][bin % NumBins(shape)] =
-          counts.own[bin % NumBins(shape)];
-    }
-  }
-  if (alive && !local) {
-    if (blockIdx.x == 0) Enter(peers, published[0], args.num_payloads, epoch);
-    if (routes && sends && blockIdx.x > 0) {  // while the peers come
-      counts.chunk = min(static_cast<int>(blockIdx.x) * args.granule, shape.num_tokens) / kChunkTokens;
-      AddChunks(args, 0, counts.chunk, counts.earlier);
-    }
-    alive = WaitForAll(peers, op, Phase::kEnter, peers.control[peers.rank]->enter, epoch);
-    if (alive) ReadPublished(peers, args.num_payloads, published);
+  bool alive = local || Begin(peers, op, state, &epoch);
+  if (alive && !local && blockIdx.x == 0) Enter(peers, mine, args.num_payloads, epoch);
+  if (alive && !local && routes && sends) {
+    PublishCounts(args, counts, epoch);
+    counts.chunk = args.counts_here ? 0 : min(piece.token - warp, shape.num_tokens) / kChunkTokens;
+    AddChunks(args, 0, counts.chunk, 0, NumBins(shape), counts.earlier,
+              WholeBlock());  // while the peers come
   }
   if (alive) {
-    const int me = peers.rank, L = shape.num_local_experts();
-    if (routes) {
-      FindFirstRows(args, counts);
-      if (blockIdx.x == gridDim.x - 1)
-        WriteReceiver(args, counts.own, counts.totals, counts.starts + me * (L + 1));
+    uint32_t missing = local ? 0 : ReadPublished(peers, args.num_payloads, epoch, published);
+    if (routes && missing == 0) missing = ReadCounts(args, counts, epoch);
+    alive = AreAllThere(peers, op, Phase::kEnter, epoch, missing);
+  }
+  if (!alive) {
+    // A block does not end while it is being written to.
+    if (loads && piece.token < end) WaitForLoad(&slots.barriers[0], 0);
+    return;
+  }
+  if (routes) {
+    PlaceExperts(args, counts);
+    if (closes) WriteReceiver(args, counts.own, counts.totals, counts.starts + me * (L + 1));
+  }
+  const bool counts_pairs = closes && !local && routes && shape.order == Order::kRank;
+  const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
+  if (sends) {
+    Send<kInBulk>(args, epoch, counts, published, slots);
+  } else {
+    const int num_rows = routes
+                             ? counts.totals[shape.num_experts + me]
+                             : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
+    const int32_t* rows = routes ? counts.totals + me * L : args.handle.expert_counts;
+    int32_t* const starts = counts.starts + me * (L + 1);
+    if (!routes && shape.order == Order::kExpert && threadIdx.x < kWarp) FindStarts(shape, rows, starts);
+    const int64_t thread = int64_t{blockIdx.x - args.num_senders} * blockDim.x + threadIdx.x;
+    const int64_t num_threads = int64_t{gridDim.x - args.num_senders} * blockDim.x;
+    if (kInBulk) {
+      Clear(bytes, kZeroBytes, {threadIdx.x, blockDim.x, nullptr});
+      FenceBulk();
     }
-    if (sends) {
-      Send<kInBulk>(args, epoch, counts, published, bytes, barriers);
-    } else {
-      const int num_rows = routes
-                               ? counts.totals[shape.num_experts + me]
-                               : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
-      const int32_t* rows = routes ? counts.totals + me * L : args.handle.expert_counts;
-      int32_t* const starts = counts.starts + me * (L + 1);
-      if (!routes && shape.order == Order::kExpert && threadIdx.x < kWarp) FindStarts(shape, rows, starts);
-      const int64_t thread = int64_t{blockIdx.x - args.num_senders} * blockDim.x + threadIdx.x;
-      const int64_t num_threads = int64_t{gridDim.x - args.num_senders} * blockDim.x;
-      if (kInBulk) {
-        Clear(bytes, kZeroBytes, {threadIdx.x, blockDim.x, nullptr});
-        FenceBulk();
-      }
-      __syncthreads();
-      ClearGaps(args, rows, starts, num_rows, {thread, num_threads, kInBulk ? bytes : nullptr});
-    }
-    if (args.spreads) alive = SpreadRows<Scale>(args, op, epoch);
+    __syncthreads();
+    ClearGaps(args, rows, starts, num_rows, {thread, num_threads, kInBulk ? bytes : nullptr});
   }
   if (local) return;
-  if (!IsLastBlock(peers)) return;
-  const bool counts_pairs = alive && routes && shape.order == Order::kRank;
-  const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
-  if (Leave(peers, op, epoch) && counts_pairs) CountCutSource(args, cut);
+  Arrive(peers, epoch);
+  if (args.spreads) SpreadRows<kInBulk, Scale>(args, op, slots, epoch);
+  if (closes && Leave(peers, op, published, epoch) && counts_pairs) CountCutSource(args, cut);
 }
 
 // Two slots a warp, as many warps as have room.
@@ -141,7 +176,7 @@ BulkPlan PlanBulk(const MoveArgs& args, const Device& device) {
   }
   if (longest == 0 || !device.copies_in_bulk) return {0, 0};
   const int64_t slot = std::min(AlignUp(longest, 128), int64_t{kMaxSlotBytes});
-  const int64_t room = kBulkBytes - Counts::Bytes(args.shape);
+  const int64_t room = kBulkBytes - HeadBytes(args);
   return {static_cast<int32_t>(std::min(room / (2 * slot), int64_t{kMaxBulkWarps})),
           static_cast<int32_t>(slot)};
 }
@@ -157,20 +192,29 @@ cudaError_t WithKernel(bool in_bulk, std::optional<Float> scaled, F&& f) {
   return WithType(*scaled, with);
 }
 
-// The grid for a plan: blocks that send, and others.
-cudaError_t Move(MoveArgs args, const Device& device, const SmPlan& plan, std::optional<Float> scaled,
-                 cudaStream_t stream) {
+SmPlan PlanOf(const MoveArgs& args, const Device& device) {
+  double row_bytes = 0;
+  for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
+  return PlanDispatch(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
+}
+
+// How the blocks share the work: what of args depends on the device and on the number of senders.
+void Divide(MoveArgs& args, const Device& device, int num_senders) {
+  const int T = args.shape.num_tokens;
+  const bool local = args.peers.num_ranks == 0;
   args.bulk = PlanBulk(args, device);
-  args.num_senders = plan.links;
-  args.spreads = args.peers.num_ranks > 0 && args.shape.order == Order::kExpert;
-  // Two tokens a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
+  args.num_senders = num_senders;
+  args.spreads = !local && args.shape.order == Order::kExpert;
+  // A token a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
   // not depend on the plan: the ranks agree on them, and each has a plan of its own.
-  args.granule = args.bulk.num_warps > 0 ? 2 * args.bulk.num_warps : kGranule;
-  if (args.shape.num_tokens <= kTokensPerWave) {
-    args.granule = std::clamp((args.shape.num_tokens + plan.links - 1) / plan.links, 1, args.granule);
-  }
-  args.waves = PlanWaves(args.shape, args.granule);
-  int64_t shared = Counts::Bytes(args.shape);
+  args.granule = args.bulk.num_warps > 0 ? args.bulk.num_warps : kGranule;
+  if (T <= kWave) args.granule = std::clamp((T + num_senders - 1) / num_senders, 1, args.granule);
+  args.waves = PlanWaves(args.shape, kWave, kWave, args.granule);
+  args.counts_here = !local && T <= kFewTokens && T <= int64_t{num_senders} * args.granule;
+}
+
+cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
+  int64_t shared = HeadBytes(args);
   if (args.bulk.num_warps > 0) {
     shared += std::max(int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes, int64_t{kZeroBytes});
   }
@@ -179,15 +223,9 @@ cudaError_t Move(MoveArgs args, const Device& device, const SmPlan& plan, std::o
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
-    kernel<<<plan.total(), num_threads, shared, stream>>>(args);
+    kernel<<<num_blocks, num_threads, shared, stream>>>(args);
     return cudaPeekAtLastError();
   });
-}
-
-SmPlan PlanOf(const MoveArgs& args, const Device& device) {
-  double row_bytes = 0;
-  for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
-  return PlanDispatch(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
 }
 
 template <typename Params>
@@ -204,9 +242,6 @@ MoveArgs ArgsOf(const Params& params) {
 
 cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, const Device& device,
                            cudaStream_t stream) {
-  const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
-                                        params.handle.token_rows, params.chunk_counts, stream);
-  if (error != cudaSuccess) return error;
   MoveArgs args = ArgsOf(params);
   args.peers = peers;
   args.rank_operand = params.rank_operand;
@@ -219,7 +254,15 @@ cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, con
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
   args.sends_map = params.shape.order == Order::kExpert;
-  return Move(args, device, PlanOf(args, device), std::nullopt, stream);
+  args.topk_idx = params.topk_idx;
+  const SmPlan plan = PlanOf(args, device);
+  Divide(args, device, plan.links);
+  if (!args.counts_here) {
+    const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
+                                          params.handle.token_rows, params.chunk_counts, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return Move(args, plan.total(), std::nullopt, stream);
 }
 
 cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
@@ -235,7 +278,9 @@ cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers
     for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
     scaled = params.factor_type;
   }
-  return Move(args, device, PlanOf(args, device), scaled, stream);
+  const SmPlan plan = PlanOf(args, device);
+  Divide(args, device, plan.links);
+  return Move(args, plan.total(), scaled, stream);
 }
 
 // A dispatch within a group of one rank, which meets nobody. The routed ids are the row map's, and are
@@ -252,7 +297,8 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   args.group_sizes = params.group_sizes;
   args.num_dropped = params.num_dropped;
   // All SMs send; as many clear, once those are done.
-  return Move(args, device, {device.num_sms, device.num_sms}, std::nullopt, stream);
+  Divide(args, device, device.num_sms);
+  return Move(args, 2 * device.num_sms, std::nullopt, stream);
 }
 
 // Whether the kernels that run on the current device were compiled for sm_90 or newer: what counts is the

@@ -1,6 +1,7 @@
 // By expert: a token's rows at one rank are summed where they lie, before any of them travels.
 #pragma once
 
+#include "kernels/meet.cuh"
 #include "kernels/slices.cuh"
 
 namespace jax_ep::cuda {
@@ -46,40 +47,60 @@ __device__ void FoldPart(const CombineArgs& args, int index, int64_t slot, int p
   }
 }
 
-// The tokens of one wave, of all ranks. `block` is one of `num_blocks` that share them.
-template <typename T, int N>
-__device__ void FoldArray(const CombineArgs& args, int index, int wave, int block, int num_blocks,
-                          unsigned* next) {
-  const Shape& shape = args.shape;
-  const int lane = threadIdx.x % kWarp;
-  const int begin = args.waves.First(shape, wave), end = args.waves.First(shape, wave + 1);
-  const int num_slots = (end - begin) * shape.num_ranks;
-  __syncthreads();
-  if (threadIdx.x == 0) *next = 0;
-  __syncthreads();
-  const Dealer dealer{next};
-  while (true) {
-    const int unit = Dealer::Show(dealer.Take(lane));
-    const int i = block + unit / kFoldParts * num_blocks;
-    if (i >= num_slots) break;
-    const int64_t slot = int64_t{i % shape.num_ranks} * shape.num_tokens + begin + i / shape.num_ranks;
-    FoldPart<T, N>(args, index, slot, unit % kFoldParts, lane);
+// What a block folds of a wave: every num_blocks-th of its slots, from `block` on.
+struct FoldShare {
+  int begin;  // token
+  int block, num_blocks;
+  int num_slots;  // of the wave
+
+  __device__ int num_units() const {
+    return block < num_slots ? ((num_slots - 1 - block) / num_blocks + 1) * kFoldParts : 0;
   }
+};
+
+// The first wave is shared by all blocks, for there is nothing to pull yet.
+__device__ inline FoldShare FindShare(const CombineArgs& args, int wave) {
+  const int skipped = wave == 0 ? 0 : args.num_pullers;
+  const int begin = args.waves.First(args.shape, wave), end = args.waves.First(args.shape, wave + 1);
+  return {begin, static_cast<int>(blockIdx.x) - skipped, static_cast<int>(gridDim.x) - skipped,
+          (end - begin) * args.shape.num_ranks};
 }
 
-// Folds the waves that are this block's: the first one all blocks share, for there is nothing to pull yet.
+// Folds this block's share of all waves, its warps one part after the other. No warp waits for another: the
+// one that ends the block's share of a wave tells the peers.
 template <typename T>
-__device__ void Fold(const CombineArgs& args, uint32_t epoch, unsigned* next) {
-  const int block = blockIdx.x, num_blocks = gridDim.x;
-  for (int wave = 0; wave < (block < args.num_pullers ? 1 : args.waves.count); ++wave) {
-    const int first_block = wave == 0 ? 0 : args.num_pullers;
-    for (int i = 0; i < args.num_summands; ++i) {
-      WithPack<T>(args.summands[i].num_elements, [&](auto pack) {
-        FoldArray<T, decltype(pack)::value>(args, i, wave, block - first_block, num_blocks - first_block,
-                                            next);
+__device__ void Fold(const CombineArgs& args, uint32_t epoch) {
+  __shared__ unsigned next, done[kMaxWaves];  // parts dealt out, and ended
+  const int lane = threadIdx.x % kWarp;
+  for (int i = threadIdx.x; i < kMaxWaves; i += blockDim.x) done[i] = 0;
+  if (threadIdx.x == 0) next = 0;
+  __syncthreads();
+  const Dealer dealer{&next};
+  const int num_waves = static_cast<int>(blockIdx.x) < args.num_pullers ? 1 : args.waves.count;
+  int wave = 0, before = 0;  // units of the waves before
+  FoldShare share = FindShare(args, wave);
+  while (true) {
+    const int unit = Dealer::Show(dealer.Take(lane));
+    while (unit - before >= share.num_units()) {
+      before += share.num_units();
+      if (++wave == num_waves) return;
+      share = FindShare(args, wave);
+    }
+    const int i = share.block + (unit - before) / kFoldParts * share.num_blocks;
+    const int64_t slot =
+        int64_t{i % args.shape.num_ranks} * args.shape.num_tokens + share.begin + i / args.shape.num_ranks;
+    for (int a = 0; a < args.num_summands; ++a) {
+      WithPack<T>(args.summands[a].num_elements, [&](auto pack) {
+        FoldPart<T, decltype(pack)::value>(args, a, slot, (unit - before) % kFoldParts, lane);
       });
     }
-    FinishPart(args.peers, wave, num_blocks - first_block, epoch);
+    bool last = false;
+    __threadfence_block();
+    __syncwarp();
+    if (lane == 0) last = atomicAdd(&done[wave], 1u) == share.num_units() - 1;
+    if (__shfl_sync(kAllLanes, last, 0)) {
+      FinishPart(args.peers, wave, min(share.num_blocks, share.num_slots), epoch);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "kernels/bulk.cuh"
 #include "kernels/kernels.h"
+#include "kernels/meet.cuh"
 
 namespace jax_ep::cuda {
 namespace {
@@ -55,29 +56,25 @@ template <bool kInBulk>
 __global__ void __launch_bounds__(kThreads, 1)
     GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
   extern __shared__ __align__(128) std::byte slots[];
-  __shared__ Published published[kMaxRanks];
+  __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kWarps][2];
-  if (kInBulk && threadIdx.x < 2 * kWarps) InitBarrier(&barriers[threadIdx.x / 2][threadIdx.x % 2]);
+  const int warp = threadIdx.x / kWarp;
+  const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
+  if (copies) InitBarriers(barriers[warp]);
   uint32_t epoch = 0;
-  if (Begin(peers, Op::kGather, params.rank_operand, &epoch)) {
+  if (Begin(peers, Op::kGather, LoadState(peers, params.rank_operand), &epoch)) {
     if (blockIdx.x == 0) {
-      if (threadIdx.x == 0) published[0] = {{params.out}, {}, nullptr, nullptr};
+      if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
       __syncthreads();
-      Enter(peers, published[0], 1, epoch);
+      Enter(peers, mine, 1, epoch);
     }
-    if (WaitForAll(peers, Op::kGather, Phase::kEnter, peers.control[peers.rank]->enter, epoch)) {
-      ReadPublished(peers, 1, published);
-      const int warp = threadIdx.x / kWarp;
-      if (!kInBulk) {
-        GatherByStores(params, published);
-      } else if (warp < kWarps && threadIdx.x % kWarp == 0) {
-        FenceBulk();
-        GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
-        FenceBulk();
-      }
+    if (AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, ReadPublished(peers, 1, epoch, published))) {
+      if (!kInBulk) GatherByStores(params, published);
+      if (copies) GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
+      Arrive(peers, epoch);
+      if (blockIdx.x == gridDim.x - 1) Leave(peers, Op::kGather, published, epoch);
     }
   }
-  if (IsLastBlock(peers)) Leave(peers, Op::kGather, epoch);
 }
 
 }  // namespace

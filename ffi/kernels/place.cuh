@@ -1,6 +1,7 @@
 // Where the rows of a rank's tokens belong, from the counts of all ranks.
 #pragma once
 
+#include "kernels/count.cuh"
 #include "kernels/receive.cuh"
 
 namespace jax_ep::cuda {
@@ -27,35 +28,93 @@ struct Counts {
   }
 };
 
-// Adds this rank's rows of chunks [begin, end) to `sums` [E + R], several threads to a bin. The whole block.
-__device__ inline void AddChunks(const MoveArgs& args, int begin, int end, int32_t* sums) {
-  constexpr int kParts = 4;
-  const int bins = NumBins(args.shape);
-  for (int i = threadIdx.x; i < bins * kParts; i += blockDim.x) {
-    const int bin = i % bins;
+// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads to a
+// bin. The whole team.
+__device__ inline void AddChunks(const MoveArgs& args, int begin, int end, int first_bin, int num_bins,
+                                 int32_t* sums, const Team& team) {
+  const int bins = NumBins(args.shape), parts = max(1, team.threads / max(num_bins, 1));
+  for (int i = team.thread; i < num_bins * parts; i += team.threads) {
+    const int bin = first_bin + i % num_bins;
     int rows = 0;
 #pragma unroll 16
-    for (int c = begin + i / bins; c < end; c += kParts) rows += args.chunk_counts[int64_t{c} * bins + bin];
+    for (int c = begin + i / num_bins; c < end; c += parts)
+      rows += args.chunk_counts[int64_t{c} * bins + bin];
     if (rows != 0) atomicAdd(&sums[bin], rows);
   }
-  __syncthreads();
+  team.Sync();
 }
 
-// From all ranks' counts: totals, first and starts. The whole block.
-__device__ inline void FindFirstRows(const MoveArgs& args, const Counts& counts) {
+// The bins of which one of the blocks that send tells the peers.
+struct Share {
+  int first;
+  int last;
+};
+
+__device__ inline Share ShareOf(const MoveArgs& args, int block) {
+  const int bins = NumBins(args.shape);
+  return {bins * block / args.num_senders, bins * (block + 1) / args.num_senders};
+}
+
+// Counts this rank's rows, of the block's share or of all bins. The whole block.
+__device__ inline void CountOwn(const MoveArgs& args, const Counts& counts, std::byte* room) {
   const Shape& shape = args.shape;
-  for (int bin = threadIdx.x; bin < NumBins(shape); bin += blockDim.x) {
-    int before = 0, all = 0;
-#pragma unroll 8
-    for (int source = 0; source < shape.num_ranks; ++source) {
-      const int rows = CountOf(args, counts.own, source, bin);
-      if (source < args.peers.rank) before += rows;
-      all += rows;
+  const int block = blockIdx.x;
+  if (args.peers.num_ranks == 0) {
+    AddChunks(args, 0, NumChunks(shape), 0, NumBins(shape), counts.own, WholeBlock());
+  } else if (args.counts_here) {
+    const int begin = min(block * args.granule, shape.num_tokens);
+    int16_t* const experts = reinterpret_cast<int16_t*>(room);
+    const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.own};
+    CountChunk(shape, args.topk_idx, chunk, begin, min(begin + args.granule, shape.num_tokens),
+               args.handle.topk_idx, args.handle.token_rows);
+  } else {
+    const Share share = ShareOf(args, block);
+    AddChunks(args, 0, NumChunks(shape), share.first, share.last - share.first, counts.own, WholeBlock());
+  }
+}
+
+// Tells the peers of this block's share of the counts.
+__device__ inline void PublishCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
+  const Peers& peers = args.peers;
+  const Share share = ShareOf(args, blockIdx.x);
+  for (int i = threadIdx.x; i < (share.last - share.first) * peers.num_ranks; i += blockDim.x) {
+    const int bin = share.first + i / peers.num_ranks;
+    StoreStamped(&peers.control[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
+  }
+}
+
+// Waits for all ranks' counts, and from them finds totals and first, for the whole block after AreAllThere.
+// Returns the ranks that this thread has missed.
+__device__ inline uint32_t ReadCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
+  constexpr int kBatch = 8;  // words whose loads are in flight
+  const Peers& peers = args.peers;
+  for (int bin = threadIdx.x; bin < NumBins(args.shape); bin += blockDim.x) {
+    int before = 0, all = peers.num_ranks == 0 ? counts.own[bin] : 0;
+    for (int first = 0; first < peers.num_ranks; first += kBatch) {
+      const auto word = [&](int i) { return &peers.control[peers.rank]->mail[first + i].counts[bin]; };
+      Stamped seen[kBatch] = {};
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i < peers.num_ranks) seen[i] = LoadStamped(word(i));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= peers.num_ranks) break;
+        uint32_t rows = static_cast<uint32_t>(seen[i]);
+        if (!IsOf(seen[i], epoch) && !AwaitNumber(peers, word(i), epoch, &rows)) return 1u << (first + i);
+        if (first + i < peers.rank) before += static_cast<int>(rows);
+        all += static_cast<int>(rows);
+      }
     }
     counts.totals[bin] = all;
     counts.first[bin] = before;
   }
-  __syncthreads();
+  return 0;
+}
+
+// By expert: starts, and what they add to first. The whole block.
+__device__ inline void PlaceExperts(const MoveArgs& args, const Counts& counts) {
+  const Shape& shape = args.shape;
   if (shape.order != Order::kExpert) return;
   const int L = shape.num_local_experts();
   for (int r = threadIdx.x / kWarp; r < shape.num_ranks; r += blockDim.x / kWarp) {
@@ -69,16 +128,17 @@ __device__ inline void FindFirstRows(const MoveArgs& args, const Counts& counts)
 }
 
 // Makes token_rows of tokens [begin, end) final: they hold the row's index within its chunk. Calls go on in
-// the order of the tokens.
-__device__ inline void FinishRows(const MoveArgs& args, int begin, int end, Counts& counts) {
+// the order of the tokens. The whole team, always the same.
+__device__ inline void FinishRows(const MoveArgs& args, int begin, int end, Counts& counts,
+                                  const Team& team) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
   for (int first = begin; first < end;) {
-    const int chunk = first / kChunkTokens;
-    if (chunk != counts.chunk) AddChunks(args, counts.chunk, chunk, counts.earlier);
+    const int chunk = args.counts_here ? 0 : first / kChunkTokens;
+    if (chunk != counts.chunk) AddChunks(args, counts.chunk, chunk, 0, NumBins(shape), counts.earlier, team);
     counts.chunk = chunk;
-    const int last = min(end, (chunk + 1) * kChunkTokens);
-    for (int64_t i = int64_t{first} * width + threadIdx.x; i < int64_t{last} * width; i += blockDim.x) {
+    const int last = args.counts_here ? end : min(end, (chunk + 1) * kChunkTokens);
+    for (int64_t i = int64_t{first} * width + team.thread; i < int64_t{last} * width; i += team.threads) {
       const int index = args.handle.token_rows[i];
       if (index < 0) continue;
       const int bin = shape.order == Order::kRank ? shape.num_experts + static_cast<int>(i % width)
@@ -87,7 +147,7 @@ __device__ inline void FinishRows(const MoveArgs& args, int begin, int end, Coun
       args.handle.token_rows[i] = IsRow(row, shape.capacity) ? row : -1;
     }
     first = last;
-    __syncthreads();
+    team.Sync();
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/bulk.cuh"
+#include "kernels/meet.cuh"
 
 namespace jax_ep::cuda {
 
@@ -32,6 +33,9 @@ struct MoveArgs {
   bool sends_map;  // the row map, which is the handle's if routed earlier
   Waves waves;
   int32_t granule;  // tokens that a block sends at a time
+  // Few tokens are counted by every block for itself, as one chunk; others beforehand.
+  bool counts_here;
+  TopkIds topk_idx;
   const float* row_weights;
   const void* factors[kMaxPayloads];
   const float* topk_weights;
@@ -55,10 +59,10 @@ __device__ inline int BlockSum(int number) {
   return sum;
 }
 
-// Rows of rank `source` in bin `bin`, before drops.
+// Rows of rank `source` in bin `bin`, before drops; once its counts have come.
 __device__ inline int CountOf(const MoveArgs& args, const int32_t* own, int source, int bin) {
-  return args.peers.num_ranks == 0 ? own[bin]
-                                   : __ldcg(&args.peers.control[args.peers.rank]->counts[source][bin]);
+  if (args.peers.num_ranks == 0) return own[bin];
+  return static_cast<int>(LoadStamped(&args.peers.control[args.peers.rank]->mail[source].counts[bin]));
 }
 
 // By expert: where the blocks of a rank's experts start [L + 1]. One warp; `rows` are theirs.
@@ -114,8 +118,8 @@ __device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, c
 }
 
 // By rank: kept (row, k) pairs of each local expert, as far as the counts tell. Returns the first row of the
-// one source that the capacity cuts, C if none is cut. One block, before Leave: the counts are then the
-// peers' to write again.
+// one source that the capacity cuts, C if none is cut. One block, before it arrives: the counts are then
+// the peers' to write again.
 __device__ inline int CountWholeSources(const MoveArgs& args, const int32_t* own) {
   const Shape& shape = args.shape;
   const int L = shape.num_local_experts(), me = args.peers.rank;

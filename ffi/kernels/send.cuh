@@ -24,6 +24,15 @@ __device__ inline Rows FindRows(const MoveArgs& args, int t, int lane) {
   return {place.row, place.rank, __ballot_sync(kAllLanes, carried)};
 }
 
+// The rows by rank, from lane to lane so that each rank begins with another receiver.
+__device__ inline Rows Turn(const MoveArgs& args, const Rows& rows, int lane) {
+  const int R = args.shape.num_ranks;
+  if (args.shape.order != Order::kRank) return rows;
+  const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
+  const int row = __shfl_sync(kAllLanes, rows.row, from);
+  return {row, from, __ballot_sync(kAllLanes, row >= 0)};
+}
+
 __device__ inline uint4 LoadElement(const uint4* address, bool wanted) { return LoadRow(address, wanted); }
 __device__ inline char LoadElement(const char* address, bool wanted) { return wanted ? __ldcg(address) : 0; }
 
@@ -103,15 +112,14 @@ __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows
 }
 
 // Sends the routing of tokens [begin, end), and by loads and stores those rows that bulk copies do not take.
-// A warp for each token; those of the block before `first_warp` do something else.
+// A warp of the team for each token.
 __device__ inline void SendTokens(const MoveArgs& args, int begin, int end, const Published* published,
-                                  int first_warp) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp - first_warp;
-  if (warp < 0) return;
-  for (int t = begin + warp; t < end; t += blockDim.x / kWarp - first_warp) {
+                                  const Team& team) {
+  const int lane = threadIdx.x % kWarp;
+  for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
     const Rows rows = FindRows(args, t, lane);
     for (int p = 0; p < args.num_payloads; ++p) {
-      if (first_warp > 0 && IsBulkRow(args.payloads[p].row_bytes)) continue;
+      if (args.bulk.num_warps > 0 && IsBulkRow(args.payloads[p].row_bytes)) continue;
       SendPayload(args, p, t, rows, published, lane);
     }
     SendRouting(args, t, rows, published, lane);
@@ -148,26 +156,34 @@ __device__ inline Piece Next(const MoveArgs& args, Piece piece) {
 }
 
 // A warp's two slots of shared memory: it loads one piece into one while the stores of the piece before leave
-// the other.
+// the other. Between calls the slot whose turn it is has been read.
 struct Slots {
   std::byte* bytes;
   uint64_t* barriers;
   uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
 };
 
-// Begins to send tokens [begin, end) by bulk copies. Called by the block's first bulk.num_warps warps.
+__device__ inline void LoadPiece(const MoveArgs& args, const Piece& piece, int end, const Slots& slots,
+                                 int slot) {
+  if (threadIdx.x % kWarp != 0 || piece.token >= end) return;
+  const Payload& payload = args.payloads[piece.payload];
+  BulkLoad(slots.bytes + slot * args.bulk.slot_bytes,
+           payload.in + piece.token * payload.row_bytes + piece.offset, SizeOf(args, piece),
+           &slots.barriers[slot]);
+}
+
+// The warp's first piece of tokens from `begin` on.
+__device__ inline Piece FirstPiece(const MoveArgs& args, int begin) {
+  return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
+}
+
+// Begins to send tokens [begin, end) by bulk copies; the first piece is being loaded already. Called by the
+// block's first bulk.num_warps warps. By expert those that it had sent before have then arrived.
 __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end, const Published* published,
                                         Slots& slots) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const auto load = [&](const Piece& piece, int slot) {
-    if (lane != 0 || piece.token >= end) return;
-    const Payload& payload = args.payloads[piece.payload];
-    BulkLoad(slots.bytes + slot * args.bulk.slot_bytes,
-             payload.in + piece.token * payload.row_bytes + piece.offset, SizeOf(args, piece),
-             &slots.barriers[slot]);
-  };
-  Piece piece{begin + warp, NextBulkPayload(args, 0), 0};
-  load(piece, slots.used % 2);
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t used = slots.used;
+  Piece piece = FirstPiece(args, begin);
   Rows rows{};
   int token = -1;
   for (; piece.token < end; ++slots.used) {
@@ -175,10 +191,10 @@ __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end
     const int slot = slots.used % 2;
     WaitForStoresRead();
     __syncwarp();
-    load(following, 1 - slot);
+    LoadPiece(args, following, end, slots, 1 - slot);
     if (piece.token != token) {
       token = piece.token;
-      rows = FindRows(args, token, lane);
+      rows = Turn(args, FindRows(args, token, lane), lane);
     }
     WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
     if (rows.carried >> lane & 1) {
@@ -187,8 +203,10 @@ __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end
       BulkStore(target, slots.bytes + slot * args.bulk.slot_bytes, SizeOf(args, piece));
     }
     CommitStores();
+    if (args.spreads && slots.used == used) WaitForStoresButLast();
     piece = following;
   }
+  if (args.spreads && slots.used == used) WaitForStores();
 }
 
 }  // namespace jax_ep::cuda

@@ -11,14 +11,6 @@ constexpr int kVectors = 2;  // 16-byte loads a row and thread
 template <int N>
 constexpr int kSlice = kWarp * kVectors * N;  // columns
 
-// Deals numbers to warps, so that none waits for one that has more to do.
-struct Dealer {
-  unsigned* next;
-  // Asks for a number. Nothing waits for it until it is shown.
-  __device__ unsigned Take(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
-  __device__ static int Show(unsigned number) { return static_cast<int>(__shfl_sync(kAllLanes, number, 0)); }
-};
-
 // The rows of one sum, in the order of the lanes that hold their addresses and factors.
 template <typename T>
 struct Terms {

@@ -6,7 +6,8 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kBatch = 4;  // columns whose loads are in flight at a time
+constexpr int kBatch = 4;        // columns whose loads are in flight at a time
+constexpr int kSpreadParts = 2;  // of a row, for warps to share
 
 // A token's rows at this rank: lane k holds that of its k-th choice, -1 none.
 struct Spread {
@@ -75,44 +76,75 @@ __device__ void ScaleArray(const MoveArgs& args, int p, const Spread& spread, in
   }
 }
 
-// The tokens of one wave, of all ranks, a warp for each. `block` is one of `num_blocks` that share them.
-// `Scale` is the type of rows to be scaled, or void.
-template <typename Scale>
-__device__ void SpreadWave(const MoveArgs& args, int wave, int block, int num_blocks) {
-  const Shape& shape = args.shape;
-  const int lane = threadIdx.x % kWarp;
-  const int begin = args.waves.First(shape, wave), end = args.waves.First(shape, wave + 1);
-  const int num_slots = (end - begin) * shape.num_ranks, num_warps = num_blocks * (blockDim.x / kWarp);
-  for (int i = block * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < num_slots; i += num_warps) {
-    const int64_t slot = int64_t{i % shape.num_ranks} * shape.num_tokens + begin + i / shape.num_ranks;
-    const Spread spread = FindSpread(args.handle.row_map, shape, slot, lane);
-    if (spread.lanes == 0) continue;
-    for (int p = 0; p < args.num_payloads; ++p) {
-      if constexpr (std::is_void_v<Scale>) {
-        const unsigned others = spread.lanes & (spread.lanes - 1);
-        if (others == 0) continue;
-        const int64_t bytes = args.payloads[p].row_bytes;
-        const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-        std::byte* const out = args.payloads[p].out;
-        CopyBytes(out + first * bytes, bytes, others, out + spread.row * bytes, lane);
-      } else {
-        ScaleArray<Scale>(args, p, spread, lane);
-      }
-    }
+// Copies one of `parts` of a token's row to its others.
+__device__ inline void CopyPart(const MoveArgs& args, int p, const Spread& spread, int part, int parts,
+                                int lane) {
+  const unsigned others = spread.lanes & (spread.lanes - 1);
+  if (others == 0) return;
+  const int64_t bytes = args.payloads[p].row_bytes;
+  // Rows of whole vectors are divided, others not.
+  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + parts - 1) / parts, 16) : bytes;
+  const int64_t offset = part * size;
+  if (offset >= bytes) return;
+  std::byte* const out = args.payloads[p].out + offset;
+  const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
+  CopyBytes(out + first * bytes, min(size, bytes - offset), others, out + spread.row * bytes, lane);
+}
+
+// Copies a token's row to its others by bulk copies.
+__device__ inline void CopyInBulk(const MoveArgs& args, int p, const Spread& spread, Slots& slots, int lane) {
+  const unsigned others = spread.lanes & (spread.lanes - 1);
+  const int64_t bytes = args.payloads[p].row_bytes, slot_bytes = args.bulk.slot_bytes;
+  std::byte* const out = args.payloads[p].out;
+  const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
+  for (int64_t offset = 0; offset < bytes && others != 0; offset += slot_bytes, ++slots.used) {
+    const int slot = slots.used % 2;
+    std::byte* const staged = slots.bytes + slot * slot_bytes;
+    const uint32_t size = static_cast<uint32_t>(min(slot_bytes, bytes - offset));
+    WaitForStoresReadButLast();
+    __syncwarp();
+    if (lane == 0) BulkLoad(staged, out + first * bytes + offset, size, &slots.barriers[slot]);
+    WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
+    if (others >> lane & 1) BulkStore(out + spread.row * bytes + offset, staged, size);
+    CommitStores();
   }
 }
 
-// All waves, each when its rows have come. The blocks that send join in for the last one.
-template <typename Scale>
-__device__ bool SpreadRows(const MoveArgs& args, Op op, uint32_t epoch) {
-  const uint32_t (*moved)[kMaxRanks] = args.peers.control[args.peers.rank]->moved;
-  const int block = blockIdx.x, last = args.waves.count - 1;
-  for (int wave = block < args.num_senders ? last : 0; wave <= last; ++wave) {
-    if (!WaitForAll(args.peers, op, Phase::kMove, moved[wave], epoch)) return false;
-    const int first_block = wave == last ? 0 : args.num_senders;
-    SpreadWave<Scale>(args, wave, block - first_block, gridDim.x - first_block);
+// All tokens of all ranks in their order, dealt out to the warps that have nothing to send or to clear any
+// more. `Scale` is the type of rows to be scaled, or void. In bulk only those warps take part that have
+// slots.
+template <bool kInBulk, typename Scale>
+__device__ void SpreadRows(const MoveArgs& args, Op op, Slots& slots, uint32_t epoch) {
+  constexpr bool kScales = !std::is_void_v<Scale>;
+  constexpr int kParts = kInBulk || kScales ? 1 : kSpreadParts;
+  const Shape& shape = args.shape;
+  const int lane = threadIdx.x % kWarp;
+  if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
+  const Dealer dealer{&args.peers.control[args.peers.rank]->spread[epoch % 2]};
+  int come = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
+  while (true) {
+    const int unit = Dealer::Show(dealer.Take(lane));
+    const int i = unit / kParts, t = i / shape.num_ranks;
+    if (t >= shape.num_tokens) break;
+    if (args.waves.Of(t) != come) {
+      come = args.waves.Of(t);
+      if (!WaitForWave(args.peers, op, come, epoch)) break;
+      if (kInBulk) FenceBulk();
+    }
+    const int64_t slot = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
+    const Spread spread = FindSpread(args.handle.row_map, shape, slot, lane);
+    if (spread.lanes == 0) continue;
+    for (int p = 0; p < args.num_payloads; ++p) {
+      if constexpr (kScales) {
+        ScaleArray<Scale>(args, p, spread, lane);
+      } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
+        CopyInBulk(args, p, spread, slots, lane);
+      } else {
+        CopyPart(args, p, spread, unit % kParts, kParts, lane);
+      }
+    }
   }
-  return true;
+  if (kInBulk) WaitForStores();
 }
 
 }  // namespace jax_ep::cuda

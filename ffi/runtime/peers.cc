@@ -137,16 +137,14 @@ std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
                   " runs as rank ", static_cast<int>(record.missing), ", but is rank ",
                   static_cast<int>(record.rank), " there; make the Group from the mesh of this shard_map");
     }
-    std::string missing, seen;
+    std::string missing;
     for (int r = 0; r < num_ranks_; ++r) {
-      if ((record.missing >> r & 1) == 0) continue;
-      missing += Text(' ', r);
-      seen += Text(' ', static_cast<uint32_t>(record.seen_epoch[r]));
+      if ((record.missing >> r & 1) != 0) missing += Text(' ', r);
     }
     return Text(op, ": of group ", group_name, ", rank(s)", missing, " did not ",
                 phase == Phase::kEnter ? "arrive" : "finish", " in time: rank ",
-                static_cast<int>(record.rank), " waited for epoch ",
-                static_cast<uint32_t>(record.expected_epoch), " and saw", seen,
+                static_cast<int>(record.rank), " waited in the group's op ",
+                static_cast<uint32_t>(record.epoch),
                 ". Every rank must reach the same ops in the same order; a rank that is only slow needs a "
                 "larger Group(timeout_s=...). Make the Group anew to go on.");
   }
