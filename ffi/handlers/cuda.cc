@@ -139,7 +139,7 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams param
 
 static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
   auto error = FirstError({AtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
-                           AtMost("layout", "experts", params.shape.num_experts, kMaxBins - kMaxRanks)});
+                           CheckShape("layout", params.shape, 0)});
   if (error.failure()) return error;
   return Launched("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }

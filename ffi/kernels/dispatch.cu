@@ -113,9 +113,10 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   if (loads) LoadPiece(args, piece, end, slots, 0);
   for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
   if (threadIdx.x == 0) {
-    for (int p = 0; p < args.num_payloads; ++p) mine.buffers[p] = args.payloads[p].out;
-    mine.weights = args.recv_topk_weights;
-    mine.routing = args.sends_map ? args.handle.row_map : args.recv_topk_idx;
+    Published& own = local ? published[0] : mine;
+    for (int p = 0; p < args.num_payloads; ++p) own.buffers[p] = args.payloads[p].out;
+    own.weights = args.recv_topk_weights;
+    own.routing = args.sends_map ? args.handle.row_map : args.recv_topk_idx;
   }
   __syncthreads();
   if (routes && (local || sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));

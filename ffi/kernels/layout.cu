@@ -1,33 +1,65 @@
 // How many of a rank's tokens go where.
 #include <cooperative_groups.h>
 
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
 #include "kernels/device.cuh"
 #include "kernels/kernels.h"
-#include "kernels/topk.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kClusterBlocks = 8;     // that can add up their counts; sm_90 and newer
-constexpr int kStagedIds = 8 * 1024;  // that there is room for at a time
+constexpr int kThreads = 512;
+constexpr int kClusterBlocks = 8;  // that can add up their counts; sm_90 and newer
+constexpr int kFewChoices = 8;     // a token; a kernel of its own, for it takes fewer registers
 
-JAX_EP_HD inline int TokensAtATime(const Shape& shape) {
-  const int tokens = kStagedIds / shape.top_k;
-  return tokens < kThreads ? tokens : kThreads;
+// The choices of token t as they are, -1 where they are no expert's or the token is none.
+template <int kMost>
+__device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMost]) {
+  const Shape& shape = params.shape;
+  const auto load = [&](const auto* ids) {
+    using Id = std::decay_t<decltype(*ids)>;
+    constexpr int kPack = 16 / sizeof(Id);
+    const int num = t < shape.num_tokens ? shape.top_k : 0;
+    const Id* const from = ids + int64_t{t} * shape.top_k;
+    const bool in_packs = shape.top_k % kPack == 0;
+#pragma unroll
+    for (int first = 0; first < kMost; first += kPack) {
+      Id pack[kPack] = {};
+      if (in_packs && first < num) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(from + first);
+        memcpy(pack, &vector, sizeof(pack));
+      }
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        const int k = first + i;
+        if (!in_packs && k < num) pack[i] = from[k];
+        experts[k] = k >= num || pack[i] < 0 || pack[i] >= shape.num_experts ? -1 : static_cast<int>(pack[i]);
+      }
+    }
+  };
+  if (params.topk_idx.is_int64) {
+    load(static_cast<const int64_t*>(params.topk_idx.data));
+  } else {
+    load(static_cast<const int32_t*>(params.topk_idx.data));
+  }
 }
 
-// Counts the staged tokens of each of `num_places` places (ranks, or nodes), which hold `size` experts each.
-// A thread for each token; repeated ids do not matter. Writes which tokens they are to is_there [tokens,
-// num_places], unless it is null.
-__device__ void CountPlaces(const int16_t* staged, int tokens, int top_k, int num_places, int size,
-                            int32_t* counts, bool* is_there) {
-  const int t = threadIdx.x, lane = threadIdx.x % kWarp;
+// Counts one token a thread in each of the places (ranks, or nodes) that it goes to; they hold `size` experts
+// each. Writes which they are to is_there [num_places], the token's, unless it is null. Whole warps.
+template <int kMost>
+__device__ void CountPlaces(const int (&experts)[kMost], int num_places, int size, int32_t* counts,
+                            bool* is_there) {
+  const int lane = threadIdx.x % kWarp;
+  // Multiplied by it an expert's number yields its place in the upper half: a division takes longer.
+  const uint32_t inverse = 0xffffffffu / size + 1;
   for (int first = 0; first < num_places; first += kWarp) {
-    uint32_t places = 0;  // of the token, from `first` on
-#pragma unroll 8
-    for (int k = 0; k < top_k && t < tokens; ++k) {
-      const int expert = staged[t * top_k + k], place = expert / size - first;
+    uint32_t places = 0;  // the token's, from `first` on
+#pragma unroll
+    for (int expert : experts) {
+      const int place = (size == 1 ? expert : __umulhi(expert, inverse)) - first;
       if (expert >= 0 && place >= 0 && place < kWarp) places |= 1u << place;
     }
     const int here = min(kWarp, num_places - first);
@@ -35,70 +67,79 @@ __device__ void CountPlaces(const int16_t* staged, int tokens, int top_k, int nu
       const int tokens_there = __popc(__ballot_sync(kAllLanes, places >> i & 1));
       if (lane == i && tokens_there > 0) atomicAdd(&counts[first + i], tokens_there);
     }
-    if (is_there == nullptr || t >= tokens) continue;
-    bool* const row = is_there + int64_t{t} * num_places + first;
+    if (is_there == nullptr) continue;
     if (num_places % 4 == 0) {
       for (int i = 0; i < here; i += 4) {
-        const uint32_t four = places >> i;
-        *reinterpret_cast<uint32_t*>(row + i) =
-            (four & 1) | (four & 2) << 7 | (four & 4) << 14 | (four & 8) << 21;
+        // Four bits become four bytes.
+        *reinterpret_cast<uint32_t*>(is_there + first + i) = (places >> i & 0xf) * 0x204081u & 0x01010101u;
       }
     } else {
-      for (int i = 0; i < here; ++i) row[i] = places >> i & 1;
+      for (int i = 0; i < here; ++i) is_there[first + i] = places >> i & 1;
     }
   }
 }
 
 // One cluster of blocks, each of which counts a part of the tokens in its shared memory: the ranks' counts,
-// the nodes', then the experts'.
-__global__ void __launch_bounds__(kThreads) LayoutKernel(LayoutParams params) {
-  extern __shared__ __align__(16) int32_t counts[];
-  const Shape shape = params.shape;
+// the nodes', then the experts'. The first block adds them up.
+template <int kMost>
+__global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__ LayoutParams params) {
+  extern __shared__ int32_t counts[];
+  const Shape& shape = params.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), num_nodes = R / params.ranks_per_node;
   const int num_counts = R + num_nodes + shape.num_experts;
-  const int step = TokensAtATime(shape), K = shape.top_k;
-  int16_t* const staged = reinterpret_cast<int16_t*>(counts + num_counts);  // [step, K]
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
-  // The blocks take equal parts, as far as they have room.
-  const int part =
-      min(step, (shape.num_tokens + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
-  for (int first = blockIdx.x * part; first < shape.num_tokens; first += gridDim.x * part) {
-    const int tokens = min(part, shape.num_tokens - first);
-    StageIds(params.topk_idx, shape.num_experts, int64_t{first} * K, tokens * K, staged);
-    __syncthreads();
-    for (int i = threadIdx.x; i < tokens * K; i += kThreads) {
-      const int expert = RoutedStaged(staged, i, K);
-      if (expert >= 0) atomicAdd(&counts[R + num_nodes + expert], 1);
-    }
-    CountPlaces(staged, tokens, K, R, L, counts, params.is_token_in_rank + int64_t{first} * R);
-    CountPlaces(staged, tokens, K, num_nodes, L * params.ranks_per_node, counts + R, nullptr);
-    __syncthreads();
-  }
-  const auto write = [&](int i, int count) {
-    if (i < R) {
-      params.num_tokens_per_rank[i] = count;
-    } else if (i < R + num_nodes) {
-      params.num_tokens_per_node[i - R] = count;
-    } else {
-      params.num_tokens_per_expert[i - R - num_nodes] = count;
-    }
-  };
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  cluster.sync();
-  for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_counts; i += gridDim.x * kThreads) {
-    int count = 0;
-#pragma unroll
-    for (int block = 0; block < kClusterBlocks; ++block) {
-      if (block < static_cast<int>(gridDim.x)) count += cluster.map_shared_rank(counts, block)[i];
-    }
-    write(i, count);
-  }
-  cluster.sync();  // a block's memory is read until here
+  auto arrived = cluster.barrier_arrive();
+#endif
+  const int step = gridDim.x * kThreads;
+  int t = blockIdx.x * kThreads + threadIdx.x, experts[kMost];
+  LoadToken(params, t, experts);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  cluster.barrier_wait(std::move(arrived));
 #else
   __syncthreads();
-  for (int i = threadIdx.x; i < num_counts; i += kThreads) write(i, counts[i]);
 #endif
+  for (; t - threadIdx.x % kWarp < shape.num_tokens; t += step) {
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      bool counted = experts[k] >= 0;
+#pragma unroll
+      for (int j = 0; j < k; ++j) counted &= experts[j] != experts[k];
+      if (counted) atomicAdd(&counts[R + num_nodes + experts[k]], 1);
+    }
+    bool* const is_there = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
+    CountPlaces(experts, R, L, counts, is_there);
+    CountPlaces(experts, num_nodes, L * params.ranks_per_node, counts + R, nullptr);
+    LoadToken(params, t + step, experts);
+  }
+  __syncthreads();
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  if (blockIdx.x > 0) {
+    int32_t* const sums = cluster.map_shared_rank(counts, 0);
+    for (int i = threadIdx.x; i < num_counts; i += kThreads) {
+      if (counts[i] != 0) atomicAdd(&sums[i], counts[i]);
+    }
+  }
+  arrived = cluster.barrier_arrive();
+  if (blockIdx.x > 0) return;
+  cluster.barrier_wait(std::move(arrived));
+#endif
+  for (int i = threadIdx.x; i < num_counts; i += kThreads) {
+    if (i < R) {
+      params.num_tokens_per_rank[i] = counts[i];
+    } else if (i < R + num_nodes) {
+      params.num_tokens_per_node[i - R] = counts[i];
+    } else {
+      params.num_tokens_per_expert[i - R - num_nodes] = counts[i];
+    }
+  }
+}
+
+// Calls f with the kernel for tokens of so many choices.
+template <typename F>
+cudaError_t WithKernel(int top_k, F&& f) {
+  return top_k <= kFewChoices ? f(LayoutKernel<kFewChoices>) : f(LayoutKernel<kMaxRowsPerToken>);
 }
 
 }  // namespace
@@ -106,24 +147,24 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(LayoutParams params) {
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int num_counts = shape.num_ranks + shape.num_ranks / params.ranks_per_node + shape.num_experts;
-  const int step = TokensAtATime(shape);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {
-      device.has_clusters && shape.num_tokens > step / kClusterBlocks ? kClusterBlocks : 1u, 1, 1};
+  cluster.val.clusterDim = {device.has_clusters && shape.num_tokens > kThreads ? kClusterBlocks : 1u, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = cluster.val.clusterDim.x;
   config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(int32_t) * num_counts + sizeof(int16_t) * step * shape.top_k;
+  config.dynamicSmemBytes = sizeof(int32_t) * num_counts;
   config.stream = stream;
   config.attrs = &cluster;
-  config.numAttrs = device.has_clusters ? 1 : 0;
-  return cudaLaunchKernelEx(&config, LayoutKernel, params);
+  config.numAttrs = config.gridDim.x > 1 ? 1 : 0;
+  return WithKernel(shape.top_k,
+                    [&](auto* kernel) { return cudaLaunchKernelEx(&config, kernel, params); });
 }
 
 cudaError_t PreloadLayout() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, LayoutKernel);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, LayoutKernel<kFewChoices>);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, LayoutKernel<kMaxRowsPerToken>) : error;
 }
 
 }  // namespace jax_ep::cuda
