@@ -35,11 +35,11 @@ def test_budgets_are_kept(name, op, by_expert, ranks):
 
 
 def test_few_sms_carry_rows_by_rank():
-    """What is documented: 16 SMs and those that clear the tail send, as many as pay for their sums pull."""
+    """What is documented: 12 SMs send, others clear the tail, as many as pay for their sums pull."""
     shape = SHAPES["deepseek_v3"]
     links, local = plan("dispatch", False, shape, 8, 8 * shape.tokens, 0)
-    assert links == 16
-    assert local < 16
+    assert links == 12
+    assert links + local <= 16
     assert sum(plan("combine", False, shape, 8, 8 * shape.tokens, 0)) <= 24
 
 

@@ -22,17 +22,19 @@ struct SmPlan {
 };
 
 // Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that spreads, scales
-// or folds rows. Those of an SM are half of what it can do, so that the links need not wait for it.
+// or folds rows. The latter are half of what it can do, so that the links need not wait for it.
 constexpr double kLinkRate = 320e3;
-constexpr double kClearRate = 28e3;
+constexpr double kClearRate = 48e3;
 constexpr double kLocalRate = 15e3;
 constexpr double kCopyRate = 30e3;  // rows spread by bulk copies
-// SMs that carry rows. Eight saturate the links with nothing else to do; by expert the sender halts between
-// its rows, and a pull sums as it goes, the rank's own rows too.
-constexpr int32_t kRankSenders = 16;
-constexpr int32_t kExpertSenders = 32;
-constexpr int32_t kWeightedSenders = 24;
+// SMs that carry rows. Eight saturate the links with nothing else to do. By expert a sender tells the peers
+// of what has arrived, which is the later the more is under way. A pull sums as it goes, the rank's own rows
+// too; by expert the folds beside it slow it down.
+constexpr int32_t kRankSenders = 12;
+constexpr int32_t kExpertSenders = 20;
+constexpr int32_t kWeightedSenders = 16;
 constexpr int32_t kPullers = 20;
+constexpr int32_t kFoldingPullers = 24;
 // Few tokens are a matter of latency: a token a warp.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
@@ -79,7 +81,7 @@ inline SmPlan PlanDispatch(const Shape& shape, double row_bytes, bool weighted, 
 
 inline SmPlan PlanCombine(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
   const double rows = 1.0 * shape.num_tokens * shape.top_k;
-  int32_t links = kPullers * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
+  int32_t links = (folds ? kFoldingPullers : kPullers) * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
   return PlanSms(shape, row_bytes, links, folds ? rows * row_bytes / kLocalRate : 0, num_sms, budget);
 }

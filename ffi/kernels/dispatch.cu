@@ -18,8 +18,11 @@ constexpr int kMoveThreads = std::is_void_v<Scale> ? 1024 : 512;
 constexpr int kBulkBytes = 216 * 1024;
 constexpr int kMaxSlotBytes = 16 * 1024;
 constexpr int kGranule = 32;       // tokens, sent by loads and stores
-constexpr int kWave = 256;         // tokens, spread at a time
+constexpr int kWave = 128;         // tokens, spread at a time
 constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not take
+// Where the receiver waits for the rows: what is sent at a time queues up before the links, and comes later
+// the more there is of it.
+constexpr int kSpreadingWarps = 6;
 
 // Shared memory before the slots: counts, and what few tokens are counted in.
 JAX_EP_HD int64_t HeadBytes(const MoveArgs& args) {
@@ -52,7 +55,7 @@ __device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const
   const bool routes = args.chunk_counts != nullptr;
   const int num_granules = (args.shape.num_tokens + args.granule - 1) / args.granule;
   const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
-  const int num_bulk_warps = kInBulk ? args.bulk.num_warps : 0;
+  const int num_bulk_warps = kInBulk ? args.bulk.num_sending : 0;
   const bool in_bulk = warp < num_bulk_warps, tells = args.spreads && warp == num_warps - 1;
   const Team helpers{static_cast<int>(threadIdx.x) - num_bulk_warps * kWarp,
                      (num_warps - num_bulk_warps - (args.spreads ? 1 : 0)) * kWarp, 1};
@@ -108,7 +111,8 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   Slots slots{bytes + int64_t{2} * warp * args.bulk.slot_bytes, barriers[warp % kMaxBulkWarps], 0};
   const Piece piece = FirstPiece(args, blockIdx.x * args.granule);
   const int end = min(static_cast<int>(blockIdx.x + 1) * args.granule, shape.num_tokens);
-  const bool has_slots = kInBulk && warp < args.bulk.num_warps, loads = has_slots && sends;
+  const bool has_slots = kInBulk && warp < args.bulk.num_warps;
+  const bool loads = kInBulk && sends && warp < args.bulk.num_sending;
   if (has_slots && threadIdx.x % kWarp == 0) InitBarriers(slots.barriers);
   if (loads) LoadPiece(args, piece, end, slots, 0);
   for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
@@ -175,11 +179,11 @@ BulkPlan PlanBulk(const MoveArgs& args, const Device& device) {
   for (int p = 0; p < args.num_payloads; ++p) {
     if (IsBulkRow(args.payloads[p].row_bytes)) longest = std::max(longest, args.payloads[p].row_bytes);
   }
-  if (longest == 0 || !device.copies_in_bulk) return {0, 0};
+  if (longest == 0 || !device.copies_in_bulk) return {};
   const int64_t slot = std::min(AlignUp(longest, 128), int64_t{kMaxSlotBytes});
   const int64_t room = kBulkBytes - HeadBytes(args);
-  return {static_cast<int32_t>(std::min(room / (2 * slot), int64_t{kMaxBulkWarps})),
-          static_cast<int32_t>(slot)};
+  const int num_warps = static_cast<int>(std::min(room / (2 * slot), int64_t{kMaxBulkWarps}));
+  return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps, static_cast<int>(slot)};
 }
 
 // Calls f with the kernel and its threads a block, for rows to be scaled or not.
@@ -203,15 +207,16 @@ SmPlan PlanOf(const MoveArgs& args, const Device& device) {
 void Divide(MoveArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.peers.num_ranks == 0;
+  args.spreads = !local && args.shape.order == Order::kExpert;
   args.bulk = PlanBulk(args, device);
   args.num_senders = num_senders;
-  args.spreads = !local && args.shape.order == Order::kExpert;
   // A token a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
   // not depend on the plan: the ranks agree on them, and each has a plan of its own.
-  args.granule = args.bulk.num_warps > 0 ? args.bulk.num_warps : kGranule;
-  if (T <= kWave) args.granule = std::clamp((T + num_senders - 1) / num_senders, 1, args.granule);
-  args.waves = PlanWaves(args.shape, kWave, kWave, args.granule);
-  args.counts_here = !local && T <= kFewTokens && T <= int64_t{num_senders} * args.granule;
+  const bool few = T <= kFewTokens;
+  args.granule = args.bulk.num_warps > 0 ? args.bulk.num_sending : kGranule;
+  if (few) args.granule = std::clamp((T + num_senders - 1) / num_senders, 1, kGranule);
+  args.waves = PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, args.granule);
+  args.counts_here = !local && few && T <= int64_t{num_senders} * args.granule;
 }
 
 cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {

@@ -6,9 +6,10 @@
 
 namespace jax_ep::cuda {
 
-// How a block sends by bulk copies: its first warps have two slots of shared memory each.
+// How a block copies in bulk: its first warps have two slots of shared memory each.
 struct BulkPlan {
-  int32_t num_warps;  // 0: rows are sent by loads and stores
+  int32_t num_warps;    // 0: rows are sent by loads and stores
+  int32_t num_sending;  // of them, a token each
   int32_t slot_bytes;
 };
 

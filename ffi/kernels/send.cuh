@@ -151,7 +151,7 @@ __device__ inline Piece Next(const MoveArgs& args, Piece piece) {
   piece.payload = NextBulkPayload(args, piece.payload + 1);
   if (piece.payload < args.num_payloads) return piece;
   piece.payload = NextBulkPayload(args, 0);
-  piece.token += args.bulk.num_warps;
+  piece.token += args.bulk.num_sending;
   return piece;
 }
 
@@ -178,7 +178,7 @@ __device__ inline Piece FirstPiece(const MoveArgs& args, int begin) {
 }
 
 // Begins to send tokens [begin, end) by bulk copies; the first piece is being loaded already. Called by the
-// block's first bulk.num_warps warps. By expert those that it had sent before have then arrived.
+// block's first bulk.num_sending warps. By expert those that it had sent before have then arrived.
 __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end, const Published* published,
                                         Slots& slots) {
   const int lane = threadIdx.x % kWarp;

@@ -6,7 +6,8 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kBatch = 4;        // columns whose loads are in flight at a time
+constexpr int kScaledRows = 3;   // rows, and
+constexpr int kBatch = 4;        // columns of each, whose loads are in flight at a time
 constexpr int kSpreadParts = 2;  // of a row, for warps to share
 
 // A token's rows at this rank: lane k holds that of its k-th choice, -1 none.
@@ -21,48 +22,65 @@ __device__ inline Spread FindSpread(const int32_t* row_map, const Shape& shape, 
 }
 
 // Each row becomes its weight times the token's, which lies in the first of them; and the weight's gradient
-// the dot product of the token's row with the factors.
+// the dot product of the token's row with the factors. Some rows at a time, the first of all in the end: each
+// of its columns is read before it is written.
 template <typename T, int N>
 __device__ void ScaleRows(const MoveArgs& args, int p, const Spread& spread, int lane) {
   using Acc = typename Sum<T>::Acc;
   const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
   T* const out = reinterpret_cast<T*>(args.payloads[p].out);
+  const T* const factors = static_cast<const T*>(args.factors[p]);
   const T* const token = out + int64_t{__shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1)} * width;
-  // The first row last: the others are made of it.
   for (unsigned left = spread.lanes; left != 0;) {
-    const int from = 31 - __clz(left);
-    left &= ~(1u << from);
-    const int64_t row = __shfl_sync(kAllLanes, spread.row, from);
-    const T* const factor = static_cast<const T*>(args.factors[p]) + row * width;
-    T* const target = out + row * width;
-    const Acc weight = args.row_weights[row];
-    Acc dot{0};
+    int rows[kScaledRows];
+    Acc weights[kScaledRows], dots[kScaledRows];
+#pragma unroll
+    for (int r = 0; r < kScaledRows; ++r) {
+      const int from = left == 0 ? 0 : 31 - __clz(left);
+      rows[r] = __shfl_sync(kAllLanes, left == 0 ? -1 : spread.row, from);
+      left &= ~(1u << from);
+      weights[r] = rows[r] >= 0 ? args.row_weights[rows[r]] : 0.0f;
+      dots[r] = 0;
+    }
     for (int begin = lane * N; begin < width; begin += kBatch * kWarp * N) {
-      Pack<T, N> tokens[kBatch], factors[kBatch];
+      Pack<T, N> tokens[kBatch], packs[kScaledRows][kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int column = begin + i * kWarp * N;
         tokens[i] = Pack<T, N>::Load(token + column, column < width);
-        factors[i] = Pack<T, N>::Load(factor + column, column < width);
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int column = begin + i * kWarp * N;
-        if (column >= width) break;
-        Acc scaled[N];
+      for (int r = 0; r < kScaledRows; ++r) {
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const Acc value = tokens[i][j];
-          dot += static_cast<Acc>(factors[i][j]) * value;
-          scaled[j] = weight * value;
+        for (int i = 0; i < kBatch; ++i) {
+          const int column = begin + i * kWarp * N;
+          packs[r][i] =
+              Pack<T, N>::Load(factors + int64_t{rows[r]} * width + column, rows[r] >= 0 && column < width);
         }
-        Pack<T, N>::Store(target + column, scaled);
+      }
+#pragma unroll
+      for (int r = 0; r < kScaledRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int column = begin + i * kWarp * N;
+          if (rows[r] < 0 || column >= width) break;
+          Acc scaled[N];
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            const Acc value = tokens[i][j];
+            dots[r] += static_cast<Acc>(packs[r][i][j]) * value;
+            scaled[j] = weights[r] * value;
+          }
+          Pack<T, N>::Store(out + int64_t{rows[r]} * width + column, scaled);
+        }
       }
     }
-    for (int step = kWarp / 2; step > 0; step /= 2) dot += __shfl_xor_sync(kAllLanes, dot, step);
-    if (lane == 0) {
-      float& gradient = args.recv_topk_weights[row];
-      gradient = static_cast<float>(p == 0 ? dot : static_cast<Acc>(gradient) + dot);
+#pragma unroll
+    for (int r = 0; r < kScaledRows; ++r) {
+      for (int step = kWarp / 2; step > 0; step /= 2) dots[r] += __shfl_xor_sync(kAllLanes, dots[r], step);
+      if (lane != 0 || rows[r] < 0) continue;
+      float& gradient = args.recv_topk_weights[rows[r]];
+      gradient = static_cast<float>(p == 0 ? dots[r] : static_cast<Acc>(gradient) + dots[r]);
     }
   }
 }
