@@ -42,11 +42,13 @@ def memory(mesh: jax.sharding.Mesh, repeats: int) -> float:
     return _rate(mesh, lambda x: x + 1, 2 * _rows(mesh) * WIDTH * 4, (), repeats)
 
 
-def links(mesh: jax.sharding.Mesh, num_sms: int | None, repeats: int) -> float | None:
-    """GB/s into each GPU when every GPU copies its rows to every other; None where there are no links."""
+def links(mesh: jax.sharding.Mesh, repeats: int) -> float | None:
+    """GB/s into each GPU when every GPU copies its rows to every other, with as many SMs as that pays; None
+    where there are no links.
+    """
     if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
         return None
-    with jax_ep.Group(mesh, "ep", num_sms=num_sms) as group:
+    with jax_ep.Group(mesh, "ep") as group:
         if group.stats().implementation != "ffi":
             return None
 

@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
         f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
     )
     rates = {
-        "links": ceilings.links(mesh_of(ranks), options.num_sms, options.repeats),
+        "links": ceilings.links(mesh_of(ranks), options.repeats),
         "memory": ceilings.memory(mesh_of(ranks), options.repeats),
     }
     for what, rate in rates.items():
