@@ -21,6 +21,36 @@ def test_counts_equal_the_oracle(kind, num_ranks, num_experts, k, implementation
     np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("tokens", "num_ranks", "num_experts", "k"),
+    [
+        (512, 8, 256, 8),
+        (513, 6, 24, 6),
+        (1000, 40, 80, 10),
+        (4096, 256, 256, 8),
+        (5000, 2, 6, 3),
+        (9000, 8, 64, 12),
+    ],
+)
+def test_many_tokens(tokens, num_ranks, num_experts, k, dtype, implementation):
+    """Divided among the blocks of a GPU, some with several tokens a thread."""
+    ids = routing("sprinkled", 1, tokens, k, num_experts)[0].astype(dtype)
+    with jax.enable_x64(dtype == np.int64):
+        got = jax_ep.get_dispatch_layout(
+            ids,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            ranks_per_node=num_ranks // 2,
+            implementation=implementation,
+        )
+    per_rank, per_node, per_expert, in_rank = oracle.layout(ids, num_experts, num_ranks, num_ranks // 2)
+    np.testing.assert_array_equal(got.num_tokens_per_rank, per_rank, strict=True)
+    np.testing.assert_array_equal(got.num_tokens_per_node, per_node, strict=True)
+    np.testing.assert_array_equal(got.num_tokens_per_expert, per_expert, strict=True)
+    np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
+
+
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 8])
 def test_a_token_counts_once_for_a_node(ranks_per_node, implementation):
     ids = routing("uniform", 1, 29, 8, 64)[0]
