@@ -21,15 +21,15 @@ struct SmPlan {
   int32_t total() const { return links + local; }
 };
 
-// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that spreads, scales
-// or folds rows. The latter are half of what it can do, so that the links need not wait for it.
+// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that folds or scales
+// rows, or copies them. The last two are half of what it can do, so that the links need not wait for it.
 constexpr double kLinkRate = 320e3;
 constexpr double kClearRate = 48e3;
 constexpr double kLocalRate = 15e3;
-constexpr double kCopyRate = 30e3;  // rows spread by bulk copies
-// SMs that carry rows. Eight saturate the links with nothing else to do. By expert a sender tells the peers
-// of what has arrived, which is the later the more is under way. A pull sums as it goes, the rank's own rows
-// too; by expert the folds beside it slow it down.
+constexpr double kCopyRate = 30e3;
+// SMs that carry rows. Twelve fill the links, ten do not. By expert a sender tells the peers of what has
+// arrived, which is the later the more is under way. A pull sums as it goes, the rank's own rows too; by
+// expert the folds beside it slow it down.
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kWeightedSenders = 16;

@@ -177,15 +177,12 @@ __device__ inline uint32_t ReadPublished(const Peers& peers, int num_buffers, ui
 __device__ inline bool WaitForWave(const Peers& peers, Op op, int wave, uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t* flags = peers.control[peers.rank]->moved[wave];
-  const bool late = lane < peers.num_ranks && !Await(
-                                                  peers,
-                                                  [&] {
-                                                    const bool there =
-                                                        HasReached(LoadAcquire(&flags[lane]), epoch);
-                                                    if (!there)
-                                                      __nanosleep(200);  // many warps wait for the same word
-                                                    return there;
-                                                  });
+  const auto is_there = [&] {
+    const bool there = HasReached(LoadAcquire(&flags[lane]), epoch);
+    if (!there) __nanosleep(200);  // many warps wait for the same word
+    return there;
+  };
+  const bool late = lane < peers.num_ranks && !Await(peers, is_there);
   const unsigned missing = __ballot_sync(kAllLanes, late);
   if (missing != 0 && lane == 0) RecordExpired(peers, op, Phase::kMove, epoch, missing);
   __syncwarp();
