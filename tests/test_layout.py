@@ -7,6 +7,18 @@ from cases import ROUTINGS, routing
 import jax_ep
 
 
+def assert_equal(got, ids, num_experts, num_ranks, ranks_per_node=None):
+    """The layout is the oracle's, with the nodes' counts if they were asked for."""
+    per_rank, per_node, per_expert, in_rank = oracle.layout(ids, num_experts, num_ranks, ranks_per_node or 1)
+    np.testing.assert_array_equal(got.num_tokens_per_rank, per_rank, strict=True)
+    if ranks_per_node is None:
+        assert got.num_tokens_per_node is None
+    else:
+        np.testing.assert_array_equal(got.num_tokens_per_node, per_node, strict=True)
+    np.testing.assert_array_equal(got.num_tokens_per_expert, per_expert, strict=True)
+    np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
+
+
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(("num_ranks", "num_experts", "k"), [(1, 4, 2), (4, 16, 1), (8, 64, 8), (8, 512, 16)])
 def test_counts_equal_the_oracle(kind, num_ranks, num_experts, k, implementation):
@@ -14,11 +26,7 @@ def test_counts_equal_the_oracle(kind, num_ranks, num_experts, k, implementation
     got = jax_ep.get_dispatch_layout(
         ids, num_experts=num_experts, num_ranks=num_ranks, implementation=implementation
     )
-    per_rank, _, per_expert, in_rank = oracle.layout(ids, num_experts, num_ranks)
-    assert got.num_tokens_per_node is None
-    np.testing.assert_array_equal(got.num_tokens_per_rank, per_rank, strict=True)
-    np.testing.assert_array_equal(got.num_tokens_per_expert, per_expert, strict=True)
-    np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
+    assert_equal(got, ids, num_experts, num_ranks)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -44,11 +52,7 @@ def test_many_tokens(tokens, num_ranks, num_experts, k, dtype, implementation):
             ranks_per_node=num_ranks // 2,
             implementation=implementation,
         )
-    per_rank, per_node, per_expert, in_rank = oracle.layout(ids, num_experts, num_ranks, num_ranks // 2)
-    np.testing.assert_array_equal(got.num_tokens_per_rank, per_rank, strict=True)
-    np.testing.assert_array_equal(got.num_tokens_per_node, per_node, strict=True)
-    np.testing.assert_array_equal(got.num_tokens_per_expert, per_expert, strict=True)
-    np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
+    assert_equal(got, ids, num_experts, num_ranks, num_ranks // 2)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 8])

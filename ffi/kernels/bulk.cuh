@@ -6,12 +6,6 @@
 
 namespace jax_ep::cuda {
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define JAX_EP_HAS_BULK 1
-#else
-#define JAX_EP_HAS_BULK 0
-#endif
-
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -19,7 +13,7 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 // Two barriers, which complete a phase once the bytes of one load have arrived. Called by the thread that
 // begins the loads.
 __device__ inline void InitBarriers(uint64_t* barriers) {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   for (int i = 0; i < 2; ++i) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&barriers[i])) : "memory");
   }
@@ -30,14 +24,14 @@ __device__ inline void InitBarriers(uint64_t* barriers) {
 // Orders what this thread has seen by ordinary accesses before its later bulk copies, and the other way
 // round.
 __device__ inline void FenceBulk() {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
 // Begins a load into shared memory. Addresses and bytes are multiples of 16.
 __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
                "r"(bytes)
                : "memory");
@@ -51,7 +45,7 @@ __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint
 
 // Waits for a load of this device's own memory: it always comes.
 __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -66,7 +60,7 @@ __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
 
 // Begins a store from shared memory, to a peer's or the own global memory.
 __device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(SharedAddress(from)), "r"(bytes)
                : "memory");
@@ -75,36 +69,25 @@ __device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
 
 // Closes a group of the stores that this thread has begun.
 __device__ inline void CommitStores() {
-#if JAX_EP_HAS_BULK
+#if JAX_EP_HAS_SM_90
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until this thread's stores have read their shared memory, which may then be written again.
-__device__ inline void WaitForStoresRead() {
-#if JAX_EP_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// Waits until this thread's stores have read their shared memory, which may then be written again; but for
+// the last kLeft groups of them.
+template <int kLeft = 0>
+__device__ void WaitForStoresRead() {
+#if JAX_EP_HAS_SM_90
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 #endif
 }
 
-// The same, but for the last group of stores.
-__device__ inline void WaitForStoresReadButLast() {
-#if JAX_EP_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-#endif
-}
-
-// Waits until this thread's stores are done, but for the last group.
-__device__ inline void WaitForStoresButLast() {
-#if JAX_EP_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
-#endif
-}
-
-// Waits until this thread's stores are done.
-__device__ inline void WaitForStores() {
-#if JAX_EP_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+// Waits until this thread's stores are done, but for the last kLeft groups of them.
+template <int kLeft = 0>
+__device__ void WaitForStores() {
+#if JAX_EP_HAS_SM_90
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }
 

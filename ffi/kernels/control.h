@@ -44,8 +44,8 @@ using Stamped = uint64_t;
 // What a peer tells before any row moves. It may tell of its next op once every block of this rank has
 // arrived.
 struct Mail {
-  Stamped words[3 + 2 * kMaxPayloads][2];  // Published: lower half, upper half
-  Stamped counts[kMaxBins];                // dispatch: its rows by expert, then by rank
+  Stamped words[sizeof(Published) / 8][2];  // Published: lower half, upper half
+  Stamped counts[kMaxBins];                 // dispatch: its rows by expert, then by rank
 };
 
 struct Control {

@@ -5,6 +5,13 @@
 
 #include "kernels/control.h"
 
+// Whether what is being compiled may use what came with sm_90: bulk copies and clusters.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define JAX_EP_HAS_SM_90 1
+#else
+#define JAX_EP_HAS_SM_90 0
+#endif
+
 namespace jax_ep::cuda {
 
 constexpr int kWarp = 32;

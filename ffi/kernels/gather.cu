@@ -1,6 +1,5 @@
 // All rows of every rank to every rank, by plain copies: what the links give, and nothing else to do. The
 // benchmark compares the other ops with it.
-#include <algorithm>
 
 #include "kernels/bulk.cuh"
 #include "kernels/kernels.h"
@@ -81,8 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream) {
   // The more SMs, the better: 16 yield 94 % of what 100 do.
-  const int blocks =
-      device.sm_budget > 0 ? std::min(device.sm_budget, device.num_sms) : device.num_sms * 3 / 4;
+  const int blocks = device.num_sms * 3 / 4;
   if (!device.copies_in_bulk) {
     GatherKernel<false><<<blocks, kThreads, 0, stream>>>(params, peers);
     return cudaPeekAtLastError();

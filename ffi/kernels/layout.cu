@@ -88,14 +88,14 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   const int R = shape.num_ranks, L = shape.num_local_experts(), num_nodes = R / params.ranks_per_node;
   const int num_counts = R + num_nodes + shape.num_experts;
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if JAX_EP_HAS_SM_90
   const auto cluster = cooperative_groups::this_cluster();
   auto arrived = cluster.barrier_arrive();
 #endif
   const int step = gridDim.x * kThreads;
   int t = blockIdx.x * kThreads + threadIdx.x, experts[kMost];
   LoadToken(params, t, experts);
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if JAX_EP_HAS_SM_90
   cluster.barrier_wait(std::move(arrived));
 #else
   __syncthreads();
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
     LoadToken(params, t + step, experts);
   }
   __syncthreads();
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if JAX_EP_HAS_SM_90
   if (blockIdx.x > 0) {
     int32_t* const sums = cluster.map_shared_rank(counts, 0);
     for (int i = threadIdx.x; i < num_counts; i += kThreads) {

@@ -203,7 +203,7 @@ __device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end
       BulkStore(target, slots.bytes + slot * args.bulk.slot_bytes, SizeOf(args, piece));
     }
     CommitStores();
-    if (args.spreads && slots.used == used) WaitForStoresButLast();
+    if (args.spreads && slots.used == used) WaitForStores<1>();
     piece = following;
   }
   if (args.spreads && slots.used == used) WaitForStores();

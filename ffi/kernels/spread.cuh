@@ -119,7 +119,7 @@ __device__ inline void CopyInBulk(const MoveArgs& args, int p, const Spread& spr
     const int slot = slots.used % 2;
     std::byte* const staged = slots.bytes + slot * slot_bytes;
     const uint32_t size = static_cast<uint32_t>(min(slot_bytes, bytes - offset));
-    WaitForStoresReadButLast();
+    WaitForStoresRead<1>();
     __syncwarp();
     if (lane == 0) BulkLoad(staged, out + first * bytes + offset, size, &slots.barriers[slot]);
     WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
