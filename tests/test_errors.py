@@ -335,11 +335,12 @@ def test_unpermute(name):
         jax_ep.unpermute(**{"y": X, "row_map": IDS, **changed})
 
 
-def test_a_changed_handle_does_no_harm():
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_a_changed_handle_does_no_harm(order):
     """Entries that are no rows, or no experts, are skipped by the handlers."""
 
     def shard(x):
-        d = dispatched(order="expert")
+        d = dispatched(order=order)
         wild = jax.tree.map(lambda a: jnp.where(a % 2 == 0, 2**30, -(2**30)), d.handle)
         again = jax_ep.dispatch(x, handle=wild, group=ranks(R).group)
         return jax_ep.combine(again.x, wild, group=ranks(R).group)

@@ -49,6 +49,22 @@ def test_rows_that_do_not_fit():
         call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, empty, empty, row_map)
 
 
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"ids": jnp.zeros((4, 33), jnp.int32)}, "at most 32 choices a token, got 33"),
+        ({"experts": 8192}, "at most 4096 experts, got 8192"),
+        ({"ranks": 257, "experts": 257, "nodes": 257, "in_rank": (4, 257)}, "at most 256 ranks, got 257"),
+    ],
+)
+def test_what_only_gpus_refuse(changed, text):
+    if jax.default_backend() != "gpu":
+        layout(**changed)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"layout: on GPUs {text}; use implementation='xla'"):
+        layout(**changed)
+
+
 def test_a_skip_for_want_of_devices_can_be_an_error(monkeypatch):
     monkeypatch.delenv("JAX_EP_REQUIRE_DEVICES", raising=False)
     with pytest.raises(pytest.skip.Exception, match="needs 1000 devices"):

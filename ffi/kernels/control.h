@@ -54,6 +54,7 @@ struct Control {
   uint32_t wave_parts[kMaxWaves];  // parts of each wave that are done
   uint32_t next[kMaxPayloads];     // parts of the work that are dealt out, of each array if they differ
   uint32_t spread[2];              // likewise, of the slots to spread: by turns, op by op
+  uint32_t cleared[2];             // and of the rows to clear
   alignas(128) uint32_t leave[kMaxRanks];             // blocks of each peer that are done; 0 between ops
   alignas(128) uint32_t moved[kMaxWaves][kMaxRanks];  // the epoch whose wave each peer is done with
   alignas(128) Mail mail[kMaxRanks];

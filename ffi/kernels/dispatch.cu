@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "core/plan.h"
+#include "kernels/clear.cuh"
 #include "kernels/kernels.h"
-#include "kernels/place.cuh"
 #include "kernels/spread.cuh"
 
 namespace jax_ep::cuda {
@@ -94,10 +94,11 @@ __device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const
 
 template <bool kInBulk, typename Scale>
 __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __grid_constant__ MoveArgs args) {
-  // Counts; for bulk copies then the slots, or where nothing is sent zeros.
+  // Counts; for bulk copies then the slots.
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
+  __shared__ __align__(128) uint4 zeros[kInBulk ? kZeroBytes / 16 : 1];
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.chunk_counts != nullptr, local = peers.num_ranks == 0;
@@ -115,6 +116,10 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   const bool loads = kInBulk && sends && warp < args.bulk.num_sending;
   if (has_slots && threadIdx.x % kWarp == 0) InitBarriers(slots.barriers);
   if (loads) LoadPiece(args, piece, end, slots, 0);
+  if (kInBulk && !sends) {
+    for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) zeros[i] = make_uint4(0, 0, 0, 0);
+    FenceBulk();
+  }
   for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
   if (threadIdx.x == 0) {
     Published& own = local ? published[0] : mine;
@@ -151,24 +156,12 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
   if (sends) {
     Send<kInBulk>(args, epoch, counts, published, slots);
-  } else {
-    const int num_rows = routes
-                             ? counts.totals[shape.num_experts + me]
-                             : args.handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + me];
-    const int32_t* rows = routes ? counts.totals + me * L : args.handle.expert_counts;
-    int32_t* const starts = counts.starts + me * (L + 1);
-    if (!routes && shape.order == Order::kExpert && threadIdx.x < kWarp) FindStarts(shape, rows, starts);
-    const int64_t thread = int64_t{blockIdx.x - args.num_senders} * blockDim.x + threadIdx.x;
-    const int64_t num_threads = int64_t{gridDim.x - args.num_senders} * blockDim.x;
-    if (kInBulk) {
-      Clear(bytes, kZeroBytes, {threadIdx.x, blockDim.x, nullptr});
-      FenceBulk();
-    }
-    __syncthreads();
-    ClearGaps(args, rows, starts, num_rows, {thread, num_threads, kInBulk ? bytes : nullptr});
+  } else if (!routes && shape.order == Order::kExpert && warp == 0) {
+    FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
+  if (!local) Arrive(peers, epoch);
+  if (!sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr, epoch);
   if (local) return;
-  Arrive(peers, epoch);
   if (args.spreads) SpreadRows<kInBulk, Scale>(args, op, slots, epoch);
   if (closes && Leave(peers, op, published, epoch) && counts_pairs) CountCutSource(args, cut);
 }
@@ -221,9 +214,7 @@ void Divide(MoveArgs& args, const Device& device, int num_senders) {
 
 cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
   int64_t shared = HeadBytes(args);
-  if (args.bulk.num_warps > 0) {
-    shared += std::max(int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes, int64_t{kZeroBytes});
-  }
+  shared += int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes;
   return WithKernel(args.bulk.num_warps > 0, scaled, [&](auto* kernel, int num_threads) {
     // Slots, and counts of many experts, need more than the default.
     const cudaError_t error =

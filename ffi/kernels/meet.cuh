@@ -227,7 +227,9 @@ __device__ inline bool Leave(const Peers& peers, Op op, const Published* publish
   if (r < peers.num_ranks) own->leave[r] = 0;
   if (r < kMaxPayloads) own->next[r] = 0;
   if (r == 0) {
-    own->spread[(epoch + 1) % 2] = 0;  // the present one may still be in use
+    // The present ones may still be in use.
+    own->spread[(epoch + 1) % 2] = 0;
+    own->cleared[(epoch + 1) % 2] = 0;
     own->epoch = epoch;
   }
   return true;

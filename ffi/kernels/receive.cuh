@@ -1,4 +1,4 @@
-// The receiver's side of a push: what the counts say, and the rows that no token fills.
+// The receiver's side of a push: what the counts say.
 #pragma once
 
 #include "kernels/bulk.cuh"
@@ -12,8 +12,6 @@ struct BulkPlan {
   int32_t num_sending;  // of them, a token each
   int32_t slot_bytes;
 };
-
-constexpr int kZeroBytes = 8 * 1024;
 
 // Shorter rows gain nothing from bulk copies, and others cannot be copied so.
 JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
@@ -145,65 +143,6 @@ __device__ inline void CountCutSource(const MoveArgs& args, int begin) {
   for (int64_t i = int64_t{begin} * args.shape.top_k + threadIdx.x; i < last; i += blockDim.x) {
     const int expert = __ldcg(&args.recv_topk_idx[i]);
     if (expert >= 0) atomicAdd(&args.tokens_per_expert[expert], 1);
-  }
-}
-
-// The threads of the blocks that clear.
-struct Clearers {
-  int64_t thread;
-  int64_t num_threads;
-  const std::byte* zeros;  // kZeroBytes of them in shared memory; null: clear by ordinary stores
-};
-
-// Zeroes bytes of this device's memory. Bulk stores are begun only.
-__device__ inline void Clear(std::byte* data, int64_t bytes, const Clearers& by) {
-  const bool in_vectors = reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
-  if (in_vectors && by.zeros != nullptr) {
-    if (by.thread % kWarp != 0) return;
-    for (int64_t at = by.thread / kWarp * kZeroBytes; at < bytes; at += by.num_threads / kWarp * kZeroBytes) {
-      BulkStore(data + at, by.zeros, static_cast<uint32_t>(min(int64_t{kZeroBytes}, bytes - at)));
-    }
-    CommitStores();
-  } else if (in_vectors) {
-    uint4* vectors = reinterpret_cast<uint4*>(data);
-    for (int64_t i = by.thread; i < bytes / 16; i += by.num_threads) vectors[i] = make_uint4(0, 0, 0, 0);
-  } else {
-    for (int64_t i = by.thread; i < bytes; i += by.num_threads) data[i] = std::byte{0};
-  }
-}
-
-// Clears rows [begin, end) of this rank's buffers, which hold no token.
-__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end, const Clearers& by) {
-  const Shape& shape = args.shape;
-  begin = min(max(begin, int64_t{0}), int64_t{shape.capacity});
-  end = min(max(end, int64_t{0}), int64_t{shape.capacity});
-  if (begin >= end) return;
-  for (int p = 0; p < args.num_payloads; ++p) {
-    const int64_t bytes = args.payloads[p].row_bytes;
-    Clear(args.payloads[p].out + begin * bytes, (end - begin) * bytes, by);
-  }
-  const int64_t per_row = shape.order == Order::kRank ? shape.top_k : 1;
-  for (int64_t i = begin * per_row + by.thread; i < end * per_row; i += by.num_threads) {
-    if (args.recv_topk_weights != nullptr) args.recv_topk_weights[i] = 0.0f;
-    if (args.recv_topk_idx != nullptr) args.recv_topk_idx[i] = -1;
-  }
-}
-
-// Clears what no row fills: the tail, and by expert the padding between blocks, which start at `starts`.
-__device__ inline void ClearGaps(const MoveArgs& args, const int32_t* expert_rows, const int32_t* starts,
-                                 int num_rows, const Clearers& by) {
-  int64_t tail = num_rows;
-  if (args.shape.order == Order::kExpert) {
-    const int L = args.shape.num_local_experts();
-    for (int i = 0; i < L && args.shape.alignment > 1; ++i) {
-      ClearRows(args, int64_t{starts[i]} + expert_rows[i], starts[i + 1], by);
-    }
-    tail = starts[L];
-  }
-  ClearRows(args, tail, args.shape.capacity, by);
-  if (by.zeros != nullptr) {
-    WaitForStores();
-    FenceBulk();
   }
 }
 

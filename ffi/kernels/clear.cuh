@@ -1,0 +1,121 @@
+// The rows of a rank's buffers that no token fills: the tail, and by expert the padding behind each expert's.
+#pragma once
+
+#include "kernels/bulk.cuh"
+#include "kernels/place.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kZeroBytes = 4 * 1024;        // stored at a time
+constexpr int64_t kClearBytes = 16 * 1024;  // dealt out to a warp at a time
+// In bulk as many warps of a block as keep its SM busy; more would hold up the rows that it spreads. The last
+// ones: they have no slots to spread rows with.
+constexpr int kClearingWarps = 8;
+
+// What holds tokens: the first `rows[i]` rows of each block, which start at `starts`. By rank there is no
+// block: all before the tail is filled.
+struct Filled {
+  const int32_t* rows;
+  const int32_t* starts;  // [num_blocks + 1], the tail last
+  int num_blocks;
+};
+
+// What the counts, or the handle's, say of this rank. By expert `starts` have been found.
+__device__ inline Filled FindFilled(const MoveArgs& args, const Counts& counts) {
+  const Shape& shape = args.shape;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
+  const bool routes = args.chunk_counts != nullptr;
+  if (shape.order == Order::kRank) {
+    const int32_t* const num_rows =
+        routes ? &counts.totals[shape.num_experts + me] : &args.handle.rank_prefix_matrix[(R - 1) * R + me];
+    return {nullptr, num_rows, 0};
+  }
+  return {routes ? counts.totals + me * L : args.handle.expert_counts, counts.starts + me * (L + 1), L};
+}
+
+// Zeroes bytes of this device's memory, as a warp; by bulk stores from kZeroBytes of `zeros` if there are
+// any, which are begun only.
+__device__ inline void ClearBytes(std::byte* data, int64_t bytes, const uint4* zeros, int lane) {
+  const bool in_vectors = reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
+  if (in_vectors && zeros != nullptr) {
+    for (int64_t at = 0; at < bytes && lane == 0; at += kZeroBytes) {
+      BulkStore(data + at, zeros, static_cast<uint32_t>(min(int64_t{kZeroBytes}, bytes - at)));
+    }
+  } else if (in_vectors) {
+    uint4* const vectors = reinterpret_cast<uint4*>(data);
+    for (int64_t i = lane; i < bytes / 16; i += kWarp) vectors[i] = make_uint4(0, 0, 0, 0);
+  } else {
+    for (int64_t i = lane; i < bytes; i += kWarp) data[i] = std::byte{0};
+  }
+}
+
+// Clears rows [begin, end) of this rank's buffers, as a warp.
+__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end, const uint4* zeros,
+                                 int lane) {
+  if (begin >= end) return;
+  for (int p = 0; p < args.num_payloads; ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    ClearBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, zeros, lane);
+  }
+  const int64_t per_row = args.shape.order == Order::kRank ? args.shape.top_k : 1;
+  for (int64_t i = begin * per_row + lane; i < end * per_row; i += kWarp) {
+    if (args.recv_topk_weights != nullptr) args.recv_topk_weights[i] = 0.0f;
+    if (args.recv_topk_idx != nullptr) args.recv_topk_idx[i] = -1;
+  }
+}
+
+// Clears those of rows [begin, end) that no token fills, as a warp.
+__device__ inline void ClearWithin(const MoveArgs& args, const Filled& filled, int64_t begin, int64_t end,
+                                   const uint4* zeros, int lane) {
+  const int n = filled.num_blocks;
+  const int32_t* const starts = filled.starts;
+  int block = 0;  // the last one that starts no later than `begin`; n is the tail
+  for (int above = n; block < above;) {
+    const int middle = (block + above + 1) / 2;
+    if (starts[middle] <= begin) {
+      block = middle;
+    } else {
+      above = middle - 1;
+    }
+  }
+  for (; block < n && starts[block] < end; ++block) {
+    ClearRows(args, max(begin, int64_t{starts[block]} + filled.rows[block]),
+              min(end, int64_t{starts[block + 1]}), zeros, lane);
+  }
+  ClearRows(args, max(begin, int64_t{starts[n]}), end, zeros, lane);
+}
+
+// Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
+// dealt out to the warps that take part, of the blocks that do not send: the last rows first, for most gaps
+// are there. With no peers each takes its share.
+__device__ inline void ClearGaps(const MoveArgs& args, const Counts& counts, const uint4* zeros,
+                                 uint32_t epoch) {
+  const bool in_bulk = zeros != nullptr;
+  const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;
+  const int taking_part = in_bulk ? kClearingWarps : warps;
+  const int number = static_cast<int>(threadIdx.x) / kWarp - (warps - taking_part);
+  if (number < 0) return;
+  const Filled filled = FindFilled(args, counts);
+  int64_t row_bytes = 1;
+  for (int p = 0; p < args.num_payloads; ++p) row_bytes += args.payloads[p].row_bytes;
+  const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
+  const bool padded = args.shape.order == Order::kExpert && args.shape.alignment > 1;
+  // A handle that was tampered with may say anything.
+  const int64_t first = padded ? 0 : max(filled.starts[filled.num_blocks], 0);
+  const bool local = args.peers.num_ranks == 0;
+  const Dealer dealer{local ? nullptr : &args.peers.control[args.peers.rank]->cleared[epoch % 2]};
+  const int count = (static_cast<int>(gridDim.x) - args.num_senders) * taking_part;
+  int unit = (static_cast<int>(blockIdx.x) - args.num_senders) * taking_part + number;
+  for (int64_t end; (end = capacity - unit * rows) > first;) {
+    const unsigned taken = local ? 0 : dealer.Take(lane);
+    ClearWithin(args, filled, max(end - rows, first), end, zeros, lane);
+    if (in_bulk) {
+      CommitStores();
+      WaitForStoresRead<1>();
+    }
+    unit = count + (local ? unit : Dealer::Show(taken));
+  }
+  if (in_bulk) WaitForStores();
+}
+
+}  // namespace jax_ep::cuda
