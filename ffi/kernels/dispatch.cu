@@ -6,6 +6,7 @@
 #include "core/plan.h"
 #include "kernels/clear.cuh"
 #include "kernels/kernels.h"
+#include "kernels/place.cuh"
 #include "kernels/spread.cuh"
 
 namespace jax_ep::cuda {

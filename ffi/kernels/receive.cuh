@@ -1,7 +1,6 @@
 // The receiver's side of a push: what the counts say.
 #pragma once
 
-#include "kernels/bulk.cuh"
 #include "kernels/meet.cuh"
 
 namespace jax_ep::cuda {

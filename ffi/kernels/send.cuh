@@ -1,6 +1,7 @@
 // The sender's side of a push: the rows of each token, stored where they belong.
 #pragma once
 
+#include "kernels/bulk.cuh"
 #include "kernels/receive.cuh"
 
 namespace jax_ep::cuda {
