@@ -18,6 +18,7 @@
 #include "runtime/gpus.h"
 #include "runtime/peers.h"
 #include "runtime/regions.h"
+#include "runtime/watch.h"
 #endif
 
 namespace nb = nanobind;
@@ -37,6 +38,9 @@ nb::dict Stages(F* instantiate, G* execute) {
   stages["execute"] = Capsule(execute);
   return stages;
 }
+
+// Groups are made, and GPUs asked, without the interpreter's lock: that may wait for locks of the driver.
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 nb::dict CpuTargets() {
   nb::dict targets;
@@ -62,14 +66,22 @@ nb::dict CpuTypes() {
 }
 
 #if defined(JAX_EP_WITH_CUDA)
+template <typename F>
+nb::dict CudaStages(F* execute) {
+  nb::dict stages = Stages(CudaInstantiate, execute);
+  stages["initialize"] = Capsule(CudaInitialize);
+  return stages;
+}
+
 nb::dict CudaTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(CudaLayoutHandler);
-  targets["jax_ep_dispatch"] = Stages(CudaInstantiate, CudaDispatchHandler);
-  targets["jax_ep_cached_dispatch"] = Stages(CudaInstantiate, CudaCachedDispatchHandler);
-  targets["jax_ep_weighted_dispatch"] = Stages(CudaInstantiate, CudaWeightedDispatchHandler);
-  targets["jax_ep_combine"] = Stages(CudaInstantiate, CudaCombineHandler);
-  targets["jax_ep_gather"] = Stages(CudaInstantiate, CudaGatherHandler);
+  targets["jax_ep_dispatch"] = CudaStages(CudaDispatchHandler);
+  targets["jax_ep_cached_dispatch"] = CudaStages(CudaCachedDispatchHandler);
+  targets["jax_ep_weighted_dispatch"] = CudaStages(CudaWeightedDispatchHandler);
+  targets["jax_ep_combine"] = CudaStages(CudaCombineHandler);
+  targets["jax_ep_gather"] = CudaStages(CudaGatherHandler);
+  targets["jax_ep_reserve"] = Capsule(CudaReserveHandler);
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
   targets["jax_ep_cached_permute"] = Capsule(CudaCachedPermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
@@ -87,22 +99,41 @@ nb::dict CudaTypes() {
   return types;
 }
 
-// `ranks` are (ordinal or -1, address of the control block here, shift of addresses) of each rank.
+// `ranks` are (ordinal or -1, address of the control block here, shift of addresses, process) of each rank.
 std::string OpenDeviceRanks(const std::string& key,
-                            const std::vector<std::tuple<int64_t, uint64_t, int64_t>>& ranks, int num_ranks) {
+                            const std::vector<std::tuple<int64_t, uint64_t, int64_t, int>>& ranks,
+                            int num_ranks, int board) {
   std::vector<RankMemory> memory;
-  for (const auto& [device, control, shift] : ranks) memory.push_back({device, control, shift});
-  return OpenDeviceGroup(key, memory, num_ranks);
+  for (const auto& [device, control, shift, process] : ranks) {
+    memory.push_back({device, control, shift, process});
+  }
+  return OpenDeviceGroup(key, memory, num_ranks, board);
 }
 
 bool HasExpired(const std::string& key) {
   const auto peers = FindDevicePeers(key);
-  return peers != nullptr && !peers->DescribeExpired("").empty();
+  return peers != nullptr && peers->HasFailed();
 }
 
-std::string ResetDeviceGroup(const std::string& key) {
+uint32_t LastEpoch(const std::string& key) {
   const auto peers = FindDevicePeers(key);
-  return peers == nullptr ? "" : peers->Reset();
+  return peers == nullptr ? 0 : peers->LastEpoch();
+}
+
+uint32_t LastCall(const std::string& key) {
+  const auto peers = FindDevicePeers(key);
+  return peers == nullptr ? 0 : peers->LastCall();
+}
+
+std::string ResetDeviceGroup(const std::string& key, uint32_t epoch, uint32_t calls) {
+  if (const auto group = FindGroup(key)) (void)group->TakeExpired();  // of the failure that this ends
+  const auto peers = FindDevicePeers(key);
+  return peers == nullptr ? "" : peers->Reset(epoch, calls);
+}
+
+void InjectStall(const std::string& key, int rank_index, int phase, double seconds) {
+  const auto peers = FindDevicePeers(key);
+  if (peers != nullptr) peers->Stall(rank_index, static_cast<Phase>(phase), seconds);
 }
 
 std::pair<uint64_t, uint64_t> RegionOf(uint64_t address, int64_t device) {
@@ -137,6 +168,9 @@ nb::dict CudaTypes() { return nb::dict(); }
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
                    int num_ranks, double timeout_s, int num_sms) {
   OpenGroup(key, name, std::move(devices), num_ranks, {timeout_s, num_sms});
+#if defined(JAX_EP_WITH_CUDA)
+  if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
+#endif
 }
 
 // `sizes` are R, T, K, E and C; `op` is dispatch, weighted dispatch or combine.
@@ -156,7 +190,7 @@ std::optional<std::string> TakeExpired(const std::string& key) {
   if (group == nullptr) return std::nullopt;
 #if defined(JAX_EP_WITH_CUDA)
   if (auto peers = FindDevicePeers(key)) {
-    if (std::string text = peers->DescribeExpired(group->name()); !text.empty()) return text;
+    if (std::string text = peers->DescribeFailure(); !text.empty()) return text;
   }
 #endif
   return group->TakeExpired();
@@ -191,16 +225,26 @@ NB_MODULE(_C, m) {
   m.def("cuda_types", &CudaTypes, "FFI state types for CUDA");
 #if defined(JAX_EP_WITH_CUDA)
   m.def("open_device_group", &OpenDeviceRanks, nb::arg("key"), nb::arg("ranks"), nb::arg("num_ranks"),
+        nb::arg("board"), Unlocked(),
         "Prepares the GPUs of a group; the reason if that fails, else an empty text");
-  m.def("has_expired", &HasExpired, nb::arg("key"),
-        "Whether a wait of the group expired since its last reset");
-  m.def("reset_device_group", &ResetDeviceGroup, nb::arg("key"), "Makes a group usable again after that");
-  m.def("region_of", &RegionOf, nb::arg("address"), nb::arg("device"),
+  m.def("board_bytes", &Board::Bytes, nb::arg("total_ranks"),
+        "Bytes of the memory where a group's processes meet");
+  m.def("watch_process", &WatchProcess, nb::arg("process"), nb::arg("descriptor"), Unlocked(),
+        "Takes over a connected socket whose end of file means that the process has ended");
+  m.def("has_expired", &HasExpired, nb::arg("key"), "Whether an op of the group failed since its last reset");
+  m.def("last_epoch", &LastEpoch, nb::arg("key"), Unlocked(), "The last epoch of the group's ranks here");
+  m.def("last_call", &LastCall, nb::arg("key"), "The last number of a call site of the group's ranks here");
+  m.def("reset_device_group", &ResetDeviceGroup, nb::arg("key"), nb::arg("epoch"), nb::arg("calls"),
+        Unlocked(), "Makes a group usable again after that; the numbers to go on from");
+  m.def("inject_stall", &InjectStall, nb::arg("key"), nb::arg("rank_index"), nb::arg("phase"),
+        nb::arg("seconds"),
+        "For tests: holds a rank's ops up on the device before they enter (1) or inside (2)");
+  m.def("region_of", &RegionOf, nb::arg("address"), nb::arg("device"), Unlocked(),
         "Base and bytes of the allocation of an address");
-  m.def("export_region", &ExportRegion, nb::arg("address"), nb::arg("device"),
+  m.def("export_region", &ExportRegion, nb::arg("address"), nb::arg("device"), Unlocked(),
         "A file descriptor of that allocation");
   m.def("import_region", &ImportRegion, nb::arg("descriptor"), nb::arg("bytes"), nb::arg("devices"),
-        "Maps another process's allocation for GPUs of this one; its base here");
+        Unlocked(), "Maps another process's allocation for GPUs of this one; its base here");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
         "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
   m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");

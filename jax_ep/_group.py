@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -12,6 +13,9 @@ import jax
 import numpy as np
 
 from jax_ep import _extension, _processes
+
+# Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
+LONGEST_S = 10 * 365 * 24 * 3600.0
 
 
 class PeerTimeoutError(TimeoutError):
@@ -46,7 +50,9 @@ class Group:
     Args:
       mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
       axis_name: a name of one of its axes, or a tuple of names, row-major.
-      timeout_s: seconds that a rank waits for its peers. Of equal groups the newest one's holds.
+      timeout_s: seconds that a rank waits for its peers before it gives up: late is also who compiles longer
+        than the others, writes a checkpoint or stands in a debugger, so the default is long. `float("inf")`
+        means ten years. Of equal groups the newest one's holds.
       num_sms: on GPUs, the most SMs that one dispatch or combine takes, at least 2, so that as many as
         possible are left to what runs beside it. None: as many as pay, reckoned from the shapes under
         uniform routing (docs/performance.md). Of equal groups the newest one's holds, for programs that
@@ -54,10 +60,12 @@ class Group:
 
     Raises:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms below 2.
+      PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
+        minute, if that is longer), or earlier programs do not end. The process should end then.
 
     On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
     must make it, and several groups in the same order: they tell each other where their memory lies
-    (docs/multi_process.md).
+    (docs/multi_process.md). A group that has failed (`check`) works again once all have made it anew.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class Group:
         mesh: jax.sharding.Mesh,
         axis_name: str | tuple[str, ...],
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = 300.0,
         num_sms: int | None = None,
     ):
         if not isinstance(mesh, jax.sharding.Mesh):
@@ -79,7 +87,7 @@ class Group:
                 f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
                 f"the mesh has {mesh.axis_names}"
             )
-        if not timeout_s > 0:
+        if not timeout_s > 0:  # nor is nan
             raise ValueError(f"Group: timeout_s must be positive, got {timeout_s}")
         if num_sms is not None and num_sms < 2:
             raise ValueError(f"Group: num_sms must be at least 2 (or None), got {num_sms}")
@@ -96,7 +104,7 @@ class Group:
         self._spans_processes = any(
             device.process_index != group[0].process_index for group in devices for device in group
         )
-        self._timeout_s = float(timeout_s)
+        self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._key = f"{self._platform}:{','.join(axes)}:{self._device_ids}"
         self._closed = False
         self._unreachable = ""
@@ -116,24 +124,35 @@ class Group:
     def _open_on_gpus(self, module: ModuleType, devices: list[Any]) -> str:
         """Prepares the control blocks; why the group's kernels cannot run, or nothing."""
         local = [device for device in devices if device.process_index == jax.process_index()]
-        controls = _control_blocks(self._key, local, module.control_bytes())
-        if self._spans_processes:
-            try:
-                ranks = _processes.share_memory(module, self._key, devices, controls)
-            except _processes.SetupError as error:
-                return str(error)
-        else:
-            if module.has_expired(self._key):
-                module.reset_device_group(self._key)
-            ranks = [
-                (device.local_hardware_id, controls[device.id], 0) if device in local else (-1, 0, 0)
-                for device in devices
-            ]
-        reason = module.open_device_group(self._key, ranks, self._size)
-        if self._spans_processes:
-            answers = _processes.exchange(devices, {"error": reason})
-            reason = "; ".join(answer["error"] for answer in answers.values() if answer["error"])
-        return reason
+        try:
+            if self._spans_processes:
+                hold = functools.partial(_control_blocks, module, self._key, local, self._timeout_s)
+                _processes.open_group(module, self._key, devices, self._size, hold, self._timeout_s)
+                return ""
+            # Of threads that make equal groups at once, one prepares it, and the others find it prepared.
+            with _locks.setdefault(self._key, threading.Lock()):
+                return self._open_here(module, devices, local)
+        except _processes.SetupError as error:
+            return str(error)
+        except _processes.SetupTimeout as error:
+            raise PeerTimeoutError(str(error)) from None
+
+    def _open_here(self, module: ModuleType, devices: list[Any], local: list[Any]) -> str:
+        """The same where this process has all ranks of every group that it has ranks of."""
+        controls = _control_blocks(module, self._key, local, self._timeout_s)
+        if module.has_expired(self._key):
+            _processes.drain(local, 3 * max(self._timeout_s, _processes.LEAST_S))
+            epoch, calls = module.last_epoch(self._key), module.last_call(self._key)
+            reason = module.reset_device_group(self._key, epoch, calls)
+            if reason:
+                return reason
+        ranks: list[_processes.Rank] = [
+            (device.local_hardware_id, controls[device.id], 0, device.process_index)
+            if device in local
+            else (-1, 0, 0, device.process_index)
+            for device in devices
+        ]
+        return module.open_device_group(self._key, ranks, self._size, -1)
 
     @property
     def size(self) -> int:
@@ -223,18 +242,45 @@ class Group:
         return _extension.reason_against_ffi(self._platform) or self._unreachable
 
 
-# Group key -> its control blocks on this process's devices. They are arrays, so that they lie in the memory
-# that JAX has anyway; kept as long as the process, because recorded programs hold their addresses.
-_blocks: dict[str, list[jax.Array]] = {}
+# Group key -> what only one thread at a time does.
+_locks: dict[str, threading.Lock] = {}
+# Group key -> device id -> address of the group's control block there.
+_controls: dict[str, dict[int, int]] = {}
+# What owns the memory that they lie in.
+_clients: list[Any] = []
 
 
-def _control_blocks(key: str, devices: Sequence[Any], size: int) -> dict[int, int]:
-    """Device id -> address of the group's control block there."""
-    if key not in _blocks:
-        with jax.ensure_compile_time_eval():  # a group may be made while a function is traced
-            _blocks[key] = [jax.device_put(np.zeros(size, np.uint8), device) for device in devices]
-    arrays = jax.block_until_ready(_blocks[key])
-    return {device.id: array.unsafe_buffer_pointer() for device, array in zip(devices, arrays, strict=True)}
+@functools.cache
+def _reserving(size: int) -> Callable[[Any], jax.Array]:
+    """A program that takes memory on its device, of what JAX has there; the halves of its address."""
+    result = jax.ShapeDtypeStruct((2,), np.uint32)
+    reserve = jax.ffi.ffi_call("jax_ep_reserve", result, has_side_effect=True)
+    return jax.jit(lambda x: reserve(x, bytes=np.int64(size)))
+
+
+def _control_blocks(module: ModuleType, key: str, devices: Sequence[Any], timeout_s: float) -> dict[int, int]:
+    """Device id -> address of the group's control block there.
+
+    They are kept as long as the process, because peers and recorded programs hold their addresses. So they
+    are no arrays: `jax.live_arrays()` would show them to users, and nothing keeps what `delete()` frees.
+    """
+    if key not in _controls:
+
+        def reserve() -> list[np.ndarray]:
+            program, halves = _reserving(module.control_bytes()), []
+            for device in devices:
+                with jax.default_device(device):
+                    halves.append(program(np.int32(0)))
+            return jax.device_get(halves)
+
+        # In a thread, as a group may be made while a function is traced; behind whatever the devices do.
+        limit_s = max(timeout_s, _processes.LEAST_S)
+        halves = _processes.within(limit_s, "reserving memory", reserve)
+        _clients.extend(device.client for device in devices)
+        _controls[key] = {
+            device.id: int(low) | int(high) << 32 for device, (low, high) in zip(devices, halves, strict=True)
+        }
+    return _controls[key]
 
 
 @functools.cache

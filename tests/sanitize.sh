@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the CPU handlers under AddressSanitizer + UBSan, in Python and as a C++ stress program, and the
+# Runs the CPU handlers under AddressSanitizer + UBSan, in Python and as C++ stress programs, and the
 # latter under ThreadSanitizer too. (In Python that one cannot see how XLA, which is not instrumented,
 # orders its threads, and would report every buffer.)
 set -euo pipefail
@@ -15,14 +15,16 @@ build() { # name, sanitizers
 }
 mkdir -p build
 
-echo "ThreadSanitizer: meeting_stress"
+echo "ThreadSanitizer: meeting_stress, board_stress"
 build sanitize-thread thread
 TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/meeting_stress
+TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/board_stress
 
-echo "AddressSanitizer + UBSan: meeting_stress"
+echo "AddressSanitizer + UBSan: meeting_stress, board_stress"
 build sanitize-address address,undefined
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/meeting_stress
+ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/board_stress
 
 echo "AddressSanitizer + UBSan: the handlers in Python"
 site=build/sanitize-address/site

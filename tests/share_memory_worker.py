@@ -1,8 +1,12 @@
 """One of two processes of four CPU devices that share pretended GPU memory: files, told by their inodes."""
 
 import os
+import select
+import signal
+import socket
 import sys
 import tempfile
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,64 +17,187 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, num_processes=2, process_id=process)
 
-from jax_ep import _processes  # noqa: E402
+from jax_ep import _processes, _sockets  # noqa: E402
 
-BASE, BYTES = 0x10000, 0x1000
+BASE, BYTES, BOARD_BYTES = 0x10000, 0x1000, 0x2000
+SIZE = 4
 inodes: dict[int, int] = {}  # of what was imported, by the base it was given
-resets: list[str] = []
+watched: dict[int, int] = {}
+opened: list[str] = []
+log: list[Any] = []
 files = {}
+has_failed = False
+
+
+def fails(here: str) -> None:
+    """What a task asks for: "0: import" fails of an import in process 0."""
+    if task == f"{process}: {here}":
+        raise RuntimeError(f"no {here} to be had")
+
+
+def hold() -> dict[int, int]:
+    if task == f"{process}: hold":
+        raise KeyError("not of a kind that is expected")
+    return {device.id: BASE * (device.id + 1) + 0x40 for device in jax.local_devices()}
 
 
 def export_region(address: int, device: int) -> int:
-    if task == "export fails" and process == 1:
-        raise RuntimeError("no handle to be had")
-    files[address] = tempfile.TemporaryFile()  # noqa: SIM115, the test's memory
+    if address not in files:
+        fails("export")
+        files[address] = tempfile.TemporaryFile()  # noqa: SIM115, the test's memory
     return os.dup(files[address].fileno())
 
 
 def import_region(descriptor: int, size: int, devices: list[int]) -> int:
-    if task == "import fails" and process == 0:
-        raise RuntimeError("out of addresses")
+    fails("import")
     assert size == BYTES
     base = BASE * (len(inodes) + 100)
     inodes[base] = os.fstat(descriptor).st_ino
     return base
 
 
-def reset_device_group(key: str) -> str:
-    resets.append(key)
-    return ""
+def board_bytes(num_ranks: int) -> int:
+    assert num_ranks == len(jax.devices())
+    fails("board")
+    return BOARD_BYTES
 
 
-module: Any = SimpleNamespace(
-    has_expired=lambda key: task == "a rank has failed" and process == 1,
-    region_of=lambda address, device: (address // BASE * BASE, BYTES),
-    export_region=export_region,
-    import_region=import_region,
-    reset_device_group=reset_device_group,
-)
+def watch_process(other: int, descriptor: int) -> None:
+    fails("watch")
+    assert other not in watched
+    watched[other] = descriptor
 
-devices = jax.devices()
-controls = {device.id: BASE * (device.id + 1) + 0x40 for device in jax.local_devices()}
-_processes.exchange(devices, {})  # which opens connections that stay
-before = len(os.listdir("/proc/self/fd"))
-try:
-    ranks = _processes.share_memory(module, "key", devices, controls)
-except _processes.SetupError as error:
-    print(f"error: {error}", flush=True)
-else:
-    for device, (ordinal, control, shift) in zip(devices, ranks, strict=True):
-        own = device.process_index == process
+
+def open_device_group(key: str, ranks: list[_processes.Rank], num_ranks: int, board: int) -> str:
+    status = os.fstat(board)
+    assert (num_ranks, status.st_size) == (SIZE, BOARD_BYTES)
+    opened.append(key)
+    for device, (ordinal, control, shift, owner) in zip(devices, ranks, strict=True):
+        assert owner == device.process_index
+        own = owner == process
         assert (ordinal >= 0) == own
         # The control block lies where its region was mapped, as far into it as at its owner's.
         assert control == BASE * (device.id + 1) + 0x40 + shift
         assert (shift == 0) == own
         inode = os.fstat(files[control].fileno()).st_ino if own else inodes[control - 0x40]
-        print(f"device {device.id}: inode {inode}", flush=True)
-    # A second group maps nothing again.
+        print(f"{key}: device {device.id}: inode {inode}", flush=True)
+    print(f"{key}: board: inode {status.st_ino}", flush=True)
+    return f"process {process} says no" if task == f"{process}: open" else ""
+
+
+def reset_device_group(key: str, epoch: int, calls: int) -> str:
+    log.append((key, epoch, calls))
+    return "no reset to be had" if task == f"{process}: reset" else ""
+
+
+module: Any = SimpleNamespace(
+    has_expired=lambda key: has_failed,
+    last_epoch=lambda key: 10 + process,
+    last_call=lambda key: 21 - process,
+    region_of=lambda address, device: (address // BASE * BASE, BYTES),
+    export_region=export_region,
+    import_region=import_region,
+    board_bytes=board_bytes,
+    watch_process=watch_process,
+    open_device_group=open_device_group,
+    reset_device_group=reset_device_group,
+)
+
+drain = _processes.drain
+
+
+def drain_and_log(local: Any, limit_s: float) -> None:
+    drain(local, limit_s)
+    log.append([device.id for device in local])
+
+
+_processes.drain = drain_and_log
+devices = jax.devices()
+_processes.exchange(devices, {}, 60, "a first word")  # which opens connections that stay
+before = len(os.listdir("/proc/self/fd"))
+
+
+def make(key: str) -> None:
+    """Makes a group; an error is printed."""
+    began = time.monotonic()
+    try:
+        _processes.open_group(module, key, devices, SIZE, hold, 0.5)
+    except (_processes.SetupError, _processes.SetupTimeout, RuntimeError) as error:
+        kind = type(error).__name__
+        print(f"{kind} after {time.monotonic() - began:.1f} s: {error}", flush=True)
+
+
+def count_descriptors() -> None:
+    """None is open but the memory itself, and one for each end of a watch."""
+    expected = before + len(files) + len(watched) + len(_sockets._kept)
+    assert len(os.listdir("/proc/self/fd")) == expected
+    print("descriptors closed", flush=True)
+
+
+def end() -> None:
+    """Ends at once: the other process may have gone, of which JAX would complain."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if task.endswith("never comes"):
+    _processes.LEAST_S = 3.0
+    name = task.split(":")[0]
+    if process == 1:
+        original = getattr(_processes._Setup, name)
+
+        def late(*arguments: Any) -> Any:
+            time.sleep(10)
+            return original(*arguments)
+
+        setattr(_processes._Setup, name, late)
+    make("key")
+    end()
+if task == "one dies":
+    if process == 1:
+        time.sleep(1)  # the other may not have read the first word yet
+        os.kill(os.getpid(), signal.SIGKILL)
+    make("key")
+    end()
+if task == "other groups":
+    make(f"key {process}")
+    count_descriptors()
+    sys.exit()
+
+make("key")
+count_descriptors()
+if task == "all goes well":
+    # A second group maps nothing again, and an equal one asks nobody for anything.
     mapped = dict(inodes)
-    assert _processes.share_memory(module, "key", devices, controls) == ranks
+    for i in range(5):
+        make(f"another {i}")
+        make("key")
     assert inodes == mapped
-    print(f"resets {len(resets)}", flush=True)
-assert len(os.listdir("/proc/self/fd")) == before + len(files)  # but for the memory itself
-print("descriptors closed", flush=True)
+    assert opened == ["key", *(f"another {i}" for i in range(5))]
+    assert log == []
+    count_descriptors()
+    (descriptor,) = watched.values()
+    if process == 1:
+        if os.fork() == 0:  # a child that outlives its parent
+            for standard in range(3):
+                os.close(standard)
+            time.sleep(20)
+            os._exit(0)
+        assert not select.select([descriptor], [], [], 1)[0]
+        print("the other lives", flush=True)
+    else:
+        assert select.select([descriptor], [], [], 15)[0]
+        assert socket.socket(fileno=descriptor).recv(1) == b""
+        print("saw the end of the other", flush=True)
+    end()
+if task in ("a rank has failed", "1: reset"):
+    has_failed = process == 1
+    make("key")
+    assert log == [[device.id for device in jax.local_devices()], ("key", 11, 21)]
+    has_failed = False
+    make("key")
+    assert len(log) == 2
+    print("drained and reset", flush=True)
+if task.endswith(": open"):
+    make("key")  # which is refused without asking anybody
+    assert opened == ["key"]

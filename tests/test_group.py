@@ -1,7 +1,10 @@
 """Groups: identity, life, and ranks that never come."""
 
 import contextlib
+import inspect
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _group, _processes
 
 
 def doubled(group, mesh):
@@ -48,6 +52,156 @@ def test_equality_and_hash():
 def test_too_few_sms(num_sms):
     with pytest.raises(ValueError, match=f"num_sms must be at least 2 .*got {num_sms}"):
         jax_ep.Group(make_mesh((4,), ("ep",)), "ep", num_sms=num_sms)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), -float("inf")])
+def test_no_time_out(timeout_s):
+    with pytest.raises(ValueError, match=f"timeout_s must be positive, got {timeout_s}"):
+        jax_ep.Group(make_mesh((4,), ("ep",)), "ep", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, 1e300, 1e9])
+def test_very_long_time_outs(timeout_s):
+    """A rank that is late is waited for: neither nanoseconds nor deadlines overflow."""
+    mesh = make_mesh((4,), ("patient",))
+
+    def shard(x):
+        send = lambda x: jax_ep.dispatch(x, jnp.zeros((2, 1), jnp.int32), group=group, num_experts=4).x
+        slow = lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: jnp.sin(y @ jnp.ones((64, 64)) / 64), x)
+        return send(jax.lax.cond(jax.lax.axis_index("patient") == 0, slow, lambda x: x, x))
+
+    with jax_ep.Group(mesh, "patient", timeout_s=timeout_s) as group:
+        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("patient"), out_specs=P("patient")))
+        jax.block_until_ready(run(jnp.ones((8, 64))))
+        group.check()
+
+
+def test_the_default_time_out():
+    assert inspect.signature(jax_ep.Group).parameters["timeout_s"].default == 300
+
+
+class FakeGpus:
+    """What the extension does for a group on GPUs, as far as it can be pretended."""
+
+    def __init__(self):
+        self.log = []
+        self.failed = False
+        self.busy = threading.Lock()
+        self.module = SimpleNamespace(
+            control_bytes=lambda: 4096,
+            has_expired=lambda key: self.failed,
+            last_epoch=lambda key: 2**31 + 5,
+            last_call=lambda key: 7,
+            reset_device_group=self.reset,
+            open_device_group=self.open,
+        )
+
+    def reserving(self, size):
+        assert size == 4096
+
+        def program(x):
+            time.sleep(0.02)  # so that threads meet
+            (device,) = jnp.asarray(x).devices()
+            self.log.append(("reserve", device.id))
+            return jnp.array([device.id << 8, device.id + 1], jnp.uint32)
+
+        return program
+
+    def reset(self, key, epoch, calls):
+        self.log.append(("reset", epoch, calls))
+        self.failed = False
+        return ""
+
+    def open(self, key, ranks, num_ranks, board):
+        assert self.busy.acquire(blocking=False), "two threads prepare a group at once"
+        time.sleep(0.02)
+        self.log.append(("open", num_ranks, board))
+        self.ranks = ranks
+        self.busy.release()
+        return ""
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("pretends on the CPU")
+    fake = FakeGpus()
+    monkeypatch.setattr(_group, "_reserving", fake.reserving)
+    monkeypatch.setattr(_group, "_controls", {})
+    return fake
+
+
+def test_threads_that_make_equal_groups_reserve_memory_once(fake_gpus):
+    mesh = make_mesh((4,), ("ep",))
+    devices = list(mesh.devices)
+    with jax_ep.Group(mesh, "ep") as group:
+        reasons = []
+        open_it = lambda: reasons.append(group._open_on_gpus(fake_gpus.module, devices))
+        threads = [threading.Thread(target=open_it) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert reasons == [""] * 4
+    assert sorted(entry for entry in fake_gpus.log if entry[0] == "reserve") == [
+        ("reserve", device.id) for device in devices
+    ]
+    assert fake_gpus.log.count(("open", 4, -1)) == 4
+    assert fake_gpus.ranks == [
+        (device.local_hardware_id, device.id << 8 | device.id + 1 << 32, 0, 0) for device in devices
+    ]
+
+
+def test_a_group_is_made_while_a_function_is_traced(fake_gpus):
+    mesh = make_mesh((2,), ("ep",))
+
+    @jax.jit
+    def traced(x):
+        with jax_ep.Group(mesh, "ep") as group:
+            assert group._open_on_gpus(fake_gpus.module, list(mesh.devices)) == ""
+            fake_gpus.failed = True
+            assert group._open_on_gpus(fake_gpus.module, list(mesh.devices)) == ""
+        return x
+
+    traced(1.0)
+    assert [entry[0] for entry in fake_gpus.log] == ["reserve", "reserve", "open", "reset", "open"]
+
+
+def test_a_failed_group_is_reset_after_what_was_launched_before(fake_gpus, monkeypatch):
+    mesh = make_mesh((2,), ("ep",))
+    devices = list(mesh.devices)
+    drain = lambda devices, limit_s: fake_gpus.log.append(("drain", len(devices)))
+    monkeypatch.setattr(_processes, "drain", drain)
+    fake_gpus.failed = True
+    with jax_ep.Group(mesh, "ep") as group:
+        assert group._open_on_gpus(fake_gpus.module, devices) == ""
+    assert fake_gpus.log[2:] == [("drain", 2), ("reset", 2**31 + 5, 7), ("open", 2, -1)]
+
+
+def test_a_wait_that_ends():
+    release = threading.Event()
+    with pytest.raises(
+        _processes.SetupTimeout, match=r"Group: knocking did not end within 0\.1 s in process 0"
+    ):
+        _processes.within(0.1, "knocking", release.wait)
+    release.set()
+    assert _processes.within(60, "knocking", lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        _processes.within(60, "knocking", lambda: 1 // 0)
+
+
+def test_what_cannot_end_is_told_by_name(fake_gpus, monkeypatch):
+    def stuck(devices, limit_s):
+        raise _processes.SetupTimeout("Group: waiting for earlier programs did not end")
+
+    monkeypatch.setattr(_processes, "drain", stuck)
+    fake_gpus.failed = True
+    mesh = make_mesh((2,), ("ep",))
+    with (
+        jax_ep.Group(mesh, "ep") as group,
+        pytest.raises(jax_ep.PeerTimeoutError, match="waiting for earlier programs"),
+    ):
+        group._open_on_gpus(fake_gpus.module, list(mesh.devices))
 
 
 def test_equal_groups_share_their_state_until_the_last_close():
@@ -155,7 +309,7 @@ def test_stats():
         stats = group.stats()
         assert (stats.implementation, stats.reason) == ("ffi", "")
         on_gpu = jax.default_backend() == "gpu"
-        assert stats.device_bytes <= 2**20
+        assert stats.device_bytes <= 8 * 2**20
         assert (stats.device_bytes > 0) == on_gpu
     with pytest.raises(RuntimeError, match=r"stats: .* is closed"):
         group.stats()

@@ -14,16 +14,17 @@ from jax_ep.bench.processes import free_address
 HERE = pathlib.Path(__file__).parent
 
 
-def run_two(arguments):
+def run_two(arguments, may_die=(), **more):
     """Two processes of four virtual devices each, of these arguments for a coordinator; their outputs."""
     address = free_address()
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "NPROC": "16",
+        **more,
     }
     commands = [[sys.executable, *arguments(address, process)] for process in range(2)]
-    return run_all(commands, [environment] * 2, timeout=200)
+    return run_all(commands, [environment] * 2, timeout=200, may_die=may_die)
 
 
 @pytest.mark.timeout(240)
@@ -48,38 +49,79 @@ def test_the_example_learns():
 
 def share(task):
     worker = str(HERE / "share_memory_worker.py")
-    before = glob.glob(f"{tempfile.gettempdir()}/jax_ep-*")
-    outputs = run_two(lambda address, process: [worker, task, address, str(process)])
-    assert glob.glob(f"{tempfile.gettempdir()}/jax_ep-*") == before
-    assert all("descriptors closed" in output for output in outputs)
+    may_die = (1,) if task == "one dies" or "never comes" in task else ()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = run_two(
+            lambda address, process: [worker, task, address, str(process)], may_die, TMPDIR=folder
+        )
+        if not may_die:  # who is killed meanwhile cannot tidy up
+            assert glob.glob(f"{folder}/*") == []
     return outputs
 
 
 @pytest.mark.timeout(240)
 def test_processes_share_what_each_device_has():
     """Both see the same file for each device, its owner by itself, the other through the socket."""
-    first, second = (
-        dict(re.findall(r"device (\d+): inode (\d+)", output)) for output in share("all goes well")
-    )
-    assert len(first) == 8
+    outputs = share("all goes well")
+    first, second = (dict(re.findall(r"^(.*): inode (\d+)", output, re.M)) for output in outputs)
     assert first == second
-    assert len(set(first.values())) == 8
+    boards = {name: inode for name, inode in first.items() if name.endswith("board")}
+    assert len(boards) == len(set(boards.values())) == 6  # one of each group
+    memory = {inode for name, inode in first.items() if name not in boards}
+    assert len(memory) == 8  # the same for all groups
+    assert all(output.count("descriptors closed") == 2 for output in outputs)
+    # Each sees that the other ends, even if a child of it does not.
+    assert "saw the end of the other" in outputs[0]
+    assert "the other lives" in outputs[1]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("task", "text"),
     [
-        ("export fails", "error: process 1: no handle to be had"),
-        ("import fails", "error: process 0: out of addresses"),
+        ("1: hold", "process 1: KeyError: 'not of a kind that is expected'"),
+        ("1: export", "process 1: no export to be had"),
+        ("0: board", "process 0: no board to be had"),
+        ("0: import", "process 0: no import to be had"),
+        ("1: watch", "process 1: no watch to be had"),
+        ("1: open", "process 1: process 1 says no"),
+        ("1: reset", "process 1: no reset to be had"),
+        ("other groups", "different groups at the same time: process 0: key 0 .*; process 1: key 1 "),
     ],
 )
 def test_what_fails_in_one_process_is_told_by_both(task, text):
     for output in share(task):
-        assert text in output
+        seconds, found = re.search(r"SetupError after ([\d.]+) s: (.*)", output).groups()
+        assert re.search(text, found)
+        assert float(seconds) < 30
+        assert "descriptors closed" in output
 
 
 @pytest.mark.timeout(240)
 def test_a_failure_that_one_process_saw_resets_both():
     for output in share("a rank has failed"):
-        assert "resets 2" in output  # of the first group, and of the second
+        assert "drained and reset" in output
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("introduce", "saying which group is made"),
+        ("offer", "exporting JAX's memory"),
+        ("fetch", "mapping the memory of other processes"),
+    ],
+)
+def test_nobody_waits_for_ever(step, words):
+    """A process that does not come to a step: the other says so, and where, in time."""
+    first, _ = share(f"{step}: never comes")
+    seconds, text = re.search(r"SetupTimeout after ([\d.]+) s: (.*)", first).groups()
+    assert 3 <= float(seconds) < 9
+    assert f"Group: {words}, as all processes must, did not end within 3 s in process 0" in text
+    assert "This process should end" in text
+
+
+@pytest.mark.timeout(240)
+def test_a_process_that_dies_before_it_has_said_anything():
+    first, _ = share("one dies")
+    assert re.search(r"(SetupTimeout|RuntimeError) after [\d.]+ s: Group: saying which group is made", first)

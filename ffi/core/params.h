@@ -35,6 +35,7 @@ struct Payload {
   const std::byte* in;  // [T, row_bytes]
   std::byte* out;       // [C, row_bytes], at the receiver
   int64_t row_bytes;
+  int32_t dtype;  // XLA's number of it: all ranks must agree, nothing depends on it
 };
 
 // Where each row of a routing lies. Written by dispatch, read by everything after it.
@@ -103,6 +104,7 @@ struct CombineParams {
   const Summand* summands;
   int32_t num_summands;
   const float* row_weights;  // [C] by expert, or null: the factor of each row
+  bool folds;  // the kernels first sum a token's rows where they lie, in the summands' `partial`
   const Bias* biases;
   int32_t num_biases;
   const float* recv_topk_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...

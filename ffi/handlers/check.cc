@@ -25,7 +25,8 @@ ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const 
     }
     payloads.push_back({static_cast<const std::byte*>(source.untyped_data()),
                         static_cast<std::byte*>(target.untyped_data()),
-                        elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type()))});
+                        elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type())),
+                        static_cast<int32_t>(source.element_type())});
     if (factors == nullptr) continue;
     auto factor = args.get<ffi::AnyBuffer>(rets.size() + i);
     if (factor.has_error()) return factor.error();

@@ -12,11 +12,9 @@
 
 namespace jax_ep {
 
-ffi::TypeId CudaCallSite::id = {};
-
-ffi::Error Launched(const char* op, cudaError_t error) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(op) + ": the launch failed: " + cudaGetErrorString(error));
+static const char* NameOf(Float type) {
+  static const char* const kNames[] = {"float16", "bfloat16", "float32", "float64"};
+  return kNames[static_cast<int>(type)];
 }
 
 static ffi::Error AtMost(const char* op, const char* what, int64_t value, int64_t most) {
@@ -29,33 +27,6 @@ static ffi::Error CheckShape(const char* op, const Shape& shape, size_t arrays) 
   return FirstError({AtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
                      AtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
                      AtMost(op, "arrays", arrays, kMaxPayloads)});
-}
-
-ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
-                     std::shared_ptr<DevicePeers>& devices, Peers& peers) {
-  devices = FindDevicePeers(seat.group->key());
-  if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
-  if (std::string text = devices->DescribeExpired(seat.group->name()); !text.empty()) {
-    seat.group->RecordExpired(text);
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
-  }
-  const std::string late = context.site->first_call.Wait(op, *seat.group, seat.place);
-  if (!late.empty()) {
-    seat.group->RecordExpired(late);
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, late);
-  }
-  peers = devices->At(seat.place, seat.group->timeout_s());
-  return ffi::Error::Success();
-}
-
-ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
-                      const std::vector<const void*>& published) {
-  for (const void* buffer : published) {
-    const std::string reason = devices.ReasonAgainst(seat.place, buffer);
-    if (!reason.empty())
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(op) + ": " + reason);
-  }
-  return ffi::Error::Success();
 }
 
 cuda::Device ThisDevice(const Group* group) {
@@ -71,23 +42,29 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 template <typename Params, typename Launch>
 static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat& seat, Params params,
                           const std::vector<Payload>& payloads, const void* routing, Launch launch) {
-  std::shared_ptr<DevicePeers> devices;
-  Peers peers;
-  auto error = CheckShape(op, params.shape, payloads.size());
-  if (error.success()) error = FindPeers(op, context, seat, devices, peers);
-  if (error.failure()) return error;
-  std::vector<const void*> published{params.recv_topk_weights, routing};
-  for (const Payload& payload : payloads) published.push_back(payload.out);
-  error = CheckReach(op, *devices, seat, published);
-  if (error.failure()) return error;
+  const Shape& shape = params.shape;
+  if (auto error = CheckShape(op, shape, payloads.size()); error.failure()) return error;
+  Meeting meeting{op,
+                  [&] {
+                    std::string what = Text(op, " by ", Describe(shape));
+                    for (const Payload& payload : payloads) {
+                      what += Text(", rows of ", payload.row_bytes, " bytes (",
+                                   DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
+                    }
+                    return what + (params.topk_weights == nullptr ? "" : ", with weights");
+                  },
+                  {params.recv_topk_weights, routing}};
+  for (const Payload& payload : payloads) meeting.published.push_back(payload.out);
   params.payloads = payloads.data();
   params.num_payloads = static_cast<int32_t>(payloads.size());
-  for (const Payload& payload : payloads) {
-    Poison(payload.out, params.shape.capacity * payload.row_bytes, context.stream);
-  }
-  const int64_t weights = params.shape.order == Order::kRank ? params.shape.top_k : 1;
-  Poison(params.recv_topk_weights, params.shape.capacity * weights * sizeof(float), context.stream);
-  return Launched(op, launch(params, peers, ThisDevice(seat.group.get()), context.stream));
+  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+    for (const Payload& payload : payloads) {
+      Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
+    }
+    const int64_t weights = shape.order == Order::kRank ? shape.top_k : 1;
+    Poison(params.recv_topk_weights, shape.capacity * weights * sizeof(float), context.stream);
+    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+  });
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
@@ -100,41 +77,48 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CachedDispatchParam
                       std::vector<Payload> payloads, Factors factors) {
   params.factors = factors.rows.data();
   params.factor_type = factors.type;
-  return RunPush("dispatch (cached)", context, seat, params, payloads, nullptr, cuda::LaunchCachedDispatch);
+  const char* op = params.row_weights == nullptr ? "dispatch (cached)" : "dispatch (weighted)";
+  return RunPush(op, context, seat, params, payloads, nullptr, cuda::LaunchCachedDispatch);
 }
 
 static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams params, Sums sums) {
   const char* op = "combine";
-  std::shared_ptr<DevicePeers> devices;
-  Peers peers;
-  auto error = FirstError(
-      {CheckShape(op, params.shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
-  if (error.success()) error = FindPeers(op, context, seat, devices, peers);
+  const Shape& shape = params.shape;
+  auto error =
+      FirstError({CheckShape(op, shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
   if (error.failure()) return error;
-  const bool folds = params.shape.order == Order::kExpert && params.shape.top_k > 1;
+  params.folds = shape.order == Order::kExpert && shape.top_k > 1;
   for (const Summand& summand : sums.summands) {
-    if (folds && summand.partial == nullptr) {
+    if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
       return InvalidArgument(op, ": by expert the kernels need room for partial sums");
     }
   }
-  std::vector<const void*> published{params.row_weights, params.recv_topk_weights};
+  Meeting meeting{op,
+                  [&] {
+                    std::string what = Text(op, " by ", Describe(shape));
+                    for (const Summand& summand : sums.summands) {
+                      what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
+                    }
+                    what += params.row_weights == nullptr ? "" : ", weighted";
+                    return what + (params.recv_topk_weights == nullptr ? "" : ", weights back");
+                  },
+                  {params.row_weights, params.recv_topk_weights}};
   for (const Summand& summand : sums.summands) {
-    published.push_back(summand.rows);
-    published.push_back(summand.partial);
-  }
-  error = CheckReach(op, *devices, seat, published);
-  if (error.failure()) return error;
-  for (const Summand& summand : sums.summands) {
-    const int64_t bytes = summand.num_elements * BytesOf(summand.type);
-    Poison(summand.out, params.shape.num_tokens * bytes, context.stream);
-    Poison(summand.partial, int64_t{params.shape.num_ranks} * params.shape.num_tokens * bytes,
-           context.stream);
+    meeting.published.push_back(summand.rows);
+    meeting.published.push_back(summand.partial);
   }
   params.summands = sums.summands.data();
   params.num_summands = static_cast<int32_t>(sums.summands.size());
   params.biases = sums.biases.data();
   params.num_biases = static_cast<int32_t>(sums.biases.size());
-  return Launched(op, cuda::LaunchCombine(params, peers, ThisDevice(seat.group.get()), context.stream));
+  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+    for (const Summand& summand : sums.summands) {
+      const int64_t bytes = summand.num_elements * BytesOf(summand.type);
+      Poison(summand.out, shape.num_tokens * bytes, context.stream);
+      Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
+    }
+    return cuda::LaunchCombine(params, peers, ThisDevice(seat.group.get()), context.stream);
+  });
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
@@ -165,6 +149,20 @@ static ffi::ErrorOr<std::unique_ptr<CudaCallSite>> InstantiateCuda() {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaInstantiate, InstantiateCuda, ffi::Ffi::BindInstantiate());
+
+// Runs before every execution of a program, also where its ops are replayed from a CUDA graph and no handler
+// is called: an op that failed stops the next execution.
+static ffi::Error InitializeCuda(CudaCallSite* site, ffi::RemainingArgs, ffi::RemainingRets,
+                                 ffi::Dictionary) {
+  const DevicePeers* peers = site->peers();
+  if (peers == nullptr) return ffi::Error::Success();
+  const std::string text = peers->DescribeFailure();
+  return text.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CudaInitialize, InitializeCuda,
+    ffi::Ffi::BindInitialize().Ctx<ffi::State<CudaCallSite>>().RemainingArgs().RemainingRets().Attrs());
 
 // A launch depends on nothing but its operands' addresses, so it may be recorded in a CUDA graph: epochs and
 // the peers' addresses are read on the device.

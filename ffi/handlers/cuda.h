@@ -3,20 +3,33 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <functional>
+#include <map>
+#include <mutex>
 #include <optional>
 
 #include "handlers/check.h"
 #include "kernels/kernels.h"
-#include "runtime/first_call.h"
 #include "runtime/peers.h"
 
 namespace jax_ep {
 
-// The state of a call site whose op communicates: its devices meet once on the host before the first launch,
-// so that what others load late on one device cannot hold up a kernel that its peers wait for.
-struct CudaCallSite {
+// The state of a call site whose op communicates: what its kernels publish of it, from the first call of each
+// device on, when the ranks have met on the host.
+class CudaCallSite {
+ public:
   static ffi::TypeId id;
-  FirstCall first_call;
+
+  std::optional<Call> Find(int32_t device) const;
+  void Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers);
+  // Of the group, once it has been called. A group's peers live as long as the process.
+  const DevicePeers* peers() const { return peers_.load(); }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int32_t, Call> calls_;
+  std::atomic<const DevicePeers*> peers_{nullptr};
 };
 
 struct CudaContext {
@@ -43,14 +56,24 @@ struct CudaLocalContext {
 // The result of a launch.
 ffi::Error Launched(const char* op, cudaError_t error);
 
-// The group's control blocks, once all local ranks have come to this call site. An error if an earlier wait
-// of the group expired.
-ffi::Error FindPeers(const char* op, const CudaContext& context, const Seat& seat,
-                     std::shared_ptr<DevicePeers>& devices, Peers& peers);
+// An op that communicates, before it is launched.
+struct Meeting {
+  const char* op;
+  // The op, its shapes and dtypes, in words: the same on all ranks, or none of them moves a row.
+  std::function<std::string()> what;
+  std::vector<const void*> published;  // buffers that peers reach
+};
 
-// An error if one of the buffers that the op publishes cannot be reached from the group's other processes.
-ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
-                      const std::vector<const void*>& published);
+// Launches an op with its group's control blocks. At the first call of a call site all ranks of the group
+// meet before and after the launch: what others load late on one device holds locks of the driver, and could
+// hold up a kernel that its peers wait for. An error if an earlier op of the group failed, if the ranks call
+// different ops, or if the group's other processes cannot reach a buffer.
+ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Meeting& meeting,
+                          const std::function<cudaError_t(const Peers&)>& launch);
+
+// The shapes of a routing in words.
+std::string Describe(const Shape& shape);
+std::string DtypeName(ffi::DataType type);
 
 // What a launch depends on; `group` is null for local ops.
 cuda::Device ThisDevice(const Group* group);

@@ -17,11 +17,6 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, f
     return InvalidArgument(op, ": the array must have a multiple of 16 bytes, and the result ", *num_ranks,
                            " times as many");
   }
-  std::shared_ptr<DevicePeers> devices;
-  Peers peers;
-  error = FindPeers(op, context, seat, devices, peers);
-  if (error.success()) error = CheckReach(op, *devices, seat, {out->untyped_data()});
-  if (error.failure()) return error;
   const int64_t rows = in.dimensions()[0];
   const GatherParams params{static_cast<int32_t>(*num_ranks),
                             seat.place.rank,
@@ -30,7 +25,11 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, f
                             static_cast<std::byte*>(out->untyped_data()),
                             rows,
                             rows == 0 ? 0 : static_cast<int64_t>(in.size_bytes()) / rows};
-  return Launched(op, cuda::LaunchGather(params, peers, ThisDevice(seat.group.get()), context.stream));
+  const Meeting meeting{
+      op, [&] { return Text(op, " of ", in.size_bytes(), " bytes a rank"); }, {out->untyped_data()}};
+  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+    return cuda::LaunchGather(params, peers, ThisDevice(seat.group.get()), context.stream);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatherHandler, RunGather,

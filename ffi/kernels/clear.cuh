@@ -103,7 +103,7 @@ __device__ inline void ClearGaps(const MoveArgs& args, const Counts& counts, con
   // A handle that was tampered with may say anything.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_blocks], 0);
   const bool local = args.peers.num_ranks == 0;
-  const Dealer dealer{local ? nullptr : &args.peers.control[args.peers.rank]->cleared[epoch % 2]};
+  const Dealer dealer{local ? nullptr : &args.peers.own().cleared[epoch % 2]};
   const int count = (static_cast<int>(gridDim.x) - args.num_senders) * taking_part;
   int unit = (static_cast<int>(blockIdx.x) - args.num_senders) * taking_part + number;
   for (int64_t end; (end = capacity - unit * rows) > first;) {

@@ -1,8 +1,11 @@
 // Combine: each token's rows, pulled from the peers' buffers and summed in registers. By expert a rank's rows
 // of a token are first summed where they lie ("folded"), so that one of them travels.
 #include "core/plan.h"
+#include "kernels/fill.cuh"
 #include "kernels/fold.cuh"
+#include "kernels/give_up.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -71,17 +74,17 @@ __device__ void PullSlice(const CombineArgs& args, const Terms<T>& terms, int in
 }
 
 // The tokens in their order, in parts that the warps of all blocks take in turn: whoever is free takes the
-// next.
+// next. `number` is the first that this warp has taken.
 template <typename T, int N>
-__device__ void PullArray(const CombineArgs& args, const Published* published, int index, uint32_t epoch) {
+__device__ void PullArray(const CombineArgs& args, const Published* published, int index, unsigned number,
+                          uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
   // Few enough for the search of a token's rows not to count, many enough for warps to end together.
   const int most = kParts * args.num_pullers / max(num_tokens, 1);
   const int parts = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
-  const Dealer dealer{&args.peers.control[args.peers.rank]->next[index]};
+  const Dealer dealer{&args.peers.own().next[index]};
   int folded = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
-  unsigned number = dealer.Take(lane);
   while (true) {
     const int unit = Dealer::Show(number);
     const int t = unit / parts;
@@ -122,13 +125,26 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
   }
 }
 
+// What an op that failed leaves. The last block.
+JAX_EP_RARE void FillResults(const CombineArgs& args) {
+  const int64_t tokens = args.shape.num_tokens;
+  for (int i = 0; i < args.num_summands; ++i) {
+    const Summand& summand = args.summands[i];
+    FillResult(summand.out, tokens * summand.num_elements * BytesOf(summand.type));
+  }
+  if (args.recv_topk_weights != nullptr) {
+    FillResult(args.topk_weights, tokens * args.shape.top_k * sizeof(float));
+  }
+}
+
 // Sums arrays of one type: each type then has the registers to itself.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = args.peers;
+  const State state = LoadState(peers, args.rank_operand);
   uint32_t epoch = 0;
-  const bool alive = Begin(peers, Op::kCombine, LoadState(peers, args.rank_operand), &epoch);
+  bool alive = Begin(peers, Op::kCombine, state, &epoch);
   if (alive && blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.num_summands; ++i) {
@@ -142,19 +158,30 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     __syncthreads();
     Enter(peers, mine, args.num_summands, epoch);
   }
-  if (!alive) return;
-  if (args.folds) Fold<T>(args, epoch);
-  const uint32_t missing = ReadPublished(peers, args.num_summands, epoch, published);
-  if (!AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing)) return;
-  if (static_cast<int>(blockIdx.x) < args.num_pullers) {
+  const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
+  const auto take = [&](int i) { return Dealer{&peers.own().next[i]}.Take(threadIdx.x % kWarp); };
+  unsigned number = 0;
+  if (alive) {
+    if (args.folds) Fold<T>(args, epoch);
+    if (pulls) number = take(0);  // it comes while the peers do
+    const uint32_t missing = ReadPublished(peers, Op::kCombine, args.num_summands, epoch, published);
+    alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
+  }
+  const auto fill = [&] { FillResults(args); };
+  if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
+  if (pulls) {
     for (int i = 0; i < args.num_summands; ++i) {
+      if (i > 0) number = take(i);
       WithPack<T>(args.summands[i].num_elements,
-                  [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, epoch); });
+                  [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, number, epoch); });
     }
     if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
   }
-  Arrive(peers, epoch);
-  if (blockIdx.x == gridDim.x - 1) Leave(peers, Op::kCombine, published, epoch);
+  LeavePeers(peers, epoch, true);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
+    GiveUp(peers, Op::kCombine, epoch, Part::kOpened, fill);
+  }
+  End(peers);
 }
 
 }  // namespace
@@ -187,7 +214,7 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const
     }
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
-    args.folds = args.num_summands > 0 && args.summands[0].partial != nullptr;
+    args.folds = params.folds && args.num_summands > 0;
     args.waves = PlanWaves(args.shape, kFirstWave, kWave, 1);
     double row_bytes = 0;
     for (int i = 0; i < args.num_summands; ++i) {
@@ -195,10 +222,8 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const
     }
     const SmPlan plan = PlanCombine(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
-    const cudaError_t error = WithKernel(type, [&](auto* kernel) {
-      kernel<<<plan.total(), kThreads, 0, stream>>>(args);
-      return cudaPeekAtLastError();
-    });
+    const cudaError_t error = WithKernel(
+        type, [&](auto* kernel) { return Launch(kernel, plan.total(), kThreads, 0, stream, true, args); });
     if (error != cudaSuccess) return error;
     args.recv_topk_weights = nullptr;
   }

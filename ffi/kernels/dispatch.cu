@@ -5,7 +5,9 @@
 
 #include "core/plan.h"
 #include "kernels/clear.cuh"
+#include "kernels/give_up.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 #include "kernels/place.cuh"
 #include "kernels/spread.cuh"
 
@@ -33,9 +35,9 @@ JAX_EP_HD int64_t HeadBytes(const MoveArgs& args) {
 
 // The granules of tokens that this block sends: the first is its own, the others go to whoever is free, so
 // that no block ends long after the others.
-__device__ int NextGranule(const MoveArgs& args, int granule) {
-  if (args.peers.num_ranks == 0) return granule + args.num_senders;
-  return args.num_senders + static_cast<int>(atomicAdd(&args.peers.control[args.peers.rank]->next[0], 1u));
+__device__ int NextGranule(const MoveArgs& args, int granule, int num_granules) {
+  if (args.peers.num_ranks == 0 || num_granules <= args.num_senders) return granule + args.num_senders;
+  return args.num_senders + static_cast<int>(atomicAdd(&args.peers.own().next[0], 1u));
 }
 
 // Tells the peers of a granule that this block has sent. One warp, once for each granule; `wave` is the
@@ -62,7 +64,7 @@ __device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const
                      (num_warps - num_bulk_warps - (args.spreads ? 1 : 0)) * kWarp, 1};
   const auto begin = [&](int granule) { return min(granule * args.granule, args.shape.num_tokens); };
   const auto prepare = [&](int granule, int* next) {
-    if (helpers.thread == 0) *next = NextGranule(args, granule);
+    if (helpers.thread == 0) *next = NextGranule(args, granule, num_granules);
     if (routes) FinishRows(args, begin(granule), begin(granule + 1), counts, helpers);
   };
   int granule = blockIdx.x;
@@ -140,13 +142,14 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
               WholeBlock());  // while the peers come
   }
   if (alive) {
-    uint32_t missing = local ? 0 : ReadPublished(peers, args.num_payloads, epoch, published);
+    uint32_t missing = local ? 0 : ReadPublished(peers, op, args.num_payloads, epoch, published);
     if (routes && missing == 0) missing = ReadCounts(args, counts, epoch);
     alive = AreAllThere(peers, op, Phase::kEnter, epoch, missing);
   }
   if (!alive) {
     // A block does not end while it is being written to.
     if (loads && piece.token < end) WaitForLoad(&slots.barriers[0], 0);
+    FailBlock(peers, op, epoch, [&] { FillResults(args); });
     return;
   }
   if (routes) {
@@ -160,11 +163,18 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   } else if (!routes && shape.order == Order::kExpert && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
-  if (!local) Arrive(peers, epoch);
+  if (!local) LeavePeers(peers, epoch, true);
   if (!sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr, epoch);
   if (local) return;
   if (args.spreads) SpreadRows<kInBulk, Scale>(args, op, slots, epoch);
-  if (closes && Leave(peers, op, published, epoch) && counts_pairs) CountCutSource(args, cut);
+  if (closes) {
+    if (!Leave(peers, op, published, epoch, args.spreads)) {
+      GiveUp(peers, op, epoch, Part::kOpened, [&] { FillResults(args); });
+    } else if (counts_pairs) {
+      CountCutSource(args, cut);
+    }
+  }
+  End(peers);
 }
 
 // Two slots a warp, as many warps as have room.
@@ -221,8 +231,8 @@ cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scal
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
-    kernel<<<num_blocks, num_threads, shared, stream>>>(args);
-    return cudaPeekAtLastError();
+    // A local move meets nobody, and may have more blocks than there is room for.
+    return Launch(kernel, num_blocks, num_threads, shared, stream, args.peers.num_ranks > 0, args);
   });
 }
 
@@ -311,6 +321,7 @@ Device DescribeDevice(bool plain_copies, int sm_budget) {
   int device = 0, num_sms = 1;
   (void)cudaGetDevice(&device);
   (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  num_sms = std::min(num_sms, kMaxBlocks);
   const bool is_new = IsBuiltForHopper();
   return {num_sms, !plain_copies && is_new, is_new, sm_budget};
 }

@@ -1,8 +1,8 @@
 // By expert: a token's rows at one rank are summed where they lie, before any of them travels.
 #pragma once
 
-#include "kernels/meet.cuh"
 #include "kernels/slices.cuh"
+#include "kernels/waves.cuh"
 
 namespace jax_ep::cuda {
 
@@ -95,12 +95,13 @@ __device__ void Fold(const CombineArgs& args, uint32_t epoch) {
       });
     }
     bool last = false;
-    __threadfence_block();
+    // All lanes' stores come before what the first lane counts and tells.
     __syncwarp();
-    if (lane == 0) last = atomicAdd(&done[wave], 1u) == share.num_units() - 1;
-    if (__shfl_sync(kAllLanes, last, 0)) {
-      FinishPart(args.peers, wave, min(share.num_blocks, share.num_slots), epoch);
+    if (lane == 0) {
+      __threadfence_block();
+      last = atomicAdd(&done[wave], 1u) == share.num_units() - 1;
     }
+    if (last) FinishPart(args.peers, wave, min(share.num_blocks, share.num_slots), epoch);
   }
 }
 

@@ -2,8 +2,10 @@
 // benchmark compares the other ops with it.
 
 #include "kernels/bulk.cuh"
+#include "kernels/fill.cuh"
+#include "kernels/give_up.cuh"
 #include "kernels/kernels.h"
-#include "kernels/meet.cuh"
+#include "kernels/launch.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -59,20 +61,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / kWarp;
   const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
+  const State state = LoadState(peers, params.rank_operand);
   uint32_t epoch = 0;
-  if (Begin(peers, Op::kGather, LoadState(peers, params.rank_operand), &epoch)) {
+  bool alive = Begin(peers, Op::kGather, state, &epoch);
+  if (alive) {
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
       __syncthreads();
       Enter(peers, mine, 1, epoch);
     }
-    if (AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, ReadPublished(peers, 1, epoch, published))) {
-      if (!kInBulk) GatherByStores(params, published);
-      if (copies) GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
-      Arrive(peers, epoch);
-      if (blockIdx.x == gridDim.x - 1) Leave(peers, Op::kGather, published, epoch);
-    }
+    const uint32_t missing = ReadPublished(peers, Op::kGather, 1, epoch, published);
+    alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
   }
+  const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
+  if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
+  if (!kInBulk) GatherByStores(params, published);
+  if (copies) GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
+  LeavePeers(peers, epoch, true);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
+    GiveUp(peers, Op::kGather, epoch, Part::kOpened, fill);
+  }
+  End(peers);
 }
 
 }  // namespace
@@ -82,15 +91,13 @@ cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const D
   // The more SMs, the better: 16 yield 94 % of what 100 do.
   const int blocks = device.num_sms * 3 / 4;
   if (!device.copies_in_bulk) {
-    GatherKernel<false><<<blocks, kThreads, 0, stream>>>(params, peers);
-    return cudaPeekAtLastError();
+    return Launch(GatherKernel<false>, blocks, kThreads, 0, stream, true, params, peers);
   }
   constexpr int kShared = 2 * kWarps * kSlotBytes;
   const cudaError_t error =
       cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  GatherKernel<true><<<blocks, kThreads, kShared, stream>>>(params, peers);
-  return cudaPeekAtLastError();
+  return Launch(GatherKernel<true>, blocks, kThreads, kShared, stream, true, params, peers);
 }
 
 cudaError_t PreloadGather() {

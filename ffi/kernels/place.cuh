@@ -73,13 +73,15 @@ __device__ inline void CountOwn(const MoveArgs& args, const Counts& counts, std:
   }
 }
 
-// Tells the peers of this block's share of the counts.
+// Tells the peers of the counts: the first block of all, or each of those that send of its share. An op that
+// finds the channel in use must not do so, which the first block knows by now.
 __device__ inline void PublishCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
   const Peers& peers = args.peers;
-  const Share share = ShareOf(args, blockIdx.x);
+  if (blockIdx.x > 0 && (args.counts_here || !AwaitOpened(peers, epoch))) return;
+  const Share share = args.counts_here ? Share{0, NumBins(args.shape)} : ShareOf(args, blockIdx.x);
   for (int i = threadIdx.x; i < (share.last - share.first) * peers.num_ranks; i += blockDim.x) {
     const int bin = share.first + i / peers.num_ranks;
-    StoreStamped(&peers.control[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
+    StoreStamped(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
   }
 }
 
@@ -88,10 +90,13 @@ __device__ inline void PublishCounts(const MoveArgs& args, const Counts& counts,
 __device__ inline uint32_t ReadCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
   constexpr int kBatch = 8;  // words whose loads are in flight
   const Peers& peers = args.peers;
-  for (int bin = threadIdx.x; bin < NumBins(args.shape); bin += blockDim.x) {
+  const int busy = peers.num_ranks == 0 ? 0 : kWarp;  // threads that meet the peers meanwhile
+  for (int bin = static_cast<int>(threadIdx.x) - busy; bin < NumBins(args.shape);
+       bin += static_cast<int>(blockDim.x) - busy) {
+    if (bin < 0) break;
     int before = 0, all = peers.num_ranks == 0 ? counts.own[bin] : 0;
     for (int first = 0; first < peers.num_ranks; first += kBatch) {
-      const auto word = [&](int i) { return &peers.control[peers.rank]->mail[first + i].counts[bin]; };
+      const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
       Stamped seen[kBatch] = {};
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -100,8 +105,9 @@ __device__ inline uint32_t ReadCounts(const MoveArgs& args, const Counts& counts
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (first + i >= peers.num_ranks) break;
-        uint32_t rows = static_cast<uint32_t>(seen[i]);
-        if (!IsOf(seen[i], epoch) && !AwaitNumber(peers, word(i), epoch, &rows)) return 1u << (first + i);
+        const auto is_there = [&] { return IsOf(seen[i] = LoadStamped(word(i)), epoch); };
+        if (!IsOf(seen[i], epoch) && !Await(peers, is_there)) return 1u << (first + i);
+        const uint32_t rows = static_cast<uint32_t>(seen[i]);
         if (first + i < peers.rank) before += static_cast<int>(rows);
         all += static_cast<int>(rows);
       }

@@ -1,6 +1,7 @@
 // The receiver's side of a push: what the counts say.
 #pragma once
 
+#include "kernels/fill.cuh"
 #include "kernels/meet.cuh"
 
 namespace jax_ep::cuda {
@@ -45,6 +46,27 @@ struct MoveArgs {
   int32_t* num_dropped;
 };
 
+// What an op that failed leaves: NaN, -1, and no rows for whoever multiplies groups of them. The last block.
+JAX_EP_RARE void FillResults(const MoveArgs& args) {
+  const Shape& shape = args.shape;
+  const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
+  for (int p = 0; p < args.num_payloads; ++p)
+    FillResult(args.payloads[p].out, C * args.payloads[p].row_bytes);
+  FillResult(args.recv_topk_weights, (shape.order == Order::kRank ? C * K : C) * sizeof(float));
+  if (args.chunk_counts == nullptr) return;  // the handle was here before
+  const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
+  fill(args.handle.topk_idx, shape.num_tokens * K);
+  fill(args.handle.token_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
+  fill(args.handle.rank_prefix_matrix, R * R);
+  fill(args.handle.expert_counts, L);
+  fill(args.sends_map ? args.handle.row_map : nullptr, R * shape.num_tokens * K);
+  fill(args.recv_topk_idx, C * K);
+  fill(args.tokens_per_expert, L);
+  fill(args.num_tokens, 1);
+  fill(args.num_dropped, 1);
+  FillResult(args.group_sizes, L * sizeof(int32_t), 0);
+}
+
 // The sum over a block's threads, for all of them.
 __device__ inline int BlockSum(int number) {
   __shared__ int sum;
@@ -60,7 +82,7 @@ __device__ inline int BlockSum(int number) {
 // Rows of rank `source` in bin `bin`, before drops; once its counts have come.
 __device__ inline int CountOf(const MoveArgs& args, const int32_t* own, int source, int bin) {
   if (args.peers.num_ranks == 0) return own[bin];
-  return static_cast<int>(LoadStamped(&args.peers.control[args.peers.rank]->mail[source].counts[bin]));
+  return static_cast<int>(LoadStamped(&args.peers.own().mail[source].counts[bin]));
 }
 
 // By expert: where the blocks of a rank's experts start [L + 1]. One warp; `rows` are theirs.

@@ -3,6 +3,7 @@
 
 #include "kernels/send.cuh"
 #include "kernels/sum.cuh"
+#include "kernels/waves.cuh"
 
 namespace jax_ep::cuda {
 
@@ -138,7 +139,7 @@ __device__ void SpreadRows(const MoveArgs& args, Op op, Slots& slots, uint32_t e
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
-  const Dealer dealer{&args.peers.control[args.peers.rank]->spread[epoch % 2]};
+  const Dealer dealer{&args.peers.own().spread[epoch % 2]};
   int come = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
   while (true) {
     const int unit = Dealer::Show(dealer.Take(lane));

@@ -49,7 +49,7 @@ class Group {
   const std::vector<int64_t> devices_;
   const int num_ranks_;
   mutable std::mutex mutex_;
-  Options options_{30.0, 0};
+  Options options_{300.0, 0};
   std::optional<std::string> expired_;
 };
 

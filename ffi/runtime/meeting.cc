@@ -31,7 +31,9 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   Clock::time_point deadline() const { return deadline_; }
 
   bool IsFor(const Arrival& arrival) const {
-    return run_id_ == arrival.run_id && group_ == arrival.group && group_index_ == arrival.place.group;
+    // A group that was made anew meanwhile is another object, but the run is still the old one.
+    return run_id_ == arrival.run_id && group_->key() == arrival.group->key() &&
+           group_index_ == arrival.place.group;
   }
 
   // Guarded by the meeting point's mutex.

@@ -1,65 +1,19 @@
 #include "runtime/peers.h"
 
 #include <algorithm>
-#include <cstring>
-#include <map>
-#include <mutex>
+#include <cstdio>
+#include <future>
+#include <stdexcept>
 
 #include "core/text.h"
-#include "kernels/kernels.h"
 #include "runtime/driver.h"
-#include "runtime/gpus.h"
+#include "runtime/prepare.h"
 #include "runtime/switches.h"
+#include "runtime/watch.h"
 
 namespace jax_ep {
-namespace {
 
-std::string Failed(const char* what, int64_t device, cudaError_t error) {
-  return Text(what, " on GPU ", device, ": ", cudaGetErrorString(error));
-}
-
-// Lets the device reach the memory of those peers that belong to this process; others' is mapped for it.
-std::string PreparePeers(int64_t device, const RankMemory* peers, int num_peers) {
-  for (const RankMemory* peer = peers; peer != peers + num_peers; ++peer) {
-    if (peer->device == device || peer->device < 0) continue;
-    if (LinkBetween(device, peer->device) == Link::kNone) {
-      return Text("GPU ", device, " (", GpuName(device), ") cannot access the memory of GPU ", peer->device,
-                  " (", GpuName(peer->device),
-                  "); the GPUs of a group need peer access (NVLink, or PCIe with peer-to-peer; never between "
-                  "MIG instances): choose others, or implementation='xla'");
-    }
-    const cudaError_t error = cudaDeviceEnablePeerAccess(static_cast<int>(peer->device), 0);
-    if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
-      return Failed("enabling peer access", device, error);
-    }
-    (void)cudaGetLastError();  // 'already enabled' would stay behind
-    const Memory memory = DescribeMemory(peer->control, device);
-    if (!memory.reachable) {
-      return Text("JAX's memory on GPU ", peer->device, " (", memory.kind, ") is not accessible from GPU ",
-                  device,
-                  "; let JAX use its own allocator (unset XLA_PYTHON_CLIENT_ALLOCATOR), or "
-                  "implementation='xla'");
-    }
-  }
-  return "";
-}
-
-}  // namespace
-
-// What must be done on each device of this process before its first op.
-static std::string Prepare(const RankMemory& rank, const RankMemory* peers, int num_peers) {
-  return OnDevice(rank.device, [&]() -> std::string {
-    if (std::string text = PreparePeers(rank.device, peers, num_peers); !text.empty()) return text;
-    for (auto preload : {cuda::PreloadLayout, cuda::PreloadDispatch, cuda::PreloadCombine,
-                         cuda::PreloadPermute, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
-      const cudaError_t error = preload();
-      if (error != cudaSuccess) return Failed("loading the kernels", rank.device, error);
-    }
-    return "";
-  });
-}
-
-std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks,
+std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks, int board,
                               std::shared_ptr<DevicePeers>& peers) {
   if (num_ranks > kMaxRanks) {
     return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
@@ -68,38 +22,85 @@ std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_rank
   made->ranks_ = ranks;
   made->num_ranks_ = num_ranks;
   made->regions_.resize(ranks.size());
+  const int total = static_cast<int>(ranks.size());
+  made->board_ = board < 0 ? Board::Make(total) : Board::Map(board, total);
   int64_t a_device = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i].device < 0) continue;
     a_device = ranks[i].device;
-    const RankMemory* const group = &ranks[i / num_ranks * num_ranks];
-    if (std::string text = Prepare(ranks[i], group, num_ranks); !text.empty()) return text;
-    if (std::any_of(group, group + num_ranks, [](const RankMemory& rank) { return rank.device < 0; })) {
+    std::vector<int64_t> devices;
+    std::vector<uint64_t> addresses;
+    for (int r = made->first_of(i); r < made->first_of(i) + num_ranks; ++r) {
+      devices.push_back(ranks[r].device);
+      addresses.push_back(ranks[r].control);
+    }
+    if (std::string text = PrepareDevice(a_device, devices, addresses); !text.empty()) return text;
+    if (std::count(devices.begin(), devices.end(), -1) != 0) {
       made->regions_[i] = FindRegion(ranks[i].control, a_device);
     }
   }
-  const cudaError_t error = OnDevice(a_device, [&] {
-    return cudaHostAlloc(reinterpret_cast<void**>(&made->expired_), sizeof(Expired) * ranks.size(),
-                         cudaHostAllocPortable | cudaHostAllocMapped);
-  });
-  if (error != cudaSuccess) return Failed("allocating host memory", a_device, error);
-  if (std::string text = made->Reset(); !text.empty()) return text;
+  made->reports_ = static_cast<Report*>(MappedHostMemory(a_device, sizeof(Report) * ranks.size()));
+  OnTick([made] { made->Tick(); });
   peers = made;
   return "";
 }
 
-std::string DevicePeers::Reset() {
-  std::memset(expired_, 0, sizeof(Expired) * ranks_.size());
-  for (const RankMemory& rank : ranks_) {
-    if (rank.device < 0) continue;
-    const cudaError_t error = OnDevice(rank.device, [&] {
-      const cudaError_t cleared = cudaMemset(reinterpret_cast<void*>(rank.control), 0, sizeof(Control));
-      return cleared == cudaSuccess ? cudaDeviceSynchronize() : cleared;
+std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
+  // All devices have ended their ops before the first block is cleared, and all blocks are clear before the
+  // first op begins.
+  const auto on_all = [&](const char* what, auto&& f) -> std::string {
+    for (const RankMemory& rank : ranks_) {
+      if (rank.device < 0) continue;
+      const cudaError_t error = OnDevice(rank.device, [&] { return f(rank); });
+      if (error != cudaSuccess) {
+        return Text(what, " on GPU ", rank.device, ": ", cudaGetErrorString(error),
+                    ". A GPU that was stopped, or has failed, can be used again by a new process only");
+      }
+    }
+    return "";
+  };
+  auto fresh = std::make_unique<Control>();
+  if (epoch == UINT32_MAX) epoch = 1;  // the next one would be 0, which is none
+  for (Channel& channel : fresh->channels) {
+    channel.epoch = epoch;
+    channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
+  }
+  std::string text =
+      on_all("waiting for the group's ops", [](const RankMemory&) { return cudaDeviceSynchronize(); });
+  if (text.empty()) {
+    text = on_all("clearing the control block", [&](const RankMemory& rank) {
+      const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
+                                           sizeof(Control), cudaMemcpyHostToDevice);
+      return error == cudaSuccess ? cudaDeviceSynchronize() : error;
     });
-    if (error != cudaSuccess) return Failed("clearing the control block", rank.device, error);
+  }
+  if (!text.empty()) return text;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    reports_[i].phase = 0;
+    board_->Reset(static_cast<int>(i), 1, calls);
   }
   return "";
 }
+
+uint32_t DevicePeers::LastEpoch() const {
+  uint32_t last = 0;
+  for (const RankMemory& rank : ranks_) {
+    if (rank.device < 0) continue;
+    OnDevice(rank.device, [&] {
+      const auto* control = reinterpret_cast<const Control*>(rank.control);
+      for (const Channel& channel : control->channels) {
+        uint32_t epoch = 0;
+        (void)cudaMemcpy(&epoch, &channel.epoch, sizeof(epoch), cudaMemcpyDeviceToHost);
+        last = std::max(last, epoch);
+      }
+      return cudaSuccess;
+    });
+  }
+  return last;
+}
+
+uint32_t DevicePeers::LastCall() const { return board_->LastCall(0, static_cast<int>(ranks_.size())); }
 
 std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* address) const {
   const Region& region = regions_[place.group * num_ranks_ + place.rank];
@@ -110,52 +111,79 @@ std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* ad
          "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
 }
 
-Peers DevicePeers::At(const Group::Place& place, double timeout_s) const {
+Peers DevicePeers::At(const Group::Place& place, const Call& call) const {
   Peers peers{};
   const int first = place.group * num_ranks_;
+  peers.call = call;
   for (int r = 0; r < num_ranks_; ++r) {
-    peers.control[r] = reinterpret_cast<Control*>(ranks_[first + r].control);
+    auto* control = reinterpret_cast<Control*>(ranks_[first + r].control);
+    peers.channel[r] = &control->channels[peers.channel_number()];
     peers.shift[r] = ranks_[first + r].shift;
   }
-  peers.expired = &expired_[first + place.rank];
-  peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  peers.report = &reports_[first + place.rank];
   peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
   peers.rank = place.rank;
   peers.num_ranks = num_ranks_;
   return peers;
 }
 
-std::string DevicePeers::DescribeExpired(const std::string& group_name) const {
-  static const char* const kOps[] = {"dispatch", "dispatch (cached)", "combine", "gather"};
+void DevicePeers::Configure(const std::string& name, double timeout_s) {
+  for (size_t i = 0; i < ranks_.size(); ++i) reports_[i].timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  std::lock_guard<std::mutex> lock(mutex_);
+  name_ = name;
+}
+
+void DevicePeers::Stall(int rank_index, Phase phase, double seconds) {
+  reports_[rank_index].stall_ns[phase == Phase::kEnter ? 0 : 1] = static_cast<uint64_t>(seconds * 1e9);
+}
+
+uint32_t DevicePeers::Remember(const std::string& what) {
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (const char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  std::lock_guard<std::mutex> lock(mutex_);
+  calls_[hash] = what;
+  return hash;
+}
+
+Board::Hooks DevicePeers::HooksFor(int group) const {
+  return {[this](uint64_t hash) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            const auto it = calls_.find(static_cast<uint32_t>(hash));
+            return it == calls_.end() ? std::string() : it->second;
+          },
+          [this, group](int rank) {
+            const RankMemory& memory = ranks_[group * num_ranks_ + rank];
+            return memory.device < 0 && IsGone(memory.process);
+          }};
+}
+
+void DevicePeers::Tick() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    const volatile Expired& record = expired_[i];
-    const Phase phase = static_cast<Phase>(record.phase);
-    if (phase == Phase::kNone) continue;
-    const char* op = kOps[record.op];
-    if (phase == Phase::kRank) {
-      return Text(op, ": group ", group_name, " was made for another mesh: GPU ", ranks_[i].device,
-                  " runs as rank ", static_cast<int>(record.missing), ", but is rank ",
-                  static_cast<int>(record.rank), " there; make the Group from the mesh of this shard_map");
-    }
-    std::string missing;
+    if (ranks_[i].device < 0) continue;
+    uint32_t gone = 0;
     for (int r = 0; r < num_ranks_; ++r) {
-      if ((record.missing >> r & 1) != 0) missing += Text(' ', r);
+      const RankMemory& peer = ranks_[first_of(i) + r];
+      if (peer.device < 0 && IsGone(peer.process)) gone |= 1u << r;
     }
-    return Text(op, ": of group ", group_name, ", rank(s)", missing, " did not ",
-                phase == Phase::kEnter ? "arrive" : "finish", " in time: rank ",
-                static_cast<int>(record.rank), " waited in the group's op ",
-                static_cast<uint32_t>(record.epoch),
-                ". Every rank must reach the same ops in the same order; a rank that is only slow needs a "
-                "larger Group(timeout_s=...). Make the Group anew to go on.");
+    __atomic_store_n(&reports_[i].gone, gone, __ATOMIC_RELEASE);
+    const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
+    if (phase == Phase::kStuck && !told_) {
+      told_ = true;
+      std::fprintf(stderr, "jax_ep: %s\n", Describe(reports_[i], static_cast<int>(i)).c_str());
+    }
   }
-  return "";
 }
 
 namespace {
 
+struct Made {
+  std::shared_ptr<DevicePeers> peers;
+  std::string error;
+};
+
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<DevicePeers>> peers;
+  std::map<std::string, std::shared_future<Made>> groups;
 };
 
 // Never destroyed, like the blocks it holds.
@@ -166,18 +194,48 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks) {
+// A group is made outside of the lock: that takes locks of the driver, which a handler may hold that looks
+// for its own group here.
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
+                            int board) {
   Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  std::shared_ptr<DevicePeers>& peers = registry.peers[key];
-  return peers == nullptr ? DevicePeers::Make(ranks, num_ranks, peers) : "";
+  std::promise<Made> promise;
+  std::shared_future<Made> found;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto it = registry.groups.find(key);
+    if (it != registry.groups.end()) {
+      found = it->second;
+    } else {
+      registry.groups.emplace(key, promise.get_future().share());
+    }
+  }
+  if (found.valid()) return found.get().error;
+  Made made;
+  try {
+    made.error = DevicePeers::Make(ranks, num_ranks, board, made.peers);
+  } catch (const std::exception& error) {
+    made.error = error.what();
+  }
+  if (!made.error.empty()) {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.groups.erase(key);  // the next one may try again
+  }
+  promise.set_value(made);
+  return made.error;
 }
 
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key) {
   Registry& registry = GetRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  auto it = registry.peers.find(key);
-  return it == registry.peers.end() ? nullptr : it->second;
+  std::shared_future<Made> found;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto it = registry.groups.find(key);
+    if (it == registry.groups.end()) return nullptr;
+    found = it->second;
+  }
+  const bool ready = found.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  return ready ? found.get().peers : nullptr;
 }
 
 }  // namespace jax_ep

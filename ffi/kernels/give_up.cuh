@@ -1,0 +1,155 @@
+// How a rank gives up an op: so that afterwards nobody touches its memory, and nobody takes what is there for
+// results.
+#pragma once
+
+#include "kernels/meet.cuh"
+
+namespace jax_ep::cuda {
+
+// What a kernel that fails is to its channel.
+enum class Part : int {
+  kOpened,  // its rank has opened its op
+  kNever,   // has not, and never will
+  kStray,   // has not, and another op of the rank is in the channel
+};
+
+// As one thread of a kernel that fails, after a reason has come to the gate. Finds the op's epoch, too:
+// blocks that began while another op ended here may have taken it for an earlier one.
+JAX_EP_RARE Part FindPart(const Peers& peers, uint32_t* epoch) {
+  Channel& own = peers.own();
+  const uint64_t until = GlobalNanoseconds() + LoadFromHost(&peers.report->timeout_ns);
+  while (true) {
+    const Stamped opened = LoadStamped(&own.opened);
+    const uint32_t noted = static_cast<uint32_t>(opened >> 32);
+    const bool in_flight = *static_cast<const volatile uint32_t*>(&own.epoch) != noted;
+    if (in_flight && static_cast<uint32_t>(opened) == peers.call.site + 1) {
+      *epoch = noted;
+      return Part::kOpened;
+    }
+    // What has been added to the gate is noted, or taken back, soon.
+    if (IsOf(LoadStamped(&own.gate), noted) || GlobalNanoseconds() > until) {
+      return in_flight ? Part::kStray : Part::kNever;
+    }
+  }
+}
+
+// Whether rank r can no longer touch this rank's memory in this op, after a reason was stored in its gate. If
+// it has not opened the op, it never will. If it has, all of its blocks must have left. (It may have opened
+// the next op after that; and an op that finds the channel in use adds to the gate for a moment.)
+JAX_EP_RARE bool IsOut(const Peers& peers, int r, uint32_t epoch) {
+  const uint32_t last = static_cast<uint32_t>(LoadStamped(&peers.channel[r]->gate) >> 32);
+  if (static_cast<int32_t>(last - epoch) < 0) return true;
+  if ((LoadFromHost(&peers.report->gone) >> r & 1) != 0) return true;
+  const Channel& own = peers.own();
+  // A block's word of the next op says that this one has ended.
+  const auto has_left = [&](int block) {
+    const Stamped left = LoadStampedAcquire(&own.left[r][block]);
+    return IsOf(left, epoch) || IsOf(left, NextEpoch(epoch));
+  };
+  if (!has_left(0)) return false;
+  const Stamped low = LoadStamped(&own.mail[r].words[0][0]), high = LoadStamped(&own.mail[r].words[0][1]);
+  // The first block has failed before it told of the op, which no other block does; or it tells of the next
+  // one.
+  if (!IsOf(low, epoch) || !IsOf(high, epoch)) return true;
+  const int blocks = Call::BlocksOf(high << 32 | static_cast<uint32_t>(low));
+  for (int block = 1; block < blocks; ++block) {
+    if (!has_left(block)) return false;
+  }
+  return true;
+}
+
+// Stops the GPU: a rank may still write here at any time, so no program may go on with this memory. Returns
+// if the processes of all those ranks turn out to have ended.
+JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t inside) {
+  constexpr uint64_t kToBeMissed =
+      2'000'000'000;                             // nanoseconds until the host knows that a process has ended,
+  constexpr uint64_t kToBeTold = 1'000'000'000;  // and until it has read the report
+  for (const uint64_t until = GlobalNanoseconds() + kToBeMissed; GlobalNanoseconds() < until;) {
+    if ((inside & ~LoadFromHost(&peers.report->gone)) == 0) return;
+  }
+  atomicExch(&peers.control(peers.rank).recorded, 1u);
+  WriteReport(peers, op, Phase::kStuck, epoch, inside, 0);
+  for (const uint64_t until = GlobalNanoseconds() + kToBeTold; GlobalNanoseconds() < until;) {
+  }
+  Trap();
+}
+
+// Keeps all ranks from opening ops of the group from now on. Where this rank has opened the present one,
+// peers may know of its memory: waits until those are out that have opened it too. The whole block.
+JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened) {
+  const int r = threadIdx.x;
+  const uint32_t reason = LoadFlag(&peers.own().gate);
+  const auto close = [&](uint64_t* gate) {
+    if (LoadFlag(gate) == 0) StoreFlag(gate, reason);  // the first reason is the one to tell
+  };
+  for (int i = threadIdx.x; i < peers.num_ranks * kChannels; i += blockDim.x) {
+    close(&peers.control(i / kChannels).channels[i % kChannels].gate);
+  }
+  __shared__ uint32_t inside;
+  if (r == 0) inside = 0;
+  __syncthreads();
+  if (opened && r < peers.num_ranks && r != peers.rank) {
+    // Either the peer finds the reason when it adds to its gate, or the loads below find that it has done so
+    // before.
+    close(&peers.channel[r]->gate);
+    FenceTotal();
+    const uint64_t until = GlobalNanoseconds() + LoadFromHost(&peers.report->timeout_ns);
+    bool out;
+    while (!(out = IsOut(peers, r, epoch)) && GlobalNanoseconds() < until) __nanosleep(1000);
+    if (!out) atomicOr(&inside, 1u << r);
+  }
+  __syncthreads();
+  if (r == 0 && inside != 0) StopGpu(peers, op, epoch, inside);
+  __syncthreads();
+}
+
+// Ends an op that has failed, as its last block. fill() overwrites the results once nobody writes to them any
+// more.
+template <typename Fill>
+__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Part part, Fill&& fill) {
+  constexpr uint64_t kSoon = 1'000'000;  // nanoseconds
+  Channel& own = peers.own();
+  if (threadIdx.x == 0) {
+    // A peer's block may have left without its part before that peer's reason comes here.
+    for (const uint64_t until = GlobalNanoseconds() + kSoon;
+         !IsGivenUp(peers) && GlobalNanoseconds() < until;) {
+    }
+    CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+  }
+  __syncthreads();
+  KeepOut(peers, op, epoch, part == Part::kOpened);
+  if (threadIdx.x == 0) {
+    // The other blocks of this kernel end by themselves: no wait for a peer goes on once the gate is closed.
+    // Those of a stray op are not counted, but do nothing that lasts.
+    const uint64_t soon = GlobalNanoseconds() + kSoon;
+    const auto ended = [&] {
+      return part == Part::kStray ? GlobalNanoseconds() > soon : LoadAcquire(&own.ended) >= gridDim.x - 1;
+    };
+    while (!ended()) {
+    }
+    if (atomicExch(&peers.control(peers.rank).recorded, 1u) == 0) {
+      WriteReport(peers, op, Phase::kGivenUp, epoch, 0, 0);
+    }
+  }
+  __syncthreads();
+  fill();
+  if (threadIdx.x == 0 && part == Part::kOpened) own.epoch = epoch;
+}
+
+// Ends a block of an op that has failed before the ranks have met. Nothing is told, and nothing counted, of
+// an op that does not own the channel.
+template <typename Fill>
+__device__ __noinline__ void FailBlock(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+  __shared__ Part part;
+  __shared__ uint32_t found;
+  if (threadIdx.x == 0) {
+    found = epoch;
+    part = FindPart(peers, &found);
+  }
+  __syncthreads();
+  if (part == Part::kOpened) LeavePeers(peers, found, false);
+  if (blockIdx.x == gridDim.x - 1) GiveUp(peers, op, found, part, fill);
+  if (part != Part::kStray) End(peers);
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,116 @@
+// How failed ops are told to the user.
+#include <algorithm>
+
+#include "core/text.h"
+#include "runtime/peers.h"
+
+namespace jax_ep {
+namespace {
+
+std::string RankList(uint32_t ranks) {
+  std::string text;
+  for (int r = 0; r < kMaxRanks; ++r) {
+    if ((ranks >> r & 1) != 0) text += Text(' ', r);
+  }
+  return text;
+}
+
+const char* NameOf(Op op) {
+  static const char* const kNames[] = {"dispatch", "dispatch (cached)", "combine", "gather"};
+  return kNames[static_cast<int>(op)];
+}
+
+// What the ranks that are to blame did not do.
+const char* WhatIsMissing(Phase phase) {
+  return phase == Phase::kEnter ? "arrive" : phase == Phase::kMove ? "finish a part of their rows" : "finish";
+}
+
+constexpr const char* kRemedy =
+    " Every rank must reach the same ops in the same order; a rank that is only slow needs a larger "
+    "Group(timeout_s=...). The results of this op, and of later ones, are NaN and -1. Make the Group anew to "
+    "go on.";
+
+// The one to tell first: what a rank found itself says more than that another has given up.
+int Weight(Phase phase) {
+  return phase == Phase::kNone ? 0 : phase == Phase::kGivenUp ? 1 : phase == Phase::kStuck ? 3 : 2;
+}
+
+Phase PhaseOf(const Report& report) {
+  return static_cast<Phase>(__atomic_load_n(&report.phase, __ATOMIC_ACQUIRE));
+}
+
+}  // namespace
+
+bool DevicePeers::HasFailed() const {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    if (PhaseOf(reports_[i]) != Phase::kNone || board_->HasFailed(static_cast<int>(i), 1)) return true;
+  }
+  return false;
+}
+
+std::string DevicePeers::DescribeFailure() const {
+  int found = -1;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    const int weight = Weight(PhaseOf(reports_[i]));
+    if (weight > 0 && (found < 0 || weight > Weight(PhaseOf(reports_[found])))) found = static_cast<int>(i);
+  }
+  return found < 0 ? "" : Describe(reports_[found], found);
+}
+
+std::string DevicePeers::Describe(const Call& call) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = calls_.find(call.hash);
+  return it == calls_.end() ? "an op that this process has not run" : it->second;
+}
+
+std::string DevicePeers::Describe(const Report& report, int rank_index) const {
+  const Phase phase = PhaseOf(report);
+  const char* op = NameOf(static_cast<Op>(report.op));
+  std::string group;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    group = name_;
+  }
+  const std::string missing = RankList(report.missing), of_group = Text(": of group ", group, ", ");
+  const std::string call = Describe(Call::Of(report.call)), other = Describe(Call::Of(report.other_call));
+  switch (phase) {
+    case Phase::kNone:
+      return "";
+    case Phase::kRank:
+      return Text(op, ": group ", group, " was made for another mesh: GPU ", ranks_[rank_index].device,
+                  " runs as rank ", static_cast<int>(report.missing), ", but is rank ", report.rank,
+                  " there; make the Group from the mesh of this shard_map");
+    case Phase::kCall:
+      return Text(op, of_group, "rank(s)", missing, " called ", other == call ? "another call of " : "",
+                  other, ", where rank ", report.rank, " called ", call, ". No row was moved.", kRemedy);
+    case Phase::kChannel:
+      return Text(op, of_group, "rank ", report.rank, " began ", call, " while ", other,
+                  " was still running on the same GPU, in the same of ", kChannels,
+                  " channels. Let one of them use the other's result, so that they run in turn.", kRemedy);
+    case Phase::kGivenUp: {
+      const Reason reason{report.reason};
+      const std::string why =
+          reason.missing() == 0
+              ? std::string(" gave up")
+              : Text(" gave up: rank(s)", RankList(reason.missing()), " did not ",
+                     reason.phase() == Phase::kCall ? "call the same op" : WhatIsMissing(reason.phase()),
+                     reason.phase() == Phase::kCall ? "" : " in time");
+      return Text(op, of_group, "rank ", reason.rank(), why, "; rank ", report.rank,
+                  " found so in the group's op ", report.epoch, " (", call, ").", kRemedy);
+    }
+    case Phase::kStuck:
+      return Text(op, of_group, "rank(s)", missing, " are stuck inside ", call,
+                  ", which they did not finish within ", 2e-9 * static_cast<double>(report.timeout_ns),
+                  " s, and may still write to the memory of rank ", report.rank, ": GPU ",
+                  ranks_[rank_index].device,
+                  " was stopped, so that no program goes on with that memory. This process must end.");
+    default:
+      return Text(op, of_group, "rank(s)", missing, " did not ", WhatIsMissing(phase), " in time: rank ",
+                  report.rank, " waited ", 1e-9 * static_cast<double>(report.timeout_ns),
+                  " s in the group's op ", report.epoch, " (", call, ").", kRemedy);
+  }
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,106 @@
+#include "runtime/watch.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace jax_ep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kInterval = std::chrono::milliseconds(200);
+// The sockets of a process that was killed are closed before the driver has torn its contexts down.
+constexpr auto kDriverNeeds = std::chrono::seconds(1);
+
+// Whether the other end is closed. What it may have sent is dropped.
+bool HasEnded(int descriptor) {
+  char dropped[256];
+  while (true) {
+    const ssize_t size = recv(descriptor, dropped, sizeof(dropped), MSG_DONTWAIT);
+    if (size == 0) return true;
+    if (size > 0 || errno == EINTR) continue;
+    return errno != EAGAIN && errno != EWOULDBLOCK;
+  }
+}
+
+class Watch {
+ public:
+  void AddProcess(int process, int descriptor) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sockets_.emplace_back(process, descriptor);
+    Start();
+  }
+
+  void AddTick(std::function<void()> tick) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ticks_.push_back(std::move(tick));
+    Start();
+  }
+
+  bool IsGone(int process) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = ended_.find(process);
+    return it != ended_.end() && Clock::now() - it->second >= kDriverNeeds;
+  }
+
+ private:
+  void Start() {
+    if (std::exchange(started_, true)) return;
+    std::thread([this] { Loop(); }).detach();
+  }
+
+  void Loop() {
+    while (true) {
+      std::this_thread::sleep_for(kInterval);
+      std::vector<std::function<void()>> ticks;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        LookAtSockets();
+        ticks = ticks_;
+      }
+      for (const auto& tick : ticks) tick();
+    }
+  }
+
+  void LookAtSockets() {
+    for (auto it = sockets_.begin(); it != sockets_.end();) {
+      if (!HasEnded(it->second)) {
+        ++it;
+        continue;
+      }
+      ended_.emplace(it->first, Clock::now());
+      close(it->second);
+      it = sockets_.erase(it);
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<std::pair<int, int>> sockets_;  // process, descriptor
+  std::map<int, Clock::time_point> ended_;    // when a process's end was seen
+  std::vector<std::function<void()>> ticks_;
+  bool started_ = false;
+};
+
+Watch& GetWatch() {
+  // Never destroyed: its thread lives until the process ends.
+  static Watch* const watch = new Watch;
+  return *watch;
+}
+
+}  // namespace
+
+void WatchProcess(int process, int descriptor) { GetWatch().AddProcess(process, descriptor); }
+
+bool IsGone(int process) { return GetWatch().IsGone(process); }
+
+void OnTick(std::function<void()> tick) { GetWatch().AddTick(std::move(tick)); }
+
+}  // namespace jax_ep

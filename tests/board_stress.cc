@@ -1,0 +1,230 @@
+// The ranks' meetings on the host, without XLA and GPUs, for the sanitizers: every rank on a thread of its
+// own, in one process and in two that share a board; ranks that never come, come to another op, or are
+// killed.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/text.h"
+#include "runtime/board.h"
+#include "runtime/watch.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr int kRanks = 4, kGroups = 2, kTotal = kRanks * kGroups, kCalls = 300;
+constexpr char kOp[] = "dispatch";
+
+void Check(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "board_stress: %s\n", what.c_str());
+  std::exit(1);
+}
+
+bool Has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin_ = Clock::now();
+};
+
+class TimedGroup : public Group {
+ public:
+  explicit TimedGroup(double timeout_s) : Group("key", "G", std::vector<int64_t>(kTotal, 0), kRanks) {
+    set_options({timeout_s, 0});
+  }
+};
+
+Board::Hooks Known() {
+  return {[](uint64_t signature) { return signature < 100 ? Text("op ", signature) : std::string(); },
+          nullptr};
+}
+
+template <typename Work>
+void OnRanks(const std::vector<int>& ranks, Work work) {
+  std::vector<std::thread> threads;
+  for (int rank : ranks) threads.emplace_back([&work, rank] { work(rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Calls of the ranks of this process; nobody passes before all have come.
+void RunCalls(Board& board, const Group& group, const std::vector<int>& ranks) {
+  OnRanks(ranks, [&](int index) {
+    const Group::Place place{index / kRanks, index % kRanks};
+    std::mt19937 random(index);
+    for (uint32_t call = 1; call <= kCalls; ++call) {
+      if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+      const auto [number, error] = board.Begin(kOp, group, place, call % 100, Known());
+      Check(error.empty() && number == call, Text("call ", call, ": ", number, ' ', error));
+      const int first = place.group * kRanks;
+      for (int rank = first; rank < first + kRanks; ++rank) {
+        Check(board.LastCall(rank, 1) >= call, "passed before all had come");
+      }
+      const std::string late = board.Launched(kOp, group, place, number, Known());
+      Check(late.empty(), late);
+    }
+  });
+}
+
+void TestOneProcess() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  RunCalls(*board, group, {0, 1, 2, 3, 4, 5, 6, 7});
+  Check(!board->HasFailed(0, kTotal) && board->LastCall(0, kTotal) == kCalls, "wrong count of calls");
+}
+
+int SharedFile(int total_ranks) {
+  const int descriptor = memfd_create("board_stress", MFD_CLOEXEC);
+  Check(descriptor >= 0 && ftruncate(descriptor, Board::Bytes(total_ranks)) == 0, "no shared memory");
+  return descriptor;
+}
+
+// Must run while this process has one thread.
+void TestTwoProcesses() {
+  const int descriptor = SharedFile(kTotal);
+  const pid_t child = fork();
+  const auto board = Board::Map(descriptor, kTotal);
+  close(descriptor);
+  RunCalls(*board, TimedGroup(60), child == 0 ? std::vector<int>{1, 2, 5, 6} : std::vector<int>{0, 3, 4, 7});
+  if (child == 0) _exit(0);
+  int status = 0;
+  Check(waitpid(child, &status, 0) == child && status == 0, "the other process failed");
+}
+
+void TestAMissingRank() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(0.3), patient(60);
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    // Of the second group of the mesh; the first one is not concerned.
+    const Group::Place place{1, rank};
+    if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(700));
+    const Stopwatch watch;
+    const auto call = board->Begin(kOp, rank == 2 ? patient : group, place, 1, Known());
+    const char* expected =
+        rank == 2 ? "rank(s) 0 1 3 gave up" : "G (no. 1 of the mesh), rank(s) 2 did not arrive";
+    Check(call.number == 1 && Has(call.error, kOp) && Has(call.error, expected), call.error);
+    Check(watch.seconds() < (rank == 2 ? 0.2 : 10), "it took too long");
+  });
+  Check(board->HasFailed(kRanks, kRanks) && !board->HasFailed(0, kRanks), "the wrong group has failed");
+  // Nobody waits any more.
+  OnRanks({0, 2}, [&](int rank) {
+    const Stopwatch watch;
+    Check(Has(board->Begin(kOp, patient, {1, rank}, 1, Known()).error, "gave up"), "it went on");
+    Check(watch.seconds() < 0.2, "it waited for a group that has failed");
+  });
+  Check(board->LastCall(kRanks, kRanks) == 2, "wrong count of calls");
+  board->Reset(kRanks, 1, 7);  // each rank by its own process
+  board->Reset(kRanks + 1, 3, 7);
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const auto call = board->Begin(kOp, patient, {1, rank}, 3, Known());
+    Check(call.error.empty() && call.number == 8, call.error);
+    Check(board->Launched(kOp, patient, {1, rank}, 8, Known()).empty(), "a launch was missed");
+  });
+}
+
+void TestALaunchThatFails() {
+  for (const bool says_so : {true, false}) {
+    const auto board = Board::Make(kTotal);
+    const TimedGroup group(says_so ? 60 : 0.3);
+    OnRanks({0, 1, 2, 3}, [&](int rank) {
+      const Group::Place place{0, rank};
+      std::string error = board->Begin(kOp, group, place, 1, Known()).error;
+      if (rank == 3) return says_so ? board->GiveUp(group, place) : void();
+      // Who was slow to look may find out before it has launched.
+      if (error.empty()) error = board->Launched(kOp, group, place, 1, Known());
+      Check(Has(error, says_so ? "3 gave up" : "rank(s) 3 did not launch it"), error);
+    });
+  }
+}
+
+void TestAnotherOp() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const std::string error = board->Begin(kOp, group, {0, rank}, rank == 1 ? 200 : 5, Known()).error;
+    Check(Has(error, "but rank") && Has(error, "op 5") && Has(error, "another op"), error);
+  });
+}
+
+void TestABoardOfAnotherSize() {
+  const int descriptor = SharedFile(kTotal - 1);
+  try {
+    (void)Board::Map(descriptor, kTotal);
+    Check(false, "a file that is too small was mapped");
+  } catch (const std::runtime_error& error) {
+    Check(Has(error.what(), "ranks need"), error.what());
+  }
+  close(descriptor);
+}
+
+// Starts a process that holds one end of a socket and does nothing else; the other end.
+std::pair<pid_t, int> StartIdle() {
+  int ends[2];
+  Check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
+  const pid_t child = fork();
+  if (child == 0) {
+    close(ends[0]);
+    while (true) pause();
+  }
+  close(ends[1]);
+  return {child, ends[0]};
+}
+
+void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int> dies) {
+  static std::atomic<int> ticks{0};  // counted as long as this process lives
+  OnTick([] { ++ticks; });
+  WatchProcess(1, lives.second);
+  WatchProcess(2, dies.second);
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  Board::Hooks hooks = Known();
+  hooks.is_gone = [](int rank) { return rank == 2 && IsGone(2); };
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  Check(!IsGone(1) && !IsGone(2) && !IsGone(3), "gone too soon");
+  const Stopwatch watch;
+  kill(dies.first, SIGKILL);
+  OnRanks({0, 1, 3}, [&](int rank) {
+    const std::string error = board->Begin(kOp, group, {0, rank}, 1, hooks).error;
+    Check(Has(error, "rank(s) 2 did not arrive"), error);
+  });
+  Check(watch.seconds() >= 1 && watch.seconds() < 10, "told too soon or too late");
+  Check(IsGone(2) && !IsGone(1), "the wrong process is gone");
+  Check(fcntl(dies.second, F_GETFD) == -1 && ticks.load() >= 5, "the socket stayed open, or no tick came");
+  kill(lives.first, SIGKILL);
+  for (const auto& child : {lives, dies}) waitpid(child.first, nullptr, 0);
+}
+
+int Main() {
+  const auto lives = StartIdle(), dies = StartIdle();
+  TestTwoProcesses();
+  TestOneProcess();
+  TestAMissingRank();
+  TestALaunchThatFails();
+  TestAnotherOp();
+  TestABoardOfAnotherSize();
+  TestAProcessThatIsKilled(lives, dies);
+  std::puts("board_stress: 8 ranks in one process and in two; who was missing, other or dead was named");
+  return 0;
+}
+
+}  // namespace
+}  // namespace jax_ep
+
+int main() { return jax_ep::Main(); }
