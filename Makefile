@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu test-gpu-processes stress-gpu lint format sanitize bench clean
+.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
@@ -42,6 +42,10 @@ test-gpu-processes:
 # time before it enters and before it leaves, and results hold other bits before.
 stress-gpu:
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/stress.py $(ARGS)
+
+# Ranks that come late, stall, die or call something else: what the others then get (docs/sharp_bits.md).
+faults-gpu:
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/faults.py $(ARGS)
 
 # The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
 sanitize: $(VENV)/.built

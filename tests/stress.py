@@ -1,12 +1,15 @@
 """Random shapes and routings, many ops in a program, every result checked on the device.
 
-    python tests/stress.py [--programs 40] [--steps 150] [--seed 0]
+    python tests/stress.py [--programs 40] [--steps 150] [--seed 0] [--small] [--epochs 64]
 
 Each step dispatches rows that say where they come from and combines them; the sum must be the row times
 its number of copies, exactly, and the weights that travelled along must come back as they were. A step
 also sends another payload through the handle. On GPUs JAX_EP_STRESS_US (150 if not set) holds each rank up
 for a random time on the device, before it enters and before it leaves an op, and results are filled with
-other bits first.
+other bits first. `--epochs N` lets the ops of each program pass from N before 2**31, or 2**32 by turns, to
+beyond. Many ops in a row, in two minutes on two GPUs:
+
+    JAX_EP_STRESS_US=2 python tests/stress.py --programs 20 --steps 1250 --small --epochs 500
 """
 
 import argparse
@@ -25,15 +28,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _extension
 
 
-def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: int):
+def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: int, small: bool):
     """One compiled program and what it is: () -> wrong elements over all steps."""
     ranks = group.size
     # Many tokens are moved in several waves.
-    tokens, k = int(rng.integers(1, rng.choice([100, 200, 3000]))), int(rng.integers(1, 9))
+    tokens, k = (
+        int(rng.integers(1, rng.choice([100] if small else [100, 200, 3000]))),
+        int(rng.integers(1, 9)),
+    )
     experts = ranks * int(rng.integers(1, 17))
-    width = int(rng.choice([1, 3, 8, 64, 520, 1024]))
+    width = int(rng.choice([1, 3, 8, 64] if small else [1, 3, 8, 64, 520, 1024]))
     order = str(rng.choice(["rank", "expert"]))
     dtype = jnp.dtype(str(rng.choice(["float32", "bfloat16"])))
     alignment = int(rng.choice([1, 8])) if order == "expert" else 1
@@ -84,19 +91,34 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
     return (lambda: compiled(jnp.array([seed]))), name, ops
 
 
+def begin_epochs(group: jax_ep.Group, before: int, number: int) -> str:
+    """Lets the group's next ops have epochs that soon pass 2**31, or 2**32 by turns; where they begin."""
+    module, first = _extension.extension(), 2 ** (31 + number % 2) - before
+    assert module is not None
+    reason = module.reset_device_group(group._key, first - 1, module.last_call(group._key))
+    if reason:
+        raise RuntimeError(reason)
+    return f", epochs from {first}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--programs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--small", action="store_true", help="few and short rows, and all devices: more ops")
+    parser.add_argument("--epochs", type=int, default=0, help="on GPUs, begin so far below 2**31 or 2**32")
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     total, begin = 0, time.perf_counter()
-    for _ in range(options.programs):
-        size = int(rng.integers(1, len(jax.devices()) + 1))
+    on_gpus = jax.default_backend() == "gpu"
+    for number in range(options.programs):
+        size = len(jax.devices()) if options.small else int(rng.integers(1, len(jax.devices()) + 1))
         mesh = Mesh(rng.permutation(np.array(jax.devices()))[:size], ("ep",))
         with jax_ep.Group(mesh, "ep") as group:
-            run, name, ops = program(rng, group, mesh, options.steps)
+            run, name, ops = program(rng, group, mesh, options.steps, options.small)
+            if options.epochs and on_gpus:
+                name += begin_epochs(group, options.epochs, number)
             wrong = int(np.sum(jax.device_get(run())))
             group.check()
         total += ops
