@@ -161,9 +161,12 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
   const auto take = [&](int i) { return Dealer{&peers.own().next[i]}.Take(threadIdx.x % kWarp); };
   unsigned number = 0;
+  bool taken = false;
   if (alive) {
     if (args.folds) Fold<T>(args, epoch);
-    if (pulls) number = take(0);  // it comes while the peers do
+    // The first number comes while the peers do. An op that finds the channel in use must not take one.
+    taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
+    if (taken) number = take(0);
     const uint32_t missing = ReadPublished(peers, Op::kCombine, args.num_summands, epoch, published);
     alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
   }
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
   if (pulls) {
     for (int i = 0; i < args.num_summands; ++i) {
-      if (i > 0) number = take(i);
+      if (i > 0 || !taken) number = take(i);
       WithPack<T>(args.summands[i].num_elements,
                   [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, number, epoch); });
     }

@@ -17,7 +17,6 @@ enum class Part : int {
 // blocks that began while another op ended here may have taken it for an earlier one.
 JAX_EP_RARE Part FindPart(const Peers& peers, uint32_t* epoch) {
   Channel& own = peers.own();
-  const uint64_t until = GlobalNanoseconds() + LoadFromHost(&peers.report->timeout_ns);
   while (true) {
     const Stamped opened = LoadStamped(&own.opened);
     const uint32_t noted = static_cast<uint32_t>(opened >> 32);
@@ -26,8 +25,9 @@ JAX_EP_RARE Part FindPart(const Peers& peers, uint32_t* epoch) {
       *epoch = noted;
       return Part::kOpened;
     }
-    // What has been added to the gate is noted, or taken back, soon.
-    if (IsOf(LoadStamped(&own.gate), noted) || GlobalNanoseconds() > until) {
+    // What has been added to the gate is noted, or taken back, by the thread that did so, which waits for
+    // nobody.
+    if (IsOf(LoadStamped(&own.gate), noted)) {
       return in_flight ? Part::kStray : Part::kNever;
     }
   }
@@ -107,7 +107,7 @@ JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened)
 // more.
 template <typename Fill>
 __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Part part, Fill&& fill) {
-  constexpr uint64_t kSoon = 1'000'000;  // nanoseconds
+  constexpr uint64_t kSoon = 1'000'000, kLong = 2'000'000'000;  // nanoseconds
   Channel& own = peers.own();
   if (threadIdx.x == 0) {
     // A peer's block may have left without its part before that peer's reason comes here.
@@ -120,10 +120,12 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, P
   KeepOut(peers, op, epoch, part == Part::kOpened);
   if (threadIdx.x == 0) {
     // The other blocks of this kernel end by themselves: no wait for a peer goes on once the gate is closed.
-    // Those of a stray op are not counted, but do nothing that lasts.
-    const uint64_t soon = GlobalNanoseconds() + kSoon;
+    // Only where another op of the rank may be in the channel, the count can be wrong.
+    const uint64_t longest = min(kLong, 4 * LoadFromHost(&peers.report->timeout_ns));
+    const uint64_t until = GlobalNanoseconds() + (part == Part::kNever ? longest : kSoon);
     const auto ended = [&] {
-      return part == Part::kStray ? GlobalNanoseconds() > soon : LoadAcquire(&own.ended) >= gridDim.x - 1;
+      if (part != Part::kOpened && GlobalNanoseconds() > until) return true;
+      return part != Part::kStray && LoadAcquire(&own.ended) >= gridDim.x - 1;
     };
     while (!ended()) {
     }

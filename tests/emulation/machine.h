@@ -1,0 +1,313 @@
+// Devices in one host thread: the CUDA threads of all blocks of all ranks are fibers, and a scheduler with a
+// seed decides which goes on. Time is counted, not measured, so that a run repeats, and time-outs cost
+// nothing.
+//
+// A fiber may be interrupted before each access to memory that the protocol makes (Access). What is
+// __shared__ is thread-local here, and there is one thread: its storage is exchanged when another block goes
+// on.
+#pragma once
+
+#include <link.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "fiber.h"
+
+namespace emulation {
+
+constexpr int kMostThreads = 64;  // of a block
+
+struct Dim {
+  unsigned x;
+};
+
+struct Launch;
+
+// Threads that wait for each other: a block's, or a warp's.
+struct Barrier {
+  uint64_t members = 0, arrived = 0;
+  unsigned gathered = 0;  // from those that have arrived: an or, or a ballot
+  unsigned result = 0;
+  uint32_t values[32], shown[32];  // of a warp's lanes
+  std::atomic<unsigned> order{0};  // for ThreadSanitizer
+};
+
+struct Block {
+  Launch* launch = nullptr;
+  Dim index{};
+  std::unique_ptr<Fiber[]> fibers;
+  uint64_t alive = 0, ready = 0;  // threads that have not ended; those that do not wait at a barrier
+  Barrier all, warps[kMostThreads / 32];
+  std::vector<char> shared;
+  uint64_t frozen_until = 0;
+};
+
+// One kernel of one rank.
+struct Launch {
+  std::function<void()> body;
+  int rank = 0;
+  Dim grid{}, block{};
+  std::vector<Block*> blocks;
+  int running = 0;  // blocks
+  uint64_t began = 0, accesses = 0;
+  // A fault: at this access (0: never) its block, or all of its rank, goes on only so much later.
+  uint64_t freezes_at = 0, freezes_for = 0;
+  bool freezes_rank = false, frozen = false;
+  std::atomic<int> order{0};  // for ThreadSanitizer
+};
+
+// How the scheduler behaves.
+struct Manner {
+  int budget = 8;            // most accesses before another thread's turn
+  int skip_percent = 0;      // of the turns that a block misses
+  uint64_t most_ns = 20000;  // that a round takes, when nobody writes anything
+};
+
+class Machine {
+ public:
+  uint64_t now = 1;
+  Manner manner;
+  std::mt19937 random;
+  uint64_t rank_frozen_until[16] = {};
+  std::function<void(int rank)> on_trap;
+
+  static Machine& Get() {
+    static Machine machine;
+    return machine;
+  }
+
+  void Start(Launch& launch) {
+    launch.began = now;
+    launch.running = static_cast<int>(launch.grid.x);
+    launch.order.store(1, std::memory_order_release);
+    for (unsigned b = 0; b < launch.grid.x; ++b) {
+      Block* const block = TakeBlock();
+      block->launch = &launch;
+      block->index = {b};
+      block->frozen_until = 0;
+      block->alive = block->ready = launch.block.x == 64 ? ~0ull : (1ull << launch.block.x) - 1;
+      Reset(block->all, block->alive);
+      for (unsigned w = 0; w < launch.block.x / 32; ++w) Reset(block->warps[w], 0xffffffffull);
+      launch.blocks.push_back(block);
+      live_.push_back(block);
+    }
+  }
+
+  // Every block has a turn, or misses it. Returns the launches that have ended.
+  std::vector<Launch*> Round() {
+    std::vector<Launch*> ended;
+    wrote_ = is_busy_ = false;
+    const size_t first = live_.empty() ? 0 : random() % live_.size();
+    for (size_t i = 0; i < live_.size(); ++i) {
+      Block& block = *live_[(first + i) % live_.size()];
+      if (IsFrozen(block)) continue;
+      if ((block.ready & (block.ready - 1)) != 0) is_busy_ = true;
+      if (static_cast<int>(random() % 100) < manner.skip_percent) continue;
+      Turn(block);
+    }
+    for (size_t i = 0; i < live_.size();) {
+      Block* const block = live_[i];
+      if (block->alive != 0) {
+        ++i;
+        continue;
+      }
+      live_[i] = live_.back();
+      live_.pop_back();
+      free_.push_back(block);
+      if (--block->launch->running == 0) {
+        block->launch->order.load(std::memory_order_acquire);
+        ended.push_back(block->launch);
+      }
+    }
+    // Where single threads wait for the time to pass (StopGpu), it passes faster.
+    const uint64_t most = is_busy_ ? manner.most_ns : 30 * manner.most_ns;
+    tick_ = wrote_ ? 500 : std::min(tick_ + tick_ / 4, most);
+    now += tick_;
+    return ended;
+  }
+
+  // Forgets all that still runs, as the end of a process does.
+  void Abandon() {
+    for (Block* block : live_) {
+      for (int i = 0; i < kMostThreads; ++i) Prepare(*block, i);
+      free_.push_back(block);
+    }
+    live_.clear();
+    loaded_ = nullptr;
+    for (uint64_t& until : rank_frozen_until) until = 0;
+  }
+
+  // As a fiber: before an access.
+  void Access(bool writes) {
+    Quiet quiet;
+    Block& block = *block_;
+    Launch& launch = *block.launch;
+    if (writes) wrote_ = true;
+    if (++launch.accesses == launch.freezes_at) {
+      launch.frozen = true;
+      (launch.freezes_rank ? rank_frozen_until[launch.rank] : block.frozen_until) = now + launch.freezes_for;
+    }
+    if (--budget_ <= 0 || IsFrozen(block)) Pause();
+  }
+
+  // As a fiber: waits until all members have come. `mine` is added to what is gathered.
+  unsigned Wait(Barrier& barrier, unsigned mine) {
+    const uint64_t bit = 1ull << (&barrier == &block_->all ? thread_ : thread_ % 32);
+    barrier.order.fetch_add(1, std::memory_order_acq_rel);
+    {
+      Quiet quiet;
+      barrier.gathered |= mine;
+      barrier.arrived |= bit;
+      if (!Complete(barrier)) {
+        block_->ready &= ~(1ull << thread_);
+        Pause();
+      }
+    }
+    barrier.order.load(std::memory_order_acquire);
+    Quiet quiet;
+    return barrier.result;
+  }
+
+  Barrier& block_barrier() { return block_->all; }
+  Barrier& warp_barrier() { return block_->warps[thread_ / 32]; }
+  Dim thread_index() const { return {static_cast<unsigned>(thread_)}; }
+  Dim block_index() const { return block_->index; }
+  Dim block_dim() const { return block_->launch->block; }
+  Dim grid_dim() const { return block_->launch->grid; }
+
+  // As a fiber: the rank's device stops for good.
+  void Trap() {
+    Quiet quiet;
+    rank_frozen_until[block_->launch->rank] = ~0ull;
+    on_trap(block_->launch->rank);
+    Pause();
+  }
+
+ private:
+  Machine() {
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* machine) {
+          for (int i = 0; i < info->dlpi_phnum; ++i) {
+            if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
+            static_cast<Machine*>(machine)->tls_ = static_cast<char*>(info->dlpi_tls_data);
+            static_cast<Machine*>(machine)->tls_bytes_ = info->dlpi_phdr[i].p_memsz;
+          }
+          return 1;  // the program itself comes first
+        },
+        this);
+    IgnoreRaces(tls_, tls_bytes_);
+  }
+
+  static void Reset(Barrier& barrier, uint64_t members) {
+    barrier.members = members;
+    barrier.arrived = barrier.gathered = 0;
+  }
+
+  Block* TakeBlock() {
+    if (free_.empty()) {
+      blocks_.push_back(std::make_unique<Block>());
+      Block& block = *blocks_.back();
+      block.fibers = std::make_unique<Fiber[]>(kMostThreads);
+      block.shared.assign(tls_bytes_, static_cast<char>(0xa5));
+      for (int i = 0; i < kMostThreads; ++i) Prepare(block, i);
+      free_.push_back(&block);
+    }
+    Block* const block = free_.back();
+    free_.pop_back();
+    return block;
+  }
+
+  static void Prepare(Block& block, int i) { block.fibers[i].Prepare(&Machine::RunThreads); }
+
+  // What a fiber does: the same thread of one launch after the other.
+  static void RunThreads() {
+    Machine& machine = Get();
+    while (true) {
+      Block* block;
+      {
+        Quiet quiet;
+        block = machine.block_;
+      }
+      block->launch->order.load(std::memory_order_acquire);
+      block->launch->body();
+      block->launch->order.fetch_add(1, std::memory_order_release);
+      Quiet quiet;
+      machine.EndThread(*block);
+      machine.Pause();
+    }
+  }
+
+  void EndThread(Block& block) {
+    const uint64_t bit = 1ull << thread_;
+    block.alive &= ~bit;
+    block.ready &= ~bit;
+    wrote_ = true;
+    // Whoever has ended is not waited for.
+    block.all.members &= ~bit;
+    block.warps[thread_ / 32].members &= ~(1ull << thread_ % 32);
+    if (block.all.arrived != 0) Complete(block.all);
+    if (block.warps[thread_ / 32].arrived != 0) Complete(block.warps[thread_ / 32]);
+  }
+
+  bool Complete(Barrier& barrier) {
+    if (barrier.arrived != barrier.members) return false;
+    barrier.result = barrier.gathered;
+    std::memcpy(barrier.shown, barrier.values, sizeof(barrier.shown));
+    const int first = &barrier == &block_->all ? 0 : static_cast<int>(&barrier - block_->warps) * 32;
+    block_->ready |= barrier.arrived << first;
+    barrier.arrived = barrier.gathered = 0;
+    wrote_ = true;
+    return true;
+  }
+
+  bool IsFrozen(const Block& block) const {
+    return block.frozen_until > now || rank_frozen_until[block.launch->rank] > now;
+  }
+
+  void Turn(Block& block) {
+    if (loaded_ != &block) {
+      if (loaded_ != nullptr) Copy(loaded_->shared.data(), tls_);
+      Copy(tls_, block.shared.data());
+      loaded_ = &block;
+    }
+    block_ = &block;
+    const int threads = static_cast<int>(block.launch->block.x), first = static_cast<int>(random() % threads);
+    for (int i = 0; i < threads && !IsFrozen(block); ++i) {
+      thread_ = (first + i) % threads;
+      if ((block.ready >> thread_ & 1) == 0) continue;
+      budget_ = 1 + static_cast<int>(random() % manner.budget);
+      Fiber::Switch(scheduler_, block.fibers[thread_]);
+    }
+  }
+
+  void Pause() { Fiber::Switch(block_->fibers[thread_], scheduler_); }
+
+  JAX_EP_UNWATCHED void Copy(char* to, const char* from) {
+    for (size_t i = 0; i + 8 <= tls_bytes_; i += 8) {
+      uint64_t word;
+      __builtin_memcpy(&word, from + i, 8);
+      __builtin_memcpy(to + i, &word, 8);
+    }
+  }
+
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Block*> live_, free_;
+  Block *block_ = nullptr, *loaded_ = nullptr;
+  int thread_ = 0, budget_ = 0;
+  bool wrote_ = false, is_busy_ = false;
+  uint64_t tick_ = 1000;
+  Fiber scheduler_;
+  char* tls_ = nullptr;
+  size_t tls_bytes_ = 0;
+};
+
+}  // namespace emulation

@@ -1,0 +1,291 @@
+// Two ops for the emulation, which call the protocol's functions in the same order as MoveKernel (a push,
+// which may be spread) and CombineKernel (a pull, which may be folded). They check what they may assume on
+// the way.
+#pragma once
+
+#include "kernels/fill.cuh"
+#include "kernels/give_up.cuh"
+#include "kernels/waves.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kWords = 4;  // of a row
+constexpr int kBins = 40;
+
+[[noreturn]] void Die(const char* format, ...);
+
+// A call, equal on all ranks that are to meet.
+struct Work {
+  uint32_t number;  // of the call: what is sent depends on it
+  Call call;
+  bool pushes;
+  bool in_waves;  // spread, or folded
+  bool counts;    // a push with a routing of its own
+  int32_t tokens, granule;
+  Waves waves;
+
+  Shape shape(int num_ranks) const { return {Order::kRank, num_ranks, tokens, 1, num_ranks, 0, 1}; }
+  // What rank `from` sends to rank `to`.
+  uint32_t Value(int from, int to, int token, int word) const {
+    return (number * 0x9e3779b1u ^ static_cast<uint32_t>(from << 20 | to << 16 | token << 4 | word)) &
+           0x7fffffffu;
+  }
+};
+
+// One rank's part in it: a launch, with memory of its own.
+struct Run {
+  Work work;
+  Peers peers;
+  int32_t rank_operand;
+  int active;                            // blocks that send, or pull; the others help
+  std::vector<uint32_t> out;             // [R, T, kWords]: what has come
+  std::vector<uint32_t> copies;          // likewise: spread
+  std::vector<uint32_t> rows, partials;  // pull: [R, T, kWords], to each rank; folded
+  std::vector<uint32_t> cleared;         // [R * T]
+  bool is_inside = false;                // between its launch and its return
+  bool was_filled = false, must_fail = false;
+  int lane = 0, grid = 0;
+  uint64_t gone_after = 0, frozen_at = 0;
+  emulation::Launch launch;
+
+  uint64_t frozen_since(uint64_t now) { return frozen_at != 0 ? frozen_at : frozen_at = now; }
+  int size() const { return peers.num_ranks * work.tokens * kWords; }
+  int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
+};
+
+inline void AccessRow(bool writes) { emulation::Machine::Get().Access(writes); }
+
+// Another rank's memory, which may be touched only while that rank is inside.
+inline Run& Touch(const Run& run, const Published* published, int rank) {
+  Run& peer = *static_cast<Run*>(published[rank].buffers[0]);
+  peer.launch.order.load(std::memory_order_acquire);  // the peer's earlier kernels have ended
+  emulation::Quiet quiet;
+  if (!peer.is_inside) Die("rank %d touches rank %d, which has returned", run.peers.rank, rank);
+  if (peer.work.number != run.work.number) Die("rank %d touches another op of rank %d", run.peers.rank, rank);
+  return peer;
+}
+
+inline void FillResults(Run& run) {
+  for (std::vector<uint32_t>* result : {&run.out, &run.copies, &run.cleared}) {
+    FillResult(result->data(), static_cast<int64_t>(result->size()) * 4);
+  }
+  emulation::Quiet quiet;
+  run.was_filled = true;
+}
+
+// As PublishCounts and ReadCounts do.
+inline void PublishNumbers(const Run& run, uint32_t epoch) {
+  const Peers& peers = run.peers;
+  if (blockIdx.x > 0 && !AwaitOpened(peers, epoch)) return;
+  for (int bin = blockIdx.x; bin < kBins; bin += run.active) {
+    for (int r = threadIdx.x; r < peers.num_ranks; r += blockDim.x) {
+      StoreStamped(&peers.channel[r]->mail[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
+                   epoch);
+    }
+  }
+}
+
+inline uint32_t ReadNumbers(const Run& run, uint32_t epoch) {
+  const Peers& peers = run.peers;
+  for (int i = threadIdx.x; i < kBins * peers.num_ranks; i += blockDim.x) {
+    const int r = i / kBins, bin = i % kBins;
+    Stamped seen;
+    if (!Await(peers, [&] { return IsOf(seen = LoadStamped(&peers.own().mail[r].counts[bin]), epoch); })) {
+      return 1u << r;
+    }
+  }
+  return 0;
+}
+
+// What the counts say, once all ranks have met.
+inline void CheckNumbers(const Run& run) {
+  for (int i = threadIdx.x; i < kBins * run.peers.num_ranks; i += blockDim.x) {
+    const uint32_t seen =
+        static_cast<uint32_t>(LoadStamped(&run.peers.own().mail[i / kBins].counts[i % kBins]));
+    if (seen != run.work.Value(i / kBins, 0, i % kBins, 0))
+      Die("rank %d reads a wrong count", run.peers.rank);
+  }
+}
+
+inline void SendGranules(Run& run, const Published* published, uint32_t epoch) {
+  __shared__ int dealt;
+  const Work& work = run.work;
+  const Peers& peers = run.peers;
+  const int count = (work.tokens + work.granule - 1) / work.granule, R = peers.num_ranks;
+  for (int granule = blockIdx.x; granule < count;) {
+    const int begin = granule * work.granule, end = std::min(begin + work.granule, work.tokens);
+    if (threadIdx.x == 0) {
+      dealt = run.active + granule;
+      if (count > run.active) dealt = run.active + static_cast<int>(atomicAdd(&peers.own().next[0], 1u));
+    }
+    for (int i = threadIdx.x; i < (end - begin) * R * kWords; i += blockDim.x) {
+      const int t = begin + i / (R * kWords), r = i / kWords % R, word = i % kWords;
+      AccessRow(true);
+      Run& peer = Touch(run, published, r);
+      peer.out[run.At(peers.rank, t, word)] = work.Value(peers.rank, r, t, word);
+    }
+    __syncthreads();
+    const int next = dealt;
+    __syncthreads();
+    const int wave = work.waves.Of(begin);
+    const int first = work.waves.First(work.shape(R), wave), last = work.waves.First(work.shape(R), wave + 1);
+    if (work.in_waves && threadIdx.x < kWarp) {
+      FinishPart(peers, wave, (last - first + work.granule - 1) / work.granule, epoch);
+    }
+    granule = next;
+  }
+}
+
+// As ClearGaps deals.
+inline void Clear(Run& run, uint32_t epoch) {
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  const Dealer dealer{&run.peers.own().cleared[epoch % 2]};
+  const int count = (static_cast<int>(gridDim.x) - run.active) * warps;
+  int unit = (static_cast<int>(blockIdx.x) - run.active) * warps + static_cast<int>(threadIdx.x) / kWarp;
+  while (unit < static_cast<int>(run.cleared.size())) {
+    const unsigned taken = dealer.Take(lane);
+    AccessRow(true);
+    if (lane == 0) ++run.cleared[unit];
+    unit = count + Dealer::Show(taken);
+  }
+}
+
+inline void SpreadTokens(Run& run, uint32_t epoch) {
+  const Dealer dealer{&run.peers.own().spread[epoch % 2]};
+  const int lane = threadIdx.x % kWarp, R = run.peers.num_ranks;
+  int come = -1;
+  while (true) {
+    const int i = Dealer::Show(dealer.Take(lane)), t = i / R, r = i % R;
+    if (t >= run.work.tokens) return;
+    if (run.work.waves.Of(t) != come) {
+      come = run.work.waves.Of(t);
+      if (!WaitForWave(run.peers, Op::kDispatch, come, epoch)) return;
+    }
+    AccessRow(true);
+    if (lane < kWords) run.copies[run.At(r, t, lane)] = run.out[run.At(r, t, lane)] + 1;
+  }
+}
+
+inline void PushKernel(Run& run) {
+  __shared__ Published mine, published[kMaxRanks];
+  const Peers& peers = run.peers;
+  const Work& work = run.work;
+  const Op op = work.counts ? Op::kDispatch : Op::kCachedDispatch;
+  const bool sends = static_cast<int>(blockIdx.x) < run.active;
+  const State state = LoadState(peers, &run.rank_operand);
+  if (threadIdx.x == 0) {
+    mine.buffers[0] = &run;
+    mine.weights = mine.routing = nullptr;
+  }
+  __syncthreads();
+  uint32_t epoch = 0;
+  bool alive = Begin(peers, op, state, &epoch);
+  if (alive && blockIdx.x == 0) Enter(peers, mine, 1, epoch);
+  if (alive && work.counts && sends) PublishNumbers(run, epoch);
+  if (alive) {
+    uint32_t missing = ReadPublished(peers, op, 1, epoch, published);
+    if (work.counts && missing == 0) missing = ReadNumbers(run, epoch);
+    alive = AreAllThere(peers, op, Phase::kEnter, epoch, missing);
+  }
+  const auto fill = [&] { FillResults(run); };
+  if (!alive) return FailBlock(peers, op, epoch, fill);
+  if (work.counts) CheckNumbers(run);
+  if (sends) SendGranules(run, published, epoch);
+  LeavePeers(peers, epoch, true);
+  if (!sends) Clear(run, epoch);
+  if (work.in_waves) SpreadTokens(run, epoch);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, op, published, epoch, work.in_waves)) {
+    GiveUp(peers, op, epoch, Part::kOpened, fill);
+  }
+  End(peers);
+}
+
+// This block's share of all waves, as Fold divides them: the first one among all blocks, the others among
+// those that do not pull.
+inline void FoldTokens(Run& run, uint32_t epoch) {
+  __shared__ unsigned done;
+  const Work& work = run.work;
+  const int R = run.peers.num_ranks, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  const bool pulls = static_cast<int>(blockIdx.x) < run.active;
+  for (int wave = 0; wave < (pulls ? 1 : work.waves.count); ++wave) {
+    const int skipped = wave == 0 ? 0 : run.active;
+    const int begin = work.waves.First(work.shape(R), wave), end = work.waves.First(work.shape(R), wave + 1);
+    const int block = static_cast<int>(blockIdx.x) - skipped, blocks = static_cast<int>(gridDim.x) - skipped;
+    const int slots = (end - begin) * R, mine = block < slots ? (slots - block - 1) / blocks + 1 : 0;
+    __syncthreads();
+    if (threadIdx.x == 0) done = 0;
+    __syncthreads();
+    for (int unit = threadIdx.x / kWarp; unit < mine; unit += warps) {
+      const int i = block + unit * blocks, r = i % R, t = begin + i / R;
+      AccessRow(true);
+      if (lane < kWords) run.partials[run.At(r, t, lane)] = run.rows[run.At(r, t, lane)] + 1;
+      __syncwarp();
+      bool last = false;
+      // Fold has a fence before an atomicAdd here; this one is taken for both (cuda_runtime.h).
+      if (lane == 0) last = atomicInc(&done, ~0u) == static_cast<unsigned>(mine) - 1;
+      if (last) FinishPart(run.peers, wave, std::min(blocks, slots), epoch);
+    }
+  }
+}
+
+inline void PullTokens(Run& run, const Published* published, unsigned number, uint32_t epoch) {
+  const Work& work = run.work;
+  const Peers& peers = run.peers;
+  const Dealer dealer{&peers.own().next[0]};
+  const int lane = threadIdx.x % kWarp;
+  int folded = -1;
+  while (true) {
+    const int t = Dealer::Show(number);
+    if (t >= work.tokens) return;
+    number = dealer.Take(lane);
+    if (work.in_waves && work.waves.Of(t) != folded) {
+      folded = work.waves.Of(t);
+      if (!WaitForWave(peers, Op::kCombine, folded, epoch)) return;
+    }
+    for (int i = lane; i < peers.num_ranks * kWords; i += kWarp) {
+      AccessRow(false);
+      Run& peer = Touch(run, published, i / kWords);
+      const std::vector<uint32_t>& from = work.in_waves ? peer.partials : peer.rows;
+      run.out[run.At(i / kWords, t, i % kWords)] = from[run.At(peers.rank, t, i % kWords)];
+    }
+  }
+}
+
+inline void PullKernel(Run& run) {
+  __shared__ Published mine, published[kMaxRanks];
+  const Peers& peers = run.peers;
+  const State state = LoadState(peers, &run.rank_operand);
+  uint32_t epoch = 0;
+  bool alive = Begin(peers, Op::kCombine, state, &epoch);
+  if (alive && blockIdx.x == 0) {
+    if (threadIdx.x == 0) {
+      mine.buffers[0] = &run;
+      mine.partials[0] = &run;
+      mine.weights = mine.routing = nullptr;
+    }
+    __syncthreads();
+    Enter(peers, mine, 1, epoch);
+  }
+  const bool pulls = static_cast<int>(blockIdx.x) < run.active;
+  const Dealer dealer{&peers.own().next[0]};
+  unsigned number = 0;
+  bool taken = false;
+  if (alive) {
+    if (run.work.in_waves) FoldTokens(run, epoch);
+    taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
+    if (taken) number = dealer.Take(threadIdx.x % kWarp);
+    const uint32_t missing = ReadPublished(peers, Op::kCombine, 1, epoch, published);
+    alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
+  }
+  const auto fill = [&] { FillResults(run); };
+  if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
+  if (pulls && !taken) number = dealer.Take(threadIdx.x % kWarp);
+  if (pulls) PullTokens(run, published, number, epoch);
+  LeavePeers(peers, epoch, true);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
+    GiveUp(peers, Op::kCombine, epoch, Part::kOpened, fill);
+  }
+  End(peers);
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,290 @@
+// The ranks of a group, each with a control block, and the programs that they run: in order within a channel,
+// side by side in several. Checks each op when it returns.
+#pragma once
+
+#include <deque>
+
+#include "ops.h"
+
+namespace jax_ep::cuda {
+
+// One op of one rank's program, and what goes wrong with it.
+struct Plan {
+  Work work;
+  uint64_t late_by = 0;
+  uint64_t freezes_at = 0, freezes_for = 0;
+  bool freezes_rank = false;
+  uint64_t gone_after = 0;  // 0: never; else the freeze was the end of the process, which is noticed then
+  bool wrong_rank = false;
+};
+
+struct Outcome {
+  int good = 0, failed = 0, traps = 0;
+  uint64_t longest_ns = 0;
+};
+
+class World {
+ public:
+  uint32_t stress_ns = 0;
+
+  World(std::mt19937& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
+      : random_(random),
+        num_ranks_(num_ranks),
+        reports_(num_ranks),
+        programs_(num_ranks),
+        strays_(num_ranks) {
+    // Each rank's kernels have as many blocks and threads as they like.
+    for (int r = 0; r < num_ranks; ++r) {
+      controls_.push_back(static_cast<Control*>(std::calloc(1, sizeof(Control))));
+      reports_[r].timeout_ns = timeout_ns;
+      blocks_.push_back(1 + random() % 4);
+      threads_.push_back(64);  // the first warp meets the ranks, the others read what they publish
+    }
+    emulation::Machine::Get().random.seed(random());
+    Reset(epoch);
+  }
+  World(const World&) = delete;
+  ~World() {
+    emulation::Machine::Get().Abandon();
+    for (Control* control : controls_) std::free(control);
+  }
+
+  int num_ranks() const { return num_ranks_; }
+  const Report& report(int r) const { return reports_[r]; }
+  Plan& plan(int r, int op) { return programs_[r][op]; }
+
+  void SetProgram(const std::vector<Work>& program) {
+    for (auto& plans : programs_) {
+      plans.clear();
+      for (const Work& work : program) {
+        plans.emplace_back();
+        plans.back().work = work;
+      }
+    }
+  }
+  void CutAfter(int r, int op) { programs_[r].resize(op); }
+  // An op outside of the order of its channel, some time after the beginning.
+  void AddStray(int r, const Work& work, uint64_t after) {
+    strays_[r].emplace_back();
+    strays_[r].back().work = work;
+    strays_[r].back().late_by = after;
+  }
+
+  // As DevicePeers::Reset.
+  void Reset(uint32_t epoch) {
+    if (epoch == 0xffffffffu) epoch = 1;
+    for (int r = 0; r < num_ranks_; ++r) {
+      std::memset(static_cast<void*>(controls_[r]), 0, sizeof(Control));
+      for (Channel& channel : controls_[r]->channels) {
+        channel.epoch = epoch;
+        channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
+      }
+      reports_[r].phase = 0;
+    }
+  }
+  // As a new process: with other memory.
+  void Replace(uint32_t epoch) {
+    emulation::Machine::Get().Abandon();
+    for (Report& report : reports_) report.gone = 0;
+    Reset(epoch);
+  }
+  uint32_t LastEpoch() const {
+    uint32_t last = 0;
+    for (const Control* control : controls_) {
+      for (const Channel& channel : control->channels) last = std::max(last, channel.epoch);
+    }
+    return last;
+  }
+
+  // Runs the program of each rank until nothing goes on any more, and checks all that returns.
+  Outcome RunAll(std::function<void(int)> on_trap) {
+    emulation::Machine& machine = emulation::Machine::Get();
+    outcome_ = {};
+    has_failed_ = false;
+    struct Lane {
+      std::deque<const Plan*> waiting;
+      bool busy = false;
+      uint64_t since = 0;
+    };
+    std::vector<Lane> lanes(num_ranks_ * (kChannels + 2));
+    std::vector<std::unique_ptr<Run>> runs;
+    std::vector<bool> stopped(num_ranks_), noticed(num_ranks_);
+    machine.on_trap = [&](int rank) {
+      ++outcome_.traps;
+      stopped[rank] = true;
+      if (std::getenv("TRACE") != nullptr) {
+        for (const auto& run : runs) Show(*run);
+      }
+      if (on_trap == nullptr) Die("rank %d was stopped", rank);
+      on_trap(rank);
+    };
+    size_t left = 0;
+    for (int r = 0; r < num_ranks_; ++r) {
+      for (auto& plan : programs_[r]) {
+        lanes[r * (kChannels + 2) + plan.work.call.site % kChannels].waiting.push_back(&plan);
+      }
+      for (auto& plan : strays_[r]) lanes[r * (kChannels + 2) + kChannels].waiting.push_back(&plan);
+    }
+    for (Lane& lane : lanes) {
+      lane.since = machine.now;
+      left += lane.waiting.size();
+    }
+    const uint64_t last = machine.now + 60'000'000'000;
+    size_t lost = 0;  // ops that never end, of ranks that were stopped or are gone
+    while (left > lost) {
+      for (size_t i = 0; i < lanes.size(); ++i) {
+        Lane& lane = lanes[i];
+        const int r = static_cast<int>(i) / (kChannels + 2);
+        if (lane.busy || lane.waiting.empty() || stopped[r] ||
+            machine.now < lane.since + lane.waiting.front()->late_by) {
+          continue;
+        }
+        runs.push_back(Begin(r, *lane.waiting.front(), static_cast<int>(i)));
+        lane.waiting.pop_front();
+        lane.busy = true;
+      }
+      for (emulation::Launch* launch : machine.Round()) {
+        for (size_t i = 0; i < runs.size(); ++i) {
+          if (&runs[i]->launch != launch) continue;
+          Lane& lane = lanes[runs[i]->lane];
+          lane.busy = false;
+          lane.since = machine.now;
+          End(*runs[i]);
+          --left;
+          runs[i] = std::move(runs.back());
+          runs.pop_back();
+          break;
+        }
+      }
+      for (const auto& run : runs) {
+        const int r = run->peers.rank;
+        if (!run->launch.frozen || run->gone_after == 0 || noticed[r]) continue;
+        stopped[r] = true;
+        if (machine.now < run->frozen_since(machine.now) + run->gone_after) continue;
+        noticed[r] = true;
+        for (Report& report : reports_) report.gone |= 1u << r;
+      }
+      lost = 0;
+      for (size_t i = 0; i < lanes.size(); ++i) {
+        if (stopped[i / (kChannels + 2)]) lost += lanes[i].waiting.size() + lanes[i].busy;
+      }
+      if (machine.now > last) {
+        for (const auto& run : runs) Show(*run);
+        Die("ops do not return");
+      }
+    }
+    for (const auto& run : runs) run->is_inside = false;
+    machine.Abandon();
+    for (auto& strays : strays_) strays.clear();
+    return outcome_;
+  }
+
+ private:
+  std::unique_ptr<Run> Begin(int r, const Plan& plan, int lane) {
+    auto run = std::make_unique<Run>();
+    run->work = plan.work;
+    run->lane = lane;
+    Peers& peers = run->peers;
+    peers = {};
+    peers.rank = r;
+    peers.num_ranks = num_ranks_;
+    peers.call = plan.work.call;
+    peers.report = &reports_[r];
+    peers.stress_ns = stress_ns;
+    for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number()];
+    run->rank_operand = plan.wrong_rank ? (r + 1) % num_ranks_ : r;
+    run->gone_after = plan.gone_after;
+    run->must_fail = has_failed_;
+    const int blocks = blocks_[r];
+    run->active =
+        plan.work.pushes || !plan.work.in_waves ? std::max(1, blocks - blocks / 2) : std::max(1, blocks / 2);
+    if (!plan.work.pushes && plan.work.in_waves && blocks == 1) run->grid = 2;  // some must fold
+    const int rows = num_ranks_ * plan.work.tokens;
+    for (auto* array : {&run->out, &run->copies, &run->partials, &run->rows})
+      array->assign(rows * kWords, 0x7ddddddd);
+    run->cleared.assign(rows, 0);
+    for (int i = 0; i < rows * kWords; ++i) {
+      run->rows[i] =
+          plan.work.Value(r, i / kWords / plan.work.tokens, i / kWords % plan.work.tokens, i % kWords);
+    }
+    emulation::Launch& launch = run->launch;
+    launch.rank = r;
+    launch.grid = {static_cast<unsigned>(run->grid != 0 ? run->grid : blocks)};
+    launch.block = {static_cast<unsigned>(threads_[r])};
+    launch.body = [run = run.get()] { run->work.pushes ? PushKernel(*run) : PullKernel(*run); };
+    launch.freezes_at = plan.freezes_at;
+    launch.freezes_for = plan.freezes_for;
+    launch.freezes_rank = plan.freezes_rank;
+    run->is_inside = true;
+    emulation::Machine::Get().Start(launch);
+    Trace(*run, "begins");
+    return run;
+  }
+
+  // Each beginning and end, with TRACE=1 in the environment.
+  static void Trace(const Run& run, const char* what) {
+    static const bool traces = std::getenv("TRACE") != nullptr;
+    if (!traces) return;
+    std::printf("%10.3f ms: rank %d %s call %u at site %u: %s%s, %u blocks\n",
+                emulation::Machine::Get().now / 1e6, run.peers.rank, what, run.work.number,
+                run.work.call.site, run.work.pushes ? "push" : "pull", run.work.in_waves ? " in waves" : "",
+                run.launch.grid.x);
+  }
+
+  // Of one that does not return.
+  void Show(const Run& run) const {
+    const Channel& own = run.peers.own();
+    std::fprintf(stderr, "rank %d, call %u at site %u (%s%s): gate %llx, opened %llx, epoch %x, ended %u\n",
+                 run.peers.rank, run.work.number, run.work.call.site, run.work.pushes ? "push" : "pull",
+                 run.work.in_waves ? " in waves" : "", static_cast<unsigned long long>(own.gate),
+                 static_cast<unsigned long long>(own.opened), own.epoch, own.ended);
+    for (const emulation::Block* block : run.launch.blocks) {
+      if (block->launch != &run.launch) continue;
+      std::fprintf(stderr, "  block %u: threads left %llx, not at a barrier %llx\n", block->index.x,
+                   static_cast<unsigned long long>(block->alive),
+                   static_cast<unsigned long long>(block->ready));
+    }
+  }
+
+  // A run returns: nobody may touch its memory from now on, and what is there is whole, or all 0xff.
+  void End(Run& run) {
+    run.is_inside = false;
+    outcome_.longest_ns = std::max(outcome_.longest_ns, emulation::Machine::Get().now - run.launch.began);
+    const Work& work = run.work;
+    const int me = run.peers.rank;
+    Trace(run, run.was_filled ? "fails" : "ends");
+    ++(run.was_filled ? outcome_.failed : outcome_.good);
+    if (run.was_filled) {
+      has_failed_ = true;
+      for (const auto* array : {&run.out, &run.copies, &run.cleared}) {
+        for (const uint32_t word : *array) {
+          if (word != 0xffffffffu) Die("rank %d fails, and leaves %x", me, word);
+        }
+      }
+      return;
+    }
+    if (run.must_fail) Die("rank %d's op goes well after another has failed", me);
+    for (int i = 0; i < run.size(); ++i) {
+      const int r = i / kWords / work.tokens, t = i / kWords % work.tokens;
+      const uint32_t value = work.Value(r, me, t, i % kWords) + (!work.pushes && work.in_waves);
+      if (run.out[i] != value) Die("rank %d lacks word %d of rank %d", me, i, r);
+      if (work.pushes && work.in_waves && run.copies[i] != value + 1)
+        Die("rank %d has not spread word %d", me, i);
+    }
+    const bool clears = work.pushes && run.active < static_cast<int>(run.launch.grid.x);
+    for (const uint32_t word : run.cleared) {
+      if (word != (clears ? 1 : 0)) Die("rank %d has cleared a row %u times", me, word);
+    }
+  }
+
+  std::mt19937& random_;
+  int num_ranks_;
+  std::vector<Control*> controls_;
+  std::vector<Report> reports_;
+  std::vector<std::vector<Plan>> programs_, strays_;
+  std::vector<int> blocks_, threads_;
+  bool has_failed_ = false;
+  Outcome outcome_;
+};
+
+}  // namespace jax_ep::cuda
