@@ -254,6 +254,7 @@ _clients: list[Any] = []
 def _reserving(size: int) -> Callable[[Any], jax.Array]:
     """A program that takes memory on its device, of what JAX has there; the halves of its address."""
     result = jax.ShapeDtypeStruct((2,), np.uint32)
+    # Unlike the ops it has a side effect: two calls must not become one. It is in no program of a user.
     reserve = jax.ffi.ffi_call("jax_ep_reserve", result, has_side_effect=True)
     return jax.jit(lambda x: reserve(x, bytes=np.int64(size)))
 

@@ -61,9 +61,8 @@ JAX_EP_RARE bool IsOut(const Peers& peers, int r, uint32_t epoch) {
 // Stops the GPU: a rank may still write here at any time, so no program may go on with this memory. Returns
 // if the processes of all those ranks turn out to have ended.
 JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t inside) {
-  constexpr uint64_t kToBeMissed =
-      2'000'000'000;                             // nanoseconds until the host knows that a process has ended,
-  constexpr uint64_t kToBeTold = 1'000'000'000;  // and until it has read the report
+  // Nanoseconds until the host knows that a process has ended, and until it has read the report.
+  constexpr uint64_t kToBeMissed = 2'000'000'000, kToBeTold = 1'000'000'000;
   for (const uint64_t until = GlobalNanoseconds() + kToBeMissed; GlobalNanoseconds() < until;) {
     if ((inside & ~LoadFromHost(&peers.report->gone)) == 0) return;
   }

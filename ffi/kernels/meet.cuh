@@ -172,7 +172,8 @@ __device__ inline bool Leave(const Peers& peers, Op op, const Published* publish
   return true;
 }
 
-// The last that a block does in an op. The last block waits for the others' here if the op has failed.
+// The last that a block does in an op. Where the op has failed, the last block has waited in GiveUp for the
+// others to come here.
 __device__ inline void End(const Peers& peers) {
   uint32_t* const ended = &peers.own().ended;
   const unsigned most = gridDim.x - 1;  // and back to 0 with the last one

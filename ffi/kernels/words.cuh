@@ -99,7 +99,8 @@ __device__ inline void IncRelease(uint32_t* count, uint32_t most) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(count), "r"(most) : "memory");
 }
 
-// Stops the GPU.
+// Stops the GPU, for StopGpu alone: where a peer may still write to memory that XLA would use again, no error
+// could keep a program from going on with it.
 __device__ inline void Trap() { asm volatile("trap;"); }
 
 // One number of what the host tells.
