@@ -120,6 +120,8 @@ def be_stuck(rig: Rig) -> None:
         text = checked(rig.group)
     print("check:", text, flush=True)
     print("raised:", attempt(lambda: results), attempt(lambda: program.run(0)), flush=True)
+    if settings["seed"] % 2:
+        time.sleep(60)  # but it is ended before
 
 
 def main() -> None:

@@ -105,7 +105,9 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
                   ", which they did not finish within ", 2e-9 * static_cast<double>(report.timeout_ns),
                   " s, and may still write to the memory of rank ", report.rank, ": GPU ",
                   ranks_[rank_index].device,
-                  " was stopped, so that no program goes on with that memory. This process must end.");
+                  " was stopped, so that no program goes on with that memory. This process cannot use it "
+                  "any more, and is ended in ",
+                  kEndsAfterSeconds, " seconds.");
     default:
       return Text(op, of_group, "rank(s)", missing, " did not ", WhatIsMissing(phase), " in time: rank ",
                   report.rank, " waited ", 1e-9 * static_cast<double>(report.timeout_ns),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <stdexcept>
 
@@ -167,9 +168,15 @@ void DevicePeers::Tick() {
     }
     __atomic_store_n(&reports_[i].gone, gone, __ATOMIC_RELEASE);
     const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
-    if (phase == Phase::kStuck && !told_) {
-      told_ = true;
+    if (phase != Phase::kStuck) continue;
+    const auto now = std::chrono::steady_clock::now();
+    if (!told_at_) {
+      told_at_ = now;
       std::fprintf(stderr, "jax_ep: %s\n", Describe(reports_[i], static_cast<int>(i)).c_str());
+    } else if (now - *told_at_ > std::chrono::seconds(kEndsAfterSeconds)) {
+      std::fprintf(stderr, "jax_ep: ends this process, %d seconds after its GPU was stopped\n",
+                   kEndsAfterSeconds);
+      std::_Exit(1);
     }
   }
 }

@@ -3,10 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +18,9 @@
 #include "runtime/regions.h"
 
 namespace jax_ep {
+
+// How long a process goes on after one of its GPUs was stopped.
+constexpr int kEndsAfterSeconds = 30;
 
 // Where the memory of one rank lies.
 struct RankMemory {
@@ -67,7 +72,9 @@ class DevicePeers {
   // For tests, in processes with JAX_EP_STRESS_US: holds each op of a rank up before it enters, or inside.
   void Stall(int rank_index, Phase phase, double seconds);
 
-  // Tells the kernels which processes have ended, and the user of a GPU that was stopped.
+  // Tells the kernels which processes have ended, and the user of a GPU that was stopped. Ends the process
+  // some time after that: JAX may wait for results of that GPU for ever, and so would whoever waits for the
+  // process.
   void Tick();
 
   static int64_t BytesPerDevice() { return sizeof(Control); }
@@ -82,7 +89,8 @@ class DevicePeers {
   std::vector<Region> regions_;  // of each rank of this process, if the group spans several
   Report* reports_ = nullptr;    // [ranks], host memory mapped to the devices
   std::shared_ptr<Board> board_;
-  bool told_ = false;         // of a GPU that was stopped; the watching thread's
+  // When the user was told of a GPU that was stopped; the watching thread's.
+  std::optional<std::chrono::steady_clock::time_point> told_at_;
   mutable std::mutex mutex_;  // of what follows
   std::string name_;
   std::map<uint32_t, std::string> calls_;  // by hash
