@@ -79,10 +79,10 @@ def late_once(rig: Rig, program: Program, how: str, seen: Seen) -> None:
     early = [rank for rank in rig.local if rank != late]
     found = {rank: fetch_or_none(shards[rank]) for rank in early}
     took = time.monotonic() - begin
-    # A sum by NCCL in the same program holds it until the late rank has come; XLA:CPU lets the devices of a
-    # program end together.
-    together = rig.style.nccl or not rig.on_gpus
-    allowed = max(2 * rig.timeout_s, seconds if together else 0) + SLACK_S
+    # A sum by NCCL in the same program holds it until the late rank has come, who is held up in each of its
+    # ops; XLA:CPU lets the devices of a program end together.
+    together = seconds * program.num_ops if rig.style.nccl else 0 if rig.on_gpus else seconds
+    allowed = max(2 * rig.timeout_s, together) + SLACK_S
     text = checked(rig.group)
     rig.end_stalls()
     canaries = Canaries(rig.rng)

@@ -80,6 +80,8 @@ class Program:
     def __init__(self, rig: "Rig", kind: str, tokens: int):
         self.rig, self.kind, self.tokens = rig, kind, tokens
         self.op = kind.split()[0]
+        at_a_time = 2 if rig.style.concurrent else 1
+        self.num_ops = (4 if self.op == "gradient" else 1) * at_a_time * rig.style.steps
         self._args: list[tuple[Any, ...]] | None = [self._arguments(seed) for seed in (11, 12)]
         self._host: Any = None
         mapped = jax.shard_map(

@@ -1,7 +1,8 @@
 // Runs the kernels' own protocol (ffi/kernels/meet.cuh and what it uses) on the host, with faults: no GPU is
 // needed.
 //
-//   g++ -std=c++17 -O2 -Itests/emulation -Iffi tests/protocol_stress.cc -o /tmp/protocol_stress
+//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
+//     tests/protocol_stress.cc
 //   /tmp/protocol_stress faults 2000 1     (scenarios, first seed)
 //   /tmp/protocol_stress plain 100000 1    (ops without a fault, seed)
 //
