@@ -17,16 +17,13 @@ from jax_ep._results import LayoutCounts, Permutation, Routed
 
 
 def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """int32 ids, -1 where out of range or equal to an earlier id of the same token."""
+    """int32 ids, -1 where out of range."""
     in_range = (topk_idx >= 0) & (topk_idx < num_experts)
-    ids = jnp.where(in_range, topk_idx, -1).astype(jnp.int32)
-    earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)
-    repeated = jnp.any((ids[..., :, None] == ids[..., None, :]) & earlier, axis=-1)
-    return jnp.where(repeated, -1, ids)
+    return jnp.where(in_range, topk_idx, -1).astype(jnp.int32)
 
 
 def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [N, E]: 1 where token n uses expert e. ids [N, K] are routed experts."""
+    """int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
     counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
     (counts,) = vary_alike([counts], jax.typeof(ids).manual_axis_type.varying)
     token = jnp.arange(ids.shape[0])[:, None]
@@ -85,6 +82,8 @@ def _by_expert(
     starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
     rows = starts + jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     rows = jnp.take_along_axis(rows, jnp.maximum(ids, 0), axis=1)
+    earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)  # choices of the same token
+    rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier, axis=-1, dtype=jnp.int32)
     return jnp.where((ids >= 0) & (rows < capacity), rows, -1), starts
 
 

@@ -23,7 +23,7 @@ TOLERANCE = {
     np.dtype(np.float64): 1e-14,
 }
 
-ROUTINGS = ("uniform", "zipf", "one_rank", "empty_experts", "sprinkled", "unused")
+ROUTINGS = ("uniform", "random", "zipf", "one_rank", "empty_experts", "sprinkled", "unused")
 
 
 def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int = 0) -> np.ndarray:
@@ -32,6 +32,8 @@ def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int 
     shape = (ranks, tokens, experts)
     if kind == "unused":
         return np.full((ranks, tokens, k), -1, np.int32)
+    if kind == "random":  # a token may choose an expert several times
+        return rng.integers(-1, experts, (ranks, tokens, k)).astype(np.int32)
     score = rng.random(shape)
     if kind == "zipf":
         score = score ** np.arange(1, experts + 1)  # expert 0 is in nearly every token

@@ -10,15 +10,8 @@ import numpy as np
 
 
 def routed(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
-    """int32 ids of one rank's tokens [T, K], -1 where unused, out of range or repeated."""
-    out = np.full(topk_idx.shape, -1, np.int32)
-    for t, token in enumerate(topk_idx):
-        seen = set()
-        for k, expert in enumerate(token):
-            if 0 <= expert < num_experts and int(expert) not in seen:
-                out[t, k] = expert
-                seen.add(int(expert))
-    return out
+    """int32 ids of one rank's tokens [T, K], -1 where unused or out of range."""
+    return np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1).astype(np.int32)
 
 
 def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int = 1) -> tuple:

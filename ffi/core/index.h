@@ -17,7 +17,7 @@ namespace jax_ep {
 // How the rows of a receive buffer are ordered.
 enum class Order : int32_t {
   kRank = 0,    // one row for each (token, rank): by source rank, then token
-  kExpert = 1,  // one row for each (token, expert): by local expert, then source rank, then token
+  kExpert = 1,  // one row for each choice: by local expert, then source rank, then token, then k
 };
 
 // The static part of one routing, equal on all ranks of a group.
@@ -44,16 +44,11 @@ JAX_EP_HD inline int32_t NumChunks(const Shape& shape) {
 }
 JAX_EP_HD inline int32_t NumBins(const Shape& shape) { return shape.num_experts + shape.num_ranks; }
 
-// The expert of a token's k-th choice, or -1 where the choice is unused: marked so, out of range,
-// or a repetition of an earlier choice of the same token.
+// The expert that an id names, or -1 where it is out of range: the choice is unused. A token may name an
+// expert several times; each is a choice of its own.
 template <typename Id>
-JAX_EP_HD inline int32_t RoutedExpert(const Id* token_ids, int32_t k, int32_t num_experts) {
-  const Id id = token_ids[k];
-  if (id < 0 || id >= static_cast<Id>(num_experts)) return -1;
-  for (int32_t j = 0; j < k; ++j) {
-    if (token_ids[j] == id) return -1;
-  }
-  return static_cast<int32_t>(id);
+JAX_EP_HD inline int32_t RoutedExpert(Id id, int32_t num_experts) {
+  return id < 0 || id >= static_cast<Id>(num_experts) ? -1 : static_cast<int32_t>(id);
 }
 
 // Whether choice k is the token's first on its rank, so that the token counts for that rank once.

@@ -12,8 +12,8 @@ inline void RoutedExperts(const TopkIds& ids, const Shape& shape, int32_t t, int
   const int64_t first = int64_t{t} * shape.top_k;
   for (int32_t k = 0; k < shape.top_k; ++k) {
     experts[k] = ids.is_int64
-                     ? RoutedExpert(static_cast<const int64_t*>(ids.data) + first, k, shape.num_experts)
-                     : RoutedExpert(static_cast<const int32_t*>(ids.data) + first, k, shape.num_experts);
+                     ? RoutedExpert(static_cast<const int64_t*>(ids.data)[first + k], shape.num_experts)
+                     : RoutedExpert(static_cast<const int32_t*>(ids.data)[first + k], shape.num_experts);
   }
 }
 

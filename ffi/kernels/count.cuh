@@ -43,17 +43,11 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
   const int64_t offset = int64_t{chunk.first} * K;
   const int wanted = (begin - chunk.first) * K, num_wanted = (end - begin) * K;
   const bool by_rank = shape.order == Order::kRank;
-  int16_t* const staged = chunk.ranks;  // which come later
-  StageIds(ids, shape.num_experts, offset, num_choices, staged);
-  __syncthreads();
-  for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
-    const int expert = RoutedStaged(staged, i, K);
-    chunk.experts[i] = static_cast<int16_t>(expert);
-    if (i >= wanted && i < wanted + num_wanted) topk_idx[offset + i] = expert;
-  }
+  StageExperts(ids, shape.num_experts, offset, num_choices, chunk.experts);
   __syncthreads();
   for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
     const int expert = chunk.experts[i], rank = expert < 0 ? -1 : shape.rank_of(expert);
+    if (i >= wanted && i < wanted + num_wanted) topk_idx[offset + i] = expert;
     if (expert >= 0) atomicAdd(&chunk.counts[expert], 1);
     if (by_rank) {
       chunk.ranks[i] = static_cast<int16_t>(rank);

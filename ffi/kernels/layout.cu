@@ -15,7 +15,7 @@ constexpr int kThreads = 512;
 constexpr int kClusterBlocks = 8;  // that can add up their counts; sm_90 and newer
 constexpr int kFewChoices = 8;     // a token; a kernel of its own, for it takes fewer registers
 
-// The choices of token t as they are, -1 where they are no expert's or the token is none.
+// The routed experts of token t, -1 all if there is no such token.
 template <int kMost>
 __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMost]) {
   const Shape& shape = params.shape;
@@ -36,7 +36,7 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMos
       for (int i = 0; i < kPack; ++i) {
         const int k = first + i;
         if (!in_packs && k < num) pack[i] = from[k];
-        experts[k] = k >= num || pack[i] < 0 || pack[i] >= shape.num_experts ? -1 : static_cast<int>(pack[i]);
+        experts[k] = k < num ? RoutedExpert(pack[i], shape.num_experts) : -1;
       }
     }
   };
@@ -102,11 +102,8 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
 #endif
   for (; t - threadIdx.x % kWarp < shape.num_tokens; t += step) {
 #pragma unroll
-    for (int k = 0; k < kMost; ++k) {
-      bool counted = experts[k] >= 0;
-#pragma unroll
-      for (int j = 0; j < k; ++j) counted &= experts[j] != experts[k];
-      if (counted) atomicAdd(&counts[R + num_nodes + experts[k]], 1);
+    for (int expert : experts) {
+      if (expert >= 0) atomicAdd(&counts[R + num_nodes + expert], 1);
     }
     bool* const is_there = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
     CountPlaces(experts, R, L, counts, is_there);
