@@ -35,7 +35,7 @@ def round_trip(group: jax_ep.Group, mesh: jax.sharding.Mesh, shape: Shape, order
         sent = jax_ep.dispatch(
             x, ids, group=group, num_experts=shape.experts, order=order, implementation=implementation
         )
-        return jax_ep.combine(sent.x, sent.handle, group=group, implementation=implementation)
+        return jax_ep.combine(sent.x, sent.handle, implementation=implementation)
 
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 

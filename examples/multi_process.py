@@ -59,9 +59,9 @@ def train_step() -> None:
         def layer(parameters, x, router):
             weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), TOP_K)
 
-            def experts(rows, group_sizes):
-                rows = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
-                return jax_ep.grouped_dot(rows, parameters["down"], group_sizes)
+            def experts(sent):
+                hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
+                return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
 
             return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=EXPERTS)
 

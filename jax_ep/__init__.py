@@ -5,8 +5,10 @@ Everything here is pure and differentiable, for use inside `jax.shard_map`. Star
 """
 
 from jax_ep._combine import combine as combine
-from jax_ep._dispatch import Dispatched as Dispatched
+from jax_ep._dispatch import DispatchedByExpert as DispatchedByExpert
+from jax_ep._dispatch import DispatchedByRank as DispatchedByRank
 from jax_ep._dispatch import dispatch as dispatch
+from jax_ep._dispatch import redispatch as redispatch
 from jax_ep._group import Group as Group
 from jax_ep._group import GroupStats as GroupStats
 from jax_ep._group import PeerTimeoutError as PeerTimeoutError
@@ -14,22 +16,27 @@ from jax_ep._grouped_dot import grouped_dot as grouped_dot
 from jax_ep._handle import Handle as Handle
 from jax_ep._layout import DispatchLayout as DispatchLayout
 from jax_ep._layout import get_dispatch_layout as get_dispatch_layout
+from jax_ep._moe import MoEStats as MoEStats
 from jax_ep._moe import moe as moe
 from jax_ep._permute import Permuted as Permuted
 from jax_ep._permute import permute as permute
 from jax_ep._permute import unpermute as unpermute
 from jax_ep._remat import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
 from jax_ep._remat import CHECKPOINT_ROWS as CHECKPOINT_ROWS
+from jax_ep._remat import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHTS
 from jax_ep._remat import save_ep_residuals as save_ep_residuals
 
 __all__ = [
     "CHECKPOINT_HANDLE",
     "CHECKPOINT_ROWS",
+    "CHECKPOINT_WEIGHTS",
     "DispatchLayout",
-    "Dispatched",
+    "DispatchedByExpert",
+    "DispatchedByRank",
     "Group",
     "GroupStats",
     "Handle",
+    "MoEStats",
     "PeerTimeoutError",
     "Permuted",
     "combine",
@@ -38,6 +45,7 @@ __all__ = [
     "grouped_dot",
     "moe",
     "permute",
+    "redispatch",
     "save_ep_residuals",
     "unpermute",
 ]

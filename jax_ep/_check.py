@@ -25,19 +25,17 @@ def topk_idx(op: str, ids: Any) -> jax.Array:
     ids = jnp.asarray(ids)
     if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
-    if ids.shape[0] < 1 or ids.shape[1] < 1:
-        raise ValueError(f"{op}: topk_idx needs at least one token and top-k >= 1, got {shape_text(ids)}")
+    if ids.shape[1] < 1:
+        raise ValueError(f"{op}: topk_idx needs at least one choice a token, got {shape_text(ids)}")
     return ids
 
 
-def topk_weights(op: str, weights: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
-    """`weights` as float32 of the given shape."""
-    weights = jnp.asarray(weights)
-    if weights.shape != shape or not is_float(weights.dtype):
-        raise ValueError(
-            f"{op}: topk_weights must be floating {axes} = {list(shape)}, got {shape_text(weights)}"
-        )
-    return weights.astype(jnp.float32)
+def weights(op: str, name: str, array: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
+    """The weights as float32 of the given shape."""
+    array = jnp.asarray(array)
+    if array.shape != shape or not is_float(array.dtype):
+        raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(array)}")
+    return array.astype(jnp.float32)
 
 
 def num_experts(op: str, experts: Any, num_ranks: int) -> int:
@@ -58,8 +56,6 @@ def at_least_one(op: str, name: str, value: Any) -> int:
 
 def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, source: str) -> list[jax.Array]:
     """The leaves of a payload as arrays of `rows` rows; `source` says where that number comes from."""
-    if not arrays:
-        raise ValueError(f"{op}: {name} holds no array")
     result = []
     for array in arrays:
         array = jnp.asarray(array)
@@ -80,27 +76,25 @@ def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
             raise TypeError(f"{op}: {name} is summed, so it must be floating; got {shape_text(array)}")
 
 
-def handle(op: str, value: Any, group: Any) -> Handle:
-    """The handle, whose group and shapes must fit."""
+def handle(op: str, value: Any) -> Handle:
+    """The handle, whose arrays must fit its routing."""
     if not isinstance(value, Handle):
         raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
     routing = value.routing
-    if routing.group != group:
-        raise ValueError(f"{op}: the handle belongs to {routing.group!r}, but group is {group!r}")
-    width = routing.num_ranks if routing.order == "rank" else routing.top_k
     expected = {
         "topk_idx": (routing.num_tokens, routing.top_k),
-        "token_rows": (routing.num_tokens, width),
+        "sent_rows": (routing.num_tokens, routing.rows_per_token),
         "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
         "expert_counts": (routing.num_local_experts,),
     }
     if routing.order == "expert":
-        expected["row_map"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
+        expected["received_rows"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
     for name, shape in expected.items():
         array = getattr(value, name)
         if array is None or array.shape != shape or array.dtype != jnp.int32:
+            got = None if array is None else shape_text(array)
             raise ValueError(
-                f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {shape_text(array)}; "
-                "pass the handle as dispatch returned it, sharded as it came out of shard_map"
+                f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {got}; pass the handle "
+                "as dispatch returned it, sharded as it came out of shard_map"
             )
     return value

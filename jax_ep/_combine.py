@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check
-from jax_ep._exchange import Leaves, backend, pull, push, push_weighted, static_arguments
-from jax_ep._extension import Implementation
-from jax_ep._group import Group
 from jax_ep._handle import Handle
 from jax_ep._manual import require_manual, vary_alike
+from jax_ep._push_pull import for_tokens, pull, pull_scaled
 
 # What the handlers sum. Other floats are cast to float32 first, and the sum back.
 SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -21,8 +19,7 @@ def combine(
     y: Any,
     handle: Handle,
     *,
-    group: Group,
-    topk_weights: Any = None,
+    row_weights: Any = None,
     bias: Any = None,
     implementation: str | None = None,
 ) -> Any:
@@ -31,17 +28,16 @@ def combine(
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
     rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
     rank's part of a 16-bit sum is rounded too before it travels.) Padding, tail and dropped rows are never
-    read and get zero gradient. A token with no row gives zeros, plus the bias.
+    read and get zero gradient.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
     that it then applies no weights: by rank, multiply y by them before.
 
     Args:
       y: floating [C, ...] array or pytree of such arrays, C the capacity of the dispatch.
-      handle: of the dispatch.
-      group: the ranks of the dispatch.
-      topk_weights: floating [C], as an expert-order dispatch returned them: each row of every leaf is
-        multiplied by its weight in float32. Differentiable.
+      handle: of the dispatch; it says which ranks these are.
+      row_weights: floating [C], as `DispatchedByExpert` has them: each row of every leaf is multiplied by
+        its weight in float32. Differentiable.
       bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
         rounding. Differentiable.
       implementation: None, "ffi" or "xla".
@@ -50,39 +46,37 @@ def combine(
       [T, ...] of y's structure and dtypes.
 
     Raises:
-      ValueError: shapes do not fit the handle, the handle belongs to another group, weights with a
-        rank-order handle, a bias with a pytree, or no shard_map binds the group's axis.
+      ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias with a pytree, or
+        no shard_map binds the axis of the handle's group.
       TypeError: a leaf of y or a bias is not floating.
     """
-    require_manual("combine", group)
-    chosen = group._resolve(implementation)
-    handle = _check.handle("combine", handle, group)
+    handle = _check.handle("combine", handle)
     routing = handle.routing
+    require_manual("combine", routing.group)
+    chosen = routing.group._resolve(implementation)
     leaves, tree = jax.tree.flatten(y)
+    if not leaves:
+        raise ValueError("combine: y holds no array")
     leaves = _check.leaves("combine", "y", leaves, routing.capacity, "C", "the capacity of the handle")
     _check.floating("combine", "y", leaves)
-    weights = []
-    if topk_weights is not None:
+    weights = None
+    if row_weights is not None:
         if routing.order == "rank":
             raise ValueError(
-                "combine: topk_weights needs a handle of order 'expert'. By rank a row stands for several "
+                "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
             )
-        weights = [_check.topk_weights("combine", topk_weights, (routing.capacity,), "[C]")]
+        weights = _check.weights("combine", "row_weights", row_weights, (routing.capacity,), "[C]")
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
-    arrays, handle_tree = jax.tree.flatten(handle)
-    varied = iter(vary_alike([*arrays, *leaves, *weights, *biases], group._axes))
-    handle = jax.tree.unflatten(handle_tree, [next(varied) for _ in arrays])
-    leaves = [next(varied) for _ in leaves]
-    weights = [next(varied) for _ in weights]
-    biases = tuple(_summable(next(varied)) for _ in biases)
     rows = tuple(_summable(leaf) for leaf in leaves)
+    handle, rows, weights, biases = vary_alike((handle, rows, weights, biases), routing.group._axes)
+    chosen = for_tokens(chosen, routing)
     with jax.named_scope("jax_ep.combine"):
-        if weights or biases:
-            sums = _weighted_sum(chosen, handle, rows, weights[0] if weights else None, biases)
-        else:
+        if weights is None and not biases:
             sums, _ = pull(chosen, handle, rows, None)
+        else:
+            sums = pull_scaled(chosen, handle, rows, weights, biases)
     out = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
     return jax.tree.unflatten(tree, out)
 
@@ -91,9 +85,9 @@ def _summable(array: jax.Array) -> jax.Array:
     return array if array.dtype in SUMMED else array.astype(jnp.float32)
 
 
-def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> list[jax.Array]:
+def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:
     if bias is None:
-        return []
+        return ()
     if not jax.tree_util.treedef_is_leaf(tree):
         raise ValueError("combine: bias needs y to be one array, not a pytree")
     biases = [jnp.asarray(array) for array in (bias if isinstance(bias, tuple | list) else (bias,))]
@@ -105,39 +99,4 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
                 f"combine: bias must have the shape of the result {list(shape)}, "
                 f"got {_check.shape_text(array)}"
             )
-    return biases
-
-
-@static_arguments(0)
-def _weighted_sum(
-    implementation: Implementation,
-    handle: Handle,
-    rows: Leaves,
-    weights: jax.Array | None,
-    biases: tuple[jax.Array, ...],
-) -> Leaves:
-    return backend(implementation).combine(handle, rows, weights, biases, None)[0]
-
-
-def _weighted_sum_forward(
-    implementation: Any, handle: Handle, rows: Leaves, weights: Any, biases: Any
-) -> Any:
-    sums = _weighted_sum(implementation, handle, rows, weights, biases)
-    # The rows are needed for the gradient of the weights only.
-    residuals = (handle, None if weights is None else (rows, weights), [bias[:0] for bias in biases])
-    return sums, residuals
-
-
-def _weighted_sum_backward(implementation: Implementation, residuals: Any, cotangents: Leaves) -> Any:
-    """Row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
-    handle, weighted, biases = residuals
-    d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
-    if weighted is None:
-        sent, _ = push(implementation, handle, cotangents, None)
-        return None, sent, None, d_biases
-    rows, weights = weighted
-    d_rows, d_weights = push_weighted(implementation, handle, cotangents, rows, weights)
-    return None, d_rows, d_weights, d_biases
-
-
-_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+    return tuple(_summable(array) for array in biases)

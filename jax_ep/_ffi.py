@@ -76,15 +76,17 @@ def _unpack(leaf: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _handle_arrays(handle: Handle) -> list[jax.Array]:
-    row_map = jnp.zeros((0, handle.routing.top_k), INT) if handle.row_map is None else handle.row_map
-    return [handle.topk_idx, handle.token_rows, handle.rank_prefix_matrix, handle.expert_counts, row_map]
+    received = handle.received_rows
+    if received is None:
+        received = jnp.zeros((0, handle.routing.top_k), INT)
+    return [handle.topk_idx, handle.sent_rows, handle.rank_prefix_matrix, handle.expert_counts, received]
 
 
 def _rows_like(leaves: Sequence[jax.Array], rows: int) -> list[Result]:
     return [((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
 
 
-def _recv_weights(routing: Routing, present: bool) -> Result:
+def _arrived_weights(routing: Routing, present: bool) -> Result:
     by_rank = (routing.capacity, routing.top_k)
     shape = by_rank if routing.order == "rank" else (routing.capacity,)
     return (shape if present else (0,)), jnp.float32
@@ -105,7 +107,7 @@ def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node
     return LayoutCounts(*_call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
 
 
-def dispatch(
+def route(
     routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> Routed:
     ranks, experts, tokens, k = (
@@ -118,11 +120,11 @@ def dispatch(
     packed = [_pack(leaf) for leaf in leaves]
     results = [
         ((tokens, k), INT),
-        ((tokens, ranks if by_rank else k), INT),
+        ((tokens, routing.rows_per_token), INT),
         ((ranks, ranks), INT),
         ((experts,), INT),
         ((0 if by_rank else ranks * tokens, k), INT),
-        _recv_weights(routing, topk_weights is not None),
+        _arrived_weights(routing, topk_weights is not None),
         ((routing.capacity, k) if by_rank else (0,), INT),
         ((experts,), INT),
         ((0,) if by_rank else (experts,), INT),
@@ -137,17 +139,17 @@ def dispatch(
         results,
         **_routing_attributes(routing),
     )
-    idx, rows, prefix, counts, row_map, weights, recv_idx, *out = out
+    idx, sent_rows, prefix, counts, received_rows, weights, recv_idx, *out = out
     tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
     return Routed(
         rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
-        topk_weights=None if topk_weights is None else weights,
+        weights=None if topk_weights is None else weights,
         topk_idx=recv_idx if by_rank else None,
         tokens_per_expert=tokens_per_expert,
         group_sizes=None if by_rank else sizes,
         num_tokens=num_tokens,
         num_dropped=num_dropped,
-        handle=Handle(idx, rows, prefix, counts, None if by_rank else row_map, routing),
+        handle=Handle(idx, sent_rows, prefix, counts, None if by_rank else received_rows, routing),
     )
 
 
@@ -159,15 +161,15 @@ def push(
     weights, *moved = _call(
         "cached_dispatch",
         [_rank(routing), *_handle_arrays(handle), _or_empty(topk_weights), *packed],
-        [_recv_weights(routing, topk_weights is not None), *_rows_like(packed, routing.capacity)],
+        [_arrived_weights(routing, topk_weights is not None), *_rows_like(packed, routing.capacity)],
         **_routing_attributes(routing),
     )
     rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
     return rows, None if topk_weights is None else weights
 
 
-def push_weighted(
-    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], weights: jax.Array
+def push_scaled(
+    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], row_weights: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     routing = handle.routing
     scaled: list[Any] = list(leaves)
@@ -178,8 +180,8 @@ def push_weighted(
         mine = [leaves[i] for i in places]
         dots, *moved = _call(
             "weighted_dispatch",
-            [_rank(routing), *_handle_arrays(handle), weights, *mine, *(factors[i] for i in places)],
-            [_recv_weights(routing, True), *_rows_like(mine, routing.capacity)],
+            [_rank(routing), *_handle_arrays(handle), row_weights, *mine, *(factors[i] for i in places)],
+            [_arrived_weights(routing, True), *_rows_like(mine, routing.capacity)],
             **_routing_attributes(routing),
         )
         all_dots = all_dots + dots
@@ -188,34 +190,34 @@ def push_weighted(
     return tuple(scaled), all_dots
 
 
-def combine(
+def pull(
     handle: Handle,
     rows: Sequence[jax.Array],
     row_weights: jax.Array | None,
     biases: Sequence[jax.Array],
-    recv_topk_weights: jax.Array | None,
+    weights: jax.Array | None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
-    returned = (0,) if recv_topk_weights is None else (routing.num_tokens, routing.top_k)
+    returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
     # By expert the kernels first sum each token's rows where they lie.
     folds = routing.order == "expert" and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
-    weights, *sums = _call(
+    returned_weights, *sums = _call(
         "combine",
         [
             _rank(routing),
             handle.topk_idx,
-            handle.token_rows,
+            handle.sent_rows,
             _handle_arrays(handle)[-1],
             _or_empty(row_weights),
-            _or_empty(recv_topk_weights),
+            _or_empty(weights),
             *rows,
             *biases,
         ],
         [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
         **_routing_attributes(routing),
     )
-    return tuple(sums[: len(rows)]), None if recv_topk_weights is None else weights
+    return tuple(sums[: len(rows)]), None if weights is None else returned_weights
 
 
 def permute(

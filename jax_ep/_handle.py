@@ -1,6 +1,7 @@
 """What dispatch finds out about a routing, as data: the handle."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -31,44 +32,49 @@ class Routing:
     def num_local_experts(self) -> int:
         return self.num_experts // self.group.size
 
+    @property
+    def rows_per_token(self) -> int:
+        """Columns of `sent_rows`: a token has a row for each rank, or for each of its choices."""
+        return self.num_ranks if self.order == "rank" else self.top_k
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handle:
     """Where every row of a dispatch lies. A pytree of int32 arrays, made by `dispatch`.
 
-    It is all that `combine` and a repeated `dispatch` need, whichever implementation they use. It
-    holds no addresses, so it may be kept, saved for the backward pass or passed through jit.
+    `combine` and `redispatch` need nothing else, whichever implementation they use. It holds no
+    addresses, so it may be kept, saved for the backward pass or passed through jit.
 
     R ranks, T tokens a rank, K choices a token, L experts a rank; one rank's shard:
     """
 
     topk_idx: jax.Array
     """[T, K] expert of each choice, -1 where the choice is unused."""
-    token_rows: jax.Array
+    sent_rows: jax.Array
     """By rank [T, R], by expert [T, K]: the token's row in the receiver's buffer, -1 none or dropped."""
     rank_prefix_matrix: jax.Array
     """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank."""
     expert_counts: jax.Array
-    """[L] (token, expert) pairs routed to each expert of this rank, before drops."""
-    row_map: jax.Array | None
+    """[L] choices of all ranks' tokens that fell on each expert of this rank, before drops."""
+    received_rows: jax.Array | None
     """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
     -1 none here, or dropped. By rank None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
     """The static part: group, order, T, K, E, C and the expert alignment."""
 
 
-def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
-    """An expert-order buffer [C, ...] as [C, n] of another dtype, zero where a row holds no token."""
-    flat = rows.reshape(rows.shape[0], -1)
-    return jnp.where(real_rows(handle)[:, None], flat, 0).astype(dtype)
-
-
-def real_rows(handle: Handle) -> jax.Array:
-    """Which rows [C] (bool) of an expert-order buffer that hold a token, not padding or tail."""
+def row_experts(handle: Handle) -> jax.Array:
+    """By expert int32 [C]: the local expert of each row, -1 in padding and tail."""
     alignment = handle.routing.expert_alignment
     blocks = -(-handle.expert_counts // alignment) * alignment
     starts = jnp.cumsum(blocks) - blocks
     row = jnp.arange(handle.routing.capacity, dtype=jnp.int32)
-    block = jnp.searchsorted(starts, row, side="right") - 1
-    return row < starts[block] + handle.expert_counts[block]
+    block = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    return jnp.where(row < starts[block] + handle.expert_counts[block], block, -1)
+
+
+def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
+    """An expert-order buffer [C, ...] as [C, n] of another dtype, zero where a row holds no token."""
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return jnp.where(row_experts(handle)[:, None] >= 0, flat, 0).astype(dtype)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_ep import _check, _extension
-from jax_ep._exchange import backend
+from jax_ep._push_pull import backend
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ def get_dispatch_layout(
     The counts and their names are those of DeepEP's `get_dispatch_layout`.
 
     Args:
-      topk_idx: int32 or int64 [T, K] expert ids; -1 and ids out of range are unused. An id that a token repeats
-        counts again for its expert, and not for its rank.
+      topk_idx: int32 or int64 [T, K] expert ids; -1 and ids out of range are unused. An id that a token
+        repeats counts again for its expert, but not for its rank.
       num_experts: E, a multiple of R.
       num_ranks: R.
       ranks_per_node: divides R; None if the nodes do not matter.

@@ -1,26 +1,32 @@
 """What the ops need to know of the shard_map around them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import TypeVar
 
 import jax
 
 from jax_ep._group import Group
 
+Tree = TypeVar("Tree")
 
-def vary_alike(arrays: Sequence[Any], axes: Iterable[str] = ()) -> list[Any]:
-    """Makes all arrays vary over the same manual axes: `axes` and those any of them varies over.
+
+def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
+    """Makes all arrays of a pytree vary over the same manual axes: `axes`, and those any of them varies over.
 
     Under `check_vma=True` the operands of one op must agree in this. Elsewhere nothing changes. A
     replicated array that becomes varying gets its gradient summed over the axes by JAX.
     """
-    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
-    union = set(axes).union(*varying)
-    result = []
-    for array, own in zip(arrays, varying, strict=True):
-        missing = tuple(sorted(union - own))
-        result.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
-    return result
+
+    def varying(array: jax.Array) -> frozenset[str]:
+        return jax.typeof(array).manual_axis_type.varying
+
+    union = set(axes).union(*map(varying, jax.tree.leaves(arrays)))
+
+    def vary(array: jax.Array) -> jax.Array:
+        missing = tuple(sorted(union - varying(array)))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)
 
 
 def require_manual(op: str, group: Group) -> None:

@@ -1,61 +1,126 @@
 """moe: the whole expert-parallel layer."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep._combine import combine
-from jax_ep._dispatch import dispatch
+from jax_ep._dispatch import DispatchedByExpert, dispatch
 from jax_ep._group import Group
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """What one layer's routing brought to this rank. L experts on this rank."""
+
+    tokens_per_expert: jax.Array
+    """int32 [L] kept rows of each expert."""
+    num_tokens: jax.Array
+    """int32 [1] rows kept at this rank."""
+    num_dropped: jax.Array
+    """int32 [1] rows dropped at this rank for want of capacity."""
+
+
+@overload
 def moe(
-    x: jax.Array,
+    x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[jax.Array, jax.Array], jax.Array],
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
     *,
     group: Group,
     num_experts: int,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    return_stats: Literal[False] = False,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array: ...
+@overload
+def moe(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    return_stats: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, MoEStats]: ...
+def moe(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    return_stats: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, MoEStats]:
     """A Mixture-of-Experts layer: tokens to their experts, the experts, the weighted sum back.
 
     Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights.
 
     Args:
-      x: [T, H] tokens of this rank.
-      topk_idx: int32 or int64 [T, K] experts of each token, -1 unused.
-      topk_weights: floating [T, K].
-      expert_fn: (rows [C, H], group_sizes int32 [L]) -> [C, H']. The rows of expert l follow those of
-        expert l - 1; `jax_ep.grouped_dot(rows, w, group_sizes)` with w [L, H, H'] is such a product (on
-        NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every matrix). What it
-        returns for padding and tail rows does not matter.
+      x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
+      topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
+      topk_weights: floating [..., T, K].
+      expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
+        those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
+        product (on NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every
+        matrix). What it returns for padding and tail rows does not matter. The weights are applied
+        afterwards, by `combine`.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case. Further rows are dropped:
         their experts add nothing to the token.
       expert_alignment: each expert's rows start at a multiple of it.
+      return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      [T, H'] sums over k of topk_weights[:, k] * expert_k(x), in the dtype of expert_fn's result.
+      [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), in the dtype of expert_fn's result;
+      with return_stats `(sums, MoEStats)`.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
+        group's axis.
     """
+    x, topk_idx, topk_weights = jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
+    tokens = x.shape[:-1]
+    if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            "moe: x must be [..., T, H], topk_idx and topk_weights [..., T, K], with the same leading axes; "
+            f"got {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        )
     sent = dispatch(
-        x,
-        topk_idx,
-        topk_weights,
+        _merge_leading(x),
+        _merge_leading(topk_idx),
+        _merge_leading(topk_weights),
         group=group,
         num_experts=num_experts,
-        order="expert",
         capacity=capacity,
         expert_alignment=expert_alignment,
         implementation=implementation,
     )
-    assert sent.group_sizes is not None  # it is there by expert
     with jax.named_scope("jax_ep.experts"):
-        y = expert_fn(sent.x, sent.group_sizes)
-    return combine(y, sent.handle, group=group, topk_weights=sent.topk_weights, implementation=implementation)
+        y = expert_fn(sent)
+    out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
+    out = out.reshape(*tokens, *out.shape[1:])
+    if not return_stats:
+        return out
+    return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+
+
+def _merge_leading(array: jax.Array) -> jax.Array:
+    """[..., T, n] as [tokens, n]."""
+    return array if array.ndim == 2 else jax.lax.collapse(array, 0, array.ndim - 1)

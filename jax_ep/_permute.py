@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 from jax_ep import _check, _extension
 from jax_ep._combine import SUMMED
 from jax_ep._dispatch import worst_case_capacity
-from jax_ep._exchange import backend, is_differentiable, move_bits, static_arguments
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike
+from jax_ep._push_pull import backend, is_differentiable, move_bits, static_arguments
 from jax_ep._results import Permutation
 
 
@@ -29,8 +30,8 @@ class Permuted:
     """int32 [L] rows of each expert's block, padding included, clipped to P."""
     tokens_per_expert: jax.Array
     """int32 [L] rows of each expert, without padding, clipped to P."""
-    topk_weights: jax.Array | None
-    """float32 [P], zero in padding and tail; None if no weights were passed."""
+    row_weights: jax.Array | None
+    """float32 [P] weight of each row's choice, zero in padding and tail; None if no weights were passed."""
     num_dropped: jax.Array
     """int32 [1] (row, k) pairs that found no place."""
 
@@ -45,7 +46,7 @@ def permute(
     capacity: int | None = None,
     implementation: str | None = None,
 ) -> Permuted:
-    """Brings rows into expert order, one copy for each expert that a row goes to. Local.
+    """Brings rows into expert order, one copy for each choice of a row. Local.
 
     Args:
       x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
@@ -54,7 +55,7 @@ def permute(
       num_local_experts: L.
       topk_weights: floating [C, K], or None. Differentiable.
       expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
-      capacity: P, rows of the result; None means the worst case. Rows past it are dropped.
+      capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped.
       implementation: None, "ffi" or "xla".
 
     Raises:
@@ -68,21 +69,20 @@ def permute(
     experts = _check.at_least_one("permute", "num_local_experts", num_local_experts)
     alignment = _check.at_least_one("permute", "expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
-    capacity = _check.at_least_one("permute", "capacity", worst if capacity is None else capacity)
-    weights = []
+    capacity = worst if capacity is None else _check.at_least_one("permute", "capacity", capacity)
+    weights = None
     if topk_weights is not None:
-        weights = [_check.topk_weights("permute", topk_weights, ids.shape, "[C, K]")]
-    ids, *varied = vary_alike([ids, *leaves, *weights])
-    leaves, weights = tuple(varied[: len(leaves)]), varied[len(leaves) :]
+        weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
+    operands = vary_alike((tuple(leaves), ids, weights))
     with jax.named_scope("jax_ep.permute"):
-        how = (chosen, experts, alignment, capacity)
-        out = _permute(how, leaves, ids, weights[0] if weights else None)
+        how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
+        out = _permute(how, *operands)
     return Permuted(
         x=jax.tree.unflatten(tree, out.rows),
         row_map=out.row_map,
         group_sizes=out.group_sizes,
         tokens_per_expert=out.tokens_per_expert,
-        topk_weights=out.topk_weights,
+        row_weights=out.row_weights,
         num_dropped=out.num_dropped,
     )
 
@@ -113,7 +113,7 @@ def _permute_backward(how: tuple[Implementation, int, int, int], row_map: jax.Ar
         else None
         for row in cotangents.rows
     )
-    weights = cotangents.topk_weights
+    weights = cotangents.row_weights
     return gradients, None, None if weights is None else _at_rows(weights, row_map)
 
 
@@ -124,6 +124,11 @@ def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
     valid = (row_map >= 0) & (row_map < values.shape[0])
     return jnp.where(valid, values[jnp.where(valid, row_map, 0)], 0)
+
+
+def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
+    """[n, ...] as [n, m] of another dtype."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
 
 @static_arguments(0, 1)
@@ -185,7 +190,7 @@ def unpermute(
     y, row_map = jnp.asarray(y), jnp.asarray(row_map)
     if y.ndim < 1:
         raise ValueError(f"{op}: y must be [P, ...], got {_check.shape_text(y)}")
-    if row_map.ndim != 2 or row_map.dtype != jnp.int32 or 0 in row_map.shape:
+    if row_map.ndim != 2 or row_map.dtype != jnp.int32 or row_map.shape[1] < 1:
         raise ValueError(
             f"{op}: row_map must be int32 [C, K] as permute returned it, got {_check.shape_text(row_map)}"
         )
@@ -195,7 +200,7 @@ def unpermute(
         raise TypeError(f"{op}: out_dtype must be floating, got {out_dtype}")
     weights = None
     if topk_weights is not None:
-        weights = _check.topk_weights(op, topk_weights, row_map.shape, "[C, K]")
+        weights = _check.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
     ids = None
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -216,12 +221,10 @@ def unpermute(
         bias = bias if bias.dtype in SUMMED else bias.astype(jnp.float32)
     rows = y if y.dtype in SUMMED else y.astype(jnp.float32)
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    present = [array for array in (weights, bias, ids) if array is not None]
-    rows, row_map, *varied = vary_alike([rows, row_map, *present])
-    given = iter(varied)
-    weights, bias, ids = (None if array is None else next(given) for array in (weights, bias, ids))
+    operands = vary_alike((rows, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
-        return _unpermute(chosen, summed, rows, row_map, weights, bias, ids).astype(out_dtype)
+        chosen = chosen if row_map.shape[0] and y.shape[0] else "xla"
+        return _unpermute(chosen, summed, *operands).astype(out_dtype)
 
 
 @static_arguments(0, 1)
@@ -252,7 +255,7 @@ def _unpermute_backward(
     """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
     wide = jnp.promote_types(y.dtype, jnp.float32)
-    num_rows, num_permuted = row_map.shape[0], y.shape[0]
+    num_permuted = y.shape[0]
     used = (row_map >= 0) & (row_map < num_permuted)
     sent = _cached_permute(implementation, num_permuted, cotangent, row_map)
     if weights is None:
@@ -262,17 +265,17 @@ def _unpermute_backward(
         zeros = jnp.zeros_like(y, shape=(num_permuted,), dtype=weights.dtype)
         factors = zeros.at[target].set(weights, mode="drop")
         read = jnp.zeros_like(zeros, dtype=bool).at[target].set(True, mode="drop")
-        flat = sent.reshape(num_permuted, -1).astype(wide)
+        flat = _flat(sent, wide)
         d_y = (factors.astype(wide)[:, None] * flat).astype(y.dtype).reshape(y.shape)
-        safe = jnp.where(read[:, None], y.reshape(num_permuted, -1), 0).astype(wide)
+        safe = jnp.where(read[:, None], _flat(y, wide), 0)
         d_weights = _at_rows(jnp.sum(safe * flat, axis=1), row_map)
     d_bias = None
     if bias is not None:
         experts = bias.shape[0]
         chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
         one_hot = jax.nn.one_hot(chosen, experts, dtype=wide)  # [C, K, L], zero where -1
-        flat = cotangent.reshape(num_rows, -1).astype(wide)
-        flat_bias = bias.reshape(experts, -1).astype(wide)
+        flat = _flat(cotangent, wide)
+        flat_bias = _flat(bias, wide)
         product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         if d_weights is not None:
             d_weights += product("ckl,ch,lh->ck", one_hot, flat, flat_bias)

@@ -25,13 +25,15 @@ def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
     """int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
     counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
-    (counts,) = vary_alike([counts], jax.typeof(ids).manual_axis_type.varying)
+    counts = vary_alike(counts, jax.typeof(ids).manual_axis_type.varying)
     token = jnp.arange(ids.shape[0])[:, None]
     return counts.at[token, jnp.where(ids < 0, num_experts, ids)].add(1, mode="drop")
 
 
 def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
     """array[rows], zero where a row is -1; such rows are not read and get no gradient."""
+    if array.shape[0] == 0:
+        return jnp.zeros_like(array, shape=(*rows.shape, *array.shape[1:]))
     safe = jnp.where(rows < 0, array.shape[0], rows)
     return jnp.take(array, safe, axis=0, mode="fill", fill_value=0)
 
@@ -39,7 +41,7 @@ def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
 def _invert(rows: jax.Array, capacity: int) -> jax.Array:
     """int32 [C]: the flat index whose entry in `rows` is c, -1 if none."""
     sources = jnp.full((capacity,), -1, jnp.int32)
-    (sources,) = vary_alike([sources], jax.typeof(rows).manual_axis_type.varying)
+    sources = vary_alike(sources, jax.typeof(rows).manual_axis_type.varying)
     flat = rows.reshape(-1)
     index = jnp.arange(flat.shape[0], dtype=jnp.int32)
     return sources.at[jnp.where(flat < 0, capacity, flat)].set(index, mode="drop")
@@ -87,7 +89,7 @@ def _by_expert(
     return jnp.where((ids >= 0) & (rows < capacity), rows, -1), starts
 
 
-def dispatch(
+def route(
     routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> Routed:
     ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
@@ -120,15 +122,15 @@ def dispatch(
     else:
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
     my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
-    row_map = None
+    received_rows = None
     if routing.order == "expert":
-        row_map = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
-    handle = Handle(my_ids, my_rows, prefix, expert_counts, row_map, routing)
+        received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
+    handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, routing)
     moved, weights = push(handle, leaves, topk_weights)
     recv_idx = None
     if routing.order == "rank":
         source = _invert(jnp.take(rows, me, axis=1), capacity)
-        recv_idx = jnp.where(source[:, None] < 0, -1, ids[source])
+        recv_idx = jnp.where(source[:, None] < 0, -1, _take(ids, source))
         recv_idx = jnp.where((recv_idx >= 0) & (recv_idx // experts == me), recv_idx - me * experts, -1)
     counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
     return Routed(moved, weights, recv_idx, *counts, handle)
@@ -138,7 +140,7 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     """Rows here of all ranks' tokens, -1 none: [R * T] by rank, [R * T, K] by expert; ids [R * T, K]."""
     routing = handle.routing
     ids = _gather(routing, handle.topk_idx).reshape(-1, routing.top_k)
-    rows = _gather(routing, handle.token_rows).reshape(ids.shape[0], -1)
+    rows = _gather(routing, handle.sent_rows).reshape(-1, routing.rows_per_token)
     if routing.order == "rank":
         return jnp.take(rows, _rank(routing), axis=1), ids
     here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
@@ -154,8 +156,8 @@ def push(
     token = choice if routing.order == "rank" else jnp.where(choice < 0, -1, choice // routing.top_k)
     moved = []
     for leaf in leaves:
-        everyone = _gather(routing, leaf)
-        moved.append(_take(everyone.reshape(-1, *leaf.shape[1:]), token))
+        everyone = jax.lax.collapse(_gather(routing, leaf), 0, 2)
+        moved.append(_take(everyone, token))
     if topk_weights is None:
         return tuple(moved), None
     weights = _gather(routing, topk_weights).reshape(-1, routing.top_k)
@@ -165,15 +167,15 @@ def push(
     return tuple(moved), _take(jnp.where(here, weights, 0), token)
 
 
-def push_weighted(
-    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], weights: jax.Array
+def push_scaled(
+    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], row_weights: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """By expert: each row of a leaf times its weight [C], and its dot product with the factors' row [C]."""
     sent, _ = push(handle, leaves, None)
     scaled, dots = [], jnp.zeros((), jnp.float32)
     for row, factor in zip(sent, factors, strict=True):
         wide = jnp.promote_types(row.dtype, jnp.float32)
-        token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, weights))
+        token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, row_weights))
         dots = dots + jnp.sum(other * token, axis=1)
         scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
     return tuple(scaled), dots.astype(jnp.float32)
@@ -185,12 +187,12 @@ def _send_back(routing: Routing, slots: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(slots, routing.group.axis_name, split_axis=0, concat_axis=0)
 
 
-def combine(
+def pull(
     handle: Handle,
     rows: Sequence[jax.Array],
     row_weights: jax.Array | None,
     biases: Sequence[jax.Array],
-    recv_topk_weights: jax.Array | None,
+    weights: jax.Array | None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     here, ids = _rows_here(handle)
@@ -211,13 +213,13 @@ def combine(
         for bias in biases:
             total = total + bias.astype(wide)
         sums.append(total.astype(leaf.dtype))
-    if recv_topk_weights is None:
+    if weights is None:
         return tuple(sums), None
-    weights = _take(recv_topk_weights, here)
+    returned = _take(weights, here)
     if routing.order == "rank":
         mine = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
-        weights = jnp.where(mine, weights, 0)
-    return tuple(sums), jnp.sum(_send_back(routing, weights), axis=0)
+        returned = jnp.where(mine, returned, 0)
+    return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0)
 
 
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:

@@ -8,15 +8,21 @@ from jax.ad_checkpoint import checkpoint_name
 CHECKPOINT_HANDLE = "jax_ep_handle"
 """Name of all index results of `dispatch`: the handle, the counts, the received ids."""
 
-CHECKPOINT_ROWS = "jax_ep_rows"
-"""Name of the dispatched rows and their weights."""
+CHECKPOINT_WEIGHTS = "jax_ep_weights"
+"""Name of the weights that `dispatch` and `redispatch` return beside the rows."""
 
-save_ep_residuals = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_ROWS)
+CHECKPOINT_ROWS = "jax_ep_rows"
+"""Name of the rows that `dispatch` and `redispatch` return."""
+
+save_ep_residuals = jax.checkpoint_policies.save_only_these_names(
+    CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS
+)
 """A policy for `jax.checkpoint`: keeps handles and dispatched rows with their weights.
 
 The backward pass then sends no row a second time; what the experts compute is done again. To keep
 more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
-CHECKPOINT_HANDLE, CHECKPOINT_ROWS, "mine")`.
+CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS, "mine")`. A policy that keeps the rows under a name
+of your own needs the first two besides, which are small.
 """
 
 

@@ -6,6 +6,8 @@ import jax
 
 from jax_ep._handle import Handle
 
+Leaves = tuple[jax.Array, ...]
+
 
 class LayoutCounts(NamedTuple):
     num_tokens_per_rank: jax.Array  # [R]
@@ -15,8 +17,8 @@ class LayoutCounts(NamedTuple):
 
 
 class Routed(NamedTuple):
-    rows: tuple[jax.Array, ...]  # [C, ...] each
-    topk_weights: jax.Array | None  # by rank [C, K], by expert [C]
+    rows: Leaves  # [C, ...] each
+    weights: jax.Array | None  # by rank [C, K], by expert [C]
     topk_idx: jax.Array | None  # by rank [C, K]
     tokens_per_expert: jax.Array  # [L]
     group_sizes: jax.Array | None  # by expert [L]
@@ -26,9 +28,9 @@ class Routed(NamedTuple):
 
 
 class Permutation(NamedTuple):
-    rows: tuple[jax.Array, ...]  # [P, ...] each
+    rows: Leaves  # [P, ...] each
     row_map: jax.Array  # [C, K]
-    topk_weights: jax.Array | None  # [P]
+    row_weights: jax.Array | None  # [P]
     group_sizes: jax.Array  # [L]
     tokens_per_expert: jax.Array  # [L]
     num_dropped: jax.Array  # [1]

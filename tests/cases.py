@@ -52,6 +52,11 @@ def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int 
     return ids
 
 
+def weights_of(sent):
+    """The weights that a dispatch of either order brought: [C, K] by rank, [C] by expert."""
+    return sent.topk_weights if isinstance(sent, jax_ep.DispatchedByRank) else sent.row_weights
+
+
 def tagged_rows(ranks: int, tokens: int, width: int, dtype: Any) -> np.ndarray:
     """[R, T, width] rows whose content says where they come from: rank, token, then noise."""
     rng = np.random.default_rng(7)

@@ -45,10 +45,17 @@ class Pair:
             )
         )
 
-        def dispatch(x: jax.Array, ids: jax.Array, **options: int) -> jax_ep.Dispatched:
+        def dispatch(x: jax.Array, ids: jax.Array, capacity: int | None = None) -> jax_ep.DispatchedByRank:
             # The group of the moment: it may have been made anew since.
-            options |= {"num_experts": EXPERTS}
-            return jax_ep.dispatch(x, ids, group=rig.group, implementation="ffi", **options)
+            return jax_ep.dispatch(
+                x,
+                ids,
+                group=rig.group,
+                num_experts=EXPERTS,
+                order="rank",
+                capacity=capacity,
+                implementation="ffi",
+            )
 
         def shard(which: jax.Array, x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             sent = dispatch(x, ids)
@@ -58,7 +65,7 @@ class Pair:
 
             def other() -> jax.Array:
                 if what == "op":
-                    return jax_ep.combine(sent.x, sent.handle, group=rig.group, implementation="ffi")
+                    return jax_ep.combine(sent.x, sent.handle, implementation="ffi")
                 if what == "row width":
                     return dispatch(x[:, : WIDTH // 2], ids).x
                 if what == "dtype":

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import BF16, floats, routing, same_bits
+from cases import BF16, floats, routing, same_bits, weights_of
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,13 +47,13 @@ def op_of(kind: str, group: jax_ep.Group) -> Callable[..., Any]:
         return jax_ep.dispatch(x, ids, weights, group=group, **options)
 
     def combine(rows: jax.Array, handle: Any, weights: jax.Array) -> jax.Array:
-        options = {"topk_weights": weights} if order == "expert" else {}
-        return jax_ep.combine(rows, handle, group=group, implementation="ffi", **options)
+        row_weights = weights if order == "expert" else None
+        return jax_ep.combine(rows, handle, row_weights=row_weights, implementation="ffi")
 
     def gradient(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         def layer(x: jax.Array, weights: jax.Array) -> Any:
             sent = dispatch(x, ids, weights)
-            return combine(sent.x, sent.handle, sent.topk_weights), sent.topk_weights
+            return combine(sent.x, sent.handle, weights_of(sent)), weights_of(sent)
 
         y, transposed = jax.vjp(layer, x, weights)
         return y, transposed(jax.tree.map(jnp.cos, y))
@@ -121,7 +121,7 @@ class Program:
                 dispatch, mesh=rig.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False
             )
             sent = jax.jit(mapped)(*arguments)
-            arguments = (sent.x, sent.handle, sent.topk_weights)
+            arguments = (sent.x, sent.handle, weights_of(sent))
         return (rig.put(noise), *arguments)
 
     def _shard(self, delay: jax.Array, noise: jax.Array, x: jax.Array, *others: Any) -> Any:

@@ -16,7 +16,7 @@ if processes > 1:
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from cases import BF16, floats, routing  # noqa: E402
+from cases import BF16, floats, routing, weights_of  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -46,11 +46,11 @@ def forward_and_backward(group, order):
     def shard(x, ids, w):
         def layer(x, w):
             sent = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order=order, implementation="ffi")
-            options = {"topk_weights": sent.topk_weights} if order == "expert" else {}
-            return jax_ep.combine(sent.x, sent.handle, group=group, **options), sent
+            row_weights = weights_of(sent) if order == "expert" else None
+            return jax_ep.combine(sent.x, sent.handle, row_weights=row_weights), sent
 
         y, transposed, sent = jax.vjp(layer, x, w, has_aux=True)
-        return y, sent.x, sent.topk_weights, sent.handle.token_rows, transposed(jnp.cos(y))
+        return y, sent.x, weights_of(sent), sent.handle.sent_rows, transposed(jnp.cos(y))
 
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 

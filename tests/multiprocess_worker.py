@@ -46,7 +46,7 @@ with warnings.catch_warnings(record=True) as caught:
 
     def shard(x, ids, w):
         d = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order="expert", expert_alignment=4)
-        return d, jax_ep.combine(d.x, d.handle, group=group, topk_weights=d.topk_weights)
+        return d, jax_ep.combine(d.x, d.handle, row_weights=d.row_weights)
 
     mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     d, back = jax.jit(mapped)(spread(x), spread(ids), spread(w))
@@ -55,7 +55,7 @@ assert sum("spans processes" in str(warning.message) for warning in caught) == 1
 
 expected = oracle.dispatch(x, ids, w, E, "expert", alignment=4)
 y = np.stack([one.x for one in expected])
-weights = np.stack([one.topk_weights for one in expected])
+weights = np.stack([one.weights for one in expected])
 sums = oracle.combine(y, expected, T, weights)
 for rank, rows in local(d.x).items():
     assert same_bits(rows, expected[rank].x)

@@ -35,7 +35,7 @@ class Received:
 
     x: np.ndarray
     topk_idx: np.ndarray | None
-    topk_weights: np.ndarray | None
+    weights: np.ndarray | None  # by rank [C, K], by expert [C]
     tokens_per_expert: np.ndarray
     group_sizes: np.ndarray | None
     num_tokens: np.ndarray
@@ -94,7 +94,7 @@ def dispatch(
         received = Received(
             x=np.zeros((capacity, *x.shape[2:]), x.dtype),
             topk_idx=np.full((capacity, top_k), -1, np.int32) if order == "rank" else None,
-            topk_weights=None,
+            weights=None,
             tokens_per_expert=np.zeros(local, np.int32),
             group_sizes=None,
             num_tokens=np.array([sum(row is not None for row in kept)], np.int32),
@@ -103,7 +103,7 @@ def dispatch(
         )
         if topk_weights is not None:
             shape = (capacity, top_k) if order == "rank" else (capacity,)
-            received.topk_weights = np.zeros(shape, np.float32)
+            received.weights = np.zeros(shape, np.float32)
         for c, row in enumerate(kept):
             if row is None:
                 continue
@@ -112,14 +112,14 @@ def dispatch(
             if order == "expert":
                 received.tokens_per_expert[ids[s, t, k] - rank * local] += 1
                 if topk_weights is not None:
-                    received.topk_weights[c] = topk_weights[s, t, k]
+                    received.weights[c] = topk_weights[s, t, k]
                 continue
             for j, expert in enumerate(ids[s, t]):
                 if expert >= 0 and expert // local == rank:
                     received.topk_idx[c, j] = expert - rank * local
                     received.tokens_per_expert[expert - rank * local] += 1
                     if topk_weights is not None:
-                        received.topk_weights[c, j] = topk_weights[s, t, j]
+                        received.weights[c, j] = topk_weights[s, t, j]
         if order == "expert":
             sizes = [min(end, capacity) - min(begin, capacity) for begin, _, end in blocks]
             received.group_sizes = np.array(sizes, np.int32)

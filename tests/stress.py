@@ -60,24 +60,24 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
             sent = jax_ep.dispatch(
                 x, ids, weights, group=group, num_experts=experts, order=order, expert_alignment=alignment
             )
-            again = jax_ep.dispatch(-x, handle=sent.handle, group=group).x
-            back = jax_ep.combine(sent.x, sent.handle, group=group)
-            copies = jnp.sum(sent.handle.token_rows >= 0, axis=1, keepdims=True)
+            again = jax_ep.redispatch(-x, sent.handle)
+            back = jax_ep.combine(sent.x, sent.handle)
+            copies = jnp.sum(sent.handle.sent_rows >= 0, axis=1, keepdims=True)
             wrong += jnp.sum(back != (x * copies).astype(dtype))
             wrong += jnp.sum(again != -sent.x)
             used = sent.handle.topk_idx >= 0
-            if order == "expert" and sent.topk_weights is not None:
+            if isinstance(sent, jax_ep.DispatchedByExpert) and sent.row_weights is not None:
 
                 def weighted(y: jax.Array, row_weights: jax.Array) -> jax.Array:
-                    return jax_ep.combine(y, sent.handle, group=group, topk_weights=row_weights)
+                    return jax_ep.combine(y, sent.handle, row_weights=row_weights)
 
-                _, transposed = jax.vjp(weighted, sent.x, sent.topk_weights)
+                _, transposed = jax.vjp(weighted, sent.x, sent.row_weights)
                 d_y, d_weights = transposed(x)
                 rows = sent.x.astype(jnp.float32)
-                wrong += jnp.sum(d_y != (sent.topk_weights[:, None] * rows).astype(dtype))
+                wrong += jnp.sum(d_y != (sent.row_weights[:, None] * rows).astype(dtype))
                 wrong += jnp.sum(d_weights != jnp.sum(rows * rows, axis=1))
-            if order == "rank":
-                returned = jax_ep.combine(sent.topk_weights, sent.handle, group=group)
+            if isinstance(sent, jax_ep.DispatchedByRank):
+                returned = jax_ep.combine(sent.topk_weights, sent.handle)
                 wrong += jnp.sum(returned != jnp.where(used, weights, 0))
             return wrong, None
 

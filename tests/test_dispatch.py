@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, FP8, ROUTINGS, floats, ranks, routing, same_bits, tagged_rows
+from cases import BF16, FP8, ROUTINGS, floats, ranks, routing, same_bits, tagged_rows, weights_of
 from conftest import most_ranks
 
 import jax_ep
@@ -34,25 +34,30 @@ def run_dispatch(x, ids, weights, num_experts, implementation="ffi", **options):
 
 
 def check(got, expected, payload):
-    """got: Dispatched with a leading rank axis; expected: the oracle's list; payload: the rows of got."""
+    """got: dispatched, with a leading rank axis; expected: the oracle's list; payload: the rows of got."""
+    by_rank = isinstance(got, jax_ep.DispatchedByRank)
     for rank, want in enumerate(expected):
         assert same_bits(payload[rank], want.x), f"rows at rank {rank}"
-        names = ["tokens_per_expert", "num_tokens", "num_dropped", "topk_idx", "group_sizes", "topk_weights"]
-        for name in names:
-            wanted, actual = getattr(want, name), getattr(got, name)
-            if wanted is None:
-                assert actual is None, name
-            else:
-                np.testing.assert_array_equal(actual[rank], wanted, f"{name} at rank {rank}", strict=True)
-        if got.group_sizes is not None:
-            row_map = np.full((len(expected), *got.handle.topk_idx.shape[1:]), -1, np.int32)
-            for c, source in enumerate(want.sources):
-                if source is not None:
-                    row_map[source] = c
-            flat = row_map.reshape(-1, row_map.shape[-1])
-            np.testing.assert_array_equal(
-                got.handle.row_map[rank], flat, f"row_map at rank {rank}", strict=True
-            )
+
+        def same(name, actual, wanted, rank=rank):
+            np.testing.assert_array_equal(actual[rank], wanted, f"{name} at rank {rank}", strict=True)
+
+        for name in ("tokens_per_expert", "num_tokens", "num_dropped"):
+            same(name, getattr(got, name), getattr(want, name))
+        weights = weights_of(got)
+        if want.weights is None:
+            assert weights is None
+        else:
+            same("weights", weights, want.weights)
+        if by_rank:
+            same("topk_idx", got.topk_idx, want.topk_idx)
+            continue
+        same("group_sizes", got.group_sizes, want.group_sizes)
+        received_rows = np.full((len(expected), *got.handle.topk_idx.shape[1:]), -1, np.int32)
+        for c, source in enumerate(want.sources):
+            if source is not None:
+                received_rows[source] = c
+        same("received_rows", got.handle.received_rows, received_rows.reshape(-1, received_rows.shape[-1]))
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -138,7 +143,7 @@ DTYPES = [
 def test_any_dtype_and_row_size_bit_for_bit(dtype, width, implementation):
     ids = routing("uniform", 4, 6, 2, 8)
     x = tagged_rows(4, 6, width, dtype)
-    got = run_dispatch(x, ids, None, 8, implementation)
+    got = run_dispatch(x, ids, None, 8, implementation, order="rank")
     check(got, oracle.dispatch(x, ids, None, 8, "rank"), got.x)
 
 
@@ -162,7 +167,7 @@ def test_rows_of_real_models_bit_for_bit(rows, order):
 
     def shard(x, ids):
         sent = jax_ep.dispatch(x, ids, group=on.group, num_experts=16, order=order, capacity=150)
-        return sent.x, jax_ep.dispatch(x, handle=sent.handle, group=on.group).x
+        return sent.x, jax_ep.redispatch(x, sent.handle)
 
     for got in on.run(shard, x, ids):
         for leaf, sent in zip(got, x, strict=True):
@@ -176,7 +181,7 @@ def test_elements_smaller_than_a_byte(dtype):
     ids = routing("uniform", 2, 6, 2, 4)
     x = np.arange(2 * 6 * 5).reshape(2, 6, 5) % 7
     x = x.astype(np.float32).astype(dtype)
-    got = run_dispatch(x, ids, None, 4)
+    got = run_dispatch(x, ids, None, 4, order="rank")
     expected = oracle.dispatch(x, ids, None, 4, "rank")
     for rank in range(2):
         np.testing.assert_array_equal(
@@ -222,10 +227,9 @@ def test_a_handle_routes_another_payload_alike(order, capacity, implementation):
         )
         # Handles are interchangeable between implementations.
         swapped = {"ffi": "xla", "xla": "ffi"}[implementation]
-        same = jax_ep.dispatch(other, handle=first.handle, group=on.group, implementation=implementation)
-        swap = jax_ep.dispatch(other, handle=first.handle, group=on.group, implementation=swapped)
-        assert (same.topk_idx, same.group_sizes, same.num_tokens) == (None, None, None)
-        return same.x, swap.x
+        same = jax_ep.redispatch(other, first.handle, implementation=implementation)
+        swap = jax_ep.redispatch(other, first.handle, implementation=swapped)
+        return same, swap
 
     same, swap = on.run(shard, x, other, ids)
     expected = oracle.dispatch(other, ids, None, 16, order, capacity, alignment)
@@ -249,7 +253,7 @@ def test_weights_of_other_dtypes_become_float32(dtype, implementation):
     weights = floats((2, 5, 2)).astype(dtype)
     x = tagged_rows(2, 5, 3, np.float32)
     with jax.enable_x64(dtype == np.float64):
-        got = run_dispatch(x, ids, weights, 4, implementation)
+        got = run_dispatch(x, ids, weights, 4, implementation, order="rank")
     check(got, oracle.dispatch(x, ids, weights.astype(np.float32), 4, "rank"), got.x)
 
 

@@ -36,8 +36,7 @@ DISPATCH = {
         ValueError,
         r"every array of x must be .*got float32\[3, 3\]",
     ),
-    "no array": ({"x": ()}, ValueError, "x holds no array"),
-    "keys": ({"x": "keys"}, TypeError, "jax.random.key_data"),
+    "keys": ({}, TypeError, "jax.random.key_data"),
     "1-D ids": (
         {"topk_idx": IDS[:, 0]},
         ValueError,
@@ -45,7 +44,7 @@ DISPATCH = {
     ),
     "float ids": ({"topk_idx": W}, ValueError, r"topk_idx must be int32 or int64 .* got float32\[4, 2\]"),
     "int16 ids": ({"topk_idx": IDS.astype(np.int16)}, ValueError, "topk_idx must be int32 or int64"),
-    "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "top-k >= 1"),
+    "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "at least one choice a token"),
     "experts over ranks": ({"num_experts": 5}, ValueError, "positive multiple of the 2 ranks, got 5"),
     "no experts": ({"num_experts": 0}, ValueError, "positive multiple of the 2 ranks, got 0"),
     "fractional experts": ({"num_experts": 4.0}, ValueError, "num_experts must be an int"),
@@ -56,15 +55,10 @@ DISPATCH = {
     ),
     "integer weights": ({"topk_weights": IDS}, ValueError, r"topk_weights must be floating .* got int32"),
     "capacity": ({"capacity": 0}, ValueError, "capacity must be an int between 1 and .*, got 0"),
-    "alignment": (
-        {"order": "expert", "expert_alignment": 0},
-        ValueError,
-        "expert_alignment must be an int between 1 and .*, got 0",
-    ),
-    "alignment by rank": ({"expert_alignment": 8}, ValueError, "needs order='expert'"),
+    "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be an int between 1 .*, got 0"),
+    "alignment by rank": ({"order": "rank", "expert_alignment": 8}, ValueError, "needs order='expert'"),
     "order": ({"order": "token"}, ValueError, "order must be 'rank' or 'expert', got 'token'"),
     "implementation": ({"implementation": "cuda"}, ValueError, "must be None, 'ffi' or 'xla', got 'cuda'"),
-    "nothing to route by": ({"topk_idx": None}, ValueError, "pass topk_idx and num_experts, or the handle"),
 }
 
 
@@ -72,76 +66,56 @@ DISPATCH = {
 def test_dispatch(name):
     changed, error, text = DISPATCH[name]
     arguments = {"x": X, "topk_idx": IDS, "topk_weights": None, "num_experts": E, **changed}
-    arrays = {k: v for k, v in arguments.items() if k in ("x", "topk_idx", "topk_weights") and v is not None}
-    static = {k: v for k, v in arguments.items() if k not in ("x", "topk_idx", "topk_weights")}
+    if name == "keys":
+        arguments["x"] = jax.random.split(jax.random.key(0), R * T)
+    arrays = {name: arguments.pop(name) for name in ("x", "topk_idx", "topk_weights")}
 
     def shard(arrays):
-        if isinstance(arrays.get("x"), str):
-            raise AssertionError
-        return jax_ep.dispatch(group=ranks(R).group, **arrays, **static).num_tokens
+        return jax_ep.dispatch(group=ranks(R).group, **arrays, **arguments).num_tokens
 
-    if name == "keys":
-        arrays["x"] = jax.random.split(jax.random.key(0), R * T)
-    if name == "no array":
-        shard_inner = shard
-        shard = lambda arrays: shard_inner({**arrays, "x": ()})
-        arrays.pop("x")
     with pytest.raises(error, match=text) as raised:
         traced(shard, arrays)
     assert "dispatch" in str(raised.value) or "implementation" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"topk_idx": IDS[:T]},
-        {"topk_weights": W[:T]},
-        {"num_experts": E},
-        {"capacity": 4},
-        {"order": "expert"},
-        {"expert_alignment": 2},
-    ],
-    ids=lambda e: next(iter(e)),
-)
-def test_cached_dispatch_takes_no_routing(extra):
+def test_redispatch_of_another_shape():
     def shard(x):
-        handle = dispatched().handle
-        return jax_ep.dispatch(x, handle=handle, group=ranks(R).group, **extra).x
-
-    with pytest.raises(ValueError, match="a handle already says how to route"):
-        traced(shard, X)
-
-
-def test_cached_dispatch_of_another_shape():
-    def shard(x):
-        return jax_ep.dispatch(x[:-1], handle=dispatched().handle, group=ranks(R).group).x
+        return jax_ep.redispatch(x[:-1], dispatched().handle)
 
     with pytest.raises(ValueError, match=r"T = 4 \(of the handle\), got float32\[3, 3\]"):
         traced(shard, X)
 
 
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
-def test_a_handle_of_another_group(op):
-    other = jax_ep.Group(make_mesh((R, 1), ("ep", "other")), ("ep", "other"))
+def test_redispatch_of_weights_of_another_shape():
+    def shard(x, w):
+        return jax_ep.redispatch(x, dispatched().handle, topk_weights=w[:, :1])
 
-    def shard(x):
-        d = dispatched()
-        if op == "dispatch":
-            return jax_ep.dispatch(x, handle=d.handle, group=other).x
-        return jax_ep.combine(d.x, d.handle, group=other)
-
-    mesh = make_mesh((R, 1), ("ep", "other"))
-    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
-    with pytest.raises(ValueError, match=rf"{op}: the handle belongs to Group\('ep'.*but group is Group"):
-        jax.jit(mapped).trace(X)
+    with pytest.raises(ValueError, match=r"redispatch: topk_weights must be .* = \[4, 2\], got .*4, 1"):
+        traced(shard, X, W)
 
 
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("op", ["redispatch", "combine"])
+def test_a_handle_outside_of_its_group_s_axes(op):
+    """The handle's group has the axis 'ep'; this shard_map has another."""
+    on = ranks(R)
+    mapped = jax.shard_map(lambda x: dispatched().handle, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    handle = jax.jit(mapped)(X)
+    call = {
+        "redispatch": lambda handle: jax_ep.redispatch(jnp.ones((T, H)), handle),
+        "combine": lambda handle: jax_ep.combine(jnp.ones((handle.routing.capacity, H)), handle),
+    }[op]
+    mesh = make_mesh((R,), ("other",))
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("other"), out_specs=P("other"), check_vma=False)
+    with pytest.raises(ValueError, match=rf"{op} communicates.*over the axis 'ep'; no such axis"):
+        jax.jit(mapped).trace(handle)
+
+
+@pytest.mark.parametrize("op", ["redispatch", "combine"])
 def test_something_that_is_no_handle(op):
     def shard(x):
-        if op == "dispatch":
-            return jax_ep.dispatch(x, handle=(1, 2), group=ranks(R).group).x
-        return jax_ep.combine(x, (1, 2), group=ranks(R).group)
+        if op == "redispatch":
+            return jax_ep.redispatch(x, (1, 2))
+        return jax_ep.combine(x, (1, 2))
 
     with pytest.raises(TypeError, match="handle must be the Handle that dispatch returned, got tuple"):
         traced(shard, X)
@@ -150,7 +124,7 @@ def test_something_that_is_no_handle(op):
 def test_a_handle_with_arrays_of_another_shape():
     def shard(x):
         handle = jax.tree.map(lambda a: a[:1], dispatched().handle)
-        return jax_ep.dispatch(x, handle=handle, group=ranks(R).group).x
+        return jax_ep.redispatch(x, handle)
 
     with pytest.raises(
         ValueError, match=r"handle\.topk_idx must be int32 \[4, 2\] on each rank, got int32\[1, 2\]"
@@ -162,23 +136,24 @@ COMBINE = {
     "rows": (lambda d: (d.x[:-1], {}), "rank", ValueError, r"C = 8 \(the capacity of the handle\)"),
     "integers": (lambda d: (d.topk_idx, {}), "rank", TypeError, r"y is summed.*floating; got int32"),
     "weights by rank": (
-        lambda d: (d.x, {"topk_weights": jnp.ones(8)}),
+        lambda d: (d.x, {"row_weights": jnp.ones(8)}),
         "rank",
         ValueError,
         "needs a handle of order 'expert'",
     ),
     "weights' shape": (
-        lambda d: (d.x, {"topk_weights": jnp.ones((16, 1))}),
+        lambda d: (d.x, {"row_weights": jnp.ones((16, 1))}),
         "expert",
         ValueError,
-        r"topk_weights must be floating \[C\] = \[16\], got float32\[16, 1\]",
+        r"row_weights must be floating \[C\] = \[16\], got float32\[16, 1\]",
     ),
     "integer weights": (
-        lambda d: (d.x, {"topk_weights": jnp.ones(16, jnp.int32)}),
+        lambda d: (d.x, {"row_weights": jnp.ones(16, jnp.int32)}),
         "expert",
         ValueError,
-        "topk_weights must be floating",
+        "row_weights must be floating",
     ),
+    "no array": (lambda d: ((), {}), "rank", ValueError, "y holds no array"),
     "bias' shape": (
         lambda d: (d.x, {"bias": jnp.ones(H)}),
         "rank",
@@ -202,7 +177,7 @@ def test_combine(name):
     def shard(x):
         d = dispatched(order=order)
         y, options = make(d)
-        return jax_ep.combine(y, d.handle, group=ranks(R).group, **options)
+        return jax_ep.combine(y, d.handle, **options)
 
     with pytest.raises(error, match="combine: .*" + text):
         traced(shard, X)
@@ -215,8 +190,6 @@ def test_outside_shard_map(implementation):
         ValueError, match=r"dispatch communicates, so .* inside jax\.shard_map over the axis 'ep'"
     ):
         jax_ep.dispatch(X, IDS, group=group, num_experts=E, implementation=implementation)
-    with pytest.raises(ValueError, match=r"combine communicates, so .* inside jax\.shard_map"):
-        jax_ep.combine(X, None, group=group, implementation=implementation)
 
 
 def test_a_shard_map_of_another_size():
@@ -342,8 +315,8 @@ def test_a_changed_handle_does_no_harm(order):
     def shard(x):
         d = dispatched(order=order)
         wild = jax.tree.map(lambda a: jnp.where(a % 2 == 0, 2**30, -(2**30)), d.handle)
-        again = jax_ep.dispatch(x, handle=wild, group=ranks(R).group)
-        return jax_ep.combine(again.x, wild, group=ranks(R).group)
+        again = jax_ep.redispatch(x, wild)
+        return jax_ep.combine(again, wild)
 
     on = ranks(R)
     mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))

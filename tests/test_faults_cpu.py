@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats
+from cases import floats, weights_of
 from conftest import make_mesh
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -45,8 +45,8 @@ class Layer:
             def layer(x, weights):
                 sent = jax_ep.dispatch(x, ids, weights, **sends)
                 y = sent.x * 2
-                options = {"topk_weights": sent.topk_weights} if self.order == "expert" else {}
-                return jax_ep.combine(y, sent.handle, group=group, implementation="ffi", **options)
+                row_weights = weights_of(sent) if self.order == "expert" else None
+                return jax_ep.combine(y, sent.handle, row_weights=row_weights, implementation="ffi")
 
             def whole():
                 if self.op == "dispatch":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, floats, routing, same_bits, tagged_rows
+from cases import BF16, floats, routing, same_bits, tagged_rows, weights_of
 from conftest import most_ranks, need_gpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,12 +30,12 @@ def forward_and_backward(devices, order="expert", **options):
         def layer(x, w):
             sent = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order=order)
             if order == "expert":
-                return jax_ep.combine(sent.x, sent.handle, group=group, topk_weights=sent.topk_weights), sent
-            y, weights = jax_ep.combine((sent.x, sent.topk_weights), sent.handle, group=group)
+                return jax_ep.combine(sent.x, sent.handle, row_weights=sent.row_weights), sent
+            y, weights = jax_ep.combine((sent.x, sent.topk_weights), sent.handle)
             return y * jnp.sum(weights, axis=1, keepdims=True).astype(y.dtype), sent
 
         y, transposed, sent = jax.vjp(layer, x, w, has_aux=True)
-        return (y, sent.x, sent.topk_weights, sent.handle.token_rows), transposed(jnp.cos(y))
+        return (y, sent.x, weights_of(sent), sent.handle.sent_rows), transposed(jnp.cos(y))
 
     mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     return mapped, NamedSharding(mesh, P("ep"))

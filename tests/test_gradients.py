@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, FP8, floats, ranks, routing
+from cases import BF16, FP8, floats, ranks, routing, weights_of
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -71,7 +71,7 @@ def test_closed_form_of_dispatch(order, capacity, implementation):
             capacity=capacity,
             implementation=implementation,
         )
-        return d.x, d.topk_weights
+        return d.x, weights_of(d)
 
     def loss(x, w):
         rows, weights = on_all(shard)(x, flat(ids), w)
@@ -106,9 +106,7 @@ def test_closed_form_of_combine(capacity, implementation):
             expert_alignment=4,
             implementation=implementation,
         ).handle
-        return jax_ep.combine(
-            y, handle, group=on.group, topk_weights=weights, bias=bias, implementation=implementation
-        )
+        return jax_ep.combine(y, handle, row_weights=weights, bias=bias, implementation=implementation)
 
     def loss(y, weights, bias):
         return jnp.sum(on_all(shard)(flat(ids), y, weights, bias))
@@ -134,10 +132,10 @@ def test_closed_form_of_a_weighted_combine(tokens, implementation):
     on = ranks(R)
 
     def shard(ids, y, weights, d_out):
-        options = {"group": on.group, "implementation": implementation}
-        routing = {"num_experts": E, "order": "expert", "capacity": R * tokens, "expert_alignment": 4}
-        handle = jax_ep.dispatch(jnp.zeros((tokens, 1)), ids, **routing, **options).handle
-        combine = lambda y, weights: jax_ep.combine(y, handle, topk_weights=weights, **options)
+        routing = {"num_experts": E, "capacity": R * tokens, "expert_alignment": 4}
+        options = {"implementation": implementation}
+        handle = jax_ep.dispatch(jnp.zeros((tokens, 1)), ids, group=on.group, **routing, **options).handle
+        combine = lambda y, weights: jax_ep.combine(y, handle, row_weights=weights, **options)
         return jax.vjp(combine, y, weights)[1](d_out)
 
     d_y, d_weights = on.run(shard, ids, y, weights, d_out)
@@ -157,13 +155,13 @@ def test_closed_form_of_a_weighted_combine(tokens, implementation):
 
 def reference_layer(routing_, x, ids, w):
     """The xla implementation without its custom rules: plain JAX differentiates it."""
-    d = _reference.dispatch(routing_, (x,), ids, w)
+    d = _reference.route(routing_, (x,), ids, w)
     y = jnp.tanh(d.rows[0])
     if routing_.order == "expert":
-        (out,), _ = _reference.combine(d.handle, (y,), d.topk_weights, (), None)
+        (out,), _ = _reference.pull(d.handle, (y,), d.weights, (), None)
         return out
-    y = y * jnp.sum(d.topk_weights, axis=1, keepdims=True)
-    return _reference.combine(d.handle, (y,), None, (), None)[0][0]
+    y = y * jnp.sum(d.weights, axis=1, keepdims=True)
+    return _reference.pull(d.handle, (y,), None, (), None)[0][0]
 
 
 def layer(order, capacity, implementation, x, ids, w):
@@ -173,11 +171,9 @@ def layer(order, capacity, implementation, x, ids, w):
     )
     y = jnp.tanh(d.x)
     if order == "expert":
-        return jax_ep.combine(
-            y, d.handle, group=group, topk_weights=d.topk_weights, implementation=implementation
-        )
+        return jax_ep.combine(y, d.handle, row_weights=d.row_weights, implementation=implementation)
     y = y * jnp.sum(d.topk_weights, axis=1, keepdims=True)
-    return jax_ep.combine(y, d.handle, group=group, implementation=implementation)
+    return jax_ep.combine(y, d.handle, implementation=implementation)
 
 
 def resolved(order, capacity):
@@ -234,7 +230,8 @@ def test_payloads_without_gradient(implementation):
     }
 
     def shard(x, ids):
-        return jax_ep.dispatch(x, ids, group=on.group, num_experts=E, implementation=implementation).x
+        options = {"order": "rank", "implementation": implementation}
+        return jax_ep.dispatch(x, ids, group=on.group, num_experts=E, **options).x
 
     def loss(x):
         rows = on_all(shard)(x, ids)
@@ -247,15 +244,14 @@ def test_payloads_without_gradient(implementation):
     assert np.abs(d_x["f32"]).min() > 0
 
 
-def test_gradient_of_a_cached_dispatch(capacity, implementation):
+def test_gradient_of_a_redispatch(capacity, implementation):
     ids = routing("sprinkled", R, T, K, E)
     on = ranks(R)
 
     def shard(x, other, ids):
-        first = jax_ep.dispatch(
-            x, ids, group=on.group, num_experts=E, capacity=capacity, implementation=implementation
-        )
-        return jax_ep.dispatch(other, handle=first.handle, group=on.group, implementation=implementation).x
+        routing = {"num_experts": E, "order": "rank", "capacity": capacity}
+        first = jax_ep.dispatch(x, ids, group=on.group, **routing, implementation=implementation)
+        return jax_ep.redispatch(other, first.handle, implementation=implementation)
 
     x, other = flat(floats((R, T, H))), flat(floats((R, T, 2)))
     loss = lambda *a: jnp.sum(on_all(shard)(*a, flat(ids)))
@@ -282,10 +278,10 @@ def test_cotangents_of_padding_and_tail_are_ignored(order, implementation):
             expert_alignment=alignment,
             implementation=implementation,
         )
-        unused = (d.topk_idx < 0) if order == "rank" else (d.topk_weights == 0)
+        unused = (d.topk_idx < 0) if order == "rank" else ~d.is_row()
         empty = unused.all(axis=-1) if order == "rank" else unused
         loud = jnp.where(empty[:, None], d.x * 1e6, d.x)
-        loud_weights = jnp.where(unused, d.topk_weights * 1e6, d.topk_weights)
+        loud_weights = jnp.where(unused, weights_of(d) * 1e6, weights_of(d))
         return loud, loud_weights
 
     def loss(x, w):
@@ -293,8 +289,9 @@ def test_cotangents_of_padding_and_tail_are_ignored(order, implementation):
 
     x, w = flat(floats((R, T, H))), flat(floats((R, T, K)))
     d_x, d_w = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
-    assert np.abs(d_x).max() <= K
-    assert np.abs(d_w).max() <= 1
+    rows, pairs = kept(order, None, ids.reshape(R, T, K))
+    np.testing.assert_array_equal(d_x, np.broadcast_to(rows.reshape(-1, 1), d_x.shape))
+    np.testing.assert_array_equal(d_w, pairs.reshape(-1, K))
 
 
 def test_bfloat16_gradients_are_sums_in_float32(implementation):
@@ -303,7 +300,8 @@ def test_bfloat16_gradients_are_sums_in_float32(implementation):
     cotangent = floats((R, R * T, H), BF16, seed=9)
 
     def shard(x, ids, ct):
-        d = jax_ep.dispatch(x, ids, group=on.group, num_experts=E, implementation=implementation)
+        options = {"order": "rank", "implementation": implementation}
+        d = jax_ep.dispatch(x, ids, group=on.group, num_experts=E, **options)
         return jnp.sum(d.x.astype(jnp.float32) * ct.astype(jnp.float32), keepdims=True)
 
     x = flat(floats((R, T, H), BF16))

@@ -24,8 +24,9 @@ def doubled(group, mesh):
 
     def shard(x):
         ids = jnp.zeros((len(x), 1), jnp.int32)
-        d = jax_ep.dispatch(x, ids, group=group, num_experts=group.size, implementation="ffi")
-        return jax_ep.combine(d.x * 2, d.handle, group=group, implementation="ffi")
+        options = {"order": "rank", "implementation": "ffi"}
+        d = jax_ep.dispatch(x, ids, group=group, num_experts=group.size, **options)
+        return jax_ep.combine(d.x * 2, d.handle, implementation="ffi")
 
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names)))
 

@@ -59,7 +59,10 @@ def test_rows_that_do_not_fit():
 )
 def test_what_only_gpus_refuse(changed, text):
     if jax.default_backend() != "gpu":
-        layout(**changed)
+        per_rank, _, per_expert, in_rank = map(np.asarray, layout(**changed))
+        choices = changed.get("ids", IDS).size  # all of them of expert 0
+        assert (per_rank[0], per_expert[0]) == (4, choices)
+        assert (per_rank.sum(), per_expert.sum(), in_rank.sum()) == (4, choices, 4)
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"layout: on GPUs {text}; use implementation='xla'"):
         layout(**changed)

@@ -53,15 +53,14 @@ def test_intranode(kind, with_topk, how, implementation):
     )
     to_rank = in_rank.sum(axis=1)  # [source, destination]
     capacity = None if how == "worst_case" else int(to_rank.sum(axis=0).max())
-    common = {"group": on.group, "implementation": implementation}
+    by = {"implementation": implementation}
 
     def shard(x, ids, weights):
-        d = jax_ep.dispatch(
-            x, ids, weights if with_topk else None, num_experts=E, capacity=capacity, **common
-        )
-        rows = jax_ep.dispatch(x, handle=d.handle, **common).x if how == "cached" else d.x
-        back = jax_ep.combine(read(rows).astype(jnp.bfloat16), d.handle, **common)
-        back_weights = jax_ep.combine(d.topk_weights, d.handle, **common) if with_topk else None
+        routing = {"num_experts": E, "order": "rank", "capacity": capacity}
+        d = jax_ep.dispatch(x, ids, weights if with_topk else None, group=on.group, **routing, **by)
+        rows = jax_ep.redispatch(x, d.handle, **by) if how == "cached" else d.x
+        back = jax_ep.combine(read(rows).astype(jnp.bfloat16), d.handle, **by)
+        back_weights = jax_ep.combine(d.topk_weights, d.handle, **by) if with_topk else None
         return d, read(rows), back, back_weights
 
     d, rows, back, back_weights = jax.device_get(on.run(shard, x, ids, weights))

@@ -18,8 +18,8 @@ def test_every_op_lowers_for_cuda(order):
 
     def shard(x, ids, w):
         sent = jax_ep.dispatch(x, ids, w, group=on.group, num_experts=E, order=order, implementation="ffi")
-        again = jax_ep.dispatch(x, handle=sent.handle, group=on.group, implementation="ffi").x
-        out = jax_ep.combine(sent.x + again, sent.handle, group=on.group, implementation="ffi")
+        again = jax_ep.redispatch(x, sent.handle, implementation="ffi")
+        out = jax_ep.combine(sent.x + again, sent.handle, implementation="ffi")
         layout = jax_ep.get_dispatch_layout(ids, num_experts=E, num_ranks=R, implementation="ffi")
         moved = jax_ep.permute(x, ids, num_local_experts=E, implementation="ffi")
         back = jax_ep.unpermute(moved.x, moved.row_map, topk_weights=w, implementation="ffi")

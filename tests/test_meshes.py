@@ -74,7 +74,7 @@ def test_a_group_over_two_axes(axes, implementation):
             d = jax_ep.dispatch(
                 me[None, None], ids, group=group, num_experts=R, implementation=implementation
             )
-            back = jax_ep.combine(d.x, d.handle, group=group, implementation=implementation)
+            back = jax_ep.combine(d.x, d.handle, implementation=implementation)
             return d.x, back
 
         rows, back = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))(ids)

@@ -19,8 +19,9 @@ def layer(x, ids, weights, up, down, **options):
     on = ranks(R)
 
     def shard(x, ids, weights, up, down):
-        def experts(rows, group_sizes):
-            return jax.lax.ragged_dot(jnp.tanh(jax.lax.ragged_dot(rows, up, group_sizes)), down, group_sizes)
+        def experts(sent):
+            hidden = jnp.tanh(jax.lax.ragged_dot(sent.x, up, sent.group_sizes))
+            return jax.lax.ragged_dot(hidden, down, sent.group_sizes)
 
         return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E, **options)
 
@@ -79,7 +80,7 @@ def test_bfloat16_rows_and_a_wider_result():
     on = ranks(R)
 
     def shard(x, ids, weights):
-        experts = lambda rows, sizes: jnp.tile(rows.astype(jnp.float32), (1, 2))
+        experts = lambda sent: jnp.tile(sent.x.astype(jnp.float32), (1, 2))
         return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E)
 
     mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
@@ -88,3 +89,77 @@ def test_bfloat16_rows_and_a_wider_result():
     total = np.where(kept_choices(ids, None, 1), weights, 0).sum(axis=1, keepdims=True)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, np.tile(np.asarray(x, np.float32), (1, 2)) * total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lead", [(2,), (5, 2)])
+def test_leading_axes_are_tokens(lead, implementation):
+    ids, (x, weights, *_) = inputs()
+    on = ranks(R)
+
+    def shard(x, ids, weights):
+        layer = lambda *tokens: jax_ep.moe(
+            *tokens,
+            lambda sent: jnp.tanh(sent.x)[:, :4],
+            group=on.group,
+            num_experts=E,
+            implementation=implementation,
+        )
+        apart = lambda array: array.reshape(*lead, -1, array.shape[-1])
+        return layer(apart(x), apart(ids), apart(weights)), layer(x, ids, weights)
+
+    split, whole = on.run(shard, x.reshape(R, T, H), ids, weights.reshape(R, T, K))
+    assert split.shape == (R, *lead, T // np.prod(lead), 4)
+    np.testing.assert_array_equal(split.reshape(whole.shape), whole)
+
+
+def test_experts_see_the_rows_weights_and_experts(implementation):
+    """Experts that return their own number times the row's weight, which the sum then multiplies again."""
+    ids, (x, weights, *_) = inputs()
+    on = ranks(R)
+
+    def shard(x, ids, weights):
+        def experts(sent):
+            first = jax.lax.axis_index("ep") * (E // R)
+            return ((sent.row_experts() + first) * sent.row_weights)[:, None]
+
+        return jax_ep.moe(
+            x, ids, weights, experts, group=on.group, num_experts=E, implementation=implementation
+        )
+
+    got = on.run(shard, x.reshape(R, T, H), ids, weights.reshape(R, T, K))
+    routed = np.stack([oracle.routed(one, E) for one in ids])
+    want = (np.where(routed >= 0, routed, 0) * weights.reshape(R, T, K) ** 2).sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_stats(implementation):
+    ids, (x, weights, *_) = inputs()
+    on, capacity = ranks(R), 20
+
+    def shard(x, ids, weights):
+        return jax_ep.moe(
+            x,
+            ids,
+            weights,
+            lambda sent: sent.x,
+            group=on.group,
+            num_experts=E,
+            capacity=capacity,
+            return_stats=True,
+            implementation=implementation,
+        )
+
+    y, stats = on.run(shard, x.reshape(R, T, H), ids, weights.reshape(R, T, K))
+    assert y.shape == (R, T, H)
+    expected = oracle.dispatch(np.zeros((R, T, 1)), ids, None, E, "expert", capacity)
+    assert any(one.num_dropped[0] for one in expected)
+    for rank, want in enumerate(expected):
+        for name in ("tokens_per_expert", "num_tokens", "num_dropped"):
+            np.testing.assert_array_equal(getattr(stats, name)[rank], getattr(want, name), strict=True)
+
+
+@pytest.mark.parametrize("shapes", [((4, H), (5, K), (5, K)), ((4, H), (4, K), (4, 1)), ((H,), (K,), (K,))])
+def test_shapes_that_do_not_fit(shapes):
+    x, ids, weights = (np.zeros(shape, np.float32) for shape in shapes)
+    with pytest.raises(ValueError, match=r"moe: x must be \[\.\.\., T, H\].*got \["):
+        jax_ep.moe(x, ids.astype(np.int32), weights, None, group=ranks(R).group, num_experts=E)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
 
@@ -28,7 +29,7 @@ def test_checkpoint(policy, where):
     policy = jax_ep.save_ep_residuals if policy else None
 
     def body(x, ids, w, scale):
-        expert = lambda rows, sizes: jnp.tanh(rows * scale)
+        expert = lambda sent: jnp.tanh(sent.x * scale)
         return jax_ep.moe(x * 2, ids, w, expert, group=on.group, num_experts=E)
 
     def shard(x, ids, w, scale):
@@ -57,6 +58,28 @@ def test_checkpoint(policy, where):
     }
     # Two layers forward, backward a weighted dispatch each; and without the policy both dispatches again.
     assert calls == {"dispatch": 4 if policy is None else 2, "weighted_dispatch": 2}
+
+
+@pytest.mark.parametrize("names", [(), (jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_WEIGHTS)])
+def test_a_scanned_layer_that_names_its_own_rows(names):
+    """With the rows under the caller's name, the handle and the weights are all that must be kept besides."""
+    on = ranks(R)
+    x, ids, w = inputs()
+
+    policy = jax.checkpoint_policies.save_only_these_names(*names, "mine")
+
+    def shard(x, ids, w):
+        def experts(sent):
+            return jnp.tanh(checkpoint_name(sent.x, "mine"))
+
+        def body(carry, _):
+            return jax_ep.moe(carry, ids, w, experts, group=on.group, num_experts=E), None
+
+        return jax.lax.scan(jax.checkpoint(body, policy=policy), x, None, length=3)[0]
+
+    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))
+    assert count_calls(gradient.lower(x).compile().as_text())["dispatch"] == (1 if names else 2)
 
 
 def test_checkpoint_around_scan():

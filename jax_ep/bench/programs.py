@@ -53,15 +53,22 @@ def of_ours(
     capacity: int | None = None,
 ) -> Prepare:
     """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing."""
-    options: dict[str, Any] = {"group": group, "implementation": implementation}
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None) -> Any:
-        routing = {"num_experts": shape.experts, "order": order, "capacity": capacity}
-        return jax_ep.dispatch(x, ids, weights, **routing, **options)
+        return jax_ep.dispatch(
+            x,
+            ids,
+            weights,
+            group=group,
+            num_experts=shape.experts,
+            order=order,
+            capacity=capacity,
+            implementation=implementation,
+        )
 
     def combine(sent: Any, handle: Any) -> jax.Array:
-        scale = {"topk_weights": sent.topk_weights} if order == "expert" and op != "round trip" else {}
-        return jax_ep.combine(sent.x, handle, **scale, **options)
+        row_weights = sent.row_weights if order == "expert" and op != "round trip" else None
+        return jax_ep.combine(sent.x, handle, row_weights=row_weights, implementation=implementation)
 
     def prepare(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
         def layout(ids: jax.Array) -> jax.Array:
@@ -95,11 +102,11 @@ def of_ours(
         if op == "combine":
             sent = dispatch(x, ids, weights)
 
-            def combine_again(token_rows: jax.Array) -> jax.Array:
-                handle = dataclasses.replace(sent.handle, token_rows=token_rows)
-                return _after(token_rows, combine(sent, handle))
+            def combine_again(sent_rows: jax.Array) -> jax.Array:
+                handle = dataclasses.replace(sent.handle, sent_rows=sent_rows)
+                return _after(sent_rows, combine(sent, handle))
 
-            return sent.handle.token_rows, combine_again
+            return sent.handle.sent_rows, combine_again
         if op == "round trip":
             return x, round_trip
         steps: dict[str, Step] = {

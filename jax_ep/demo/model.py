@@ -75,9 +75,9 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     weights, topk_idx = jax.lax.top_k(probabilities, config.top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
-    def experts(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, layer["up"], group_sizes))
-        return jax_ep.grouped_dot(hidden, layer["down"], group_sizes)
+    def experts(sent: jax_ep.DispatchedByExpert) -> jax.Array:
+        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, layer["up"], sent.group_sizes))
+        return jax_ep.grouped_dot(hidden, layer["down"], sent.group_sizes)
 
     y = jax_ep.moe(
         x,

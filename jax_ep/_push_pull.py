@@ -1,0 +1,231 @@
+"""Rows to their experts and back: push and pull, each the other's transpose.
+
+A push differentiates into a pull and a pull into a push, always through the handle of the forward
+pass: nothing is routed twice.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _ffi, _reference
+from jax_ep._extension import Implementation
+from jax_ep._handle import Handle, Routing, flat_real_rows
+from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._results import Leaves, Routed
+
+
+def backend(implementation: Implementation) -> ModuleType:
+    """The module whose functions do the work."""
+    return _ffi if implementation == "ffi" else _reference
+
+
+def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
+    """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
+    return implementation if routing.num_tokens and routing.capacity else "xla"
+
+
+def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:
+    """`jax.custom_vjp` for a function some of whose arguments are not traced."""
+    return functools.partial(jax.custom_vjp, nondiff_argnums=positions)
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+@static_arguments(0, 1)
+def route(
+    implementation: Implementation,
+    routing: Routing,
+    leaves: Leaves,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+) -> Routed:
+    """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there."""
+    out = move_bits(
+        implementation, lambda module, bits: module.route(routing, bits, topk_idx, topk_weights), leaves
+    )
+    return Routed(*out)
+
+
+def _route_forward(
+    implementation: Implementation, routing: Routing, leaves: Leaves, topk_idx: jax.Array, topk_weights: Any
+) -> Any:
+    rows, weights, *indices = route(implementation, routing, leaves, topk_idx, topk_weights)
+    # Named here, so that what the backward pass keeps are the named values.
+    out = Routed(
+        name_all(rows, CHECKPOINT_ROWS),
+        name_all(weights, CHECKPOINT_WEIGHTS),
+        *name_all(indices, CHECKPOINT_HANDLE),
+    )
+    return out, out.handle
+
+
+def _route_backward(
+    implementation: Implementation, _: Routing, handle: Handle, cotangents: Routed
+) -> tuple[Any, None, Any]:
+    rows, weights = _pull_cotangents(implementation, handle, cotangents.rows, cotangents.weights)
+    return rows, None, weights
+
+
+route.defvjp(_route_forward, _route_backward)
+
+
+@static_arguments(0)
+def push(
+    implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
+) -> tuple[Leaves, jax.Array | None]:
+    """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
+    return move_bits(implementation, lambda module, bits: module.push(handle, bits, topk_weights), leaves)
+
+
+def _push_forward(
+    implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
+) -> Any:
+    return push(implementation, handle, leaves, topk_weights), handle
+
+
+def _push_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
+    return None, *_pull_cotangents(implementation, handle, *cotangents)
+
+
+push.defvjp(_push_forward, _push_backward)
+
+
+@static_arguments(0)
+def pull(
+    implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
+) -> tuple[Leaves, jax.Array | None]:
+    """Sums each token's rows [C, ...] to [T, ...], and takes the weights back to [T, K]."""
+    return backend(implementation).pull(handle, rows, None, (), weights)
+
+
+def _pull_forward(
+    implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
+) -> Any:
+    return pull(implementation, handle, rows, weights), handle
+
+
+def _pull_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
+    return None, *push(implementation, handle, *cotangents)
+
+
+pull.defvjp(_pull_forward, _pull_backward)
+
+
+@static_arguments(0)
+def pull_scaled(
+    implementation: Implementation,
+    handle: Handle,
+    rows: Leaves,
+    row_weights: jax.Array | None,
+    biases: Leaves,
+) -> Leaves:
+    """`pull` of rows that are multiplied by their weights [C] first; biases [T, ...] are added to the sum."""
+    return backend(implementation).pull(handle, rows, row_weights, biases, None)[0]
+
+
+def _pull_scaled_forward(
+    implementation: Implementation, handle: Handle, rows: Leaves, row_weights: Any, biases: Leaves
+) -> Any:
+    sums = pull_scaled(implementation, handle, rows, row_weights, biases)
+    # The rows are needed for the gradient of the weights only.
+    scaled = None if row_weights is None else (rows, row_weights)
+    return sums, (handle, scaled, [bias[:0] for bias in biases])
+
+
+def _pull_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Leaves) -> Any:
+    """Row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
+    handle, scaled, biases = residuals
+    d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
+    if scaled is None:
+        sent, _ = push(implementation, handle, cotangents, None)
+        return None, sent, None, d_biases
+    rows, row_weights = scaled
+    d_rows, d_weights = push_scaled(implementation, handle, cotangents, rows, row_weights)
+    return None, d_rows, d_weights, d_biases
+
+
+pull_scaled.defvjp(_pull_scaled_forward, _pull_scaled_backward)
+
+
+@static_arguments(0)
+def push_scaled(
+    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
+) -> tuple[Leaves, jax.Array]:
+    """By expert: pushes rows [T, ...] to [C, ...], each times its weight [C].
+
+    Also gives the dot products [C] of the rows, not scaled, with the factors [C, ...]. Together they are
+    the gradient of `pull_scaled`.
+    """
+    return backend(implementation).push_scaled(handle, leaves, factors, row_weights)
+
+
+def _push_scaled_forward(
+    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
+) -> Any:
+    out = push_scaled(implementation, handle, leaves, factors, row_weights)
+    return out, (handle, leaves, factors, row_weights)
+
+
+def _push_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Any) -> Any:
+    handle, leaves, factors, row_weights = residuals
+    d_scaled, d_dots = cotangents
+    sent, _ = push(implementation, handle, leaves, None)
+    d_sent, d_factors, d_weights = [], [], jnp.zeros((), jnp.float32)
+    for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
+        wide = jnp.promote_types(row.dtype, jnp.float32)
+        token, other, d_token, weight, d_dot = (
+            flat_real_rows(handle, array, wide) for array in (row, factor, d_row, row_weights, d_dots)
+        )
+        d_sent.append((weight * d_token + d_dot * other).astype(row.dtype).reshape(row.shape))
+        d_factors.append((d_dot * token).astype(row.dtype).reshape(row.shape))
+        d_weights = d_weights + jnp.sum(d_token * token, axis=1)
+    d_leaves, _ = pull(implementation, handle, tuple(d_sent), None)
+    return None, d_leaves, tuple(d_factors), d_weights.astype(jnp.float32)
+
+
+push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
+
+
+def _pull_cotangents(
+    implementation: Implementation, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
+) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
+    """`pull` for the cotangents of a push; payloads without gradients get None."""
+    summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
+    gradients: list[jax.Array | None] = [None] * len(rows)
+    if not summed and weights is None:
+        return tuple(gradients), None
+    sums, d_weights = pull(implementation, handle, tuple(rows[i] for i in summed), weights)
+    for i, total in zip(summed, sums, strict=True):
+        gradients[i] = total
+    return tuple(gradients), d_weights
+
+
+def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
+    """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
+
+    The handlers copy bytes. XLA may quiet a NaN on its way, so there floats travel as integers.
+    """
+    module = backend(implementation)
+    if module is _ffi:
+        return move(module, leaves)
+    moved, *rest = move(module, tuple(_as_bits(leaf) for leaf in leaves))
+    floats = tuple(_from_bits(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
+    return (floats, *rest)
+
+
+def _as_bits(leaf: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{jnp.finfo(leaf.dtype).bits}"))
+
+
+def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
