@@ -1,6 +1,7 @@
 // Counts a rank's tokens chunk by chunk: the first step of dispatch and permute.
 #include "kernels/count.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -28,8 +29,8 @@ __global__ void CountKernel(Shape shape, TopkIds ids, int32_t* topk_idx, int32_t
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
                         int32_t* chunk_counts, cudaStream_t stream) {
   const size_t shared = Chunk::Bytes(kChunkTokens, shape.top_k) + sizeof(int32_t) * NumBins(shape);
-  CountKernel<<<NumChunks(shape), kThreads, shared, stream>>>(shape, ids, topk_idx, token_rows, chunk_counts);
-  return cudaPeekAtLastError();
+  return Launch(CountKernel, NumChunks(shape), kThreads, shared, stream, false, shape, ids, topk_idx,
+                token_rows, chunk_counts);
 }
 
 cudaError_t PreloadCount() {

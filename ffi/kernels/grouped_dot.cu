@@ -8,6 +8,7 @@
 
 #include "kernels/device.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -275,8 +276,7 @@ cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
-    kernel<<<grid, kThreads, shared, stream>>>(params);
-    return cudaPeekAtLastError();
+    return Launch(kernel, grid, kThreads, shared, stream, false, params);
   });
 }
 

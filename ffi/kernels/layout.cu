@@ -7,6 +7,7 @@
 
 #include "kernels/device.cuh"
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -154,7 +155,7 @@ cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaS
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = config.gridDim.x > 1 ? 1 : 0;
-  return WithKernel(shape.top_k, [&](auto* kernel) { return cudaLaunchKernelEx(&config, kernel, params); });
+  return WithKernel(shape.top_k, [&](auto* kernel) { return LaunchAs(config, kernel, params); });
 }
 
 cudaError_t PreloadLayout() {

@@ -1,6 +1,7 @@
 // The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a dispatch
 // within a group of one rank: dispatch.cu.)
 #include "kernels/kernels.h"
+#include "kernels/launch.h"
 #include "kernels/slices.cuh"
 #include "kernels/topk.cuh"
 
@@ -125,13 +126,13 @@ cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device&
                                 cudaStream_t stream) {
   for (int p = 0; p < params.num_payloads; ++p) {
     const Payload& payload = params.payloads[p];
-    const cudaError_t error =
-        cudaMemsetAsync(payload.out, 0, params.num_permuted * payload.row_bytes, stream);
+    cudaError_t error = cudaMemsetAsync(payload.out, 0, params.num_permuted * payload.row_bytes, stream);
     if (error != cudaSuccess) return error;
-    CachedPermuteKernel<<<4 * device.num_sms, kThreads, 0, stream>>>(
-        {params.num_rows, params.top_k, params.num_permuted, params.row_map, payload});
+    const CachedPermuteArgs args{params.num_rows, params.top_k, params.num_permuted, params.row_map, payload};
+    error = Launch(CachedPermuteKernel, 4 * device.num_sms, kThreads, 0, stream, false, args);
+    if (error != cudaSuccess) return error;
   }
-  return cudaPeekAtLastError();
+  return cudaSuccess;
 }
 
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream) {
@@ -151,8 +152,7 @@ cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device,
     args.topk_idx = params.topk_idx;
   }
   return WithUnpermute(params.y.type, params.y.num_elements, biased, [&](auto* kernel) {
-    kernel<<<kUnpermuteBlocks * device.num_sms, kThreads, 0, stream>>>(args);
-    return cudaPeekAtLastError();
+    return Launch(kernel, kUnpermuteBlocks * device.num_sms, kThreads, 0, stream, false, args);
   });
 }
 
