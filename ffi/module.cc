@@ -45,10 +45,9 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 nb::dict CpuTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(LayoutHandler);
-  targets["jax_ep_dispatch"] = Stages(DispatchInstantiate, DispatchHandler);
-  targets["jax_ep_cached_dispatch"] = Stages(CachedDispatchInstantiate, CachedDispatchHandler);
-  targets["jax_ep_weighted_dispatch"] = Stages(WeightedDispatchInstantiate, WeightedDispatchHandler);
-  targets["jax_ep_combine"] = Stages(CombineInstantiate, CombineHandler);
+  targets["jax_ep_route"] = Stages(RouteInstantiate, RouteHandler);
+  targets["jax_ep_push"] = Stages(PushInstantiate, PushHandler);
+  targets["jax_ep_pull"] = Stages(PullInstantiate, PullHandler);
   targets["jax_ep_permute"] = Capsule(PermuteHandler);
   targets["jax_ep_cached_permute"] = Capsule(CachedPermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(UnpermuteHandler);
@@ -76,10 +75,9 @@ nb::dict CudaStages(F* execute) {
 nb::dict CudaTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(CudaLayoutHandler);
-  targets["jax_ep_dispatch"] = CudaStages(CudaDispatchHandler);
-  targets["jax_ep_cached_dispatch"] = CudaStages(CudaCachedDispatchHandler);
-  targets["jax_ep_weighted_dispatch"] = CudaStages(CudaWeightedDispatchHandler);
-  targets["jax_ep_combine"] = CudaStages(CudaCombineHandler);
+  targets["jax_ep_route"] = CudaStages(CudaRouteHandler);
+  targets["jax_ep_push"] = CudaStages(CudaPushHandler);
+  targets["jax_ep_pull"] = CudaStages(CudaPullHandler);
   targets["jax_ep_gather"] = CudaStages(CudaGatherHandler);
   targets["jax_ep_reserve"] = Capsule(CudaReserveHandler);
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
@@ -173,14 +171,13 @@ void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<
 #endif
 }
 
-// `sizes` are R, T, K, E and C; `op` is dispatch, weighted dispatch or combine.
+// `sizes` are R, T, K, E and C; `op` is push, scaled push or pull.
 std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
                                double row_bytes, int num_sms, int budget) {
   const auto [ranks, tokens, top_k, experts, capacity] = sizes;
   const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
-  const SmPlan plan = op == "combine"
-                          ? PlanCombine(shape, row_bytes, by_expert && top_k > 1, num_sms, budget)
-                          : PlanDispatch(shape, row_bytes, op == "weighted dispatch", num_sms, budget);
+  const SmPlan plan = op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, num_sms, budget)
+                                   : PlanPush(shape, row_bytes, op == "scaled push", num_sms, budget);
   return {plan.links, plan.local};
 }
 

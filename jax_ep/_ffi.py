@@ -15,7 +15,7 @@ import numpy as np
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
-from jax_ep._results import LayoutCounts, Permutation, Routed
+from jax_ep._results import LayoutCounts, Leaves, Permutation, Routed
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
 INT = jnp.int32
@@ -134,17 +134,17 @@ def route(
         *_rows_like(packed, routing.capacity),
     ]
     out = _call(
-        "dispatch",
+        "route",
         [_rank(routing), topk_idx, _or_empty(topk_weights), *packed],
         results,
         **_routing_attributes(routing),
     )
-    idx, sent_rows, prefix, counts, received_rows, weights, recv_idx, *out = out
+    idx, sent_rows, prefix, counts, received_rows, weights, arrived_idx, *out = out
     tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
     return Routed(
         rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
         weights=None if topk_weights is None else weights,
-        topk_idx=recv_idx if by_rank else None,
+        topk_idx=arrived_idx if by_rank else None,
         tokens_per_expert=tokens_per_expert,
         group_sizes=None if by_rank else sizes,
         num_tokens=num_tokens,
@@ -155,39 +155,53 @@ def route(
 
 def push(
     handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    routing = handle.routing
+) -> tuple[Leaves, jax.Array | None]:
     packed = [_pack(leaf) for leaf in leaves]
-    weights, *moved = _call(
-        "cached_dispatch",
-        [_rank(routing), *_handle_arrays(handle), _or_empty(topk_weights), *packed],
-        [_arrived_weights(routing, topk_weights is not None), *_rows_like(packed, routing.capacity)],
-        **_routing_attributes(routing),
-    )
+    weights, moved = _push(handle, topk_weights, None, packed, ())
     rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
     return rows, None if topk_weights is None else weights
 
 
 def push_scaled(
     handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], row_weights: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    routing = handle.routing
-    scaled: list[Any] = list(leaves)
+) -> tuple[Leaves, jax.Array]:
+    scaled: list[jax.Array] = list(leaves)
     all_dots: Any = 0
     # A call takes leaves of one dtype, which they nearly always are.
     for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        mine = [leaves[i] for i in places]
-        dots, *moved = _call(
-            "weighted_dispatch",
-            [_rank(routing), *_handle_arrays(handle), row_weights, *mine, *(factors[i] for i in places)],
-            [_arrived_weights(routing, True), *_rows_like(mine, routing.capacity)],
-            **_routing_attributes(routing),
-        )
+        mine, theirs = [leaves[i] for i in places], [factors[i] for i in places]
+        dots, moved = _push(handle, None, row_weights, mine, theirs)
         all_dots = all_dots + dots
         for i, rows in zip(places, moved, strict=True):
             scaled[i] = rows
     return tuple(scaled), all_dots
+
+
+def _push(
+    handle: Handle,
+    topk_weights: jax.Array | None,
+    row_weights: jax.Array | None,
+    leaves: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """What arrives beside the rows (weights, or dot products), and the rows."""
+    routing = handle.routing
+    weighs = topk_weights is not None or row_weights is not None
+    weights, *moved = _call(
+        "push",
+        [
+            _rank(routing),
+            *_handle_arrays(handle),
+            _or_empty(topk_weights),
+            _or_empty(row_weights),
+            *leaves,
+            *factors,
+        ],
+        [_arrived_weights(routing, weighs), *_rows_like(leaves, routing.capacity)],
+        **_routing_attributes(routing),
+    )
+    return weights, moved
 
 
 def pull(
@@ -196,19 +210,17 @@ def pull(
     row_weights: jax.Array | None,
     biases: Sequence[jax.Array],
     weights: jax.Array | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+) -> tuple[Leaves, jax.Array | None]:
     routing = handle.routing
     returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
     # By expert the kernels first sum each token's rows where they lie.
     folds = routing.order == "expert" and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
-    returned_weights, *sums = _call(
-        "combine",
+    topk_weights, *sums = _call(
+        "pull",
         [
             _rank(routing),
-            handle.topk_idx,
-            handle.sent_rows,
-            _handle_arrays(handle)[-1],
+            *_handle_arrays(handle),
             _or_empty(row_weights),
             _or_empty(weights),
             *rows,
@@ -217,7 +229,7 @@ def pull(
         [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
         **_routing_attributes(routing),
     )
-    return tuple(sums[: len(rows)]), None if weights is None else returned_weights
+    return tuple(sums[: len(rows)]), None if weights is None else topk_weights
 
 
 def permute(

@@ -127,13 +127,15 @@ def route(
         received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
     handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, routing)
     moved, weights = push(handle, leaves, topk_weights)
-    recv_idx = None
+    arrived_idx = None
     if routing.order == "rank":
         source = _invert(jnp.take(rows, me, axis=1), capacity)
-        recv_idx = jnp.where(source[:, None] < 0, -1, _take(ids, source))
-        recv_idx = jnp.where((recv_idx >= 0) & (recv_idx // experts == me), recv_idx - me * experts, -1)
+        arrived_idx = jnp.where(source[:, None] < 0, -1, _take(ids, source))
+        arrived_idx = jnp.where(
+            (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
+        )
     counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
-    return Routed(moved, weights, recv_idx, *counts, handle)
+    return Routed(moved, weights, arrived_idx, *counts, handle)
 
 
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:

@@ -27,8 +27,8 @@ void Check(bool holds, const char* what) {
 struct Rank {
   Shape shape;
   int rank;
-  std::vector<int32_t> ids, topk_idx, token_rows, prefix, expert_counts, row_map, recv_idx, tokens_per_expert,
-      sizes;
+  std::vector<int32_t> ids, topk_idx, sent_rows, prefix, expert_counts, received_rows, arrived_idx,
+      tokens_per_expert, sizes;
   std::vector<float> x, rows, sums;
   int32_t num_tokens = 0, num_dropped = 0;
 
@@ -39,11 +39,11 @@ struct Rank {
     for (int i = 0; i < kTokens * kTopK; ++i) ids.push_back(int(random() % (kExperts + 2)) - 1);
     for (int i = 0; i < kTokens * kWidth; ++i) x.push_back(float(random() % 100));
     topk_idx.resize(ids.size());
-    token_rows.resize(kTokens * shape.rows_per_token());
+    sent_rows.resize(kTokens * shape.rows_per_token());
     prefix.resize(kRanks * kRanks);
     expert_counts.resize(shape.num_local_experts());
-    row_map.resize(shape.num_ranks * kTokens * shape.top_k);
-    recv_idx.resize(capacity * kTopK);
+    received_rows.resize(shape.num_ranks * kTokens * shape.top_k);
+    arrived_idx.resize(capacity * kTopK);
     tokens_per_expert.resize(shape.num_local_experts());
     sizes.resize(shape.num_local_experts());
     rows.assign(capacity * kWidth, -1.0f);
@@ -51,7 +51,7 @@ struct Rank {
   }
 
   HandleArrays handle() {
-    return {topk_idx.data(), token_rows.data(), prefix.data(), expert_counts.data(), row_map.data()};
+    return {topk_idx.data(), sent_rows.data(), prefix.data(), expert_counts.data(), received_rows.data()};
   }
 
   // A token comes back as often as it has rows.
@@ -59,7 +59,7 @@ struct Rank {
     for (int t = 0; t < kTokens; ++t) {
       int copies = 0;
       for (int i = 0; i < shape.rows_per_token(); ++i) {
-        copies += token_rows[t * shape.rows_per_token() + i] >= 0;
+        copies += sent_rows[t * shape.rows_per_token() + i] >= 0;
       }
       for (int i = 0; i < kWidth; ++i) {
         Check(sums[t * kWidth + i] == copies * x[t * kWidth + i], "wrong sum");
@@ -68,12 +68,12 @@ struct Rank {
   }
 };
 
-struct DispatchShare final : Share {
-  DispatchParams params{};
+struct PushShare final : Share {
+  PushParams params{};
   Payload payload{};
   host::SendCounts counts;
 
-  explicit DispatchShare(Rank& rank) {
+  explicit PushShare(Rank& rank) {
     payload = {reinterpret_cast<std::byte*>(rank.x.data()), reinterpret_cast<std::byte*>(rank.rows.data()),
                kWidth * sizeof(float)};
     params.shape = rank.shape;
@@ -82,7 +82,7 @@ struct DispatchShare final : Share {
     params.payloads = &payload;
     params.num_payloads = 1;
     params.handle = rank.handle();
-    params.recv_topk_idx = rank.recv_idx.data();
+    params.arrived_idx = rank.arrived_idx.data();
     params.tokens_per_expert = rank.tokens_per_expert.data();
     params.group_sizes = rank.sizes.data();
     params.num_tokens = &rank.num_tokens;
@@ -91,21 +91,21 @@ struct DispatchShare final : Share {
   }
 
   void Move(const std::vector<Share*>& shares) override {
-    std::vector<const DispatchParams*> ranks;
+    std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all;
     for (Share* share : shares) {
-      ranks.push_back(&static_cast<DispatchShare*>(share)->params);
-      all.push_back(&static_cast<DispatchShare*>(share)->counts);
+      ranks.push_back(&static_cast<PushShare*>(share)->params);
+      all.push_back(&static_cast<PushShare*>(share)->counts);
     }
-    host::Dispatch(ranks, all, params.rank);
+    host::Push(ranks, all, params.rank);
   }
 };
 
-struct CombineShare final : Share {
-  CombineParams params{};
+struct PullShare final : Share {
+  PullParams params{};
   Summand summand{};
 
-  explicit CombineShare(Rank& rank) {
+  explicit PullShare(Rank& rank) {
     summand = {rank.rows.data(), rank.sums.data(), kWidth, Float::kF32};
     params.shape = rank.shape;
     params.rank = rank.rank;
@@ -115,9 +115,9 @@ struct CombineShare final : Share {
   }
 
   void Move(const std::vector<Share*>& shares) override {
-    std::vector<const CombineParams*> ranks;
-    for (Share* share : shares) ranks.push_back(&static_cast<CombineShare*>(share)->params);
-    host::Combine(ranks, params.rank);
+    std::vector<const PullParams*> ranks;
+    for (Share* share : shares) ranks.push_back(&static_cast<PullShare*>(share)->params);
+    host::Pull(ranks, params.rank);
   }
 };
 
@@ -162,10 +162,10 @@ void Run(const std::shared_ptr<Group>& group, MeetingPoint& dispatch, MeetingPoi
         Rank data(order, rank, unsigned(run_id * 1000 + step));
         Waiter sent, summed;
         Delay(random);
-        dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<DispatchShare>(data), sent.done()});
+        dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), sent.done()});
         Check(sent.Wait().empty(), "dispatch failed");
         Delay(random);
-        combine.Arrive({run_id, group, {0, rank}, std::make_unique<CombineShare>(data), summed.done()});
+        combine.Arrive({run_id, group, {0, rank}, std::make_unique<PullShare>(data), summed.done()});
         Check(summed.Wait().empty(), "combine failed");
         data.CheckSums();
       }
@@ -183,7 +183,7 @@ void RunWithMissingRank(const std::shared_ptr<Group>& group, int64_t run_id) {
       Waiter sent;
       // Rank 2 comes when the others have long gone.
       if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(400));
-      dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<DispatchShare>(data), sent.done()});
+      dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), sent.done()});
       Check(sent.Wait().find("rank(s) 2 did not arrive") != std::string::npos, "missing rank not named");
     });
   }

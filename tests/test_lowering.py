@@ -28,9 +28,7 @@ def test_every_op_lowers_for_cuda(order):
     mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
     text = mapped.trace(x, ids, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
     counts = count_calls(text)
-    assert counts == dict.fromkeys(
-        ["cached_dispatch", "combine", "dispatch", "layout", "permute", "unpermute"], 1
-    )
+    assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
 
 
 def test_a_layer_and_its_gradient_lower_for_cuda():
@@ -44,4 +42,4 @@ def test_a_layer_and_its_gradient_lower_for_cuda():
     )
     gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, ids, w)), argnums=(0, 1)))
     text = gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
-    assert count_calls(text) == {"dispatch": 1, "combine": 2, "weighted_dispatch": 1}
+    assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}

@@ -5,7 +5,7 @@ import pytest
 from jax_ep import _extension
 from jax_ep.bench.shapes import SHAPES
 
-OPS = ("dispatch", "weighted dispatch", "combine")
+OPS = ("push", "scaled push", "pull")
 SMS = 132
 
 
@@ -28,7 +28,7 @@ def test_budgets_are_kept(name, op, by_expert, ranks):
         for budget in (2, 3, 16, 64, SMS, 1000):
             links, local = plan(op, by_expert, shape, ranks, capacity, budget)
             assert links >= 1
-            assert local >= 1 or (op == "combine" and free[1] == 0)
+            assert local >= 1 or (op == "pull" and free[1] == 0)
             assert links + local <= min(budget, SMS)
             if sum(free) <= budget:
                 assert (links, local) == free
@@ -37,14 +37,14 @@ def test_budgets_are_kept(name, op, by_expert, ranks):
 def test_few_sms_carry_rows_by_rank():
     """What is documented: 12 SMs send, others clear the tail, as many as pay for their sums pull."""
     shape = SHAPES["deepseek_v3"]
-    links, local = plan("dispatch", False, shape, 8, 8 * shape.tokens, 0)
+    links, local = plan("push", False, shape, 8, 8 * shape.tokens, 0)
     assert links == 12
     assert links + local <= 16
-    assert sum(plan("combine", False, shape, 8, 8 * shape.tokens, 0)) <= 24
+    assert sum(plan("pull", False, shape, 8, 8 * shape.tokens, 0)) <= 24
 
 
 def test_more_to_clear_takes_more_sms():
     shape = SHAPES["deepseek_v3"]
-    local = [plan("dispatch", True, shape, 8, capacity, 0)[1] for capacity in (40_000, 80_000, 160_000)]
+    local = [plan("push", True, shape, 8, capacity, 0)[1] for capacity in (40_000, 80_000, 160_000)]
     assert local == sorted(local)
     assert local[0] < local[-1]

@@ -32,7 +32,7 @@ struct Shape {
 
   JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
   JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
-  // Columns of `token_rows`: a token has a row for each rank, or for each of its choices.
+  // Columns of `sent_rows`: a token has a row for each rank, or for each of its choices.
   JAX_EP_HD int32_t rows_per_token() const { return order == Order::kRank ? num_ranks : top_k; }
 };
 

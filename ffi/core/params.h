@@ -38,52 +38,49 @@ struct Payload {
   int32_t dtype;  // XLA's number of it: all ranks must agree, nothing depends on it
 };
 
-// Where each row of a routing lies. Written by dispatch, read by everything after it.
+// Where each row of a routing lies. Written by a push that routes, read by everything after it.
 struct HandleArrays {
   int32_t* topk_idx;            // [T, K] routed expert, -1 unused
-  int32_t* token_rows;          // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
+  int32_t* sent_rows;           // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
   int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
-  int32_t* expert_counts;       // [L] (token, expert) pairs routed to each local expert, before drops
-  int32_t* row_map;             // [R * T, K] by expert: row here of each choice of all ranks' tokens, -1 none
+  int32_t* expert_counts;       // [L] choices that fell on each local expert, before drops
+  int32_t* received_rows;       // [R * T, K] by expert: row here of each choice of all ranks' tokens, -1 none
 };
 
-struct DispatchParams {
+// Rows from their tokens to their places. A push either routes, which is to find out where those are, or goes
+// along a handle.
+struct PushParams {
   Shape shape;
   int32_t rank;
   const int32_t* rank_operand;  // [] the rank as the program computed it
-  TopkIds topk_idx;
-  const float* topk_weights;  // [T, K], or null
+  HandleArrays handle;          // written by a push that routes, else read
   const Payload* payloads;
   int32_t num_payloads;
-  HandleArrays handle;
-  float* recv_topk_weights;    // [C, K] by rank, [C] by expert, or null
-  int32_t* recv_topk_idx;      // [C, K] by rank, else null
+  const float* topk_weights;  // [T, K], or null
+  float* arrived_weights;     // [C, K] by rank, [C] by expert, or null
+
+  // Of a push that routes; else null.
+  TopkIds topk_idx;
+  int32_t* arrived_idx;        // [C, K] by rank, else null
   int32_t* tokens_per_expert;  // [L] kept (row, k) pairs of each local expert
   int32_t* group_sizes;        // [L] by expert, else null
   int32_t* num_tokens;         // [1] kept rows
   int32_t* num_dropped;        // [1] dropped rows
   int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
-};
 
-// The same routing again, for another payload. Weighted (by expert): each row arrives times the weight of its
-// place, and recv_topk_weights take the dot products of the unweighted rows with the factors.
-struct CachedDispatchParams {
-  Shape shape;
-  int32_t rank;
-  const int32_t* rank_operand;
-  HandleArrays handle;
-  const float* topk_weights;  // [T, K], or null
-  float* recv_topk_weights;   // [C, K] by rank, [C] by expert, or null
-  const Payload* payloads;
-  int32_t num_payloads;
-  const float* row_weights;    // [C] if weighted, else null
+  // Of a push that scales, along a handle by expert; else null. Each row arrives times the weight of its
+  // place, and arrived_weights take the dot products of the rows, not scaled, with the factors.
+  const float* row_weights;    // [C]
   const void* const* factors;  // [C, ...] each, one for each payload
   Float factor_type;           // of all payloads and factors
+
+  bool routes() const { return topk_idx.data != nullptr; }
+  bool scales() const { return row_weights != nullptr; }
 };
 
 // One array whose rows are summed.
 struct Summand {
-  const void* rows;  // [C, num_elements], at the receiver of the dispatch
+  const void* rows;  // [C, num_elements], at the receiver of the push
   void* out;         // [T, num_elements]
   int64_t num_elements;
   Float type;
@@ -96,7 +93,8 @@ struct Bias {
   Float type;
 };
 
-struct CombineParams {
+// Each token's rows back from their places, summed.
+struct PullParams {
   Shape shape;
   int32_t rank;
   const int32_t* rank_operand;
@@ -107,8 +105,8 @@ struct CombineParams {
   bool folds;  // the kernels first sum a token's rows where they lie, in the summands' `partial`
   const Bias* biases;
   int32_t num_biases;
-  const float* recv_topk_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
-  float* topk_weights;             // ... [T, K], 0 where a choice has no row
+  const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
+  float* topk_weights;           // ... [T, K], 0 where a choice has no row
 };
 
 // All rows of every rank to every rank.
@@ -122,7 +120,7 @@ struct GatherParams {
   int64_t row_bytes;
 };
 
-// Rank order to expert order on one device: a dispatch within a group of one rank.
+// Rank order to expert order on one device: a push within a group of one rank.
 struct PermuteParams {
   Shape shape;                // one rank; T stands for the C rows that come in, C for P
   TopkIds topk_idx;           // [C, K] local experts
@@ -130,7 +128,7 @@ struct PermuteParams {
   const Payload* payloads;    // in [C, ...], out [P, ...]
   int32_t num_payloads;
   int32_t* row_map;            // [C, K] row of each (row, k), -1 none or dropped
-  float* permuted_weights;     // [P], or null
+  float* row_weights;          // [P], or null
   int32_t* group_sizes;        // [L]
   int32_t* tokens_per_expert;  // [L]
   int32_t* num_dropped;        // [1]

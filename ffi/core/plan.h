@@ -68,8 +68,7 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
 }
 
 // `row_bytes` of all payloads together. A weighted dispatch also scales every row.
-inline SmPlan PlanDispatch(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms,
-                           int32_t budget) {
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms, int32_t budget) {
   const bool by_rank = shape.order == Order::kRank;
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
@@ -79,7 +78,7 @@ inline SmPlan PlanDispatch(const Shape& shape, double row_bytes, bool weighted, 
   return PlanSms(shape, row_bytes, links, std::max(local_us, 1.0), num_sms, budget);
 }
 
-inline SmPlan PlanCombine(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
+inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
   const double rows = 1.0 * shape.num_tokens * shape.top_k;
   int32_t links = (folds ? kFoldingPullers : kPullers) * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
   if (shape.num_tokens <= kFewTokens) links = kFewSms;

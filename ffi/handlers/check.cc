@@ -2,20 +2,16 @@
 
 namespace jax_ep {
 
-ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads, Factors* factors) {
+ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
+                          const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
+                          std::vector<Payload>& payloads, Factors* factors) {
   const size_t num_args = rets.size() * (factors == nullptr ? 1 : 2);
   if (args.size() != num_args) {
     return InvalidArgument(op, ": expected ", num_args, " arrays for ", rets.size(), " results, got ",
                            args.size());
   }
   for (size_t i = 0; i < rets.size(); ++i) {
-    auto in = args.get<ffi::AnyBuffer>(i);
-    auto out = rets.get<ffi::AnyBuffer>(i);
-    if (in.has_error()) return in.error();
-    if (out.has_error()) return out.error();
-    const ffi::AnyBuffer& source = *in;
-    const ffi::AnyBuffer& target = **out;
+    const ffi::AnyBuffer &source = args[i], &target = rets[i];
     const int64_t elements = ElementsPerRow(source);
     if (source.dimensions().size() == 0 || source.dimensions()[0] != num_in ||
         target.dimensions().size() == 0 || target.dimensions()[0] != num_out ||
@@ -28,15 +24,14 @@ ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const 
                         elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type())),
                         static_cast<int32_t>(source.element_type())});
     if (factors == nullptr) continue;
-    auto factor = args.get<ffi::AnyBuffer>(rets.size() + i);
-    if (factor.has_error()) return factor.error();
-    const auto type = FloatOfType(factor->element_type());
-    if (!type || factor->element_type() != target.element_type() ||
-        factor->element_count() != target.element_count() || (i > 0 && *type != factors->type)) {
+    const ffi::AnyBuffer& factor = args[rets.size() + i];
+    const auto type = FloatOfType(factor.element_type());
+    if (!type || factor.element_type() != target.element_type() ||
+        factor.element_count() != target.element_count() || (i > 0 && *type != factors->type)) {
       return InvalidArgument(op, ": factor ", i, " must be a floating array like result ", i,
                              ", and all of one dtype");
     }
-    factors->rows.push_back(factor->untyped_data());
+    factors->rows.push_back(factor.untyped_data());
     factors->type = *type;
   }
   return ffi::Error::Success();

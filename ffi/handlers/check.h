@@ -65,7 +65,7 @@ inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   return elements;
 }
 
-// What the rows of a weighted dispatch are compared with.
+// What the rows of a push that scales are compared with.
 struct Factors {
   std::vector<const void*> rows;  // [C, ...] each
   Float type;                     // of all of them
@@ -73,9 +73,9 @@ struct Factors {
 
 // Pairs operands with results of equal rows: `num_in` and `num_out` rows of the same bytes. With factors, as
 // many operands follow: floating arrays like the results, all of one type.
-ffi::Error DecodePayloads(const char* op, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                          int64_t num_in, int64_t num_out, std::vector<Payload>& payloads,
-                          Factors* factors = nullptr);
+ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
+                          const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
+                          std::vector<Payload>& payloads, Factors* factors = nullptr);
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 

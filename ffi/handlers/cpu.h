@@ -30,7 +30,7 @@ struct CpuContext {
     return future;
   }
 
-  static int32_t ReadRank(const ffi::BufferR0<ffi::S32>& rank) { return *rank.typed_data(); }
+  static int32_t ReadRank(const int32_t* rank) { return *rank; }
 };
 
 // Ops that do not communicate.

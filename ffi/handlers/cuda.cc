@@ -1,11 +1,11 @@
 // The handlers on GPUs: operands as on the CPU, then a launch.
 #include "handlers/cuda.h"
 
-#include "handlers/combine.h"
 #include "handlers/cuda_handlers.h"
-#include "handlers/dispatch.h"
 #include "handlers/layout.h"
 #include "handlers/permute.h"
+#include "handlers/pull.h"
+#include "handlers/push.h"
 #include "kernels/kernels.h"
 #include "runtime/peers.h"
 #include "runtime/switches.h"
@@ -39,56 +39,42 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
   (void)cudaMemsetAsync(data, 0xa5, static_cast<size_t>(bytes), stream);
 }
 
-template <typename Params, typename Launch>
-static ffi::Error RunPush(const char* op, const CudaContext& context, const Seat& seat, Params params,
-                          const std::vector<Payload>& payloads, const void* routing, Launch launch) {
+static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
+  const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  if (auto error = CheckShape(op, shape, payloads.size()); error.failure()) return error;
-  Meeting meeting{op,
-                  [&] {
+  if (auto error = CheckShape(op, shape, call.payloads.size()); error.failure()) return error;
+  Meeting meeting{op, [&] {
                     std::string what = Text(op, " by ", Describe(shape));
-                    for (const Payload& payload : payloads) {
+                    for (const Payload& payload : call.payloads) {
                       what += Text(", rows of ", payload.row_bytes, " bytes (",
                                    DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
                     }
+                    what += params.scales() ? ", scaled" : "";
                     return what + (params.topk_weights == nullptr ? "" : ", with weights");
-                  },
-                  {params.recv_topk_weights, routing}};
-  for (const Payload& payload : payloads) meeting.published.push_back(payload.out);
-  params.payloads = payloads.data();
-  params.num_payloads = static_cast<int32_t>(payloads.size());
+                  }};
+  const bool by_rank = shape.order == Order::kRank;
+  meeting.published = {params.arrived_weights};
+  if (params.routes())
+    meeting.published.push_back(by_rank ? params.arrived_idx : params.handle.received_rows);
+  for (const Payload& payload : call.payloads) meeting.published.push_back(payload.out);
   return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
-    for (const Payload& payload : payloads) {
+    for (const Payload& payload : call.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
-    const int64_t weights = shape.order == Order::kRank ? shape.top_k : 1;
-    Poison(params.recv_topk_weights, shape.capacity * weights * sizeof(float), context.stream);
-    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+    const int64_t weights = by_rank ? shape.top_k : 1;
+    Poison(params.arrived_weights, shape.capacity * weights * sizeof(float), context.stream);
+    return cuda::LaunchPush(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }
 
-static ffi::Error Run(const CudaContext& context, Seat seat, const DispatchParams& params,
-                      std::vector<Payload> payloads) {
-  const int32_t* routing = params.shape.order == Order::kRank ? params.recv_topk_idx : params.handle.row_map;
-  return RunPush("dispatch", context, seat, params, payloads, routing, cuda::LaunchDispatch);
-}
-
-static ffi::Error Run(const CudaContext& context, Seat seat, CachedDispatchParams params,
-                      std::vector<Payload> payloads, Factors factors) {
-  params.factors = factors.rows.data();
-  params.factor_type = factors.type;
-  const char* op = params.row_weights == nullptr ? "dispatch (cached)" : "dispatch (weighted)";
-  return RunPush(op, context, seat, params, payloads, nullptr, cuda::LaunchCachedDispatch);
-}
-
-static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams params, Sums sums) {
-  const char* op = "combine";
+static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PullCall call) {
+  PullParams& params = call.params;
   const Shape& shape = params.shape;
-  auto error =
-      FirstError({CheckShape(op, shape, sums.summands.size()), AtMost(op, "biases", sums.biases.size(), 8)});
+  auto error = FirstError(
+      {CheckShape(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases)});
   if (error.failure()) return error;
   params.folds = shape.order == Order::kExpert && shape.top_k > 1;
-  for (const Summand& summand : sums.summands) {
+  for (const Summand& summand : call.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
       return InvalidArgument(op, ": by expert the kernels need room for partial sums");
     }
@@ -96,28 +82,24 @@ static ffi::Error Run(const CudaContext& context, Seat seat, CombineParams param
   Meeting meeting{op,
                   [&] {
                     std::string what = Text(op, " by ", Describe(shape));
-                    for (const Summand& summand : sums.summands) {
+                    for (const Summand& summand : call.summands) {
                       what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
                     }
                     what += params.row_weights == nullptr ? "" : ", weighted";
-                    return what + (params.recv_topk_weights == nullptr ? "" : ", weights back");
+                    return what + (params.arrived_weights == nullptr ? "" : ", weights back");
                   },
-                  {params.row_weights, params.recv_topk_weights}};
-  for (const Summand& summand : sums.summands) {
+                  {params.row_weights, params.arrived_weights}};
+  for (const Summand& summand : call.summands) {
     meeting.published.push_back(summand.rows);
     meeting.published.push_back(summand.partial);
   }
-  params.summands = sums.summands.data();
-  params.num_summands = static_cast<int32_t>(sums.summands.size());
-  params.biases = sums.biases.data();
-  params.num_biases = static_cast<int32_t>(sums.biases.size());
   return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
-    for (const Summand& summand : sums.summands) {
+    for (const Summand& summand : call.summands) {
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
       Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
-    return cuda::LaunchCombine(params, peers, ThisDevice(seat.group.get()), context.stream);
+    return cuda::LaunchPull(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }
 
@@ -166,23 +148,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 // A launch depends on nothing but its operands' addresses, so it may be recorded in a CUDA graph: epochs and
 // the peers' addresses are read on the device.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchHandler, Dispatch<CudaContext>,
-                              BindDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRouteHandler, Route<CudaContext>,
+                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedDispatchHandler, CachedDispatch<CudaContext>,
-                              BindCachedDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPushHandler, Push<CudaContext>,
+                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaWeightedDispatchHandler, WeightedDispatch<CudaContext>,
-                              BindWeightedDispatch(ffi::Ffi::Bind().Ctx<CudaContext>()),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineHandler, Combine<CudaContext>,
-                              BindCombine(ffi::Ffi::Bind().Ctx<CudaContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPullHandler, Pull<CudaContext>,
+                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLayoutHandler, Layout<CudaLocalContext>,
                               BindLayout(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPermuteHandler, Permute<CudaLocalContext>,
-                              BindPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              BindArrays(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedPermuteHandler, CachedPermute<CudaLocalContext>,
                               BindCachedPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),

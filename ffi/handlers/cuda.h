@@ -41,7 +41,7 @@ struct CudaContext {
 
   static ffi::Error Fail(ffi::Error error) { return error; }
   // The rank lies on the device; the kernel compares it.
-  static int32_t ReadRank(const ffi::BufferR0<ffi::S32>&) { return -1; }
+  static int32_t ReadRank(const int32_t*) { return -1; }
 };
 
 struct CudaLocalContext {

@@ -1,76 +1,63 @@
 // Decodes the operands of permute and unpermute for any platform, then calls Run(context, params).
 #pragma once
 
-#include "handlers/check.h"
 #include "handlers/routing.h"
 
 namespace jax_ep {
 
 template <typename Context>
-typename Context::Result Permute(Context context, ffi::AnyBuffer topk_idx, FloatBuffer topk_weights,
-                                 ffi::RemainingArgs payloads, ffi::Result<IntBuffer> row_map,
-                                 ffi::Result<FloatBuffer> permuted_weights,
-                                 ffi::Result<IntBuffer> group_sizes, ffi::Result<IntBuffer> tokens_per_expert,
-                                 ffi::Result<IntBuffer> num_dropped, ffi::Result<IntBuffer> scratch,
-                                 ffi::RemainingRets rows, ffi::Dictionary attrs) {
+typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                 ffi::Dictionary attrs) {
   const char* op = "permute";
   PermuteParams params{};
-  std::vector<Payload> decoded;
-  if (auto error = FirstError({DecodeShape(op, attrs, topk_idx.dimensions(), params.shape),
-                               DecodeIds("permute: topk_idx", topk_idx, params.topk_idx)});
-      error.failure()) {
-    return error;
-  }
-  const Shape& shape = params.shape;
-  const bool weighted = topk_weights.element_count() > 0;
-  auto error = FirstError(
-      {weighted ? CheckShape("permute: topk_weights", topk_weights, {shape.num_tokens, shape.top_k})
-                : ffi::Error::Success(),
-       weighted ? CheckShape("permute: permuted topk_weights", *permuted_weights, {shape.capacity})
-                : ffi::Error::Success(),
-       CheckShape("permute: row_map", *row_map, {shape.num_tokens, shape.top_k}),
-       CheckShape("permute: group_sizes", *group_sizes, {shape.num_experts}),
-       CheckShape("permute: tokens_per_expert", *tokens_per_expert, {shape.num_experts}),
-       CheckShape("permute: num_dropped", *num_dropped, {1}),
-       CheckShape("permute: scratch", *scratch,
-                  {NumChunks(shape) * NumBins(shape) + int64_t{shape.num_tokens} * shape.top_k}),
-       DecodePayloads(op, payloads, rows, shape.num_tokens, shape.capacity, decoded)});
+  Shape& shape = params.shape;
+  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return error;
+  params.topk_idx = in.TakeIds("topk_idx");
+  const bool weighted = in.HasElements();
+  params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
+  // The payloads [C, ...] follow.
+
+  params.row_map = out.TakeInts("row_map", {shape.num_tokens, shape.top_k});
+  params.row_weights = out.TakeFloats("row_weights", {shape.capacity}, weighted);
+  params.group_sizes = out.TakeInts("group_sizes", {shape.num_experts});
+  params.tokens_per_expert = out.TakeInts("tokens_per_expert", {shape.num_experts});
+  params.num_dropped = out.TakeInts("num_dropped", {1});
+  const int64_t num_counts = NumChunks(shape) * NumBins(shape);
+  params.chunk_counts = out.TakeInts("scratch", {num_counts + int64_t{shape.num_tokens} * shape.top_k});
+  // The rows [P, ...] follow.
+  if (auto error = FirstError({in.error(), out.error()}); error.failure()) return error;
+  std::vector<Payload> payloads;
+  auto error = DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, payloads);
   if (error.failure()) return error;
-  params.topk_weights = DataOrNull(topk_weights);
-  params.payloads = decoded.data();
-  params.num_payloads = static_cast<int32_t>(decoded.size());
-  params.row_map = row_map->typed_data();
-  params.permuted_weights = weighted ? permuted_weights->typed_data() : nullptr;
-  params.group_sizes = group_sizes->typed_data();
-  params.tokens_per_expert = tokens_per_expert->typed_data();
-  params.num_dropped = num_dropped->typed_data();
-  params.chunk_counts = scratch->typed_data();
-  params.routed_idx = params.chunk_counts + NumChunks(shape) * NumBins(shape);
+  params.routed_idx = params.chunk_counts + num_counts;
+  params.payloads = payloads.data();
+  params.num_payloads = static_cast<int32_t>(payloads.size());
   return Run(context, params);
 }
 
 template <typename Context>
 typename Context::Result CachedPermute(Context context, ffi::BufferR2<ffi::S32> row_map,
-                                       ffi::RemainingArgs payloads, ffi::RemainingRets rows,
+                                       ffi::RemainingArgs args, ffi::RemainingRets rets,
                                        int64_t num_permuted) {
   CachedPermuteParams params{};
-  std::vector<Payload> decoded;
-  auto error =
-      DecodePayloads("permute (cached)", payloads, rows, row_map.dimensions()[0], num_permuted, decoded);
+  std::vector<Payload> payloads;
+  auto error = DecodePayloads("permute (cached)", BuffersOf(args), BuffersOf(rets), row_map.dimensions()[0],
+                              num_permuted, payloads);
   if (error.failure()) return error;
   params.num_rows = static_cast<int32_t>(row_map.dimensions()[0]);
   params.top_k = static_cast<int32_t>(row_map.dimensions()[1]);
   params.num_permuted = static_cast<int32_t>(num_permuted);
   params.row_map = row_map.typed_data();
-  params.payloads = decoded.data();
-  params.num_payloads = static_cast<int32_t>(decoded.size());
+  params.payloads = payloads.data();
+  params.num_payloads = static_cast<int32_t>(payloads.size());
   return Run(context, params);
 }
 
 template <typename Context>
 typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::BufferR2<ffi::S32> row_map,
-                                   FloatBuffer topk_weights, ffi::AnyBuffer bias, ffi::AnyBuffer topk_idx,
-                                   ffi::Result<ffi::AnyBuffer> out) {
+                                   ffi::Buffer<ffi::F32> topk_weights, ffi::AnyBuffer bias,
+                                   ffi::AnyBuffer topk_idx, ffi::Result<ffi::AnyBuffer> out) {
   UnpermuteParams params{};
   Bias decoded_bias{};
   const int64_t num_rows = row_map.dimensions()[0], top_k = row_map.dimensions()[1];
@@ -105,27 +92,11 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
   params.row_map = row_map.typed_data();
   params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type};
   params.out_type = *out_type;
-  params.topk_weights = DataOrNull(topk_weights);
+  params.topk_weights = topk_weights.element_count() > 0 ? topk_weights.typed_data() : nullptr;
   return Run(context, params);
 }
 
 // The operands and results, after the context.
-template <typename Binding>
-auto BindPermute(Binding binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()  // topk_idx [C, K]
-      .template Arg<FloatBuffer>()     // topk_weights [C, K] or [0]
-      .RemainingArgs()                 // payloads [C, ...]
-      .template Ret<IntBuffer>()       // row_map [C, K]
-      .template Ret<FloatBuffer>()     // permuted topk_weights [P] or [0]
-      .template Ret<IntBuffer>()       // group_sizes [L]
-      .template Ret<IntBuffer>()       // tokens_per_expert [L]
-      .template Ret<IntBuffer>()       // num_dropped [1]
-      .template Ret<IntBuffer>()       // scratch: counts of every chunk
-      .RemainingRets()                 // rows [P, ...]
-      .Attrs();
-}
-
 template <typename Binding>
 auto BindCachedPermute(Binding binding) {
   return std::move(binding)
@@ -140,7 +111,7 @@ auto BindUnpermute(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()           // y [P, ...]
       .template Arg<ffi::BufferR2<ffi::S32>>()  // row_map [C, K]
-      .template Arg<FloatBuffer>()              // topk_weights [C, K] or [0]
+      .template Arg<ffi::Buffer<ffi::F32>>()    // topk_weights [C, K] or [0]
       .template Arg<ffi::AnyBuffer>()           // bias [L, ...] or [0]
       .template Arg<ffi::AnyBuffer>()           // topk_idx [C, K], read with a bias
       .template Ret<ffi::AnyBuffer>();          // out [C, ...]

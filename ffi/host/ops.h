@@ -14,20 +14,19 @@ void Layout(const LayoutParams& params);
 // What a rank sends, counted before the ranks meet.
 struct SendCounts {
   std::vector<int32_t> to_rank;    // [R] rows, in the routing's order
-  std::vector<int32_t> to_expert;  // [E] (token, expert) pairs
+  std::vector<int32_t> to_expert;  // [E] choices
 };
 
 // Writes handle.topk_idx and counts it.
-SendCounts Count(const DispatchParams& params);
+SendCounts Count(const PushParams& params);
 
-// One rank's share of a dispatch: pushes its rows to their final places in the peers' buffers, and
-// fills what no row reaches in its own.
-void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector<const SendCounts*>& counts,
-              int rank);
-void CachedDispatch(const std::vector<const CachedDispatchParams*>& ranks, int rank);
+// One rank's share of a push: its rows to their final places in the peers' buffers, and what no row reaches
+// in its own. Of a push that routes `counts` are those of all ranks.
+void Push(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
+          int rank);
 
-// One rank's share of a combine: pulls its tokens' rows from the peers and sums them.
-void Combine(const std::vector<const CombineParams*>& ranks, int rank);
+// One rank's share of a pull: its tokens' rows from the peers, summed.
+void Pull(const std::vector<const PullParams*>& ranks, int rank);
 
 void Permute(const PermuteParams& params);
 void CachedPermute(const CachedPermuteParams& params);

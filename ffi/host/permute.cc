@@ -12,7 +12,7 @@ void Permute(const PermuteParams& params) {
   std::vector<int32_t> topk_idx(int64_t{shape.num_tokens} * shape.top_k);
   std::vector<int32_t> expert_counts(shape.num_experts);
   int32_t num_rows, num_tokens;
-  DispatchParams alone{};
+  PushParams alone{};
   alone.shape = shape;
   alone.topk_idx = params.topk_idx;
   alone.topk_weights = params.topk_weights;
@@ -20,13 +20,13 @@ void Permute(const PermuteParams& params) {
   alone.num_payloads = params.num_payloads;
   // With one rank, where each choice lies is the row map.
   alone.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data(), params.row_map};
-  alone.recv_topk_weights = params.permuted_weights;
+  alone.arrived_weights = params.row_weights;
   alone.tokens_per_expert = params.tokens_per_expert;
   alone.group_sizes = params.group_sizes;
   alone.num_tokens = &num_tokens;
   alone.num_dropped = params.num_dropped;
   const SendCounts counts = Count(alone);
-  Dispatch({&alone}, {&counts}, 0);
+  Push({&alone}, {&counts}, 0);
 }
 
 void CachedPermute(const CachedPermuteParams& params) {

@@ -21,7 +21,7 @@ struct Filled {
 };
 
 // What the counts, or the handle's, say of this rank. By expert `starts` have been found.
-__device__ inline Filled FindFilled(const MoveArgs& args, const Counts& counts) {
+__device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool routes = args.chunk_counts != nullptr;
@@ -50,7 +50,7 @@ __device__ inline void ClearBytes(std::byte* data, int64_t bytes, const uint4* z
 }
 
 // Clears rows [begin, end) of this rank's buffers, as a warp.
-__device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t end, const uint4* zeros,
+__device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t end, const uint4* zeros,
                                  int lane) {
   if (begin >= end) return;
   for (int p = 0; p < args.num_payloads; ++p) {
@@ -59,13 +59,13 @@ __device__ inline void ClearRows(const MoveArgs& args, int64_t begin, int64_t en
   }
   const int64_t per_row = args.shape.order == Order::kRank ? args.shape.top_k : 1;
   for (int64_t i = begin * per_row + lane; i < end * per_row; i += kWarp) {
-    if (args.recv_topk_weights != nullptr) args.recv_topk_weights[i] = 0.0f;
-    if (args.recv_topk_idx != nullptr) args.recv_topk_idx[i] = -1;
+    if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
+    if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
   }
 }
 
 // Clears those of rows [begin, end) that no token fills, as a warp.
-__device__ inline void ClearWithin(const MoveArgs& args, const Filled& filled, int64_t begin, int64_t end,
+__device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, int64_t begin, int64_t end,
                                    const uint4* zeros, int lane) {
   const int n = filled.num_blocks;
   const int32_t* const starts = filled.starts;
@@ -88,7 +88,7 @@ __device__ inline void ClearWithin(const MoveArgs& args, const Filled& filled, i
 // Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
 // dealt out to the warps that take part, of the blocks that do not send: the last rows first, for most gaps
 // are there. With no peers each takes its share.
-__device__ inline void ClearGaps(const MoveArgs& args, const Counts& counts, const uint4* zeros,
+__device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros,
                                  uint32_t epoch) {
   const bool in_bulk = zeros != nullptr;
   const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;

@@ -12,6 +12,7 @@ namespace jax_ep {
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxPayloads = 16;
+constexpr int kMaxBiases = 8;  // of a combine
 constexpr int kMaxBins = 4096 + kMaxRanks;
 // A token's rows are handled by the lanes of one warp.
 constexpr int kMaxRowsPerToken = 32;
@@ -111,7 +112,7 @@ enum class Phase : int32_t {
   kGivenUp = 7,  // another rank gave up
   kStuck = 8,    // ranks did not finish, and could still write here: the GPU was stopped
 };
-enum class Op : int32_t { kDispatch = 0, kCachedDispatch = 1, kCombine = 2, kGather = 3 };
+enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3 };
 
 // Who gave up first, and why, in one word that every rank passes on. Never 0.
 struct Reason {

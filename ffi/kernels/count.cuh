@@ -35,10 +35,10 @@ __device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int m
 }
 
 // Counts a chunk. For its tokens [begin, end) it also writes the routed experts to topk_idx, and each row's
-// index within the chunk to token_rows (-1: no row). The whole block. Atomics count, but they decide no row's
+// index within the chunk to sent_rows (-1: no row). The whole block. Atomics count, but they decide no row's
 // place.
 __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const Chunk& chunk, int begin,
-                                  int end, int32_t* topk_idx, int32_t* token_rows) {
+                                  int end, int32_t* topk_idx, int32_t* sent_rows) {
   const int K = shape.top_k, num_choices = chunk.tokens * K;
   const int64_t offset = int64_t{chunk.first} * K;
   const int wanted = (begin - chunk.first) * K, num_wanted = (end - begin) * K;
@@ -63,7 +63,7 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
       const bool is_row = j < num_wanted * mates && chunk.experts[i] >= 0;
       int index = is_row ? CountEqual(chunk.experts, i, chunk.experts[i], j % mates, mates) : 0;
       for (int step = mates / 2; step > 0; step /= 2) index += __shfl_xor_sync(kAllLanes, index, step);
-      if (j < num_wanted * mates && j % mates == 0) token_rows[offset + i] = is_row ? index : -1;
+      if (j < num_wanted * mates && j % mates == 0) sent_rows[offset + i] = is_row ? index : -1;
     }
   }
   __syncthreads();
@@ -80,7 +80,7 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
       here &= t < chunk.tokens;
       const unsigned lanes = __ballot_sync(kAllLanes, here);
       if (t >= begin - chunk.first && t < end - chunk.first) {
-        token_rows[int64_t{chunk.first + t} * shape.num_ranks + rank] =
+        sent_rows[int64_t{chunk.first + t} * shape.num_ranks + rank] =
             here ? before + __popc(lanes & ((1u << lane) - 1)) : -1;
       }
       before += __popc(lanes);

@@ -86,7 +86,7 @@ struct Place {
 __device__ inline Place FindPlace(const Shape& shape, const HandleArrays& handle, int t, int lane) {
   const int width = shape.rows_per_token();
   if (lane >= width) return {-1, 0};
-  const int row = handle.token_rows[int64_t{t} * width + lane];
+  const int row = handle.sent_rows[int64_t{t} * width + lane];
   int rank = lane;
   if (shape.order == Order::kExpert) {
     const int expert = handle.topk_idx[int64_t{t} * shape.top_k + lane];

@@ -7,9 +7,8 @@
 namespace jax_ep::cuda {
 
 constexpr int kFoldParts = 4;  // of a row, for warps to share
-constexpr int kMaxBiases = 8;
 
-struct CombineArgs {
+struct PullArgs {
   Shape shape;
   Peers peers;
   const int32_t* rank_operand;
@@ -22,17 +21,17 @@ struct CombineArgs {
   const float* row_weights;
   Bias biases[kMaxBiases];
   int32_t num_biases;
-  const float* recv_topk_weights;
+  const float* arrived_weights;
   float* topk_weights;
 };
 
 // Folds one part of a token's rows here, if there are several. Lane k holds that of its k-th choice.
 template <typename T, int N>
-__device__ void FoldPart(const CombineArgs& args, int index, int64_t slot, int part, int lane) {
+__device__ void FoldPart(const PullArgs& args, int index, int64_t slot, int part, int lane) {
   const Shape& shape = args.shape;
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
-  int row = lane < shape.top_k ? args.handle.row_map[slot * shape.top_k + lane] : -1;
+  int row = lane < shape.top_k ? args.handle.received_rows[slot * shape.top_k + lane] : -1;
   if (!IsRow(row, shape.capacity)) row = -1;
   Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
   if (__popc(terms.lanes) < 2) return;
@@ -59,7 +58,7 @@ struct FoldShare {
 };
 
 // The first wave is shared by all blocks, for there is nothing to pull yet.
-__device__ inline FoldShare FindShare(const CombineArgs& args, int wave) {
+__device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
   const int skipped = wave == 0 ? 0 : args.num_pullers;
   const int begin = args.waves.First(args.shape, wave), end = args.waves.First(args.shape, wave + 1);
   return {begin, static_cast<int>(blockIdx.x) - skipped, static_cast<int>(gridDim.x) - skipped,
@@ -69,7 +68,7 @@ __device__ inline FoldShare FindShare(const CombineArgs& args, int wave) {
 // Folds this block's share of all waves, its warps one part after the other. No warp waits for another: the
 // one that ends the block's share of a wave tells the peers.
 template <typename T>
-__device__ void Fold(const CombineArgs& args, uint32_t epoch) {
+__device__ void Fold(const PullArgs& args, uint32_t epoch) {
   __shared__ unsigned next, done[kMaxWaves];  // parts dealt out, and ended
   const int lane = threadIdx.x % kWarp;
   for (int i = threadIdx.x; i < kMaxWaves; i += blockDim.x) done[i] = 0;

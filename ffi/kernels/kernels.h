@@ -19,18 +19,16 @@ struct Device {
 // Of the current device. `plain_copies` forbids bulk copies.
 Device DescribeDevice(bool plain_copies, int sm_budget);
 
-// The kernel's counts lie in shared memory.
+// The layout kernel's counts lie in shared memory.
 constexpr int kMaxLayoutRanks = 256;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
-// Writes topk_idx, each row's index within its chunk to token_rows, and chunk_counts: see index.h.
-cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* token_rows,
+// Writes topk_idx, each row's index within its chunk to sent_rows, and chunk_counts: see index.h.
+cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
-cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream);
-cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
-                                 cudaStream_t stream);
-cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const Device& device,
-                          cudaStream_t stream);
+cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
+                       cudaStream_t stream);
+cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
+                       cudaStream_t stream);
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream);
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
@@ -41,8 +39,8 @@ cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream
 // Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();
 cudaError_t PreloadCount();
-cudaError_t PreloadDispatch();
-cudaError_t PreloadCombine();
+cudaError_t PreloadPush();
+cudaError_t PreloadPull();
 cudaError_t PreloadGather();
 cudaError_t PreloadPermute();
 cudaError_t PreloadGroupedDot();

@@ -1,5 +1,5 @@
 // The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a dispatch
-// within a group of one rank: dispatch.cu.)
+// within a group of one rank: push.cu.)
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/slices.cuh"

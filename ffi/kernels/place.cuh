@@ -30,7 +30,7 @@ struct Counts {
 
 // Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads to a
 // bin. The whole team.
-__device__ inline void AddChunks(const MoveArgs& args, int begin, int end, int first_bin, int num_bins,
+__device__ inline void AddChunks(const PushArgs& args, int begin, int end, int first_bin, int num_bins,
                                  int32_t* sums, const Team& team) {
   const int bins = NumBins(args.shape), parts = max(1, team.threads / max(num_bins, 1));
   for (int i = team.thread; i < num_bins * parts; i += team.threads) {
@@ -50,13 +50,13 @@ struct Share {
   int last;
 };
 
-__device__ inline Share ShareOf(const MoveArgs& args, int block) {
+__device__ inline Share ShareOf(const PushArgs& args, int block) {
   const int bins = NumBins(args.shape);
   return {bins * block / args.num_senders, bins * (block + 1) / args.num_senders};
 }
 
 // Counts this rank's rows, of the block's share or of all bins. The whole block.
-__device__ inline void CountOwn(const MoveArgs& args, const Counts& counts, std::byte* room) {
+__device__ inline void CountOwn(const PushArgs& args, const Counts& counts, std::byte* room) {
   const Shape& shape = args.shape;
   const int block = blockIdx.x;
   if (args.peers.num_ranks == 0) {
@@ -66,7 +66,7 @@ __device__ inline void CountOwn(const MoveArgs& args, const Counts& counts, std:
     int16_t* const experts = reinterpret_cast<int16_t*>(room);
     const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.own};
     CountChunk(shape, args.topk_idx, chunk, begin, min(begin + args.granule, shape.num_tokens),
-               args.handle.topk_idx, args.handle.token_rows);
+               args.handle.topk_idx, args.handle.sent_rows);
   } else {
     const Share share = ShareOf(args, block);
     AddChunks(args, 0, NumChunks(shape), share.first, share.last - share.first, counts.own, WholeBlock());
@@ -75,7 +75,7 @@ __device__ inline void CountOwn(const MoveArgs& args, const Counts& counts, std:
 
 // Tells the peers of the counts: the first block of all, or each of those that send of its share. An op that
 // finds the channel in use must not do so, which the first block knows by now.
-__device__ inline void PublishCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
+__device__ inline void PublishCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
   const Peers& peers = args.peers;
   if (blockIdx.x > 0 && (args.counts_here || !AwaitOpened(peers, epoch))) return;
   const Share share = args.counts_here ? Share{0, NumBins(args.shape)} : ShareOf(args, blockIdx.x);
@@ -87,7 +87,7 @@ __device__ inline void PublishCounts(const MoveArgs& args, const Counts& counts,
 
 // Waits for all ranks' counts, and from them finds totals and first, for the whole block after AreAllThere.
 // Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadCounts(const MoveArgs& args, const Counts& counts, uint32_t epoch) {
+__device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
   constexpr int kBatch = 8;  // words whose loads are in flight
   const Peers& peers = args.peers;
   const int busy = peers.num_ranks == 0 ? 0 : kWarp;  // threads that meet the peers meanwhile
@@ -119,7 +119,7 @@ __device__ inline uint32_t ReadCounts(const MoveArgs& args, const Counts& counts
 }
 
 // By expert: starts, and what they add to first. The whole block.
-__device__ inline void PlaceExperts(const MoveArgs& args, const Counts& counts) {
+__device__ inline void PlaceExperts(const PushArgs& args, const Counts& counts) {
   const Shape& shape = args.shape;
   if (shape.order != Order::kExpert) return;
   const int L = shape.num_local_experts();
@@ -133,9 +133,9 @@ __device__ inline void PlaceExperts(const MoveArgs& args, const Counts& counts) 
   __syncthreads();
 }
 
-// Makes token_rows of tokens [begin, end) final: they hold the row's index within its chunk. Calls go on in
+// Makes sent_rows of tokens [begin, end) final: they hold the row's index within its chunk. Calls go on in
 // the order of the tokens. The whole team, always the same.
-__device__ inline void FinishRows(const MoveArgs& args, int begin, int end, Counts& counts,
+__device__ inline void FinishRows(const PushArgs& args, int begin, int end, Counts& counts,
                                   const Team& team) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
@@ -145,12 +145,12 @@ __device__ inline void FinishRows(const MoveArgs& args, int begin, int end, Coun
     counts.chunk = chunk;
     const int last = args.counts_here ? end : min(end, (chunk + 1) * kChunkTokens);
     for (int64_t i = int64_t{first} * width + team.thread; i < int64_t{last} * width; i += team.threads) {
-      const int index = args.handle.token_rows[i];
+      const int index = args.handle.sent_rows[i];
       if (index < 0) continue;
       const int bin = shape.order == Order::kRank ? shape.num_experts + static_cast<int>(i % width)
                                                   : args.handle.topk_idx[i];
       const int row = counts.first[bin] + counts.earlier[bin] + index;
-      args.handle.token_rows[i] = IsRow(row, shape.capacity) ? row : -1;
+      args.handle.sent_rows[i] = IsRow(row, shape.capacity) ? row : -1;
     }
     first = last;
     team.Sync();

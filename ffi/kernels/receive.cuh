@@ -17,12 +17,12 @@ struct BulkPlan {
 JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
 
 // A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
-struct MoveArgs {
+struct PushArgs {
   Shape shape;
   Peers peers;
   const int32_t* rank_operand;
   HandleArrays handle;
-  const int32_t* chunk_counts;  // null: routed earlier, token_rows are final
+  const int32_t* chunk_counts;  // null: routed earlier, sent_rows are final
   Payload payloads[kMaxPayloads];
   int32_t num_payloads;
   BulkPlan bulk;
@@ -38,8 +38,8 @@ struct MoveArgs {
   const float* row_weights;
   const void* factors[kMaxPayloads];
   const float* topk_weights;
-  float* recv_topk_weights;
-  int32_t* recv_topk_idx;
+  float* arrived_weights;
+  int32_t* arrived_idx;
   int32_t* tokens_per_expert;
   int32_t* group_sizes;
   int32_t* num_tokens;
@@ -47,20 +47,20 @@ struct MoveArgs {
 };
 
 // What an op that failed leaves: NaN, -1, and no rows for whoever multiplies groups of them. The last block.
-JAX_EP_RARE void FillResults(const MoveArgs& args) {
+JAX_EP_RARE void FillResults(const PushArgs& args) {
   const Shape& shape = args.shape;
   const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
   for (int p = 0; p < args.num_payloads; ++p)
     FillResult(args.payloads[p].out, C * args.payloads[p].row_bytes);
-  FillResult(args.recv_topk_weights, (shape.order == Order::kRank ? C * K : C) * sizeof(float));
+  FillResult(args.arrived_weights, (shape.order == Order::kRank ? C * K : C) * sizeof(float));
   if (args.chunk_counts == nullptr) return;  // the handle was here before
   const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
   fill(args.handle.topk_idx, shape.num_tokens * K);
-  fill(args.handle.token_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
+  fill(args.handle.sent_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
   fill(args.handle.rank_prefix_matrix, R * R);
   fill(args.handle.expert_counts, L);
-  fill(args.sends_map ? args.handle.row_map : nullptr, R * shape.num_tokens * K);
-  fill(args.recv_topk_idx, C * K);
+  fill(args.sends_map ? args.handle.received_rows : nullptr, R * shape.num_tokens * K);
+  fill(args.arrived_idx, C * K);
   fill(args.tokens_per_expert, L);
   fill(args.num_tokens, 1);
   fill(args.num_dropped, 1);
@@ -80,7 +80,7 @@ __device__ inline int BlockSum(int number) {
 }
 
 // Rows of rank `source` in bin `bin`, before drops; once its counts have come.
-__device__ inline int CountOf(const MoveArgs& args, const int32_t* own, int source, int bin) {
+__device__ inline int CountOf(const PushArgs& args, const int32_t* own, int source, int bin) {
   if (args.peers.num_ranks == 0) return own[bin];
   return static_cast<int>(LoadStamped(&args.peers.own().mail[source].counts[bin]));
 }
@@ -105,7 +105,7 @@ __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32
 }
 
 // What the counts alone say about this rank as a receiver. One block.
-__device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, const int32_t* totals,
+__device__ inline void WriteReceiver(const PushArgs& args, const int32_t* own, const int32_t* totals,
                                      const int32_t* starts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
@@ -140,7 +140,7 @@ __device__ inline void WriteReceiver(const MoveArgs& args, const int32_t* own, c
 // By rank: kept (row, k) pairs of each local expert, as far as the counts tell. Returns the first row of the
 // one source that the capacity cuts, C if none is cut. One block, before it arrives: the counts are then
 // the peers' to write again.
-__device__ inline int CountWholeSources(const MoveArgs& args, const int32_t* own) {
+__device__ inline int CountWholeSources(const PushArgs& args, const int32_t* own) {
   const Shape& shape = args.shape;
   const int L = shape.num_local_experts(), me = args.peers.rank;
   int begin = 0, source = 0;
@@ -159,10 +159,10 @@ __device__ inline int CountWholeSources(const MoveArgs& args, const int32_t* own
 }
 
 // The rest of them, counted where the rows arrived. One block, after Leave.
-__device__ inline void CountCutSource(const MoveArgs& args, int begin) {
+__device__ inline void CountCutSource(const PushArgs& args, int begin) {
   const int64_t last = int64_t{args.shape.capacity} * args.shape.top_k;
   for (int64_t i = int64_t{begin} * args.shape.top_k + threadIdx.x; i < last; i += blockDim.x) {
-    const int expert = __ldcg(&args.recv_topk_idx[i]);
+    const int expert = __ldcg(&args.arrived_idx[i]);
     if (expert >= 0) atomicAdd(&args.tokens_per_expert[expert], 1);
   }
 }

@@ -15,7 +15,7 @@ struct Rows {
   unsigned carried;  // lanes whose rows the token's bytes are sent to
 };
 
-__device__ inline Rows FindRows(const MoveArgs& args, int t, int lane) {
+__device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
   const Place place = FindPlace(args.shape, args.handle, t, lane);
   bool carried = place.row >= 0;
   if (args.spreads) {
@@ -26,7 +26,7 @@ __device__ inline Rows FindRows(const MoveArgs& args, int t, int lane) {
 }
 
 // The rows by rank, from lane to lane so that each rank begins with another receiver.
-__device__ inline Rows Turn(const MoveArgs& args, const Rows& rows, int lane) {
+__device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
   const int R = args.shape.num_ranks;
   if (args.shape.order != Order::kRank) return rows;
   const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
@@ -70,7 +70,7 @@ __device__ inline void CopyBytes(const std::byte* source, int64_t bytes, unsigne
   }
 }
 
-__device__ inline void SendPayload(const MoveArgs& args, int p, int t, const Rows& rows,
+__device__ inline void SendPayload(const PushArgs& args, int p, int t, const Rows& rows,
                                    const Published* published, int lane) {
   const int64_t bytes = args.payloads[p].row_bytes;
   std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
@@ -79,7 +79,7 @@ __device__ inline void SendPayload(const MoveArgs& args, int p, int t, const Row
 
 // The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
 // local experts, by expert the row map. Those are known already to a handle.
-__device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows, const Published* published,
+__device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows, const Published* published,
                                    int lane) {
   const Shape& shape = args.shape;
   const float* weights =
@@ -104,7 +104,7 @@ __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows
       if (weights != nullptr) {
         static_cast<float*>(published[to].weights)[first + k] = here ? weights[k] : 0.0f;
       }
-      if (args.recv_topk_idx != nullptr) {
+      if (args.arrived_idx != nullptr) {
         static_cast<int32_t*>(published[to].routing)[first + k] =
             here ? experts[k] - to * shape.num_local_experts() : -1;
       }
@@ -114,7 +114,7 @@ __device__ inline void SendRouting(const MoveArgs& args, int t, const Rows& rows
 
 // Sends the routing of tokens [begin, end), and by loads and stores those rows that bulk copies do not take.
 // A warp of the team for each token.
-__device__ inline void SendTokens(const MoveArgs& args, int begin, int end, const Published* published,
+__device__ inline void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
                                   const Team& team) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
@@ -134,18 +134,18 @@ struct Piece {
   int64_t offset;
 };
 
-__device__ inline uint32_t SizeOf(const MoveArgs& args, const Piece& piece) {
+__device__ inline uint32_t SizeOf(const PushArgs& args, const Piece& piece) {
   return static_cast<uint32_t>(
       min(int64_t{args.bulk.slot_bytes}, args.payloads[piece.payload].row_bytes - piece.offset));
 }
 
-__device__ inline int NextBulkPayload(const MoveArgs& args, int p) {
+__device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   while (p < args.num_payloads && !IsBulkRow(args.payloads[p].row_bytes)) ++p;
   return p;
 }
 
 // The piece of this warp that follows: along the row, then the next payload, then the warp's next token.
-__device__ inline Piece Next(const MoveArgs& args, Piece piece) {
+__device__ inline Piece Next(const PushArgs& args, Piece piece) {
   piece.offset += args.bulk.slot_bytes;
   if (piece.offset < args.payloads[piece.payload].row_bytes) return piece;
   piece.offset = 0;
@@ -164,7 +164,7 @@ struct Slots {
   uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
 };
 
-__device__ inline void LoadPiece(const MoveArgs& args, const Piece& piece, int end, const Slots& slots,
+__device__ inline void LoadPiece(const PushArgs& args, const Piece& piece, int end, const Slots& slots,
                                  int slot) {
   if (threadIdx.x % kWarp != 0 || piece.token >= end) return;
   const Payload& payload = args.payloads[piece.payload];
@@ -174,13 +174,13 @@ __device__ inline void LoadPiece(const MoveArgs& args, const Piece& piece, int e
 }
 
 // The warp's first piece of tokens from `begin` on.
-__device__ inline Piece FirstPiece(const MoveArgs& args, int begin) {
+__device__ inline Piece FirstPiece(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
 // Begins to send tokens [begin, end) by bulk copies; the first piece is being loaded already. Called by the
 // block's first bulk.num_sending warps. By expert those that it had sent before have then arrived.
-__device__ inline void SendTokensInBulk(const MoveArgs& args, int begin, int end, const Published* published,
+__device__ inline void SendTokensInBulk(const PushArgs& args, int begin, int end, const Published* published,
                                         Slots& slots) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = slots.used;

@@ -17,8 +17,9 @@ struct Spread {
   unsigned lanes;  // that hold a row; the first one's has come
 };
 
-__device__ inline Spread FindSpread(const int32_t* row_map, const Shape& shape, int64_t slot, int lane) {
-  const int row = lane < shape.top_k ? __ldcg(&row_map[slot * shape.top_k + lane]) : -1;
+__device__ inline Spread FindSpread(const int32_t* received_rows, const Shape& shape, int64_t slot,
+                                    int lane) {
+  const int row = lane < shape.top_k ? __ldcg(&received_rows[slot * shape.top_k + lane]) : -1;
   return {row, __ballot_sync(kAllLanes, IsRow(row, shape.capacity))};
 }
 
@@ -26,7 +27,7 @@ __device__ inline Spread FindSpread(const int32_t* row_map, const Shape& shape, 
 // the dot product of the token's row with the factors. Some rows at a time, the first of all in the end: each
 // of its columns is read before it is written.
 template <typename T, int N>
-__device__ void ScaleRows(const MoveArgs& args, int p, const Spread& spread, int lane) {
+__device__ void ScaleRows(const PushArgs& args, int p, const Spread& spread, int lane) {
   using Acc = typename Sum<T>::Acc;
   const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
   T* const out = reinterpret_cast<T*>(args.payloads[p].out);
@@ -80,14 +81,14 @@ __device__ void ScaleRows(const MoveArgs& args, int p, const Spread& spread, int
     for (int r = 0; r < kScaledRows; ++r) {
       for (int step = kWarp / 2; step > 0; step /= 2) dots[r] += __shfl_xor_sync(kAllLanes, dots[r], step);
       if (lane != 0 || rows[r] < 0) continue;
-      float& gradient = args.recv_topk_weights[rows[r]];
+      float& gradient = args.arrived_weights[rows[r]];
       gradient = static_cast<float>(p == 0 ? dots[r] : static_cast<Acc>(gradient) + dots[r]);
     }
   }
 }
 
 template <typename T>
-__device__ void ScaleArray(const MoveArgs& args, int p, const Spread& spread, int lane) {
+__device__ void ScaleArray(const PushArgs& args, int p, const Spread& spread, int lane) {
   if (args.payloads[p].row_bytes % 16 == 0) {
     ScaleRows<T, 16 / sizeof(T)>(args, p, spread, lane);
   } else {
@@ -96,7 +97,7 @@ __device__ void ScaleArray(const MoveArgs& args, int p, const Spread& spread, in
 }
 
 // Copies one of `parts` of a token's row to its others.
-__device__ inline void CopyPart(const MoveArgs& args, int p, const Spread& spread, int part, int parts,
+__device__ inline void CopyPart(const PushArgs& args, int p, const Spread& spread, int part, int parts,
                                 int lane) {
   const unsigned others = spread.lanes & (spread.lanes - 1);
   if (others == 0) return;
@@ -111,7 +112,7 @@ __device__ inline void CopyPart(const MoveArgs& args, int p, const Spread& sprea
 }
 
 // Copies a token's row to its others by bulk copies.
-__device__ inline void CopyInBulk(const MoveArgs& args, int p, const Spread& spread, Slots& slots, int lane) {
+__device__ inline void CopyInBulk(const PushArgs& args, int p, const Spread& spread, Slots& slots, int lane) {
   const unsigned others = spread.lanes & (spread.lanes - 1);
   const int64_t bytes = args.payloads[p].row_bytes, slot_bytes = args.bulk.slot_bytes;
   std::byte* const out = args.payloads[p].out;
@@ -133,7 +134,7 @@ __device__ inline void CopyInBulk(const MoveArgs& args, int p, const Spread& spr
 // more. `Scale` is the type of rows to be scaled, or void. In bulk only those warps take part that have
 // slots.
 template <bool kInBulk, typename Scale>
-__device__ void SpreadRows(const MoveArgs& args, Op op, Slots& slots, uint32_t epoch) {
+__device__ void SpreadRows(const PushArgs& args, Op op, Slots& slots, uint32_t epoch) {
   constexpr bool kScales = !std::is_void_v<Scale>;
   constexpr int kParts = kInBulk || kScales ? 1 : kSpreadParts;
   const Shape& shape = args.shape;
@@ -151,7 +152,7 @@ __device__ void SpreadRows(const MoveArgs& args, Op op, Slots& slots, uint32_t e
       if (kInBulk) FenceBulk();
     }
     const int64_t slot = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
-    const Spread spread = FindSpread(args.handle.row_map, shape, slot, lane);
+    const Spread spread = FindSpread(args.handle.received_rows, shape, slot, lane);
     if (spread.lanes == 0) continue;
     for (int p = 0; p < args.num_payloads; ++p) {
       if constexpr (kScales) {

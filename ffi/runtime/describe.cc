@@ -16,7 +16,7 @@ std::string RankList(uint32_t ranks) {
 }
 
 const char* NameOf(Op op) {
-  static const char* const kNames[] = {"dispatch", "dispatch (cached)", "combine", "gather"};
+  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather"};
   return kNames[static_cast<int>(op)];
 }
 

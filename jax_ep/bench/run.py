@@ -30,8 +30,8 @@ JOURNEYS = {
 }
 # Kernels of an op that XLA adds something to, so that it can be taken again and again.
 KERNELS = {
-    "dispatch": ("CountKernel", "MoveKernel"),
-    "combine": ("CombineKernel",),
+    "dispatch": ("CountKernel", "PushKernel"),
+    "combine": ("PullKernel",),
     "layout": ("LayoutKernel",),
     "unpermute": ("UnpermuteKernel",),
 }

@@ -10,10 +10,10 @@ from jax_ep.bench.shapes import Shape
 
 # Kernels of a step that carry rows over the links.
 CARRIERS = {
-    "dispatch": ("dispatch",),
-    "combine": ("combine",),
-    "round trip": ("dispatch", "combine"),
-    "forward + backward": ("dispatch", "combine"),
+    "dispatch": ("push",),
+    "combine": ("pull",),
+    "round trip": ("push", "pull"),
+    "forward + backward": ("push", "pull"),
 }
 
 
@@ -26,7 +26,7 @@ def sms_of(
         return None
     kernels = CARRIERS[op]
     if op == "forward + backward" and order == "expert":
-        kernels = (*kernels, "weighted dispatch")
+        kernels = (*kernels, "scaled push")
     if capacity is None:
         local = shape.experts // ranks
         capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)

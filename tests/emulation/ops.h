@@ -1,5 +1,5 @@
-// Two ops for the emulation, which call the protocol's functions in the same order as MoveKernel (a push,
-// which may be spread) and CombineKernel (a pull, which may be folded). They check what they may assume on
+// Two ops for the emulation, which call the protocol's functions in the same order as PushKernel (a push,
+// which may be spread) and PullKernel (a pull, which may be folded). They check what they may assume on
 // the way.
 #pragma once
 
@@ -170,7 +170,7 @@ inline void PushKernel(Run& run) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = run.peers;
   const Work& work = run.work;
-  const Op op = work.counts ? Op::kDispatch : Op::kCachedDispatch;
+  const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
   const State state = LoadState(peers, &run.rank_operand);
   if (threadIdx.x == 0) {

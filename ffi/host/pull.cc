@@ -19,7 +19,7 @@ void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std:
   sources.clear();
   const int32_t width = shape.rows_per_token();
   for (int32_t i = 0; i < width; ++i) {
-    const int32_t row = handle.token_rows[int64_t{t} * width + i];
+    const int32_t row = handle.sent_rows[int64_t{t} * width + i];
     if (!IsRow(row, shape.capacity)) continue;
     int32_t rank = i;
     if (shape.order == Order::kExpert) {
@@ -34,8 +34,8 @@ void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std:
 }
 
 template <typename Acc>
-void SumToken(const std::vector<const CombineParams*>& ranks, const CombineParams& me, int32_t index,
-              int32_t t, const std::vector<Source>& sources) {
+void SumToken(const std::vector<const PullParams*>& ranks, const PullParams& me, int32_t index, int32_t t,
+              const std::vector<Source>& sources) {
   const Summand& mine = me.summands[index];
   const int64_t width = mine.num_elements;
   Acc total[kBlock], partial[kBlock];
@@ -66,7 +66,7 @@ void SumToken(const std::vector<const CombineParams*>& ranks, const CombineParam
 }
 
 // Takes each choice's weight back from the row it was sent with.
-void ReturnWeights(const std::vector<const CombineParams*>& ranks, const CombineParams& me, int32_t t) {
+void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams& me, int32_t t) {
   const Shape& shape = me.shape;
   const int32_t width = shape.rows_per_token();
   for (int32_t k = 0; k < shape.top_k; ++k) {
@@ -75,8 +75,8 @@ void ReturnWeights(const std::vector<const CombineParams*>& ranks, const Combine
     if (const int32_t expert = me.handle.topk_idx[choice]; IsExpert(expert, shape.num_experts)) {
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = shape.order == Order::kRank;
-      const int32_t row = me.handle.token_rows[int64_t{t} * width + (by_rank ? rank : k)];
-      const float* recv = ranks[rank]->recv_topk_weights;
+      const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
+      const float* recv = ranks[rank]->arrived_weights;
       if (IsRow(row, shape.capacity)) weight = by_rank ? recv[int64_t{row} * shape.top_k + k] : recv[row];
     }
     me.topk_weights[choice] = weight;
@@ -85,8 +85,8 @@ void ReturnWeights(const std::vector<const CombineParams*>& ranks, const Combine
 
 }  // namespace
 
-void Combine(const std::vector<const CombineParams*>& ranks, int rank) {
-  const CombineParams& me = *ranks[rank];
+void Pull(const std::vector<const PullParams*>& ranks, int rank) {
+  const PullParams& me = *ranks[rank];
   std::vector<Source> sources;
   for (int32_t t = 0; t < me.shape.num_tokens; ++t) {
     FindSources(me.shape, me.handle, t, sources);
@@ -95,7 +95,7 @@ void Combine(const std::vector<const CombineParams*>& ranks, int rank) {
         SumToken<std::remove_pointer_t<decltype(null)>>(ranks, me, index, t, sources);
       });
     }
-    if (me.recv_topk_weights != nullptr) ReturnWeights(ranks, me, t);
+    if (me.arrived_weights != nullptr) ReturnWeights(ranks, me, t);
   }
 }
 

@@ -38,86 +38,57 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
   return gaps;
 }
 
-// The part of a push that dispatch and its cached repetition share.
-struct Push {
-  const Shape& shape;
-  const HandleArrays& handle;
-  const Payload* payloads;
-  int32_t num_payloads;
-  const float* topk_weights;
-  float* recv_topk_weights;
-  const float* row_weights;
-  const void* const* factors;
-  Float factor_type;
-
-  int64_t weights_per_row() const { return shape.order == Order::kRank ? shape.top_k : 1; }
-
-  void ClearGaps(int rank) const {
-    for (const Gap& gap : FindGaps(shape, handle, rank)) {
-      for (int32_t p = 0; p < num_payloads; ++p) {
-        const int64_t bytes = payloads[p].row_bytes;
-        std::memset(payloads[p].out + gap.begin * bytes, 0, (gap.end - gap.begin) * bytes);
-      }
-      if (recv_topk_weights != nullptr) {
-        std::fill(recv_topk_weights + gap.begin * weights_per_row(),
-                  recv_topk_weights + gap.end * weights_per_row(), 0.0f);
-      }
+// Zeros what holds no token in a rank's own receive buffers.
+void ClearGaps(const PushParams& me, int rank) {
+  const int64_t weights_per_row = me.shape.order == Order::kRank ? me.shape.top_k : 1;
+  for (const Gap& gap : FindGaps(me.shape, me.handle, rank)) {
+    for (int32_t p = 0; p < me.num_payloads; ++p) {
+      const int64_t bytes = me.payloads[p].row_bytes;
+      std::memset(me.payloads[p].out + gap.begin * bytes, 0, (gap.end - gap.begin) * bytes);
+    }
+    if (me.arrived_weights != nullptr) {
+      std::fill(me.arrived_weights + gap.begin * weights_per_row,
+                me.arrived_weights + gap.end * weights_per_row, 0.0f);
     }
   }
-
-  // Sends token t to row `row` of a receiver; `k` is the choice that the row stands for by expert.
-  void Send(int32_t t, int32_t k, const Push& receiver, int32_t receiver_rank, int64_t row) const {
-    if (receiver.row_weights != nullptr) return SendWeighted(t, receiver, row);
-    for (int32_t p = 0; p < num_payloads; ++p) {
-      const int64_t bytes = payloads[p].row_bytes;
-      std::memcpy(receiver.payloads[p].out + row * bytes, payloads[p].in + t * bytes, bytes);
-    }
-    if (topk_weights == nullptr) return;
-    const int64_t first = int64_t{t} * shape.top_k;
-    if (shape.order == Order::kExpert) {
-      receiver.recv_topk_weights[row] = topk_weights[first + k];
-      return;
-    }
-    for (int32_t j = 0; j < shape.top_k; ++j) {
-      const int32_t expert = handle.topk_idx[first + j];
-      const bool here = expert >= 0 && shape.rank_of(expert) == receiver_rank;
-      receiver.recv_topk_weights[row * shape.top_k + j] = here ? topk_weights[first + j] : 0.0f;
-    }
-  }
-
-  // The row times its weight, and its dot product with the factors.
-  void SendWeighted(int32_t t, const Push& receiver, int64_t row) const {
-    const float weight = receiver.row_weights[row];
-    double dot = 0;
-    for (int32_t p = 0; p < num_payloads; ++p) {
-      const int64_t bytes = payloads[p].row_bytes;
-      WithAccumulator(factor_type, [&](auto* null) {
-        using Acc = std::remove_pointer_t<decltype(null)>;
-        dot += ScaleRow<Acc>(factor_type, payloads[p].in + t * bytes,
-                             static_cast<const std::byte*>(receiver.factors[p]) + row * bytes,
-                             bytes / BytesOf(factor_type), weight, receiver.payloads[p].out + row * bytes);
-      });
-    }
-    receiver.recv_topk_weights[row] = static_cast<float>(dot);
-  }
-};
-
-Push PushOf(const DispatchParams& params) {
-  return Push{params.shape,
-              params.handle,
-              params.payloads,
-              params.num_payloads,
-              params.topk_weights,
-              params.recv_topk_weights,
-              nullptr,
-              nullptr,
-              Float::kF32};
 }
 
-Push PushOf(const CachedDispatchParams& params) {
-  return Push{params.shape,        params.handle,       params.payloads,
-              params.num_payloads, params.topk_weights, params.recv_topk_weights,
-              params.row_weights,  params.factors,      params.factor_type};
+// Token t's row times the weight of its place, and its dot product with the factors.
+void SendScaled(const PushParams& me, int32_t t, const PushParams& receiver, int64_t row) {
+  const float weight = receiver.row_weights[row];
+  double dot = 0;
+  for (int32_t p = 0; p < me.num_payloads; ++p) {
+    const int64_t bytes = me.payloads[p].row_bytes;
+    WithAccumulator(me.factor_type, [&](auto* null) {
+      using Acc = std::remove_pointer_t<decltype(null)>;
+      dot += ScaleRow<Acc>(me.factor_type, me.payloads[p].in + t * bytes,
+                           static_cast<const std::byte*>(receiver.factors[p]) + row * bytes,
+                           bytes / BytesOf(me.factor_type), weight, receiver.payloads[p].out + row * bytes);
+    });
+  }
+  receiver.arrived_weights[row] = static_cast<float>(dot);
+}
+
+// Sends token t to row `row` of a receiver; `k` is the choice that the row stands for by expert.
+void Send(const PushParams& me, int32_t t, int32_t k, const PushParams& receiver, int32_t receiver_rank,
+          int64_t row) {
+  if (me.scales()) return SendScaled(me, t, receiver, row);
+  const Shape& shape = me.shape;
+  for (int32_t p = 0; p < me.num_payloads; ++p) {
+    const int64_t bytes = me.payloads[p].row_bytes;
+    std::memcpy(receiver.payloads[p].out + row * bytes, me.payloads[p].in + t * bytes, bytes);
+  }
+  if (me.topk_weights == nullptr) return;
+  const int64_t first = int64_t{t} * shape.top_k;
+  if (shape.order == Order::kExpert) {
+    receiver.arrived_weights[row] = me.topk_weights[first + k];
+    return;
+  }
+  for (int32_t j = 0; j < shape.top_k; ++j) {
+    const int32_t expert = me.handle.topk_idx[first + j];
+    const bool here = expert >= 0 && shape.rank_of(expert) == receiver_rank;
+    receiver.arrived_weights[row * shape.top_k + j] = here ? me.topk_weights[first + j] : 0.0f;
+  }
 }
 
 // The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
@@ -141,9 +112,9 @@ std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendC
 
 // By rank: the kept (row, k) pairs of each local expert. Only the one source whose block the
 // capacity cuts has to be looked at token by token.
-void CountKeptPairs(const std::vector<const DispatchParams*>& ranks,
-                    const std::vector<const SendCounts*>& counts, int rank) {
-  const DispatchParams& me = *ranks[rank];
+void CountKeptPairs(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
+                    int rank) {
+  const PushParams& me = *ranks[rank];
   const Shape& shape = me.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t first_expert = rank * num_local;
@@ -174,9 +145,9 @@ void CountKeptPairs(const std::vector<const DispatchParams*>& ranks,
 }
 
 // Everything about this rank as a receiver that the counts alone determine.
-void FillReceiver(const std::vector<const DispatchParams*>& ranks,
-                  const std::vector<const SendCounts*>& counts, int rank) {
-  const DispatchParams& me = *ranks[rank];
+void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
+                  int rank) {
+  const PushParams& me = *ranks[rank];
   const Shape& shape = me.shape;
   const int32_t R = shape.num_ranks, L = shape.num_local_experts();
   for (int32_t receiver = 0; receiver < R; ++receiver) {
@@ -199,7 +170,7 @@ void FillReceiver(const std::vector<const DispatchParams*>& ranks,
   if (shape.order == Order::kRank) {
     kept = RowsKept(0, num_rows, shape.capacity);
     CountKeptPairs(ranks, counts, rank);
-    std::fill(me.recv_topk_idx + kept * shape.top_k, me.recv_topk_idx + int64_t{shape.capacity} * shape.top_k,
+    std::fill(me.arrived_idx + kept * shape.top_k, me.arrived_idx + int64_t{shape.capacity} * shape.top_k,
               -1);
   } else {
     int64_t begin = 0;
@@ -216,9 +187,66 @@ void FillReceiver(const std::vector<const DispatchParams*>& ranks,
   *me.num_dropped = static_cast<int32_t>(num_rows - kept);
 }
 
+// Finds where this rank's rows belong, and sends them.
+void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
+               int rank) {
+  const PushParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const bool by_rank = shape.order == Order::kRank;
+  const int32_t num_local = shape.num_local_experts();
+  std::vector<int64_t> next = FirstRows(shape, counts, rank);
+  const int32_t width = shape.rows_per_token();
+  std::fill_n(me.handle.sent_rows, int64_t{shape.num_tokens} * width, -1);
+  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of a rank
+  for (const PushParams* peer : ranks) {
+    if (!by_rank) std::fill_n(peer->handle.received_rows + rank * choices, choices, -1);
+  }
+  for (int32_t t = 0; t < shape.num_tokens; ++t) {
+    const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
+    for (int32_t k = 0; k < shape.top_k; ++k) {
+      if (experts[k] < 0 || (by_rank && !IsFirstOnRank(experts, k, num_local))) continue;
+      const int32_t receiver = shape.rank_of(experts[k]);
+      const int64_t row = next[by_rank ? receiver : experts[k]]++;
+      if (row >= shape.capacity) continue;
+      me.handle.sent_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
+      Send(me, t, k, *ranks[receiver], receiver, row);
+      if (!by_rank) {
+        const int64_t choice = rank * choices + int64_t{t} * shape.top_k + k;
+        ranks[receiver]->handle.received_rows[choice] = static_cast<int32_t>(row);
+        continue;
+      }
+      int32_t* arrived_idx = ranks[receiver]->arrived_idx + row * shape.top_k;
+      for (int32_t j = 0; j < shape.top_k; ++j) {
+        const bool here = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;
+        arrived_idx[j] = here ? experts[j] - receiver * num_local : -1;
+      }
+    }
+  }
+}
+
+// Sends this rank's rows where the handle says.
+void SendRows(const std::vector<const PushParams*>& ranks, int rank) {
+  const PushParams& me = *ranks[rank];
+  const Shape& shape = me.shape;
+  const int32_t width = shape.rows_per_token();
+  for (int32_t t = 0; t < shape.num_tokens; ++t) {
+    for (int32_t i = 0; i < width; ++i) {
+      const int32_t row = me.handle.sent_rows[int64_t{t} * width + i];
+      if (!IsRow(row, shape.capacity)) continue;
+      int32_t receiver = i;
+      if (shape.order == Order::kExpert) {
+        const int32_t expert = me.handle.topk_idx[int64_t{t} * shape.top_k + i];
+        if (!IsExpert(expert, shape.num_experts)) continue;
+        receiver = shape.rank_of(expert);
+      }
+      Send(me, t, i, *ranks[receiver], receiver, row);
+    }
+  }
+}
+
 }  // namespace
 
-SendCounts Count(const DispatchParams& params) {
+SendCounts Count(const PushParams& params) {
   const Shape& shape = params.shape;
   const int32_t num_local = shape.num_local_experts();
   SendCounts counts;
@@ -238,68 +266,15 @@ SendCounts Count(const DispatchParams& params) {
   return counts;
 }
 
-void Dispatch(const std::vector<const DispatchParams*>& ranks, const std::vector<const SendCounts*>& counts,
-              int rank) {
-  const DispatchParams& me = *ranks[rank];
-  const Shape& shape = me.shape;
-  const bool by_rank = shape.order == Order::kRank;
-  const int32_t num_local = shape.num_local_experts();
-  FillReceiver(ranks, counts, rank);
-  const Push push = PushOf(me);
-  push.ClearGaps(rank);
-  std::vector<Push> receivers;
-  for (const DispatchParams* peer : ranks) receivers.push_back(PushOf(*peer));
-
-  std::vector<int64_t> next = FirstRows(shape, counts, rank);
-  const int32_t width = shape.rows_per_token();
-  std::fill_n(me.handle.token_rows, int64_t{shape.num_tokens} * width, -1);
-  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of a rank, in the receivers' row maps
-  for (const DispatchParams* peer : ranks) {
-    if (!by_rank) std::fill_n(peer->handle.row_map + rank * choices, choices, -1);
-  }
-  for (int32_t t = 0; t < shape.num_tokens; ++t) {
-    const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
-    for (int32_t k = 0; k < shape.top_k; ++k) {
-      if (experts[k] < 0 || (by_rank && !IsFirstOnRank(experts, k, num_local))) continue;
-      const int32_t receiver = shape.rank_of(experts[k]);
-      const int64_t row = next[by_rank ? receiver : experts[k]]++;
-      if (row >= shape.capacity) continue;
-      me.handle.token_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
-      push.Send(t, k, receivers[receiver], receiver, row);
-      if (!by_rank) {
-        const int64_t choice = rank * choices + int64_t{t} * shape.top_k + k;
-        ranks[receiver]->handle.row_map[choice] = static_cast<int32_t>(row);
-        continue;
-      }
-      int32_t* recv_idx = ranks[receiver]->recv_topk_idx + row * shape.top_k;
-      for (int32_t j = 0; j < shape.top_k; ++j) {
-        const bool here = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;
-        recv_idx[j] = here ? experts[j] - receiver * num_local : -1;
-      }
-    }
-  }
-}
-
-void CachedDispatch(const std::vector<const CachedDispatchParams*>& ranks, int rank) {
-  const CachedDispatchParams& me = *ranks[rank];
-  const Shape& shape = me.shape;
-  const Push push = PushOf(me);
-  push.ClearGaps(rank);
-  std::vector<Push> receivers;
-  for (const CachedDispatchParams* peer : ranks) receivers.push_back(PushOf(*peer));
-  const int32_t width = shape.rows_per_token();
-  for (int32_t t = 0; t < shape.num_tokens; ++t) {
-    for (int32_t i = 0; i < width; ++i) {
-      const int32_t row = me.handle.token_rows[int64_t{t} * width + i];
-      if (!IsRow(row, shape.capacity)) continue;
-      int32_t receiver = i;
-      if (shape.order == Order::kExpert) {
-        const int32_t expert = me.handle.topk_idx[int64_t{t} * shape.top_k + i];
-        if (!IsExpert(expert, shape.num_experts)) continue;
-        receiver = shape.rank_of(expert);
-      }
-      push.Send(t, i, receivers[receiver], receiver, row);
-    }
+void Push(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
+          int rank) {
+  const PushParams& me = *ranks[rank];
+  if (me.routes()) FillReceiver(ranks, counts, rank);
+  ClearGaps(me, rank);
+  if (me.routes()) {
+    RouteRows(ranks, counts, rank);
+  } else {
+    SendRows(ranks, rank);
   }
 }
 

@@ -1,5 +1,5 @@
-// Dispatch: after the count, each row straight to its final place in its receiver's buffer; by expert to the
-// first of a token's places at a rank, and from there to the others (spread.cuh).
+// Push: where it routes, after the count, each row goes straight to its final place in its receiver's buffer;
+// by expert to the first of a token's places at a rank, and from there to the others (spread.cuh).
 #include <algorithm>
 #include <optional>
 
@@ -16,7 +16,7 @@ namespace {
 
 // Scaling takes registers.
 template <typename Scale>
-constexpr int kMoveThreads = std::is_void_v<Scale> ? 1024 : 512;
+constexpr int kPushThreads = std::is_void_v<Scale> ? 1024 : 512;
 // Shared memory of a block: its counts, then its slots.
 constexpr int kBulkBytes = 216 * 1024;
 constexpr int kMaxSlotBytes = 16 * 1024;
@@ -28,21 +28,21 @@ constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not ta
 constexpr int kSpreadingWarps = 6;
 
 // Shared memory before the slots: counts, and what few tokens are counted in.
-JAX_EP_HD int64_t HeadBytes(const MoveArgs& args) {
+JAX_EP_HD int64_t HeadBytes(const PushArgs& args) {
   const bool few = args.shape.num_tokens <= kFewTokens;
   return Counts::Bytes(args.shape) + (few ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
 }
 
 // The granules of tokens that this block sends: the first is its own, the others go to whoever is free, so
 // that no block ends long after the others.
-__device__ int NextGranule(const MoveArgs& args, int granule, int num_granules) {
+__device__ int NextGranule(const PushArgs& args, int granule, int num_granules) {
   if (args.peers.num_ranks == 0 || num_granules <= args.num_senders) return granule + args.num_senders;
   return args.num_senders + static_cast<int>(atomicAdd(&args.peers.own().next[0], 1u));
 }
 
 // Tells the peers of a granule that this block has sent. One warp, once for each granule; `wave` is the
 // granule's.
-__device__ void FinishGranule(const MoveArgs& args, int wave, uint32_t epoch) {
+__device__ void FinishGranule(const PushArgs& args, int wave, uint32_t epoch) {
   const int first = args.waves.First(args.shape, wave), last = args.waves.First(args.shape, wave + 1);
   FinishPart(args.peers, wave, (last - first + args.granule - 1) / args.granule, epoch);
 }
@@ -52,7 +52,7 @@ __device__ void FinishGranule(const MoveArgs& args, int wave, uint32_t epoch) {
 // the present one. By expert one more warp tells the peers of the granule before the last, which has arrived:
 // its fence waits for the block's stores, and would hold up those that send.
 template <bool kInBulk>
-__device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const Published* published,
+__device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const Published* published,
                      Slots& slots) {
   __shared__ int dealt[2];
   const bool routes = args.chunk_counts != nullptr;
@@ -96,7 +96,7 @@ __device__ void Send(const MoveArgs& args, uint32_t epoch, Counts& counts, const
 }
 
 template <bool kInBulk, typename Scale>
-__global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __grid_constant__ MoveArgs args) {
+__global__ void __launch_bounds__(kPushThreads<Scale>, 1) PushKernel(const __grid_constant__ PushArgs args) {
   // Counts; for bulk copies then the slots.
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ Published mine, published[kMaxRanks];
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   const Peers& peers = args.peers;
   const bool routes = args.chunk_counts != nullptr, local = peers.num_ranks == 0;
   const bool sends = static_cast<int>(blockIdx.x) < args.num_senders, closes = blockIdx.x == gridDim.x - 1;
-  const Op op = routes ? Op::kDispatch : Op::kCachedDispatch;
+  const Op op = routes ? Op::kDispatch : Op::kRedispatch;
   const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
   Counts counts(shape, shared);
   std::byte* const bytes = shared + HeadBytes(args);
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
   if (threadIdx.x == 0) {
     Published& own = local ? published[0] : mine;
     for (int p = 0; p < args.num_payloads; ++p) own.buffers[p] = args.payloads[p].out;
-    own.weights = args.recv_topk_weights;
-    own.routing = args.sends_map ? args.handle.row_map : args.recv_topk_idx;
+    own.weights = args.arrived_weights;
+    own.routing = args.sends_map ? args.handle.received_rows : args.arrived_idx;
   }
   __syncthreads();
   if (routes && (local || sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kMoveThreads<Scale>, 1) MoveKernel(const __gri
 }
 
 // Two slots a warp, as many warps as have room.
-BulkPlan PlanBulk(const MoveArgs& args, const Device& device) {
+BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
   int64_t longest = 0;
   for (int p = 0; p < args.num_payloads; ++p) {
     if (IsBulkRow(args.payloads[p].row_bytes)) longest = std::max(longest, args.payloads[p].row_bytes);
@@ -195,20 +195,20 @@ template <typename F>
 cudaError_t WithKernel(bool in_bulk, std::optional<Float> scaled, F&& f) {
   const auto with = [&](auto* null) {
     using Scale = std::remove_pointer_t<decltype(null)>;
-    return f(in_bulk ? MoveKernel<true, Scale> : MoveKernel<false, Scale>, kMoveThreads<Scale>);
+    return f(in_bulk ? PushKernel<true, Scale> : PushKernel<false, Scale>, kPushThreads<Scale>);
   };
   if (!scaled) return with(static_cast<void*>(nullptr));
   return WithType(*scaled, with);
 }
 
-SmPlan PlanOf(const MoveArgs& args, const Device& device) {
+SmPlan PlanOf(const PushArgs& args, const Device& device) {
   double row_bytes = 0;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
-  return PlanDispatch(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
+  return PlanPush(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
 }
 
 // How the blocks share the work: what of args depends on the device and on the number of senders.
-void Divide(MoveArgs& args, const Device& device, int num_senders) {
+void Divide(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.peers.num_ranks == 0;
   args.spreads = !local && args.shape.order == Order::kExpert;
@@ -223,7 +223,7 @@ void Divide(MoveArgs& args, const Device& device, int num_senders) {
   args.counts_here = !local && few && T <= int64_t{num_senders} * args.granule;
 }
 
-cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
+cudaError_t Move(const PushArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
   int64_t shared = HeadBytes(args);
   shared += int64_t{2} * args.bulk.num_warps * args.bulk.slot_bytes;
   return WithKernel(args.bulk.num_warps > 0, scaled, [&](auto* kernel, int num_threads) {
@@ -237,8 +237,8 @@ cudaError_t Move(const MoveArgs& args, int num_blocks, std::optional<Float> scal
 }
 
 template <typename Params>
-MoveArgs ArgsOf(const Params& params) {
-  MoveArgs args{};
+PushArgs ArgsOf(const Params& params) {
+  PushArgs args{};
   args.shape = params.shape;
   for (int p = 0; p < params.num_payloads; ++p) args.payloads[p] = params.payloads[p];
   args.num_payloads = params.num_payloads;
@@ -248,59 +248,47 @@ MoveArgs ArgsOf(const Params& params) {
 
 }  // namespace
 
-cudaError_t LaunchDispatch(const DispatchParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream) {
-  MoveArgs args = ArgsOf(params);
+cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
+                       cudaStream_t stream) {
+  PushArgs args = ArgsOf(params);
   args.peers = peers;
   args.rank_operand = params.rank_operand;
   args.handle = params.handle;
   args.chunk_counts = params.chunk_counts;
-  args.recv_topk_weights = params.recv_topk_weights;
-  args.recv_topk_idx = params.recv_topk_idx;
+  args.arrived_weights = params.arrived_weights;
+  args.arrived_idx = params.arrived_idx;
   args.tokens_per_expert = params.tokens_per_expert;
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  args.sends_map = params.shape.order == Order::kExpert;
   args.topk_idx = params.topk_idx;
-  const SmPlan plan = PlanOf(args, device);
-  Divide(args, device, plan.links);
-  if (!args.counts_here) {
-    const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
-                                          params.handle.token_rows, params.chunk_counts, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return Move(args, plan.total(), std::nullopt, stream);
-}
-
-cudaError_t LaunchCachedDispatch(const CachedDispatchParams& params, const Peers& peers, const Device& device,
-                                 cudaStream_t stream) {
-  MoveArgs args = ArgsOf(params);
-  args.peers = peers;
-  args.rank_operand = params.rank_operand;
-  args.handle = params.handle;
-  args.recv_topk_weights = params.recv_topk_weights;
+  args.sends_map = params.routes() && params.shape.order == Order::kExpert;
   std::optional<Float> scaled;
-  if (params.row_weights != nullptr) {
+  if (params.scales()) {
     args.row_weights = params.row_weights;
     for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
     scaled = params.factor_type;
   }
   const SmPlan plan = PlanOf(args, device);
   Divide(args, device, plan.links);
+  if (params.routes() && !args.counts_here) {
+    const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
+                                          params.handle.sent_rows, params.chunk_counts, stream);
+    if (error != cudaSuccess) return error;
+  }
   return Move(args, plan.total(), scaled, stream);
 }
 
-// A dispatch within a group of one rank, which meets nobody. The routed ids are the row map's, and are
+// A push within a group of one rank, which meets nobody. The routed ids are the row map's, and are
 // not needed afterwards: they lie behind the chunks' counts.
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
   const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
                                         params.chunk_counts, stream);
   if (error != cudaSuccess) return error;
-  MoveArgs args = ArgsOf(params);
+  PushArgs args = ArgsOf(params);
   args.handle = {params.routed_idx, params.row_map, nullptr, nullptr, nullptr};
   args.chunk_counts = params.chunk_counts;
-  args.recv_topk_weights = params.permuted_weights;
+  args.arrived_weights = params.row_weights;
   args.tokens_per_expert = params.tokens_per_expert;
   args.group_sizes = params.group_sizes;
   args.num_dropped = params.num_dropped;
@@ -313,7 +301,7 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
 // architecture they were compiled for, not the device's own.
 static bool IsBuiltForHopper() {
   cudaFuncAttributes attributes{};
-  return cudaFuncGetAttributes(&attributes, MoveKernel<true, void>) == cudaSuccess &&
+  return cudaFuncGetAttributes(&attributes, PushKernel<true, void>) == cudaSuccess &&
          attributes.ptxVersion >= 90;
 }
 
@@ -326,7 +314,7 @@ Device DescribeDevice(bool plain_copies, int sm_budget) {
   return {num_sms, !plain_copies && is_new, is_new, sm_budget};
 }
 
-cudaError_t PreloadDispatch() {
+cudaError_t PreloadPush() {
   cudaFuncAttributes attributes;
   cudaError_t error = PreloadCount();
   for (std::optional<Float> scaled :

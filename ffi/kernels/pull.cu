@@ -1,4 +1,4 @@
-// Combine: each token's rows, pulled from the peers' buffers and summed in registers. By expert a rank's rows
+// Pull: each token's rows come from the peers' buffers and summed in registers. By expert a rank's rows
 // of a token are first summed where they lie ("folded"), so that one of them travels.
 #include "core/plan.h"
 #include "kernels/fill.cuh"
@@ -22,7 +22,7 @@ struct Source {
   bool folds;  // several, which the rank has folded
 };
 
-__device__ Source FindSource(const CombineArgs& args, int t, int lane) {
+__device__ Source FindSource(const PullArgs& args, int t, int lane) {
   const Place place = FindPlace(args.shape, args.handle, t, lane);
   if (args.shape.order == Order::kRank) return {place.row, false};
   unsigned mine = 0;
@@ -36,8 +36,7 @@ __device__ Source FindSource(const CombineArgs& args, int t, int lane) {
 
 // The rows that a token's sum is made of.
 template <typename T>
-__device__ Terms<T> FindTerms(const CombineArgs& args, const Published* published, int index, int t,
-                              int lane) {
+__device__ Terms<T> FindTerms(const PullArgs& args, const Published* published, int index, int t, int lane) {
   const Source source = FindSource(args, t, lane);
   const int64_t width = args.summands[index].num_elements;
   Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.folds)};
@@ -55,7 +54,7 @@ __device__ Terms<T> FindTerms(const CombineArgs& args, const Published* publishe
 
 // Pulls one slice of a token's sum.
 template <typename T, int N>
-__device__ void PullSlice(const CombineArgs& args, const Terms<T>& terms, int index, int t, int first,
+__device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index, int t, int first,
                           int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
@@ -76,7 +75,7 @@ __device__ void PullSlice(const CombineArgs& args, const Terms<T>& terms, int in
 // The tokens in their order, in parts that the warps of all blocks take in turn: whoever is free takes the
 // next. `number` is the first that this warp has taken.
 template <typename T, int N>
-__device__ void PullArray(const CombineArgs& args, const Published* published, int index, unsigned number,
+__device__ void PullArray(const PullArgs& args, const Published* published, int index, unsigned number,
                           uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
@@ -103,7 +102,7 @@ __device__ void PullArray(const CombineArgs& args, const Published* published, i
 
 // Takes each choice's weight back from the row it was sent with. The row weights' place in Published is
 // taken by these: no op has both.
-__device__ void ReturnWeights(const CombineArgs& args, const Published* published) {
+__device__ void ReturnWeights(const PullArgs& args, const Published* published) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
   const bool by_rank = shape.order == Order::kRank;
@@ -115,7 +114,7 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
     float weight = 0.0f;
     if (IsExpert(expert, shape.num_experts)) {
       const int rank = shape.rank_of(expert);
-      const int64_t row = args.handle.token_rows[t * width + (by_rank ? rank : k)];
+      const int64_t row = args.handle.sent_rows[t * width + (by_rank ? rank : k)];
       if (IsRow(row, shape.capacity)) {
         weight = __ldcg(static_cast<const float*>(published[rank].weights) +
                         (by_rank ? row * shape.top_k + k : row));
@@ -126,20 +125,20 @@ __device__ void ReturnWeights(const CombineArgs& args, const Published* publishe
 }
 
 // What an op that failed leaves. The last block.
-JAX_EP_RARE void FillResults(const CombineArgs& args) {
+JAX_EP_RARE void FillResults(const PullArgs& args) {
   const int64_t tokens = args.shape.num_tokens;
   for (int i = 0; i < args.num_summands; ++i) {
     const Summand& summand = args.summands[i];
     FillResult(summand.out, tokens * summand.num_elements * BytesOf(summand.type));
   }
-  if (args.recv_topk_weights != nullptr) {
+  if (args.arrived_weights != nullptr) {
     FillResult(args.topk_weights, tokens * args.shape.top_k * sizeof(float));
   }
 }
 
 // Sums arrays of one type: each type then has the registers to itself.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_constant__ CombineArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant__ PullArgs args) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = args.peers;
   const State state = LoadState(peers, args.rank_operand);
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
         mine.partials[i] = args.summands[i].partial;
       }
       mine.weights =
-          const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.recv_topk_weights);
+          const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
       mine.routing = nullptr;
     }
     __syncthreads();
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
       WithPack<T>(args.summands[i].num_elements,
                   [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, number, epoch); });
     }
-    if (args.recv_topk_weights != nullptr) ReturnWeights(args, published);
+    if (args.arrived_weights != nullptr) ReturnWeights(args, published);
   }
   LeavePeers(peers, epoch, true);
   if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
@@ -192,14 +191,14 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
 // Calls f with the kernel for arrays of a type.
 template <typename F>
 static cudaError_t WithKernel(Float type, F&& f) {
-  return WithType(type, [&](auto* null) { return f(CombineKernel<std::remove_pointer_t<decltype(null)>>); });
+  return WithType(type, [&](auto* null) { return f(PullKernel<std::remove_pointer_t<decltype(null)>>); });
 }
 
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
 
-cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const Device& device,
-                          cudaStream_t stream) {
-  CombineArgs args{};
+cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
+                       cudaStream_t stream) {
+  PullArgs args{};
   args.shape = params.shape;
   args.peers = peers;
   args.rank_operand = params.rank_operand;
@@ -207,7 +206,7 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;
-  args.recv_topk_weights = params.recv_topk_weights;
+  args.arrived_weights = params.arrived_weights;
   args.topk_weights = params.topk_weights;
   // One launch for each type among the arrays, nearly always one. The first takes the weights back.
   for (Float type : kTypes) {
@@ -223,17 +222,17 @@ cudaError_t LaunchCombine(const CombineParams& params, const Peers& peers, const
     for (int i = 0; i < args.num_summands; ++i) {
       row_bytes += static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
     }
-    const SmPlan plan = PlanCombine(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
+    const SmPlan plan = PlanPull(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
     const cudaError_t error = WithKernel(
         type, [&](auto* kernel) { return Launch(kernel, plan.total(), kThreads, 0, stream, true, args); });
     if (error != cudaSuccess) return error;
-    args.recv_topk_weights = nullptr;
+    args.arrived_weights = nullptr;
   }
   return cudaSuccess;
 }
 
-cudaError_t PreloadCombine() {
+cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
   cudaError_t error = cudaSuccess;
   for (Float type : kTypes) {

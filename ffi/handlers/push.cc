@@ -1,0 +1,57 @@
+#include "handlers/push.h"
+
+#include "handlers/cpu.h"
+#include "handlers/handlers.h"
+#include "host/ops.h"
+#include "host/pages.h"
+
+namespace jax_ep {
+
+namespace {
+
+struct PushShare final : Share {
+  PushCall call;
+  host::SendCounts counts;  // of a push that routes
+
+  explicit PushShare(PushCall given) : call(std::move(given)) {
+    const PushParams& params = call.params;
+    // The receive buffers, before any peer writes to them.
+    for (const Payload& payload : call.payloads) {
+      host::PreferHugePages(payload.out, params.shape.capacity * payload.row_bytes);
+    }
+    if (params.routes()) counts = host::Count(params);
+  }
+
+  void Move(const std::vector<Share*>& shares) override {
+    std::vector<const PushParams*> ranks;
+    std::vector<const host::SendCounts*> all_counts;
+    for (Share* share : shares) {
+      ranks.push_back(&static_cast<PushShare*>(share)->call.params);
+      all_counts.push_back(&static_cast<PushShare*>(share)->counts);
+    }
+    host::Push(ranks, all_counts, call.params.rank);
+  }
+};
+
+}  // namespace
+
+static ffi::Future Run(const CpuContext& context, const char*, Seat seat, PushCall call) {
+  return Meet(context, std::move(seat), std::make_unique<PushShare>(std::move(call)));
+}
+
+static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateRoute() {
+  return std::make_unique<CallSite>("dispatch");
+}
+
+static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePush() {
+  return std::make_unique<CallSite>("redispatch");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteInstantiate, InstantiateRoute, ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteHandler, Route<CpuContext>,
+                              BindArrays(ffi::Ffi::Bind().Ctx<CpuContext>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PushInstantiate, InstantiatePush, ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PushHandler, Push<CpuContext>, BindArrays(ffi::Ffi::Bind().Ctx<CpuContext>()));
+
+}  // namespace jax_ep
