@@ -52,8 +52,9 @@ def combine(
     """
     handle = _check.handle("combine", handle)
     routing = handle.routing
-    require_manual("combine", routing.group)
-    chosen = routing.group._resolve(implementation)
+    group = routing.group._open_equal()
+    require_manual("combine", group)
+    chosen = group._resolve(implementation)
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")

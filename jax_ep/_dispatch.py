@@ -56,8 +56,11 @@ class DispatchedByExpert:
     """Where everything went: for `combine` and `redispatch`."""
 
     def row_experts(self) -> jax.Array:
-        """int32 [C]: the local expert of each row, -1 in padding and tail. Computed at each call."""
-        return row_experts(self.handle)
+        """int32 [C]: the local expert of each row, -1 in padding and tail. Computed at each call.
+
+        On one rank's shard: inside the shard_map of the dispatch.
+        """
+        return row_experts(_check.handle("row_experts", self.handle))
 
     def is_row(self) -> jax.Array:
         """Bool [C]: which rows hold a token, not padding or tail. Computed at each call."""
@@ -177,11 +180,20 @@ def dispatch(
         out = route(for_tokens(chosen, routing), routing, *operands)
     rows = jax.tree.unflatten(tree, out.rows)
     counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped, out.handle)
-    if order == "rank":
+    if out.topk_idx is not None:
         return DispatchedByRank(rows, out.topk_idx, out.weights, *counts)
+    assert out.group_sizes is not None  # by expert
     return DispatchedByExpert(rows, out.weights, out.group_sizes, *counts)
 
 
+@overload
+def redispatch(
+    x: Any, handle: Handle, *, topk_weights: None = None, implementation: str | None = None
+) -> Any: ...
+@overload
+def redispatch(
+    x: Any, handle: Handle, *, topk_weights: jax.typing.ArrayLike, implementation: str | None = None
+) -> tuple[Any, jax.Array]: ...
 def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementation: str | None = None) -> Any:
     """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
 
@@ -204,8 +216,9 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     """
     handle = _check.handle("redispatch", handle)
     routing = handle.routing
-    require_manual("redispatch", routing.group)
-    chosen = routing.group._resolve(implementation)
+    group = routing.group._open_equal()
+    require_manual("redispatch", group)
+    chosen = group._resolve(implementation)
     leaves, tree = jax.tree.flatten(x)
     leaves = _check.leaves("redispatch", "x", leaves, routing.num_tokens, "T", "of the handle")
     weights = None

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
@@ -109,8 +110,12 @@ class Group:
         self._closed = False
         self._unreachable = ""
         module = _extension.extension()
-        if module is None:
-            return
+        if module is not None:
+            self._open(module, devices, num_sms)
+        _open_groups[id(self)] = self
+
+    def _open(self, module: ModuleType, devices: np.ndarray, num_sms: int | None) -> None:
+        """Makes what must exist before a kernel waits on a peer."""
         if self._platform == "gpu" and not _extension.reason_against_ffi("gpu"):
             self._unreachable = self._open_on_gpus(module, list(devices.flat))
         # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
@@ -189,6 +194,7 @@ class Group:
         if self._closed:
             return
         self._closed = True
+        _open_groups.pop(id(self), None)
         module = _extension.extension()
         if module is None:
             return
@@ -222,6 +228,16 @@ class Group:
         if self._closed:
             raise RuntimeError(f"{op}: {self!r} is closed; make a new Group")
 
+    def _open_equal(self) -> "Group":
+        """An equal group that is open, if there is one.
+
+        A handle may bring a closed group: jit gives results with that of its first call. Equal groups share
+        all that they are made of.
+        """
+        if not self._closed:
+            return self
+        return next((group for group in list(_open_groups.values()) if group == self), self)
+
     def _resolve(self, implementation: str | None) -> _extension.Implementation:
         """The implementation that an op of this group uses."""
         _extension.check_implementation(implementation)
@@ -244,6 +260,8 @@ class Group:
 
 # Group key -> what only one thread at a time does.
 _locks: dict[str, threading.Lock] = {}
+# All open groups, by identity: equal ones are several here.
+_open_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 # Group key -> device id -> address of the group's control block there.
 _controls: dict[str, dict[int, int]] = {}
 # What owns the memory that they lie in.

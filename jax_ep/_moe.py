@@ -77,12 +77,12 @@ def moe(
       expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
         those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
         product (on NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every
-        matrix). What it returns for padding and tail rows does not matter. The weights are applied
-        afterwards, by `combine`.
+        matrix). What it returns, floating, for padding and tail rows does not matter. The weights are
+        applied afterwards, by `combine`.
       group: the ranks.
       num_experts: E, in all.
-      capacity: C, rows that this rank can take; None means the worst case. Further rows are dropped:
-        their experts add nothing to the token.
+      capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
+        `dispatch`. Further rows are dropped and counted: their experts add nothing to the token.
       expert_alignment: each expert's rows start at a multiple of it.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
@@ -92,10 +92,12 @@ def moe(
       with return_stats `(sums, MoEStats)`.
 
     Raises:
-      ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
-        group's axis.
+      ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
+        of rows, or no shard_map binds the group's axis.
+      TypeError: x, the ids or the weights are no array, or what expert_fn returned is not floating.
     """
-    x, topk_idx, topk_weights = jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
+    x = _one_array("x", x)
+    topk_idx, topk_weights = _one_array("topk_idx", topk_idx), _one_array("topk_weights", topk_weights)
     tokens = x.shape[:-1]
     if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -114,11 +116,25 @@ def moe(
     )
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent)
+    rows = sent.handle.routing.capacity
+    for leaf in jax.tree.leaves(y):
+        if jnp.ndim(leaf) < 1 or leaf.shape[0] != rows:
+            raise ValueError(
+                f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
+                f"got an array of shape {list(jnp.shape(leaf))}"
+            )
     out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
-    out = out.reshape(*tokens, *out.shape[1:])
+    out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out
     return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+
+
+def _one_array(name: str, array: Any) -> jax.Array:
+    try:
+        return jnp.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"moe: {name} must be one array, got {type(array).__name__}") from error
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:

@@ -55,7 +55,8 @@ def permute(
       num_local_experts: L.
       topk_weights: floating [C, K], or None. Differentiable.
       expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
-      capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped.
+      capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped,
+        and `num_dropped` counts them.
       implementation: None, "ffi" or "xla".
 
     Raises:
@@ -122,8 +123,8 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
-    valid = (row_map >= 0) & (row_map < values.shape[0])
-    return jnp.where(valid, values[jnp.where(valid, row_map, 0)], 0)
+    rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
+    return values.at[rows].get(mode="fill", fill_value=0)
 
 
 def _flat(rows: jax.Array, dtype: Any) -> jax.Array:

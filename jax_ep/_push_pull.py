@@ -39,7 +39,6 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-@static_arguments(0, 1)
 def route(
     implementation: Implementation,
     routing: Routing,
@@ -48,33 +47,41 @@ def route(
     topk_weights: jax.Array | None,
 ) -> Routed:
     """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there."""
-    out = move_bits(
-        implementation, lambda module, bits: module.route(routing, bits, topk_idx, topk_weights), leaves
+    fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
+    rows, weights, *indices = move_bits(
+        implementation, lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights), fixed
     )
-    return Routed(*out)
+    # JAX runs a rule for gradients only where something is differentiated, but what is kept for a backward
+    # pass may be the experts': so the names are given here. The handle gets its name before it becomes a
+    # residual, the rows after the function whose residual it is.
+    out = Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+    rows, weights = _attach(implementation, out.handle, leaves, topk_weights, out.rows, out.weights)
+    return out._replace(rows=name_all(rows, CHECKPOINT_ROWS), weights=name_all(weights, CHECKPOINT_WEIGHTS))
 
 
-def _route_forward(
-    implementation: Implementation, routing: Routing, leaves: Leaves, topk_idx: jax.Array, topk_weights: Any
-) -> Any:
-    rows, weights, *indices = route(implementation, routing, leaves, topk_idx, topk_weights)
-    # Named here, so that what the backward pass keeps are the named values.
-    out = Routed(
-        name_all(rows, CHECKPOINT_ROWS),
-        name_all(weights, CHECKPOINT_WEIGHTS),
-        *name_all(indices, CHECKPOINT_HANDLE),
-    )
-    return out, out.handle
+@static_arguments(0)
+def _attach(
+    implementation: Implementation,
+    handle: Handle,
+    leaves: Leaves,
+    topk_weights: jax.Array | None,
+    rows: Leaves,
+    weights: jax.Array | None,
+) -> tuple[Leaves, jax.Array | None]:
+    """The rows and weights that were pushed, with the gradients of that push."""
+    return rows, weights
 
 
-def _route_backward(
-    implementation: Implementation, _: Routing, handle: Handle, cotangents: Routed
-) -> tuple[Any, None, Any]:
-    rows, weights = _pull_cotangents(implementation, handle, cotangents.rows, cotangents.weights)
-    return rows, None, weights
+def _attach_forward(implementation: Implementation, handle: Handle, *arrays: Any) -> Any:
+    return _attach(implementation, handle, *arrays), handle
 
 
-route.defvjp(_route_forward, _route_backward)
+def _attach_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
+    leaves, topk_weights = _pull_cotangents(implementation, handle, *cotangents)
+    return None, leaves, topk_weights, None, None
+
+
+_attach.defvjp(_attach_forward, _attach_backward)
 
 
 @static_arguments(0)

@@ -163,3 +163,27 @@ def test_shapes_that_do_not_fit(shapes):
     x, ids, weights = (np.zeros(shape, np.float32) for shape in shapes)
     with pytest.raises(ValueError, match=r"moe: x must be \[\.\.\., T, H\].*got \["):
         jax_ep.moe(x, ids.astype(np.int32), weights, None, group=ranks(R).group, num_experts=E)
+
+
+@pytest.mark.parametrize(
+    ("weights", "experts", "error", "text"),
+    [
+        (None, lambda sent: sent.x, TypeError, "moe: topk_weights must be one array, got NoneType"),
+        (
+            "right",
+            lambda sent: sent.x[1:],
+            ValueError,
+            r"expert_fn must return a row for each of the \d+",
+        ),
+        ("right", lambda sent: sent.x.astype(int), TypeError, "floating"),
+    ],
+)
+def test_what_does_not_fit(weights, experts, error, text):
+    ids, (x, right, *_) = inputs()
+    on = ranks(R)
+
+    def shard(x, ids, given):
+        return jax_ep.moe(x, ids, given if weights else None, experts, group=on.group, num_experts=E)
+
+    with pytest.raises(error, match=text):
+        on.run(shard, x.reshape(R, T, H), ids, right.reshape(R, T, K))

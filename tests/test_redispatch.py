@@ -6,7 +6,8 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, floats, ranks, routing, same_bits, tagged_rows, weights_of
-from conftest import most_ranks
+from conftest import make_mesh, most_ranks
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -153,3 +154,35 @@ def test_no_tokens_local(implementation):
     p = jax_ep.permute(jnp.zeros((0, 3)), ids, num_local_experts=4, capacity=8, **by)
     np.testing.assert_array_equal(p.x, np.zeros((8, 3)))
     assert jax_ep.unpermute(p.x, p.row_map, **by).shape == (0, 3)
+
+
+def test_a_handle_brings_its_group_along_though_that_was_closed():
+    """Results of jit have the group of its first call; an equal one that is open will do, none will not."""
+    on = ranks(2)
+    x, ids = np.ones((2 * T, 2), np.float32), routing("uniform", 2, T, K, E).reshape(-1, K)
+
+    def send(x, ids, group):
+        shard = lambda x, ids: jax_ep.dispatch(x, ids, group=group, num_experts=E)
+        return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))(x, ids)
+
+    def back(sent):
+        shard = lambda sent: jax_ep.combine(jax_ep.redispatch(sent.x[:T], sent.handle), sent.handle)
+        return jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))(sent)
+
+    sends = jax.jit(send, static_argnames="group")
+    spare = make_mesh((2,), ("ep",))
+    with jax_ep.Group(spare, "ep") as first:
+        sends(x, ids, group=first)
+    with jax_ep.Group(spare, "ep") as second:
+        sent = sends(x, ids, group=second)
+        assert sent.handle.routing.group is not second
+        assert np.isfinite(back(sent)).all()
+
+
+def test_row_experts_outside_of_shard_map():
+    on = ranks(2)
+    ids = routing("uniform", 2, T, K, E).reshape(-1, K)
+    shard = lambda ids: jax_ep.dispatch((), ids, group=on.group, num_experts=E)
+    sent = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))(ids)
+    with pytest.raises(ValueError, match=r"row_experts: handle\.topk_idx must be int32"):
+        sent.row_experts()

@@ -53,11 +53,9 @@ def test_checkpoint(policy, where):
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
     # Counted before XLA, which may find out by itself that a call is repeated.
     lowered = gradient(shard).lower(x, w, scale).as_text()
-    calls = {
-        name: len(re.findall(rf"@jax_ep_{name}\b", lowered)) for name in ("dispatch", "weighted_dispatch")
-    }
-    # Two layers forward, backward a weighted dispatch each; and without the policy both dispatches again.
-    assert calls == {"dispatch": 4 if policy is None else 2, "weighted_dispatch": 2}
+    calls = {name: len(re.findall(rf"@jax_ep_{name}\b", lowered)) for name in ("route", "push")}
+    # Two layers forward, backward a push each; and without the policy both are routed again.
+    assert calls == {"route": 4 if policy is None else 2, "push": 2}
 
 
 @pytest.mark.parametrize("names", [(), (jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_WEIGHTS)])
@@ -79,7 +77,41 @@ def test_a_scanned_layer_that_names_its_own_rows(names):
 
     mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))
-    assert count_calls(gradient.lower(x).compile().as_text())["dispatch"] == (1 if names else 2)
+    assert count_calls(gradient.lower(x).compile().as_text())["route"] == (1 if names else 2)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["save_ep_residuals", "own_rows"])
+@pytest.mark.parametrize("what", ["the experts alone", "redispatch", "by rank"])
+def test_what_is_kept_where_the_dispatch_itself_has_no_gradient(what, own):
+    on = ranks(R)
+    x, ids, w = inputs()
+    policy = jax_ep.save_ep_residuals
+    if own:
+        names = (jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_WEIGHTS, "mine")
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+    order = "rank" if what == "by rank" else "expert"
+
+    def shard(scale, x, ids, w):
+        def body(scale):
+            routing = {"group": on.group, "num_experts": E, "order": order}
+            if what == "redispatch":
+                handle = jax_ep.dispatch((), ids, **routing).handle
+                rows, row_weights = jax_ep.redispatch(x * scale, handle, topk_weights=w)
+            else:
+                sent = jax_ep.dispatch(x, ids, w, **routing)
+                rows, handle = sent.x, sent.handle
+                row_weights = None if order == "rank" else sent.row_weights
+            rows = checkpoint_name(rows, "mine") if own else rows
+            return jax_ep.combine(jnp.tanh(rows * scale), handle, row_weights=row_weights)
+
+        return jax.checkpoint(body, policy=policy)(scale)
+
+    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=(P(), *[P("ep")] * 3), out_specs=P("ep"))
+    gradient = jax.jit(jax.grad(lambda scale: jnp.sum(mapped(scale, x, ids, w) ** 2)))
+    lowered = gradient.lower(jnp.float32(1.3)).as_text()
+    assert len(re.findall(r"@jax_ep_route\b", lowered)) == 1
+    if what == "redispatch":  # forward, and the gradient of the combine
+        assert len(re.findall(r"@jax_ep_push\b", lowered)) == 2
 
 
 def test_checkpoint_around_scan():
@@ -109,12 +141,12 @@ def test_one_layer_is_two_calls_and_no_other_collective():
     x, ids, w = inputs()
     mapped = jax.shard_map(lambda *a: layer(*a, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
     text = jax.jit(mapped).lower(x, ids, w).compile().as_text()
-    assert count_calls(text) == {"combine": 1, "dispatch": 1}
+    assert count_calls(text) == {"pull": 1, "route": 1}
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert collective not in text
     loss = lambda x, w: jnp.sum(mapped(x, ids, w) ** 2)
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).compile().as_text()
-    assert count_calls(text) == {"combine": 2, "dispatch": 1, "weighted_dispatch": 1}
+    assert count_calls(text) == {"pull": 2, "push": 1, "route": 1}
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
 
