@@ -53,7 +53,7 @@ sanitize: $(VENV)/.built
 
 # What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
 bench: $(VENV)/.built
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+	$(BIN)/python -m jax_ep.bench.cpu $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

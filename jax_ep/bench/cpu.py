@@ -1,7 +1,7 @@
 """Times dispatch + combine on virtual CPU devices: ffi against xla, and ffi against the tokens.
 
-python benchmarks/cpu.py            # exits with 1 if ffi is not five times faster, or not linear
-python benchmarks/cpu.py --order expert
+python -m jax_ep.bench.cpu            # exits with 1 if ffi is not five times faster, or not linear
+python -m jax_ep.bench.cpu --order expert
 """
 
 import argparse
@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-DEVICES = 8
-os.environ.setdefault("NPROC", str(4 * DEVICES))
-os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +19,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._cli import set_up_virtual_devices
 from jax_ep.bench.shapes import SHAPES, Shape
 
+DEVICES = 8
 WANTED_RATIO = 5.0
 # Time a token at the largest size over that at the smallest; 1 is linear, 16 would be quadratic.
 MOST_GROWTH = 2.0
@@ -63,6 +61,7 @@ def main() -> int:
     parser.add_argument("--order", choices=["rank", "expert"], default="rank")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
+    set_up_virtual_devices(DEVICES)
     shape = SHAPES["cpu"]
     mesh = jax.make_mesh((DEVICES,), ("ep",), axis_types=(AxisType.Auto,))
     print(
