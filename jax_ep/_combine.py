@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check
+from jax_ep._dtypes import summable
 from jax_ep._handle import Handle
 from jax_ep._manual import require_manual, vary_alike
 from jax_ep._push_pull import for_tokens, pull, pull_scaled
-
-# What the handlers sum. Other floats are cast to float32 first, and the sum back.
-SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
 def combine(
@@ -70,7 +68,7 @@ def combine(
         weights = _check.weights("combine", "row_weights", row_weights, (routing.capacity,), "[C]")
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
-    rows = tuple(_summable(leaf) for leaf in leaves)
+    rows = tuple(summable(leaf) for leaf in leaves)
     handle, rows, weights, biases = vary_alike((handle, rows, weights, biases), routing.group._axes)
     chosen = for_tokens(chosen, routing)
     with jax.named_scope("jax_ep.combine"):
@@ -80,10 +78,6 @@ def combine(
             sums = pull_scaled(chosen, handle, rows, weights, biases)
     out = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
     return jax.tree.unflatten(tree, out)
-
-
-def _summable(array: jax.Array) -> jax.Array:
-    return array if array.dtype in SUMMED else array.astype(jnp.float32)
 
 
 def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:
@@ -100,4 +94,4 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
                 f"combine: bias must have the shape of the result {list(shape)}, "
                 f"got {_check.shape_text(array)}"
             )
-    return tuple(_summable(array) for array in biases)
+    return tuple(summable(array) for array in biases)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check, _extension
-from jax_ep._combine import SUMMED
 from jax_ep._dispatch import worst_case_capacity
+from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype, summable
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike
-from jax_ep._push_pull import backend, is_differentiable, move_bits, static_arguments
+from jax_ep._push_pull import backend, move_bits, static_arguments
 from jax_ep._results import Permutation
 
 
@@ -219,8 +219,8 @@ def unpermute(
                 f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
                 f"got {_check.shape_text(ids)}"
             )
-        bias = bias if bias.dtype in SUMMED else bias.astype(jnp.float32)
-    rows = y if y.dtype in SUMMED else y.astype(jnp.float32)
+        bias = summable(bias)
+    rows = summable(y)
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
     operands = vary_alike((rows, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
@@ -255,7 +255,7 @@ def _unpermute_backward(
 ) -> Any:
     """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
-    wide = jnp.promote_types(y.dtype, jnp.float32)
+    wide = sum_dtype(y.dtype)
     num_permuted = y.shape[0]
     used = (row_map >= 0) & (row_map < num_permuted)
     sent = _cached_permute(implementation, num_permuted, cotangent, row_map)

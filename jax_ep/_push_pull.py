@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _ffi, _reference
+from jax_ep._dtypes import is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
@@ -32,11 +33,6 @@ def for_tokens(implementation: Implementation, routing: Routing) -> Implementati
 def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:
     """`jax.custom_vjp` for a function some of whose arguments are not traced."""
     return functools.partial(jax.custom_vjp, nondiff_argnums=positions)
-
-
-def is_differentiable(dtype: Any) -> bool:
-    """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def route(
@@ -187,7 +183,7 @@ def _push_scaled_backward(implementation: Implementation, residuals: Any, cotang
     sent, _ = push(implementation, handle, leaves, None)
     d_sent, d_factors, d_weights = [], [], jnp.zeros((), jnp.float32)
     for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
-        wide = jnp.promote_types(row.dtype, jnp.float32)
+        wide = sum_dtype(row.dtype)
         token, other, d_token, weight, d_dot = (
             flat_real_rows(handle, array, wide) for array in (row, factor, d_row, row_weights, d_dots)
         )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep._dtypes import sum_dtype
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
@@ -105,7 +106,7 @@ def route(
         rows = jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - in_rank
         rows = jnp.where((in_rank > 0) & (rows < capacity), rows, -1)
         kept_here = jnp.take(rows, me, axis=1) >= 0
-        tokens_per_expert = jnp.sum(my_pairs * kept_here[:, None], axis=0, dtype=jnp.int32)
+        tokens_per_expert = jnp.sum(jnp.where(kept_here[:, None], my_pairs, 0), axis=0, dtype=jnp.int32)
         group_sizes = None
     else:
         sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
@@ -176,7 +177,7 @@ def push_scaled(
     sent, _ = push(handle, leaves, None)
     scaled, dots = [], jnp.zeros((), jnp.float32)
     for row, factor in zip(sent, factors, strict=True):
-        wide = jnp.promote_types(row.dtype, jnp.float32)
+        wide = sum_dtype(row.dtype)
         token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, row_weights))
         dots = dots + jnp.sum(other * token, axis=1)
         scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
@@ -201,7 +202,7 @@ def pull(
     choices = [here] if routing.order == "rank" else [here[:, k] for k in range(routing.top_k)]
     sums = []
     for leaf in rows:
-        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        wide = sum_dtype(leaf.dtype)
         partial: Any = 0.0
         for choice in choices:
             term = _take(leaf, choice).astype(wide)
@@ -264,7 +265,7 @@ def unpermute(
     topk_idx: jax.Array | None,
     out_dtype: Any,
 ) -> jax.Array:
-    wide = jnp.promote_types(y.dtype, jnp.float32)
+    wide = sum_dtype(y.dtype)
     row_map = jnp.where(row_map < y.shape[0], row_map, -1)
     total = 0.0
     for k in range(row_map.shape[1]):

@@ -120,7 +120,7 @@ def test_experts_see_the_rows_weights_and_experts(implementation):
     def shard(x, ids, weights):
         def experts(sent):
             first = jax.lax.axis_index("ep") * (E // R)
-            return ((sent.row_experts() + first) * sent.row_weights)[:, None]
+            return ((sent.row_experts() + first).astype(jnp.float32) * sent.row_weights)[:, None]
 
         return jax_ep.moe(
             x, ids, weights, experts, group=on.group, num_experts=E, implementation=implementation

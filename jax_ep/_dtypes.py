@@ -1,0 +1,24 @@
+"""In which dtypes rows are summed, and which have gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# What the handlers sum. Other floats are cast to float32 first, and the sum back.
+SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+
+def summable(array: jax.Array) -> jax.Array:
+    """The array in a dtype that the handlers sum."""
+    return array if array.dtype in SUMMED else array.astype(jnp.float32)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which rows of a dtype are summed."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
