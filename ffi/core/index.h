@@ -32,8 +32,19 @@ struct Shape {
 
   JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
   JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
-  // Columns of `sent_rows`: a token has a row for each rank, or for each of its choices.
-  JAX_EP_HD int32_t rows_per_token() const { return order == Order::kRank ? num_ranks : top_k; }
+
+  // What follows from the order; nothing else asks for it.
+  // A token has a row for each of its choices, or else for each rank that it goes to: then the row stands for
+  // all of the choices there, and their ids and weights travel with it.
+  JAX_EP_HD bool has_row_per_choice() const { return order == Order::kExpert; }
+  // The rows of each local expert are a block, which is padded; or else those of each source rank are.
+  JAX_EP_HD bool has_expert_blocks() const { return order == Order::kExpert; }
+  // Columns of `sent_rows`.
+  JAX_EP_HD int32_t rows_per_token() const { return has_row_per_choice() ? top_k : num_ranks; }
+  // Weights that arrive with a row.
+  JAX_EP_HD int32_t weights_per_row() const { return has_row_per_choice() ? 1 : top_k; }
+  // Whether a rank may hold several rows of a token, which the kernels sum before they travel.
+  JAX_EP_HD bool folds() const { return has_row_per_choice() && top_k > 1; }
 };
 
 // The kernels count a rank's tokens in chunks, so that the index of a row among a rank's own is that of

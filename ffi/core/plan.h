@@ -69,7 +69,7 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
 
 // `row_bytes` of all payloads together. A weighted dispatch also scales every row.
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms, int32_t budget) {
-  const bool by_rank = shape.order == Order::kRank;
+  const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
   local_us += weighted ? rows * row_bytes / kLocalRate : (rows - tokens) * row_bytes / kCopyRate;

@@ -52,17 +52,18 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
                     what += params.scales() ? ", scaled" : "";
                     return what + (params.topk_weights == nullptr ? "" : ", with weights");
                   }};
-  const bool by_rank = shape.order == Order::kRank;
   meeting.published = {params.arrived_weights};
-  if (params.routes())
-    meeting.published.push_back(by_rank ? params.arrived_idx : params.handle.received_rows);
+  if (params.routes()) {
+    const bool maps = shape.has_row_per_choice();
+    meeting.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
+  }
   for (const Payload& payload : call.payloads) meeting.published.push_back(payload.out);
   return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
     for (const Payload& payload : call.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
-    const int64_t weights = by_rank ? shape.top_k : 1;
-    Poison(params.arrived_weights, shape.capacity * weights * sizeof(float), context.stream);
+    const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
+    Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
     return cuda::LaunchPush(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }
@@ -73,7 +74,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
   auto error = FirstError(
       {CheckShape(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases)});
   if (error.failure()) return error;
-  params.folds = shape.order == Order::kExpert && shape.top_k > 1;
+  params.folds = shape.folds();
   for (const Summand& summand : call.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
       return InvalidArgument(op, ": by expert the kernels need room for partial sums");

@@ -46,15 +46,16 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.rank_operand = in.TakeInts("rank", {});
   if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
-  const bool by_rank = shape.order == Order::kRank, weighted = in.HasElements();
+  const bool weighted = in.HasElements();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
   // The payloads [T, ...] follow.
 
   params.handle = TakeHandle(out, shape);
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted);
-  params.arrived_idx = out.TakeInts("arrived topk_idx", {shape.capacity, shape.top_k}, by_rank);
+  params.arrived_idx =
+      out.TakeInts("arrived topk_idx", {shape.capacity, shape.top_k}, !shape.has_row_per_choice());
   params.tokens_per_expert = out.TakeInts("tokens_per_expert", {shape.num_local_experts()});
-  params.group_sizes = out.TakeInts("group_sizes", {shape.num_local_experts()}, !by_rank);
+  params.group_sizes = out.TakeInts("group_sizes", {shape.num_local_experts()}, shape.has_expert_blocks());
   params.num_tokens = out.TakeInts("num_tokens", {1});
   params.num_dropped = out.TakeInts("num_dropped", {1});
   params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
@@ -79,7 +80,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
   const bool scales = in.HasElements();
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, scales);
-  if (scales && (weighted || shape.order != Order::kExpert)) {
+  if (scales && (weighted || !shape.has_row_per_choice())) {
     return Context::Fail(InvalidArgument(op, ": only rows by expert are scaled, and without other weights"));
   }
   // The payloads [T, ...] follow, then as many factors [C, ...] if it scales.

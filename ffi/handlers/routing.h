@@ -44,15 +44,15 @@ inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   handle.sent_rows = arrays.TakeInts("handle.sent_rows", {T, shape.rows_per_token()});
   handle.rank_prefix_matrix = arrays.TakeInts("handle.rank_prefix_matrix", {R, R});
   handle.expert_counts = arrays.TakeInts("handle.expert_counts", {shape.num_local_experts()});
-  const bool by_expert = shape.order == Order::kExpert;
-  handle.received_rows = arrays.TakeInts("handle.received_rows", {R * T, shape.top_k}, by_expert);
+  handle.received_rows =
+      arrays.TakeInts("handle.received_rows", {R * T, shape.top_k}, shape.has_row_per_choice());
   return handle;
 }
 
 // Shape of the weights that arrive with the rows.
 inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
-  if (shape.order == Order::kRank) return {shape.capacity, shape.top_k};
-  return {shape.capacity};
+  if (shape.has_row_per_choice()) return {shape.capacity};
+  return {shape.capacity, shape.weights_per_row()};
 }
 
 // What every op that communicates takes: all operands, all results, all attributes.

@@ -22,7 +22,7 @@ void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std:
     const int32_t row = handle.sent_rows[int64_t{t} * width + i];
     if (!IsRow(row, shape.capacity)) continue;
     int32_t rank = i;
-    if (shape.order == Order::kExpert) {
+    if (shape.has_row_per_choice()) {
       const int32_t expert = handle.topk_idx[int64_t{t} * shape.top_k + i];
       if (!IsExpert(expert, shape.num_experts)) continue;
       rank = shape.rank_of(expert);
@@ -74,7 +74,7 @@ void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams
     float weight = 0.0f;
     if (const int32_t expert = me.handle.topk_idx[choice]; IsExpert(expert, shape.num_experts)) {
       const int32_t rank = shape.rank_of(expert);
-      const bool by_rank = shape.order == Order::kRank;
+      const bool by_rank = !shape.has_row_per_choice();
       const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
       const float* recv = ranks[rank]->arrived_weights;
       if (IsRow(row, shape.capacity)) weight = by_rank ? recv[int64_t{row} * shape.top_k + k] : recv[row];

@@ -25,7 +25,7 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
     if (begin < end) gaps.push_back({begin, end});
   };
   int64_t end_of_rows = 0;
-  if (shape.order == Order::kRank) {
+  if (!shape.has_expert_blocks()) {
     end_of_rows = handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + rank];
   } else {
     for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
@@ -40,7 +40,7 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
 
 // Zeros what holds no token in a rank's own receive buffers.
 void ClearGaps(const PushParams& me, int rank) {
-  const int64_t weights_per_row = me.shape.order == Order::kRank ? me.shape.top_k : 1;
+  const int64_t weights_per_row = me.shape.weights_per_row();
   for (const Gap& gap : FindGaps(me.shape, me.handle, rank)) {
     for (int32_t p = 0; p < me.num_payloads; ++p) {
       const int64_t bytes = me.payloads[p].row_bytes;
@@ -80,7 +80,7 @@ void Send(const PushParams& me, int32_t t, int32_t k, const PushParams& receiver
   }
   if (me.topk_weights == nullptr) return;
   const int64_t first = int64_t{t} * shape.top_k;
-  if (shape.order == Order::kExpert) {
+  if (shape.has_row_per_choice()) {
     receiver.arrived_weights[row] = me.topk_weights[first + k];
     return;
   }
@@ -93,7 +93,7 @@ void Send(const PushParams& me, int32_t t, int32_t k, const PushParams& receiver
 
 // The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
 std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts, int rank) {
-  const bool by_rank = shape.order == Order::kRank;
+  const bool by_rank = !shape.has_expert_blocks();
   std::vector<int64_t> first(by_rank ? shape.num_ranks : shape.num_experts);
   int64_t block = 0;  // by expert: where the expert's block starts
   for (size_t i = 0; i < first.size(); ++i) {
@@ -167,7 +167,7 @@ void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector
 
   const int64_t num_rows = me.handle.rank_prefix_matrix[(R - 1) * R + rank];
   int64_t kept = 0;
-  if (shape.order == Order::kRank) {
+  if (!shape.has_expert_blocks()) {
     kept = RowsKept(0, num_rows, shape.capacity);
     CountKeptPairs(ranks, counts, rank);
     std::fill(me.arrived_idx + kept * shape.top_k, me.arrived_idx + int64_t{shape.capacity} * shape.top_k,
@@ -192,7 +192,7 @@ void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<co
                int rank) {
   const PushParams& me = *ranks[rank];
   const Shape& shape = me.shape;
-  const bool by_rank = shape.order == Order::kRank;
+  const bool by_rank = !shape.has_row_per_choice();
   const int32_t num_local = shape.num_local_experts();
   std::vector<int64_t> next = FirstRows(shape, counts, rank);
   const int32_t width = shape.rows_per_token();
@@ -234,7 +234,7 @@ void SendRows(const std::vector<const PushParams*>& ranks, int rank) {
       const int32_t row = me.handle.sent_rows[int64_t{t} * width + i];
       if (!IsRow(row, shape.capacity)) continue;
       int32_t receiver = i;
-      if (shape.order == Order::kExpert) {
+      if (shape.has_row_per_choice()) {
         const int32_t expert = me.handle.topk_idx[int64_t{t} * shape.top_k + i];
         if (!IsExpert(expert, shape.num_experts)) continue;
         receiver = shape.rank_of(expert);
@@ -258,7 +258,7 @@ SendCounts Count(const PushParams& params) {
     for (int32_t k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0) continue;
       ++counts.to_expert[experts[k]];
-      if (shape.order == Order::kExpert || IsFirstOnRank(experts, k, num_local)) {
+      if (shape.has_row_per_choice() || IsFirstOnRank(experts, k, num_local)) {
         ++counts.to_rank[shape.rank_of(experts[k])];
       }
     }

@@ -25,7 +25,7 @@ __device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) 
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool routes = args.chunk_counts != nullptr;
-  if (shape.order == Order::kRank) {
+  if (!shape.has_expert_blocks()) {
     const int32_t* const num_rows =
         routes ? &counts.totals[shape.num_experts + me] : &args.handle.rank_prefix_matrix[(R - 1) * R + me];
     return {nullptr, num_rows, 0};
@@ -57,7 +57,7 @@ __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t en
     const int64_t bytes = args.payloads[p].row_bytes;
     ClearBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, zeros, lane);
   }
-  const int64_t per_row = args.shape.order == Order::kRank ? args.shape.top_k : 1;
+  const int64_t per_row = args.shape.weights_per_row();
   for (int64_t i = begin * per_row + lane; i < end * per_row; i += kWarp) {
     if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
     if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
@@ -99,7 +99,7 @@ __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, con
   int64_t row_bytes = 1;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += args.payloads[p].row_bytes;
   const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
-  const bool padded = args.shape.order == Order::kExpert && args.shape.alignment > 1;
+  const bool padded = args.shape.has_expert_blocks() && args.shape.alignment > 1;
   // A handle that was tampered with may say anything.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_blocks], 0);
   const bool local = args.peers.num_ranks == 0;

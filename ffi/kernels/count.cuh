@@ -42,7 +42,7 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
   const int K = shape.top_k, num_choices = chunk.tokens * K;
   const int64_t offset = int64_t{chunk.first} * K;
   const int wanted = (begin - chunk.first) * K, num_wanted = (end - begin) * K;
-  const bool by_rank = shape.order == Order::kRank;
+  const bool by_rank = !shape.has_row_per_choice();
   StageExperts(ids, shape.num_experts, offset, num_choices, chunk.experts);
   __syncthreads();
   for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {

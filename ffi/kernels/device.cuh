@@ -88,7 +88,7 @@ __device__ inline Place FindPlace(const Shape& shape, const HandleArrays& handle
   if (lane >= width) return {-1, 0};
   const int row = handle.sent_rows[int64_t{t} * width + lane];
   int rank = lane;
-  if (shape.order == Order::kExpert) {
+  if (shape.has_row_per_choice()) {
     const int expert = handle.topk_idx[int64_t{t} * shape.top_k + lane];
     if (!IsExpert(expert, shape.num_experts)) return {-1, 0};
     rank = shape.rank_of(expert);

@@ -121,7 +121,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts
 // By expert: starts, and what they add to first. The whole block.
 __device__ inline void PlaceExperts(const PushArgs& args, const Counts& counts) {
   const Shape& shape = args.shape;
-  if (shape.order != Order::kExpert) return;
+  if (!shape.has_expert_blocks()) return;
   const int L = shape.num_local_experts();
   for (int r = threadIdx.x / kWarp; r < shape.num_ranks; r += blockDim.x / kWarp) {
     FindStarts(shape, counts.totals + r * L, counts.starts + r * (L + 1));
@@ -147,7 +147,7 @@ __device__ inline void FinishRows(const PushArgs& args, int begin, int end, Coun
     for (int64_t i = int64_t{first} * width + team.thread; i < int64_t{last} * width; i += team.threads) {
       const int index = args.handle.sent_rows[i];
       if (index < 0) continue;
-      const int bin = shape.order == Order::kRank ? shape.num_experts + static_cast<int>(i % width)
+      const int bin = !shape.has_row_per_choice() ? shape.num_experts + static_cast<int>(i % width)
                                                   : args.handle.topk_idx[i];
       const int row = counts.first[bin] + counts.earlier[bin] + index;
       args.handle.sent_rows[i] = IsRow(row, shape.capacity) ? row : -1;

@@ -24,7 +24,7 @@ struct Source {
 
 __device__ Source FindSource(const PullArgs& args, int t, int lane) {
   const Place place = FindPlace(args.shape, args.handle, t, lane);
-  if (args.shape.order == Order::kRank) return {place.row, false};
+  if (!args.shape.has_row_per_choice()) return {place.row, false};
   unsigned mine = 0;
   for (int r = 0; r < args.shape.num_ranks; ++r) {
     const unsigned here = __ballot_sync(kAllLanes, place.row >= 0 && place.rank == r);
@@ -105,7 +105,7 @@ __device__ void PullArray(const PullArgs& args, const Published* published, int 
 __device__ void ReturnWeights(const PullArgs& args, const Published* published) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
-  const bool by_rank = shape.order == Order::kRank;
+  const bool by_rank = !shape.has_row_per_choice();
   const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < choices;
        i += int64_t{args.num_pullers} * blockDim.x) {

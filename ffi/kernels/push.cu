@@ -156,11 +156,11 @@ __global__ void __launch_bounds__(kPushThreads<Scale>, 1) PushKernel(const __gri
     PlaceExperts(args, counts);
     if (closes) WriteReceiver(args, counts.own, counts.totals, counts.starts + me * (L + 1));
   }
-  const bool counts_pairs = closes && !local && routes && shape.order == Order::kRank;
+  const bool counts_pairs = closes && !local && routes && !shape.has_row_per_choice();
   const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
   if (sends) {
     Send<kInBulk>(args, epoch, counts, published, slots);
-  } else if (!routes && shape.order == Order::kExpert && warp == 0) {
+  } else if (!routes && shape.has_expert_blocks() && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
   if (!local) LeavePeers(peers, epoch, true);
@@ -211,7 +211,7 @@ SmPlan PlanOf(const PushArgs& args, const Device& device) {
 void Divide(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.peers.num_ranks == 0;
-  args.spreads = !local && args.shape.order == Order::kExpert;
+  args.spreads = !local && args.shape.has_row_per_choice();
   args.bulk = PlanBulk(args, device);
   args.num_senders = num_senders;
   // A token a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
@@ -262,7 +262,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
   args.topk_idx = params.topk_idx;
-  args.sends_map = params.routes() && params.shape.order == Order::kExpert;
+  args.sends_map = params.routes() && params.shape.has_row_per_choice();
   std::optional<Float> scaled;
   if (params.scales()) {
     args.row_weights = params.row_weights;

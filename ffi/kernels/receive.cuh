@@ -52,7 +52,7 @@ JAX_EP_RARE void FillResults(const PushArgs& args) {
   const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
   for (int p = 0; p < args.num_payloads; ++p)
     FillResult(args.payloads[p].out, C * args.payloads[p].row_bytes);
-  FillResult(args.arrived_weights, (shape.order == Order::kRank ? C * K : C) * sizeof(float));
+  FillResult(args.arrived_weights, C * shape.weights_per_row() * sizeof(float));
   if (args.chunk_counts == nullptr) return;  // the handle was here before
   const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
   fill(args.handle.topk_idx, shape.num_tokens * K);
@@ -122,7 +122,7 @@ __device__ inline void WriteReceiver(const PushArgs& args, const int32_t* own, c
     if (i < L) {
       const int rows = totals[me * L + i];
       if (args.handle.expert_counts != nullptr) args.handle.expert_counts[i] = rows;
-      if (shape.order == Order::kExpert) {
+      if (shape.has_expert_blocks()) {
         here = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.capacity);
         args.tokens_per_expert[i] = here;
         args.group_sizes[i] = RowsKept(starts[i], starts[i + 1], shape.capacity);
@@ -132,7 +132,7 @@ __device__ inline void WriteReceiver(const PushArgs& args, const int32_t* own, c
   }
   if (threadIdx.x != 0) return;
   const int num_rows = totals[shape.num_experts + me];
-  if (shape.order == Order::kRank) kept = RowsKept(0, num_rows, shape.capacity);
+  if (!shape.has_expert_blocks()) kept = RowsKept(0, num_rows, shape.capacity);
   if (args.num_tokens != nullptr) *args.num_tokens = kept;
   *args.num_dropped = num_rows - kept;
 }

@@ -28,7 +28,7 @@ __device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
 // The rows by rank, from lane to lane so that each rank begins with another receiver.
 __device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
   const int R = args.shape.num_ranks;
-  if (args.shape.order != Order::kRank) return rows;
+  if (args.shape.has_row_per_choice()) return rows;
   const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
   const int row = __shfl_sync(kAllLanes, rows.row, from);
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
@@ -84,7 +84,7 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows
   const Shape& shape = args.shape;
   const float* weights =
       args.topk_weights == nullptr ? nullptr : args.topk_weights + int64_t{t} * shape.top_k;
-  if (shape.order == Order::kExpert) {
+  if (shape.has_row_per_choice()) {
     if (weights != nullptr && rows.row >= 0) {
       static_cast<float*>(published[rows.receiver].weights)[rows.row] = weights[lane];
     }
