@@ -39,7 +39,7 @@ test-gpu-processes:
 		combine.py intranode.py moe.py gradients.py meshes.py transforms.py remat.py) -k "not eager" $(ARGS)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
-# time before it enters and before it leaves, and results hold other bits before.
+# time before it enters and before it leaves, and outputs are first filled with a poison pattern.
 stress-gpu:
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/stress.py $(ARGS)
 

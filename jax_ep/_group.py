@@ -51,13 +51,13 @@ class Group:
     Args:
       mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
       axis_name: a name of one of its axes, or a tuple of names, row-major.
-      timeout_s: seconds that a rank waits for its peers before it gives up: late is also who compiles longer
-        than the others, writes a checkpoint or stands in a debugger, so the default is long. `float("inf")`
-        means ten years. Of equal groups the newest one's holds.
-      num_sms: on GPUs, the most SMs that one dispatch or combine takes, at least 2, so that as many as
-        possible are left to what runs beside it. None: as many as pay, reckoned from the shapes under
-        uniform routing (docs/performance.md). Of equal groups the newest one's holds, for programs that
-        run for the first time after it was made.
+      timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
+        compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
+        `float("inf")` means ten years. Among equal groups, the newest one's value counts.
+      num_sms: on GPUs, the most SMs that one dispatch or combine takes, at least 2; the others are left to
+        kernels that run beside it. None: chosen from the shapes for a uniform routing, such that more would
+        not be faster (docs/performance.md). Among equal groups, the newest one's value counts, for programs
+        that run for the first time after it was made.
 
     Raises:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms below 2.

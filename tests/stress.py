@@ -5,9 +5,9 @@
 Each step dispatches rows that say where they come from and combines them; the sum must be the row times
 its number of copies, exactly, and the weights that travelled along must come back as they were. A step
 also sends another payload through the handle. On GPUs JAX_EP_STRESS_US (150 if not set) holds each rank up
-for a random time on the device, before it enters and before it leaves an op, and results are filled with
-other bits first. `--epochs N` lets the ops of each program pass from N before 2**31, or 2**32 by turns, to
-beyond. Many ops in a row, in two minutes on two GPUs:
+for a random time on the device, before it enters and before it leaves an op, and outputs are first filled
+with a poison pattern. `--epochs N` lets the ops of each program pass from N before 2**31, or 2**32 by
+turns, to beyond. Many ops in a row, in two minutes on two GPUs:
 
     JAX_EP_STRESS_US=2 python tests/stress.py --programs 20 --steps 1250 --small --epochs 500
 """

@@ -47,7 +47,7 @@ inline double ExpectedTokens(const Shape& shape) {
   return ranks * shape.num_tokens * (1 - std::pow(1 - 1 / ranks, shape.top_k));
 }
 
-// `local_us` is for one SM. `budget` 0 means as many as pay.
+// `local_us` is for one SM. `budget` 0 means no limit but that of the device.
 inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, double local_us, int32_t num_sms,
                       int32_t budget) {
   const double wire = ExpectedTokens(shape) * (shape.num_ranks - 1) / shape.num_ranks * row_bytes;

@@ -13,7 +13,7 @@ struct Device {
   int num_sms;
   bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer
   bool has_clusters;    // likewise
-  int sm_budget;        // most SMs that a dispatch or combine may take; 0: as many as pay
+  int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
 };
 
 // Of the current device. `plain_copies` forbids bulk copies.

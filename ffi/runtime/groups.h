@@ -33,7 +33,7 @@ class Group {
   // What the newest user asks for.
   struct Options {
     double timeout_s;
-    int num_sms;  // most SMs that an op may take on GPUs; 0: as many as pay
+    int num_sms;  // most SMs that an op may take on GPUs; 0: chosen from the shapes
   };
   Options options() const;
   double timeout_s() const { return options().timeout_s; }

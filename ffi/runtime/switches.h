@@ -9,7 +9,7 @@ namespace jax_ep {
 bool PlainCopies();
 
 // JAX_EP_STRESS_US=n: each rank of an op on GPUs waits up to n microseconds before it enters and before it
-// leaves, and results are filled with other bits first. 0 if not set.
+// leaves, and outputs are first filled with a poison pattern. 0 if not set.
 int64_t StressNanoseconds();
 
 }  // namespace jax_ep

@@ -40,7 +40,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
     )
-    parser.add_argument("--num-sms", type=positive, help="of an op on GPUs (default: as many as pay)")
+    parser.add_argument("--num-sms", type=positive, help="of an op on GPUs (default: chosen from the shapes)")
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"
