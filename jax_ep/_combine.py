@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax_ep import _check
 from jax_ep._dtypes import summable
 from jax_ep._handle import Handle
-from jax_ep._manual import require_manual, vary_alike
-from jax_ep._push_pull import for_tokens, pull, pull_scaled
+from jax_ep._manual import vary_alike
+from jax_ep._push_pull import open_handle, pull, pull_scaled
 
 
 def combine(
@@ -48,11 +48,8 @@ def combine(
         no shard_map binds the axis of the handle's group.
       TypeError: a leaf of y or a bias is not floating.
     """
-    handle = _check.handle("combine", handle)
+    handle, chosen = open_handle("combine", handle, implementation)
     routing = handle.routing
-    group = routing.group._open_equal()
-    require_manual("combine", group)
-    chosen = group._resolve(implementation)
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")
@@ -70,7 +67,6 @@ def combine(
 
     rows = tuple(summable(leaf) for leaf in leaves)
     handle, rows, weights, biases = vary_alike((handle, rows, weights, biases), routing.group._axes)
-    chosen = for_tokens(chosen, routing)
     with jax.named_scope("jax_ep.combine"):
         if weights is None and not biases:
             sums, _ = pull(chosen, handle, rows, None)

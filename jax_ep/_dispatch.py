@@ -9,7 +9,7 @@ from jax_ep import _check
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, row_experts
 from jax_ep._manual import require_manual, vary_alike
-from jax_ep._push_pull import for_tokens, push, route
+from jax_ep._push_pull import for_tokens, open_handle, push, route
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 
 
@@ -214,11 +214,8 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
       ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.
       TypeError: a leaf of x, or the handle, is of a kind that cannot be sent.
     """
-    handle = _check.handle("redispatch", handle)
+    handle, chosen = open_handle("redispatch", handle, implementation)
     routing = handle.routing
-    group = routing.group._open_equal()
-    require_manual("redispatch", group)
-    chosen = group._resolve(implementation)
     leaves, tree = jax.tree.flatten(x)
     leaves = _check.leaves("redispatch", "x", leaves, routing.num_tokens, "T", "of the handle")
     weights = None
@@ -229,6 +226,6 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         return x  # there is nothing to send
     operands = vary_alike((handle, tuple(leaves), weights), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
-        rows, arrived = push(for_tokens(chosen, routing), *operands)
+        rows, arrived = push(chosen, *operands)
     out = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
     return out if topk_weights is None else (out, name_all(arrived, CHECKPOINT_WEIGHTS))

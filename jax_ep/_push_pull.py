@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, _reference
+from jax_ep import _check, _ffi, _reference
 from jax_ep._dtypes import is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows
+from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import Leaves, Routed
 
@@ -28,6 +29,14 @@ def backend(implementation: Implementation) -> ModuleType:
 def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
     """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
     return implementation if routing.num_tokens and routing.capacity else "xla"
+
+
+def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle, Implementation]:
+    """The handle that an op goes along, checked, and the implementation that its group uses here."""
+    handle = _check.handle(op, value)
+    group = handle.routing.group._open_equal()
+    require_manual(op, group)
+    return handle, for_tokens(group._resolve(implementation), handle.routing)
 
 
 def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:

@@ -67,7 +67,7 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
   return plan;
 }
 
-// `row_bytes` of all payloads together. A weighted dispatch also scales every row.
+// `row_bytes` of all payloads together. A push that scales works on every row.
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms, int32_t budget) {
   const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;

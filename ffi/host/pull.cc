@@ -76,8 +76,9 @@ void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = !shape.has_row_per_choice();
       const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
-      const float* recv = ranks[rank]->arrived_weights;
-      if (IsRow(row, shape.capacity)) weight = by_rank ? recv[int64_t{row} * shape.top_k + k] : recv[row];
+      const float* arrived = ranks[rank]->arrived_weights;
+      if (IsRow(row, shape.capacity))
+        weight = by_rank ? arrived[int64_t{row} * shape.top_k + k] : arrived[row];
     }
     me.topk_weights[choice] = weight;
   }

@@ -46,7 +46,7 @@ static_assert(kMaxBlocks <= 0x1ff, "the blocks are the lowest nine bits of a pub
 struct Published {
   uint64_t call;  // Call::WithBlocks
   void* weights;
-  void* routing;  // what arrives with the rows: topk_idx by rank, the row map by expert
+  void* routing;  // what arrives with the rows: topk_idx by rank, received_rows by expert
   void* buffers[kMaxPayloads];
   void* partials[kMaxPayloads];  // combine by expert: sums of each token's rows
 

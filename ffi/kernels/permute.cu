@@ -1,4 +1,4 @@
-// The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a dispatch
+// The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a push
 // within a group of one rank: push.cu.)
 #include "kernels/kernels.h"
 #include "kernels/launch.h"

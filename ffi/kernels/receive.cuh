@@ -29,7 +29,7 @@ struct PushArgs {
   int32_t num_senders;  // blocks that send; the others clear what no row fills
   // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
   bool spreads;
-  bool sends_map;  // the row map, which is the handle's if routed earlier
+  bool sends_map;  // received_rows, which are the handle's if routed earlier
   Waves waves;
   int32_t granule;  // tokens that a block sends at a time
   // Few tokens are counted by every block for itself, as one chunk; others beforehand.

@@ -78,7 +78,7 @@ __device__ inline void SendPayload(const PushArgs& args, int p, int t, const Row
 }
 
 // The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
-// local experts, by expert the row map. Those are known already to a handle.
+// local experts, by expert received_rows. Those are known already to a handle.
 __device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows, const Published* published,
                                    int lane) {
   const Shape& shape = args.shape;
