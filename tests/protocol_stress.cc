@@ -1,5 +1,5 @@
-// Runs the kernels' own protocol (ffi/kernels/meet.cuh and what it uses) on the host, with faults: no GPU is
-// needed.
+// Runs the kernels' own protocol (ffi/kernels/comm/meet.cuh and what it uses) on the host, with faults: no
+// GPU is needed.
 //
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
 //     tests/protocol_stress.cc
@@ -36,8 +36,8 @@ Work MakeWork(Random& random, uint32_t number, uint32_t site) {
   work.in_waves = Chance(random, 60);
   work.counts = Chance(random, 50);
   work.tokens = 1 + static_cast<int>(random() % 12);
-  work.granule = 1 + static_cast<int>(random() % 3);
-  const int head = work.granule * (1 + static_cast<int>(random() % 2)), later = work.granule * 2;
+  work.batch = 1 + static_cast<int>(random() % 3);
+  const int head = work.batch * (1 + static_cast<int>(random() % 2)), later = work.batch * 2;
   const int rest = std::max(0, work.tokens - head);
   work.waves = {head, later, 1 + (rest + later - 1) / later};
   return work;

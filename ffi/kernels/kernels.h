@@ -3,8 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "core/control.h"
 #include "core/params.h"
-#include "kernels/control.h"
 
 namespace jax_ep::cuda {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/control.h"
+#include "core/control.h"
 #include "runtime/board.h"
 #include "runtime/groups.h"
 #include "runtime/regions.h"

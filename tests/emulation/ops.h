@@ -3,9 +3,9 @@
 // the way.
 #pragma once
 
-#include "kernels/fill.cuh"
-#include "kernels/give_up.cuh"
-#include "kernels/waves.cuh"
+#include "kernels/comm/fill.cuh"
+#include "kernels/comm/give_up.cuh"
+#include "kernels/comm/waves.cuh"
 
 namespace jax_ep::cuda {
 
@@ -21,7 +21,7 @@ struct Work {
   bool pushes;
   bool in_waves;  // spread, or folded
   bool counts;    // a push with a routing of its own
-  int32_t tokens, granule;
+  int32_t tokens, batch;
   Waves waves;
 
   Shape shape(int num_ranks) const { return {Order::kRank, num_ranks, tokens, 1, num_ranks, 0, 1}; }
@@ -107,15 +107,15 @@ inline void CheckNumbers(const Run& run) {
   }
 }
 
-inline void SendGranules(Run& run, const Published* published, uint32_t epoch) {
+inline void SendBatches(Run& run, const Published* published, uint32_t epoch) {
   __shared__ int dealt;
   const Work& work = run.work;
   const Peers& peers = run.peers;
-  const int count = (work.tokens + work.granule - 1) / work.granule, R = peers.num_ranks;
-  for (int granule = blockIdx.x; granule < count;) {
-    const int begin = granule * work.granule, end = std::min(begin + work.granule, work.tokens);
+  const int count = (work.tokens + work.batch - 1) / work.batch, R = peers.num_ranks;
+  for (int batch = blockIdx.x; batch < count;) {
+    const int begin = batch * work.batch, end = std::min(begin + work.batch, work.tokens);
     if (threadIdx.x == 0) {
-      dealt = run.active + granule;
+      dealt = run.active + batch;
       if (count > run.active) dealt = run.active + static_cast<int>(atomicAdd(&peers.own().next[0], 1u));
     }
     for (int i = threadIdx.x; i < (end - begin) * R * kWords; i += blockDim.x) {
@@ -130,9 +130,9 @@ inline void SendGranules(Run& run, const Published* published, uint32_t epoch) {
     const int wave = work.waves.Of(begin);
     const int first = work.waves.First(work.shape(R), wave), last = work.waves.First(work.shape(R), wave + 1);
     if (work.in_waves && threadIdx.x < kWarp) {
-      FinishPart(peers, wave, (last - first + work.granule - 1) / work.granule, epoch);
+      FinishShare(peers, wave, (last - first + work.batch - 1) / work.batch, epoch);
     }
-    granule = next;
+    batch = next;
   }
 }
 
@@ -190,12 +190,12 @@ inline void PushKernel(Run& run) {
   const auto fill = [&] { FillResults(run); };
   if (!alive) return FailBlock(peers, op, epoch, fill);
   if (work.counts) CheckNumbers(run);
-  if (sends) SendGranules(run, published, epoch);
+  if (sends) SendBatches(run, published, epoch);
   LeavePeers(peers, epoch, true);
   if (!sends) Clear(run, epoch);
   if (work.in_waves) SpreadTokens(run, epoch);
   if (blockIdx.x == gridDim.x - 1 && !Leave(peers, op, published, epoch, work.in_waves)) {
-    GiveUp(peers, op, epoch, Part::kOpened, fill);
+    GiveUp(peers, op, epoch, Standing::kOpened, fill);
   }
   End(peers);
 }
@@ -211,7 +211,7 @@ inline void FoldTokens(Run& run, uint32_t epoch) {
     const int skipped = wave == 0 ? 0 : run.active;
     const int begin = work.waves.First(work.shape(R), wave), end = work.waves.First(work.shape(R), wave + 1);
     const int block = static_cast<int>(blockIdx.x) - skipped, blocks = static_cast<int>(gridDim.x) - skipped;
-    const int slots = (end - begin) * R, mine = block < slots ? (slots - block - 1) / blocks + 1 : 0;
+    const int sums = (end - begin) * R, mine = block < sums ? (sums - block - 1) / blocks + 1 : 0;
     __syncthreads();
     if (threadIdx.x == 0) done = 0;
     __syncthreads();
@@ -223,7 +223,7 @@ inline void FoldTokens(Run& run, uint32_t epoch) {
       bool last = false;
       // Fold has a fence before an atomicAdd here; this one is taken for both (cuda_runtime.h).
       if (lane == 0) last = atomicInc(&done, ~0u) == static_cast<unsigned>(mine) - 1;
-      if (last) FinishPart(run.peers, wave, std::min(blocks, slots), epoch);
+      if (last) FinishShare(run.peers, wave, std::min(blocks, sums), epoch);
     }
   }
 }
@@ -283,7 +283,7 @@ inline void PullKernel(Run& run) {
   if (pulls) PullTokens(run, published, number, epoch);
   LeavePeers(peers, epoch, true);
   if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
-    GiveUp(peers, Op::kCombine, epoch, Part::kOpened, fill);
+    GiveUp(peers, Op::kCombine, epoch, Standing::kOpened, fill);
   }
   End(peers);
 }

@@ -22,22 +22,22 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMos
   const Shape& shape = params.shape;
   const auto load = [&](const auto* ids) {
     using Id = std::decay_t<decltype(*ids)>;
-    constexpr int kPack = 16 / sizeof(Id);
+    constexpr int kPerVector = 16 / sizeof(Id);
     const int num = t < shape.num_tokens ? shape.top_k : 0;
     const Id* const from = ids + int64_t{t} * shape.top_k;
-    const bool in_packs = shape.top_k % kPack == 0;
+    const bool in_vectors = shape.top_k % kPerVector == 0;
 #pragma unroll
-    for (int first = 0; first < kMost; first += kPack) {
-      Id pack[kPack] = {};
-      if (in_packs && first < num) {
+    for (int first = 0; first < kMost; first += kPerVector) {
+      Id loaded[kPerVector] = {};
+      if (in_vectors && first < num) {
         const uint4 vector = *reinterpret_cast<const uint4*>(from + first);
-        memcpy(pack, &vector, sizeof(pack));
+        memcpy(loaded, &vector, sizeof(loaded));
       }
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
+      for (int i = 0; i < kPerVector; ++i) {
         const int k = first + i;
-        if (!in_packs && k < num) pack[i] = from[k];
-        experts[k] = k < num ? RoutedExpert(pack[i], shape.num_experts) : -1;
+        if (!in_vectors && k < num) loaded[i] = from[k];
+        experts[k] = k < num ? RoutedExpert(loaded[i], shape.num_experts) : -1;
       }
     }
   };

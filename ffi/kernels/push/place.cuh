@@ -1,8 +1,8 @@
 // Where the rows of a rank's tokens belong, from the counts of all ranks.
 #pragma once
 
-#include "kernels/count.cuh"
-#include "kernels/receive.cuh"
+#include "kernels/push/count.cuh"
+#include "kernels/push/receive.cuh"
 
 namespace jax_ep::cuda {
 
@@ -28,16 +28,16 @@ struct Counts {
   }
 };
 
-// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads to a
-// bin. The whole team.
+// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads (mates)
+// to a bin. The whole team.
 __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int first_bin, int num_bins,
                                  int32_t* sums, const Team& team) {
-  const int bins = NumBins(args.shape), parts = max(1, team.threads / max(num_bins, 1));
-  for (int i = team.thread; i < num_bins * parts; i += team.threads) {
+  const int bins = NumBins(args.shape), mates = max(1, team.threads / max(num_bins, 1));
+  for (int i = team.thread; i < num_bins * mates; i += team.threads) {
     const int bin = first_bin + i % num_bins;
     int rows = 0;
 #pragma unroll 16
-    for (int c = begin + i / num_bins; c < end; c += parts)
+    for (int c = begin + i / num_bins; c < end; c += mates)
       rows += args.chunk_counts[int64_t{c} * bins + bin];
     if (rows != 0) atomicAdd(&sums[bin], rows);
   }
@@ -59,13 +59,13 @@ __device__ inline Share ShareOf(const PushArgs& args, int block) {
 __device__ inline void CountOwn(const PushArgs& args, const Counts& counts, std::byte* room) {
   const Shape& shape = args.shape;
   const int block = blockIdx.x;
-  if (args.peers.num_ranks == 0) {
+  if (args.is_local()) {
     AddChunks(args, 0, NumChunks(shape), 0, NumBins(shape), counts.own, WholeBlock());
   } else if (args.counts_here) {
-    const int begin = min(block * args.granule, shape.num_tokens);
+    const int begin = min(block * args.batch, shape.num_tokens);
     int16_t* const experts = reinterpret_cast<int16_t*>(room);
     const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.own};
-    CountChunk(shape, args.topk_idx, chunk, begin, min(begin + args.granule, shape.num_tokens),
+    CountChunk(shape, args.topk_idx, chunk, begin, min(begin + args.batch, shape.num_tokens),
                args.handle.topk_idx, args.handle.sent_rows);
   } else {
     const Share share = ShareOf(args, block);
@@ -88,22 +88,22 @@ __device__ inline void PublishCounts(const PushArgs& args, const Counts& counts,
 // Waits for all ranks' counts, and from them finds totals and first, for the whole block after AreAllThere.
 // Returns the ranks that this thread has missed.
 __device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
-  constexpr int kBatch = 8;  // words whose loads are in flight
+  constexpr int kInFlight = 8;  // words whose loads are in flight
   const Peers& peers = args.peers;
-  const int busy = peers.num_ranks == 0 ? 0 : kWarp;  // threads that meet the peers meanwhile
+  const int busy = args.is_local() ? 0 : kWarp;  // threads that meet the peers meanwhile
   for (int bin = static_cast<int>(threadIdx.x) - busy; bin < NumBins(args.shape);
        bin += static_cast<int>(blockDim.x) - busy) {
     if (bin < 0) break;
-    int before = 0, all = peers.num_ranks == 0 ? counts.own[bin] : 0;
-    for (int first = 0; first < peers.num_ranks; first += kBatch) {
+    int before = 0, all = args.is_local() ? counts.own[bin] : 0;
+    for (int first = 0; first < peers.num_ranks; first += kInFlight) {
       const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
-      Stamped seen[kBatch] = {};
+      Stamped seen[kInFlight] = {};
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         if (first + i < peers.num_ranks) seen[i] = LoadStamped(word(i));
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         if (first + i >= peers.num_ranks) break;
         const auto is_there = [&] { return IsOf(seen[i] = LoadStamped(word(i)), epoch); };
         if (!IsOf(seen[i], epoch) && !Await(peers, is_there)) return 1u << (first + i);

@@ -1,4 +1,4 @@
-// The same as ffi/kernels/words.cuh, for the host: found before it.
+// The same as ffi/kernels/ptx/memory.cuh, for the host: found before it.
 #pragma once
 
 #include "kernels/device.cuh"

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "kernels/device.cuh"
+#include "kernels/ptx/memory.cuh"
 
 namespace jax_ep::cuda {
 
@@ -87,13 +87,13 @@ __device__ inline double MultiplyAdd(double a, double b, double c) { return __da
 // N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that). They stay as they
 // were loaded until each is asked for: taken apart at once, every load would be waited for before the next.
 template <typename T, int N>
-struct Pack {
+struct Vector {
   using Bits = std::conditional_t<N * sizeof(T) == 16, uint4, T>;
   static_assert(sizeof(Bits) == N * sizeof(T));
   Bits bits;
 
   // Through the second-level cache of the memory's owner: a peer may have written the row.
-  __device__ static Pack Load(const T* address, bool wanted = true) {
+  __device__ static Vector Load(const T* address, bool wanted = true) {
     if constexpr (N * sizeof(T) == 16) {
       return {LoadRow(reinterpret_cast<const uint4*>(address), wanted)};
     } else {

@@ -1,12 +1,11 @@
 // The sender's side of a push: the rows of each token, stored where they belong.
 #pragma once
 
-#include "kernels/bulk.cuh"
-#include "kernels/receive.cuh"
+#include "kernels/ptx/bulk.cuh"
+#include "kernels/push/receive.cuh"
+#include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {
-
-constexpr int kVectors = 4;  // 16-byte loads in flight a thread
 
 // Where a token goes: lane i of a warp holds its i-th row, -1 none, and the rank that takes it.
 struct Rows {
@@ -19,8 +18,8 @@ __device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
   const Place place = FindPlace(args.shape, args.handle, t, lane);
   bool carried = place.row >= 0;
   if (args.spreads) {
-    const unsigned mates = __match_any_sync(kAllLanes, carried ? place.rank : -1);
-    carried = carried && __ffs(mates) - 1 == lane;
+    const unsigned same = __match_any_sync(kAllLanes, carried ? place.rank : -1);
+    carried = carried && __ffs(same) - 1 == lane;
   }
   return {place.row, place.rank, __ballot_sync(kAllLanes, carried)};
 }
@@ -32,42 +31,6 @@ __device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
   const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
   const int row = __shfl_sync(kAllLanes, rows.row, from);
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
-}
-
-__device__ inline uint4 LoadElement(const uint4* address, bool wanted) { return LoadRow(address, wanted); }
-__device__ inline char LoadElement(const char* address, bool wanted) { return wanted ? __ldcg(address) : 0; }
-
-// A row of 16-byte vectors (or bytes) to all its places. Called by a warp; `target` is the lane's own row.
-template <typename Vector>
-__device__ void CopyRow(const Vector* source, int64_t n, unsigned lanes, Vector* target, int lane) {
-  for (int64_t first = 0; first < n; first += kWarp * kVectors) {
-    Vector values[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t i = first + v * kWarp + lane;
-      values[v] = LoadElement(source + i, i < n);
-    }
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      Vector* to = reinterpret_cast<Vector*>(
-          __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(target), __ffs(left) - 1));
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t i = first + v * kWarp + lane;
-        if (i < n) to[i] = values[v];
-      }
-    }
-  }
-}
-
-// A row of any size.
-__device__ inline void CopyBytes(const std::byte* source, int64_t bytes, unsigned lanes, std::byte* target,
-                                 int lane) {
-  if (bytes % 16 == 0) {
-    CopyRow(reinterpret_cast<const uint4*>(source), bytes / 16, lanes, reinterpret_cast<uint4*>(target),
-            lane);
-  } else {
-    CopyRow(reinterpret_cast<const char*>(source), bytes, lanes, reinterpret_cast<char*>(target), lane);
-  }
 }
 
 __device__ inline void SendPayload(const PushArgs& args, int p, int t, const Rows& rows,
@@ -89,9 +52,9 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows
       static_cast<float*>(published[rows.receiver].weights)[rows.row] = weights[lane];
     }
     if (!args.sends_map || lane >= shape.top_k) return;
-    const int64_t slot = (int64_t{args.peers.rank} * shape.num_tokens + t) * shape.top_k + lane;
+    const int64_t choice = (int64_t{args.peers.rank} * shape.num_tokens + t) * shape.top_k + lane;
     for (int r = 0; r < shape.num_ranks; ++r) {
-      static_cast<int32_t*>(published[r].routing)[slot] = rows.receiver == r ? rows.row : -1;
+      static_cast<int32_t*>(published[r].routing)[choice] = rows.receiver == r ? rows.row : -1;
     }
     return;
   }
@@ -127,16 +90,16 @@ __device__ inline void SendTokens(const PushArgs& args, int begin, int end, cons
   }
 }
 
-// A part of a row that fits a slot of shared memory.
-struct Piece {
+// The bytes of a row that are sent at a time: they fit a stage of shared memory.
+struct Slice {
   int token;
   int payload;
   int64_t offset;
 };
 
-__device__ inline uint32_t SizeOf(const PushArgs& args, const Piece& piece) {
+__device__ inline uint32_t SizeOf(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
-      min(int64_t{args.bulk.slot_bytes}, args.payloads[piece.payload].row_bytes - piece.offset));
+      min(int64_t{args.bulk.stage_bytes}, args.payloads[slice.payload].row_bytes - slice.offset));
 }
 
 __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
@@ -144,70 +107,70 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   return p;
 }
 
-// The piece of this warp that follows: along the row, then the next payload, then the warp's next token.
-__device__ inline Piece Next(const PushArgs& args, Piece piece) {
-  piece.offset += args.bulk.slot_bytes;
-  if (piece.offset < args.payloads[piece.payload].row_bytes) return piece;
-  piece.offset = 0;
-  piece.payload = NextBulkPayload(args, piece.payload + 1);
-  if (piece.payload < args.num_payloads) return piece;
-  piece.payload = NextBulkPayload(args, 0);
-  piece.token += args.bulk.num_sending;
-  return piece;
+// The slice of this warp that follows: along the row, then the next payload, then the warp's next token.
+__device__ inline Slice Next(const PushArgs& args, Slice slice) {
+  slice.offset += args.bulk.stage_bytes;
+  if (slice.offset < args.payloads[slice.payload].row_bytes) return slice;
+  slice.offset = 0;
+  slice.payload = NextBulkPayload(args, slice.payload + 1);
+  if (slice.payload < args.num_payloads) return slice;
+  slice.payload = NextBulkPayload(args, 0);
+  slice.token += args.bulk.num_sending;
+  return slice;
 }
 
-// A warp's two slots of shared memory: it loads one piece into one while the stores of the piece before leave
-// the other. Between calls the slot whose turn it is has been read.
-struct Slots {
+// A warp's two stages of shared memory: it loads one slice into one while the stores of the slice before
+// leave the other. Between calls the stage whose turn it is has been read.
+struct Stages {
   std::byte* bytes;
   uint64_t* barriers;
   uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
 };
 
-__device__ inline void LoadPiece(const PushArgs& args, const Piece& piece, int end, const Slots& slots,
-                                 int slot) {
-  if (threadIdx.x % kWarp != 0 || piece.token >= end) return;
-  const Payload& payload = args.payloads[piece.payload];
-  BulkLoad(slots.bytes + slot * args.bulk.slot_bytes,
-           payload.in + piece.token * payload.row_bytes + piece.offset, SizeOf(args, piece),
-           &slots.barriers[slot]);
+__device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int end, const Stages& stages,
+                                 int stage) {
+  if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
+  const Payload& payload = args.payloads[slice.payload];
+  BulkLoad(stages.bytes + stage * args.bulk.stage_bytes,
+           payload.in + slice.token * payload.row_bytes + slice.offset, SizeOf(args, slice),
+           &stages.barriers[stage]);
 }
 
-// The warp's first piece of tokens from `begin` on.
-__device__ inline Piece FirstPiece(const PushArgs& args, int begin) {
+// The warp's first slice of tokens from `begin` on.
+__device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
-// Begins to send tokens [begin, end) by bulk copies; the first piece is being loaded already. Called by the
+// Begins to send tokens [begin, end) by bulk copies; the first slice is being loaded already. Called by the
 // block's first bulk.num_sending warps. By expert those that it had sent before have then arrived.
 __device__ inline void SendTokensInBulk(const PushArgs& args, int begin, int end, const Published* published,
-                                        Slots& slots) {
+                                        Stages& stages) {
   const int lane = threadIdx.x % kWarp;
-  const uint32_t used = slots.used;
-  Piece piece = FirstPiece(args, begin);
+  const uint32_t used = stages.used;
+  Slice slice = FirstSlice(args, begin);
   Rows rows{};
   int token = -1;
-  for (; piece.token < end; ++slots.used) {
-    const Piece following = Next(args, piece);
-    const int slot = slots.used % 2;
+  for (; slice.token < end; ++stages.used) {
+    const Slice following = Next(args, slice);
+    const int stage = stages.used % 2;
     WaitForStoresRead();
     __syncwarp();
-    LoadPiece(args, following, end, slots, 1 - slot);
-    if (piece.token != token) {
-      token = piece.token;
+    LoadSlice(args, following, end, stages, 1 - stage);
+    if (slice.token != token) {
+      token = slice.token;
       rows = Turn(args, FindRows(args, token, lane), lane);
     }
-    WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
+    WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     if (rows.carried >> lane & 1) {
-      std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[piece.payload]) +
-                          rows.row * args.payloads[piece.payload].row_bytes + piece.offset;
-      BulkStore(target, slots.bytes + slot * args.bulk.slot_bytes, SizeOf(args, piece));
+      std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[slice.payload]) +
+                          rows.row * args.payloads[slice.payload].row_bytes + slice.offset;
+      BulkStore(target, stages.bytes + stage * args.bulk.stage_bytes, SizeOf(args, slice));
     }
     CommitStores();
-    if (args.spreads && slots.used == used) WaitForStores<1>();
-    piece = following;
+    if (args.spreads && stages.used == used) WaitForStores<1>();
+    slice = following;
   }
-  if (args.spreads && slots.used == used) WaitForStores();
+  if (args.spreads && stages.used == used) WaitForStores();
 }
 
 }  // namespace jax_ep::cuda

@@ -1,50 +1,11 @@
 // The receiver's side of a push: what the counts say.
 #pragma once
 
-#include "kernels/fill.cuh"
-#include "kernels/meet.cuh"
+#include "kernels/comm/fill.cuh"
+#include "kernels/comm/meet.cuh"
+#include "kernels/push/args.cuh"
 
 namespace jax_ep::cuda {
-
-// How a block copies in bulk: its first warps have two slots of shared memory each.
-struct BulkPlan {
-  int32_t num_warps;    // 0: rows are sent by loads and stores
-  int32_t num_sending;  // of them, a token each
-  int32_t slot_bytes;
-};
-
-// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
-JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
-
-// A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
-struct PushArgs {
-  Shape shape;
-  Peers peers;
-  const int32_t* rank_operand;
-  HandleArrays handle;
-  const int32_t* chunk_counts;  // null: routed earlier, sent_rows are final
-  Payload payloads[kMaxPayloads];
-  int32_t num_payloads;
-  BulkPlan bulk;
-  int32_t num_senders;  // blocks that send; the others clear what no row fills
-  // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
-  bool spreads;
-  bool sends_map;  // received_rows, which are the handle's if routed earlier
-  Waves waves;
-  int32_t granule;  // tokens that a block sends at a time
-  // Few tokens are counted by every block for itself, as one chunk; others beforehand.
-  bool counts_here;
-  TopkIds topk_idx;
-  const float* row_weights;
-  const void* factors[kMaxPayloads];
-  const float* topk_weights;
-  float* arrived_weights;
-  int32_t* arrived_idx;
-  int32_t* tokens_per_expert;
-  int32_t* group_sizes;
-  int32_t* num_tokens;
-  int32_t* num_dropped;
-};
 
 // What an op that failed leaves: NaN, -1, and no rows for whoever multiplies groups of them. The last block.
 JAX_EP_RARE void FillResults(const PushArgs& args) {
@@ -53,7 +14,7 @@ JAX_EP_RARE void FillResults(const PushArgs& args) {
   for (int p = 0; p < args.num_payloads; ++p)
     FillResult(args.payloads[p].out, C * args.payloads[p].row_bytes);
   FillResult(args.arrived_weights, C * shape.weights_per_row() * sizeof(float));
-  if (args.chunk_counts == nullptr) return;  // the handle was here before
+  if (!args.routes()) return;  // the handle was here before
   const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
   fill(args.handle.topk_idx, shape.num_tokens * K);
   fill(args.handle.sent_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
@@ -81,7 +42,7 @@ __device__ inline int BlockSum(int number) {
 
 // Rows of rank `source` in bin `bin`, before drops; once its counts have come.
 __device__ inline int CountOf(const PushArgs& args, const int32_t* own, int source, int bin) {
-  if (args.peers.num_ranks == 0) return own[bin];
+  if (args.is_local()) return own[bin];
   return static_cast<int>(LoadStamped(&args.peers.own().mail[source].counts[bin]));
 }
 

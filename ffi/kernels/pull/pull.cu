@@ -1,17 +1,17 @@
 // Pull: each token's rows come from the peers' buffers and summed in registers. By expert a rank's rows
 // of a token are first summed where they lie ("folded"), so that one of them travels.
 #include "core/plan.h"
-#include "kernels/fill.cuh"
-#include "kernels/fold.cuh"
-#include "kernels/give_up.cuh"
+#include "kernels/comm/fill.cuh"
+#include "kernels/comm/give_up.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/pull/fold.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kParts = 1024;  // of tokens, for each block that pulls
+constexpr int kTickets = 1024;  // for each block that pulls, so that its warps end together
 // Tokens that are folded at a time: few at first, for nothing can be pulled yet.
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
@@ -41,8 +41,8 @@ __device__ Terms<T> FindTerms(const PullArgs& args, const Published* published, 
   const int64_t width = args.summands[index].num_elements;
   Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.folds)};
   if (source.folds) {
-    const int64_t slot = int64_t{args.peers.rank} * args.shape.num_tokens + t;
-    terms.row = static_cast<const T*>(published[lane].partials[index]) + slot * width;
+    const int64_t global_token = int64_t{args.peers.rank} * args.shape.num_tokens + t;
+    terms.row = static_cast<const T*>(published[lane].partials[index]) + global_token * width;
   } else if (source.row >= 0) {
     terms.row = static_cast<const T*>(published[lane].buffers[index]) + source.row * width;
     if (args.row_weights != nullptr) {
@@ -58,10 +58,10 @@ __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index
                           int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
-  typename Sum<T>::Acc total[kVectors][N] = {};
+  typename Sum<T>::Acc total[kSumVectors][N] = {};
   SumSlice<T, N>(terms, first, width, lane, total);
   for (int b = 0; b < args.num_biases; ++b) {
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kSumVectors; ++v) {
       const int column = first + (v * kWarp + lane) * N;
       for (int j = 0; j < N && column < width; ++j) {
         total[v][j] += LoadAs<typename Sum<T>::Acc>(args.biases[b].type, args.biases[b].data,
@@ -72,29 +72,29 @@ __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
 
-// The tokens in their order, in parts that the warps of all blocks take in turn: whoever is free takes the
-// next. `number` is the first that this warp has taken.
+// The tokens in their order, a ticket of the dealer after the other. `asked` is the first that this warp has
+// asked for.
 template <typename T, int N>
-__device__ void PullArray(const PullArgs& args, const Published* published, int index, unsigned number,
+__device__ void PullArray(const PullArgs& args, const Published* published, int index, unsigned asked,
                           uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
-  // Few enough for the search of a token's rows not to count, many enough for warps to end together.
-  const int most = kParts * args.num_pullers / max(num_tokens, 1);
-  const int parts = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
+  // Warps that share the slices of a token: few enough for the search of its rows not to count.
+  const int most = kTickets * args.num_pullers / max(num_tokens, 1);
+  const int mates = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
   const Dealer dealer{&args.peers.own().next[index]};
-  int folded = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
+  int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   while (true) {
-    const int unit = Dealer::Show(number);
-    const int t = unit / parts;
+    const int ticket = Dealer::Show(asked);
+    const int t = ticket / mates;
     if (t >= num_tokens) break;
-    number = dealer.Take(lane);
+    asked = dealer.Take(lane);
     if (args.folds && args.waves.Of(t) != folded) {
       folded = args.waves.Of(t);
       if (!WaitForWave(args.peers, Op::kCombine, folded, epoch)) return;
     }
     const Terms<T> terms = FindTerms<T>(args, published, index, t, lane);
-    for (int first = unit % parts * kSlice<N>; first < width; first += parts * kSlice<N>) {
+    for (int first = ticket % mates * kSlice<N>; first < width; first += mates * kSlice<N>) {
       PullSlice<T, N>(args, terms, index, t, first, lane);
     }
   }
@@ -174,14 +174,15 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
   if (pulls) {
     for (int i = 0; i < args.num_summands; ++i) {
       if (i > 0 || !taken) number = take(i);
-      WithPack<T>(args.summands[i].num_elements,
-                  [&](auto pack) { PullArray<T, decltype(pack)::value>(args, published, i, number, epoch); });
+      WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
+        PullArray<T, decltype(vector)::value>(args, published, i, number, epoch);
+      });
     }
     if (args.arrived_weights != nullptr) ReturnWeights(args, published);
   }
   LeavePeers(peers, epoch, true);
   if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
-    GiveUp(peers, Op::kCombine, epoch, Part::kOpened, fill);
+    GiveUp(peers, Op::kCombine, epoch, Standing::kOpened, fill);
   }
   End(peers);
 }

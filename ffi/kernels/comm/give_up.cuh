@@ -2,12 +2,12 @@
 // results.
 #pragma once
 
-#include "kernels/meet.cuh"
+#include "kernels/comm/meet.cuh"
 
 namespace jax_ep::cuda {
 
 // What a kernel that fails is to its channel.
-enum class Part : int {
+enum class Standing : int {
   kOpened,  // its rank has opened its op
   kNever,   // has not, and never will
   kStray,   // has not, and another op of the rank is in the channel
@@ -15,7 +15,7 @@ enum class Part : int {
 
 // As one thread of a kernel that fails, after a reason has come to the gate. Finds the op's epoch, too:
 // blocks that began while another op ended here may have taken it for an earlier one.
-JAX_EP_RARE Part FindPart(const Peers& peers, uint32_t* epoch) {
+JAX_EP_RARE Standing FindStanding(const Peers& peers, uint32_t* epoch) {
   Channel& own = peers.own();
   while (true) {
     const Stamped opened = LoadStamped(&own.opened);
@@ -23,12 +23,12 @@ JAX_EP_RARE Part FindPart(const Peers& peers, uint32_t* epoch) {
     const bool in_flight = *static_cast<const volatile uint32_t*>(&own.epoch) != noted;
     if (in_flight && static_cast<uint32_t>(opened) == peers.call.site + 1) {
       *epoch = noted;
-      return Part::kOpened;
+      return Standing::kOpened;
     }
     // What has been added to the gate is noted, or taken back, by the thread that did so, which waits for
     // nobody.
     if (IsOf(LoadStamped(&own.gate), noted)) {
-      return in_flight ? Part::kStray : Part::kNever;
+      return in_flight ? Standing::kStray : Standing::kNever;
     }
   }
 }
@@ -105,7 +105,8 @@ JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened)
 // Ends an op that has failed, as its last block. fill() overwrites the results once nobody writes to them any
 // more.
 template <typename Fill>
-__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Part part, Fill&& fill) {
+__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Standing standing,
+                                    Fill&& fill) {
   constexpr uint64_t kSoon = 1'000'000, kLong = 2'000'000'000;  // nanoseconds
   Channel& own = peers.own();
   if (threadIdx.x == 0) {
@@ -116,15 +117,15 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, P
     CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
   }
   __syncthreads();
-  KeepOut(peers, op, epoch, part == Part::kOpened);
+  KeepOut(peers, op, epoch, standing == Standing::kOpened);
   if (threadIdx.x == 0) {
     // The other blocks of this kernel end by themselves: no wait for a peer goes on once the gate is closed.
     // Only where another op of the rank may be in the channel, the count can be wrong.
     const uint64_t longest = min(kLong, 4 * LoadFromHost(&peers.report->timeout_ns));
-    const uint64_t until = GlobalNanoseconds() + (part == Part::kNever ? longest : kSoon);
+    const uint64_t until = GlobalNanoseconds() + (standing == Standing::kNever ? longest : kSoon);
     const auto ended = [&] {
-      if (part != Part::kOpened && GlobalNanoseconds() > until) return true;
-      return part != Part::kStray && LoadAcquire(&own.ended) >= gridDim.x - 1;
+      if (standing != Standing::kOpened && GlobalNanoseconds() > until) return true;
+      return standing != Standing::kStray && LoadAcquire(&own.ended) >= gridDim.x - 1;
     };
     while (!ended()) {
     }
@@ -134,23 +135,23 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, P
   }
   __syncthreads();
   fill();
-  if (threadIdx.x == 0 && part == Part::kOpened) own.epoch = epoch;
+  if (threadIdx.x == 0 && standing == Standing::kOpened) own.epoch = epoch;
 }
 
 // Ends a block of an op that has failed before the ranks have met. Nothing is told, and nothing counted, of
 // an op that does not own the channel.
 template <typename Fill>
 __device__ __noinline__ void FailBlock(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  __shared__ Part part;
+  __shared__ Standing standing;
   __shared__ uint32_t found;
   if (threadIdx.x == 0) {
     found = epoch;
-    part = FindPart(peers, &found);
+    standing = FindStanding(peers, &found);
   }
   __syncthreads();
-  if (part == Part::kOpened) LeavePeers(peers, found, false);
-  if (blockIdx.x == gridDim.x - 1) GiveUp(peers, op, found, part, fill);
-  if (part != Part::kStray) End(peers);
+  if (standing == Standing::kOpened) LeavePeers(peers, found, false);
+  if (blockIdx.x == gridDim.x - 1) GiveUp(peers, op, found, standing, fill);
+  if (standing != Standing::kStray) End(peers);
 }
 
 }  // namespace jax_ep::cuda

@@ -1,7 +1,7 @@
 // Waits for peers, which end when the op's time is up or the op has been given up, and what is recorded then.
 #pragma once
 
-#include "kernels/words.cuh"
+#include "kernels/ptx/memory.cuh"
 
 namespace jax_ep::cuda {
 

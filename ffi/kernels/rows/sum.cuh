@@ -1,15 +1,15 @@
 // Sums of rows, a slice of their columns at a time, by warps.
 #pragma once
 
-#include "kernels/sum.cuh"
+#include "kernels/rows/vector.cuh"
 
 namespace jax_ep::cuda {
 
-constexpr int kRows = 4;     // rows whose loads are in flight at a time
-constexpr int kVectors = 2;  // 16-byte loads a row and thread
+constexpr int kSumRows = 4;     // rows whose loads are in flight at a time
+constexpr int kSumVectors = 2;  // 16-byte loads a row and thread
 
 template <int N>
-constexpr int kSlice = kWarp * kVectors * N;  // columns
+constexpr int kSlice = kWarp * kSumVectors * N;  // columns
 
 // The rows of one sum, in the order of the lanes that hold their addresses and factors.
 template <typename T>
@@ -31,35 +31,35 @@ struct NoShift {
 // stands for an element of the row of that lane.
 template <typename T, int N, typename Shift = NoShift>
 __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
-                         typename Sum<T>::Acc (&total)[kVectors][N], Shift shift = {}) {
+                         typename Sum<T>::Acc (&total)[kSumVectors][N], Shift shift = {}) {
   using Acc = typename Sum<T>::Acc;
   for (unsigned left = terms.lanes; left != 0;) {
-    Pack<T, N> packs[kRows][kVectors];
+    Vector<T, N> vectors[kSumRows][kSumVectors];
     unsigned next = left;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kSumRows; ++i) {
       const bool more = next != 0;
       const T* row = reinterpret_cast<const T*>(__shfl_sync(
           kAllLanes, reinterpret_cast<unsigned long long>(terms.row), more ? __ffs(next) - 1 : 0));
       next &= next - 1;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kSumVectors; ++v) {
         const int column = first + (v * kWarp + lane) * N;
-        packs[i][v] = Pack<T, N>::Load(row + column, more && column < width);
+        vectors[i][v] = Vector<T, N>::Load(row + column, more && column < width);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kSumRows; ++i) {
       if (left == 0) break;
       const int from = __ffs(left) - 1;
       const Acc factor = __shfl_sync(kAllLanes, terms.factor, from);
       left &= left - 1;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kSumVectors; ++v) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           const int column = first + (v * kWarp + lane) * N + j;
-          const Acc value = shift(from, column, static_cast<Acc>(packs[i][v][j]));
+          const Acc value = shift(from, column, static_cast<Acc>(vectors[i][v][j]));
           total[v][j] = MultiplyAdd(factor, value, total[v][j]);
         }
       }
@@ -69,18 +69,18 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
 
 template <typename T, int N>
 __device__ void StoreSlice(T* row, int first, int width, int lane,
-                           const typename Sum<T>::Acc (&total)[kVectors][N]) {
+                           const typename Sum<T>::Acc (&total)[kSumVectors][N]) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kSumVectors; ++v) {
     const int column = first + (v * kWarp + lane) * N;
-    if (column < width) Pack<T, N>::Store(row + column, total[v]);
+    if (column < width) Vector<T, N>::Store(row + column, total[v]);
   }
 }
 
 // Calls f with an integral constant: the elements of T in 16 bytes, or one where rows are no multiple of
 // that.
 template <typename T, typename F>
-__device__ void WithPack(int64_t width, F&& f) {
+__device__ void WithVector(int64_t width, F&& f) {
   constexpr int kFull = 16 / sizeof(T);
   if (width % kFull == 0) {
     f(std::integral_constant<int, kFull>());

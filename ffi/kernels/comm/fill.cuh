@@ -1,7 +1,7 @@
 // What an op that failed leaves in its results: nothing that looks like rows.
 #pragma once
 
-#include "kernels/wait.cuh"
+#include "kernels/comm/wait.cuh"
 
 namespace jax_ep::cuda {
 

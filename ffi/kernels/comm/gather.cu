@@ -1,37 +1,38 @@
 // All rows of every rank to every rank, by plain copies: what the links give, and nothing else to do. The
 // benchmark compares the other ops with it.
 
-#include "kernels/bulk.cuh"
-#include "kernels/fill.cuh"
-#include "kernels/give_up.cuh"
+#include "kernels/comm/fill.cuh"
+#include "kernels/comm/give_up.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/ptx/bulk.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarps = 12;  // that copy in bulk, two slots each
-constexpr int64_t kSlotBytes = 8 * 1024;
+constexpr int kWarps = 12;  // that copy in bulk, two stages each
+constexpr int64_t kStageBytes = 8 * 1024;
 
-__device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* slots,
+__device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* stages,
                              uint64_t* barriers) {
   const int num_ranks = params.num_ranks, warp = threadIdx.x / kWarp;
-  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kSlotBytes;
-  int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kSlotBytes;
-  const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kSlotBytes, bytes - from)); };
-  if (at < bytes) BulkLoad(slots, params.in + at, size(at), &barriers[0]);
+  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kStageBytes;
+  int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kStageBytes;
+  const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kStageBytes, bytes - from)); };
+  if (at < bytes) BulkLoad(stages, params.in + at, size(at), &barriers[0]);
   for (uint32_t n = 0; at < bytes; ++n, at += step) {
-    const int slot = n % 2;
+    const int stage = n % 2;
     WaitForStoresRead();
     if (at + step < bytes) {
-      BulkLoad(slots + (1 - slot) * kSlotBytes, params.in + at + step, size(at + step), &barriers[1 - slot]);
+      BulkLoad(stages + (1 - stage) * kStageBytes, params.in + at + step, size(at + step),
+               &barriers[1 - stage]);
     }
-    WaitForLoad(&barriers[slot], n / 2 % 2);
+    WaitForLoad(&barriers[stage], n / 2 % 2);
     for (int i = 0; i < num_ranks; ++i) {
       const int to = (params.rank + i) % num_ranks;
       std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
-      BulkStore(out + at, slots + slot * kSlotBytes, size(at));
+      BulkStore(out + at, stages + stage * kStageBytes, size(at));
     }
     CommitStores();
   }
@@ -55,7 +56,7 @@ __device__ void GatherByStores(const GatherParams& params, const Published* publ
 template <bool kInBulk>
 __global__ void __launch_bounds__(kThreads, 1)
     GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
-  extern __shared__ __align__(128) std::byte slots[];
+  extern __shared__ __align__(128) std::byte stages[];
   __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kWarps][2];
   const int warp = threadIdx.x / kWarp;
@@ -76,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
   if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
   if (!kInBulk) GatherByStores(params, published);
-  if (copies) GatherInBulk(params, published, slots + int64_t{2} * warp * kSlotBytes, barriers[warp]);
+  if (copies) GatherInBulk(params, published, stages + int64_t{2} * warp * kStageBytes, barriers[warp]);
   LeavePeers(peers, epoch, true);
   if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
-    GiveUp(peers, Op::kGather, epoch, Part::kOpened, fill);
+    GiveUp(peers, Op::kGather, epoch, Standing::kOpened, fill);
   }
   End(peers);
 }
@@ -93,7 +94,7 @@ cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const D
   if (!device.copies_in_bulk) {
     return Launch(GatherKernel<false>, blocks, kThreads, 0, stream, true, params, peers);
   }
-  constexpr int kShared = 2 * kWarps * kSlotBytes;
+  constexpr int kShared = 2 * kWarps * kStageBytes;
   const cudaError_t error =
       cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;

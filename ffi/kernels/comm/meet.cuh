@@ -1,7 +1,7 @@
 // How the ranks of a group meet in an op: Begin, Enter, MeetAll, then their work, LeavePeers, Leave and End.
 #pragma once
 
-#include "kernels/wait.cuh"
+#include "kernels/comm/wait.cuh"
 
 namespace jax_ep::cuda {
 

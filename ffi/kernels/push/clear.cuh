@@ -1,30 +1,30 @@
 // The rows of a rank's buffers that no token fills: the tail, and by expert the padding behind each expert's.
 #pragma once
 
-#include "kernels/bulk.cuh"
-#include "kernels/place.cuh"
+#include "kernels/ptx/bulk.cuh"
+#include "kernels/push/place.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kZeroBytes = 4 * 1024;        // stored at a time
 constexpr int64_t kClearBytes = 16 * 1024;  // dealt out to a warp at a time
 // In bulk as many warps of a block as keep its SM busy; more would hold up the rows that it spreads. The last
-// ones: they have no slots to spread rows with.
+// ones: they have no stages to spread rows with.
 constexpr int kClearingWarps = 8;
 
-// What holds tokens: the first `rows[i]` rows of each block, which start at `starts`. By rank there is no
-// block: all before the tail is filled.
+// What holds tokens: by expert the first `rows[i]` rows from `starts[i]` on, those of local expert i; by
+// rank, where num_experts is 0, all rows before the tail.
 struct Filled {
   const int32_t* rows;
-  const int32_t* starts;  // [num_blocks + 1], the tail last
-  int num_blocks;
+  const int32_t* starts;  // [num_experts + 1], the tail last
+  int num_experts;
 };
 
 // What the counts, or the handle's, say of this rank. By expert `starts` have been found.
 __device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  const bool routes = args.chunk_counts != nullptr;
+  const bool routes = args.routes();
   if (!shape.has_expert_blocks()) {
     const int32_t* const num_rows =
         routes ? &counts.totals[shape.num_experts + me] : &args.handle.rank_prefix_matrix[(R - 1) * R + me];
@@ -67,33 +67,33 @@ __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t en
 // Clears those of rows [begin, end) that no token fills, as a warp.
 __device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, int64_t begin, int64_t end,
                                    const uint4* zeros, int lane) {
-  const int n = filled.num_blocks;
+  const int n = filled.num_experts;
   const int32_t* const starts = filled.starts;
-  int block = 0;  // the last one that starts no later than `begin`; n is the tail
-  for (int above = n; block < above;) {
-    const int middle = (block + above + 1) / 2;
+  int expert = 0;  // the last one that starts no later than `begin`; n is the tail
+  for (int above = n; expert < above;) {
+    const int middle = (expert + above + 1) / 2;
     if (starts[middle] <= begin) {
-      block = middle;
+      expert = middle;
     } else {
       above = middle - 1;
     }
   }
-  for (; block < n && starts[block] < end; ++block) {
-    ClearRows(args, max(begin, int64_t{starts[block]} + filled.rows[block]),
-              min(end, int64_t{starts[block + 1]}), zeros, lane);
+  for (; expert < n && starts[expert] < end; ++expert) {
+    ClearRows(args, max(begin, int64_t{starts[expert]} + filled.rows[expert]),
+              min(end, int64_t{starts[expert + 1]}), zeros, lane);
   }
   ClearRows(args, max(begin, int64_t{starts[n]}), end, zeros, lane);
 }
 
 // Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
-// dealt out to the warps that take part, of the blocks that do not send: the last rows first, for most gaps
+// dealt out to the warps that clear, of the blocks that do not send: the last rows first, for most gaps
 // are there. With no peers each takes its share.
 __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros,
                                  uint32_t epoch) {
   const bool in_bulk = zeros != nullptr;
   const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;
-  const int taking_part = in_bulk ? kClearingWarps : warps;
-  const int number = static_cast<int>(threadIdx.x) / kWarp - (warps - taking_part);
+  const int clearing = in_bulk ? kClearingWarps : warps;
+  const int number = static_cast<int>(threadIdx.x) / kWarp - (warps - clearing);
   if (number < 0) return;
   const Filled filled = FindFilled(args, counts);
   int64_t row_bytes = 1;
@@ -101,19 +101,19 @@ __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, con
   const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
   const bool padded = args.shape.has_expert_blocks() && args.shape.alignment > 1;
   // A handle that was tampered with may say anything.
-  const int64_t first = padded ? 0 : max(filled.starts[filled.num_blocks], 0);
-  const bool local = args.peers.num_ranks == 0;
+  const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
+  const bool local = args.is_local();
   const Dealer dealer{local ? nullptr : &args.peers.own().cleared[epoch % 2]};
-  const int count = (static_cast<int>(gridDim.x) - args.num_senders) * taking_part;
-  int unit = (static_cast<int>(blockIdx.x) - args.num_senders) * taking_part + number;
-  for (int64_t end; (end = capacity - unit * rows) > first;) {
+  const int count = (static_cast<int>(gridDim.x) - args.num_senders) * clearing;
+  int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + number;
+  for (int64_t end; (end = capacity - ticket * rows) > first;) {
     const unsigned taken = local ? 0 : dealer.Take(lane);
     ClearWithin(args, filled, max(end - rows, first), end, zeros, lane);
     if (in_bulk) {
       CommitStores();
       WaitForStoresRead<1>();
     }
-    unit = count + (local ? unit : Dealer::Show(taken));
+    ticket = count + (local ? ticket : Dealer::Show(taken));
   }
   if (in_bulk) WaitForStores();
 }

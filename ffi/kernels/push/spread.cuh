@@ -1,15 +1,15 @@
 // By expert: each token came once; from there to its other rows of this rank.
 #pragma once
 
-#include "kernels/send.cuh"
-#include "kernels/sum.cuh"
-#include "kernels/waves.cuh"
+#include "kernels/comm/waves.cuh"
+#include "kernels/push/send.cuh"
+#include "kernels/rows/vector.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kScaledRows = 3;   // rows, and
-constexpr int kBatch = 4;        // columns of each, whose loads are in flight at a time
-constexpr int kSpreadParts = 2;  // of a row, for warps to share
+constexpr int kInFlight = 4;     // columns of each, whose loads are in flight at a time
+constexpr int kSpreadMates = 2;  // warps that share a row
 
 // A token's rows at this rank: lane k holds that of its k-th choice, -1 none.
 struct Spread {
@@ -17,9 +17,9 @@ struct Spread {
   unsigned lanes;  // that hold a row; the first one's has come
 };
 
-__device__ inline Spread FindSpread(const int32_t* received_rows, const Shape& shape, int64_t slot,
+__device__ inline Spread FindSpread(const int32_t* received_rows, const Shape& shape, int64_t global_token,
                                     int lane) {
-  const int row = lane < shape.top_k ? __ldcg(&received_rows[slot * shape.top_k + lane]) : -1;
+  const int row = lane < shape.top_k ? __ldcg(&received_rows[global_token * shape.top_k + lane]) : -1;
   return {row, __ballot_sync(kAllLanes, IsRow(row, shape.capacity))};
 }
 
@@ -44,36 +44,36 @@ __device__ void ScaleRows(const PushArgs& args, int p, const Spread& spread, int
       weights[r] = rows[r] >= 0 ? args.row_weights[rows[r]] : 0.0f;
       dots[r] = 0;
     }
-    for (int begin = lane * N; begin < width; begin += kBatch * kWarp * N) {
-      Pack<T, N> tokens[kBatch], packs[kScaledRows][kBatch];
+    for (int begin = lane * N; begin < width; begin += kInFlight * kWarp * N) {
+      Vector<T, N> tokens[kInFlight], vectors[kScaledRows][kInFlight];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         const int column = begin + i * kWarp * N;
-        tokens[i] = Pack<T, N>::Load(token + column, column < width);
+        tokens[i] = Vector<T, N>::Load(token + column, column < width);
       }
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
           const int column = begin + i * kWarp * N;
-          packs[r][i] =
-              Pack<T, N>::Load(factors + int64_t{rows[r]} * width + column, rows[r] >= 0 && column < width);
+          vectors[r][i] =
+              Vector<T, N>::Load(factors + int64_t{rows[r]} * width + column, rows[r] >= 0 && column < width);
         }
       }
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
           const int column = begin + i * kWarp * N;
           if (rows[r] < 0 || column >= width) break;
           Acc scaled[N];
 #pragma unroll
           for (int j = 0; j < N; ++j) {
             const Acc value = tokens[i][j];
-            dots[r] += static_cast<Acc>(packs[r][i][j]) * value;
+            dots[r] += static_cast<Acc>(vectors[r][i][j]) * value;
             scaled[j] = weights[r] * value;
           }
-          Pack<T, N>::Store(out + int64_t{rows[r]} * width + column, scaled);
+          Vector<T, N>::Store(out + int64_t{rows[r]} * width + column, scaled);
         }
       }
     }
@@ -96,15 +96,15 @@ __device__ void ScaleArray(const PushArgs& args, int p, const Spread& spread, in
   }
 }
 
-// Copies one of `parts` of a token's row to its others.
-__device__ inline void CopyPart(const PushArgs& args, int p, const Spread& spread, int part, int parts,
-                                int lane) {
+// Copies a token's row to its others: the bytes of one of the mates.
+__device__ inline void CopyShared(const PushArgs& args, int p, const Spread& spread, int mate, int mates,
+                                  int lane) {
   const unsigned others = spread.lanes & (spread.lanes - 1);
   if (others == 0) return;
   const int64_t bytes = args.payloads[p].row_bytes;
   // Rows of whole vectors are divided, others not.
-  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + parts - 1) / parts, 16) : bytes;
-  const int64_t offset = part * size;
+  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + mates - 1) / mates, 16) : bytes;
+  const int64_t offset = mate * size;
   if (offset >= bytes) return;
   std::byte* const out = args.payloads[p].out + offset;
   const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
@@ -112,55 +112,55 @@ __device__ inline void CopyPart(const PushArgs& args, int p, const Spread& sprea
 }
 
 // Copies a token's row to its others by bulk copies.
-__device__ inline void CopyInBulk(const PushArgs& args, int p, const Spread& spread, Slots& slots, int lane) {
+__device__ inline void CopyInBulk(const PushArgs& args, int p, const Spread& spread, Stages& stages,
+                                  int lane) {
   const unsigned others = spread.lanes & (spread.lanes - 1);
-  const int64_t bytes = args.payloads[p].row_bytes, slot_bytes = args.bulk.slot_bytes;
+  const int64_t bytes = args.payloads[p].row_bytes, stage_bytes = args.bulk.stage_bytes;
   std::byte* const out = args.payloads[p].out;
   const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-  for (int64_t offset = 0; offset < bytes && others != 0; offset += slot_bytes, ++slots.used) {
-    const int slot = slots.used % 2;
-    std::byte* const staged = slots.bytes + slot * slot_bytes;
-    const uint32_t size = static_cast<uint32_t>(min(slot_bytes, bytes - offset));
+  for (int64_t offset = 0; offset < bytes && others != 0; offset += stage_bytes, ++stages.used) {
+    const int stage = stages.used % 2;
+    std::byte* const staged = stages.bytes + stage * stage_bytes;
+    const uint32_t size = static_cast<uint32_t>(min(stage_bytes, bytes - offset));
     WaitForStoresRead<1>();
     __syncwarp();
-    if (lane == 0) BulkLoad(staged, out + first * bytes + offset, size, &slots.barriers[slot]);
-    WaitForLoad(&slots.barriers[slot], slots.used / 2 % 2);
+    if (lane == 0) BulkLoad(staged, out + first * bytes + offset, size, &stages.barriers[stage]);
+    WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     if (others >> lane & 1) BulkStore(out + spread.row * bytes + offset, staged, size);
     CommitStores();
   }
 }
 
 // All tokens of all ranks in their order, dealt out to the warps that have nothing to send or to clear any
-// more. `Scale` is the type of rows to be scaled, or void. In bulk only those warps take part that have
-// slots.
+// more. `Scale` is the type of rows to be scaled, or void. In bulk only the warps spread that have stages.
 template <bool kInBulk, typename Scale>
-__device__ void SpreadRows(const PushArgs& args, Op op, Slots& slots, uint32_t epoch) {
+__device__ void SpreadRows(const PushArgs& args, Op op, Stages& stages, uint32_t epoch) {
   constexpr bool kScales = !std::is_void_v<Scale>;
-  constexpr int kParts = kInBulk || kScales ? 1 : kSpreadParts;
+  constexpr int kMates = kInBulk || kScales ? 1 : kSpreadMates;
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
   const Dealer dealer{&args.peers.own().spread[epoch % 2]};
-  int come = -1;  // the last wave that was waited for; later numbers never belong to an earlier one
+  int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   while (true) {
-    const int unit = Dealer::Show(dealer.Take(lane));
-    const int i = unit / kParts, t = i / shape.num_ranks;
+    const int ticket = Dealer::Show(dealer.Take(lane));
+    const int i = ticket / kMates, t = i / shape.num_ranks;
     if (t >= shape.num_tokens) break;
     if (args.waves.Of(t) != come) {
       come = args.waves.Of(t);
       if (!WaitForWave(args.peers, op, come, epoch)) break;
       if (kInBulk) FenceBulk();
     }
-    const int64_t slot = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
-    const Spread spread = FindSpread(args.handle.received_rows, shape, slot, lane);
+    const int64_t global_token = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
+    const Spread spread = FindSpread(args.handle.received_rows, shape, global_token, lane);
     if (spread.lanes == 0) continue;
     for (int p = 0; p < args.num_payloads; ++p) {
       if constexpr (kScales) {
         ScaleArray<Scale>(args, p, spread, lane);
       } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
-        CopyInBulk(args, p, spread, slots, lane);
+        CopyInBulk(args, p, spread, stages, lane);
       } else {
-        CopyPart(args, p, spread, unit % kParts, kParts, lane);
+        CopyShared(args, p, spread, ticket % kMates, kMates, lane);
       }
     }
   }

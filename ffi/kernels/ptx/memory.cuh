@@ -1,4 +1,5 @@
-// Loads and stores of what the ranks tell each other, ordered as far as each needs it.
+// Loads, stores and fences in PTX: of what the ranks tell each other, ordered as far as each needs it, and of
+// rows.
 #pragma once
 
 #include "kernels/device.cuh"
@@ -113,6 +114,22 @@ __device__ inline uint64_t GlobalNanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
+}
+
+// A 16-byte load that does not go through the first-level cache: peers wrote, or own, the memory. Nothing is
+// read, and the result is undefined, unless `wanted`: with a branch around it the compiler waits for each
+// load before it begins the next.
+__device__ inline uint4 LoadRow(const uint4* address, bool wanted = true) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.s32 wanted, %5, 0;\n"
+      "@wanted ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted)));
+  return v;
 }
 
 }  // namespace jax_ep::cuda

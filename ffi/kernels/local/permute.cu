@@ -2,7 +2,7 @@
 // within a group of one rank: push.cu.)
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
-#include "kernels/slices.cuh"
+#include "kernels/rows/sum.cuh"
 #include "kernels/topk.cuh"
 
 namespace jax_ep::cuda {
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.y.num_elements);
   const int num_slices = (width + kSlice<N> - 1) / kSlice<N>;
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp);
-  for (int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
-       unit < int64_t{args.num_rows} * num_slices; unit += num_warps) {
-    const int64_t c = unit / num_slices, choice = c * args.top_k + lane;
-    const int first = static_cast<int>(unit % num_slices) * kSlice<N>;
+  for (int64_t task = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp;
+       task < int64_t{args.num_rows} * num_slices; task += num_warps) {
+    const int64_t c = task / num_slices, choice = c * args.top_k + lane;
+    const int first = static_cast<int>(task % num_slices) * kSlice<N>;
     const int row = lane < args.top_k ? args.row_map[choice] : -1;
     const bool kept = IsRow(row, args.num_permuted);
     Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, kept)};
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
       terms.row = static_cast<const T*>(args.y.rows) + int64_t{row} * width;
       if (args.topk_weights != nullptr) terms.factor = args.topk_weights[choice];
     }
-    Acc total[kVectors][N] = {};
+    Acc total[kSumVectors][N] = {};
     if constexpr (kBiased) {
       Shape shape{};
       shape.top_k = args.top_k;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
       continue;
     }
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kSumVectors; ++v) {
       const int column = first + (v * kWarp + lane) * N;
 #pragma unroll
       for (int j = 0; j < N; ++j) {

@@ -1,7 +1,7 @@
 // Counts a rank's tokens chunk by chunk: the first step of dispatch and permute.
-#include "kernels/count.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/push/count.cuh"
 
 namespace jax_ep::cuda {
 namespace {

@@ -1,0 +1,26 @@
+// What the pull kernel works on.
+#pragma once
+
+#include "kernels/comm/waves.cuh"
+
+namespace jax_ep::cuda {
+
+// A pull of arrays of one type. By value in the kernel's parameters.
+struct PullArgs {
+  Shape shape;
+  Peers peers;
+  const int32_t* rank_operand;
+  HandleArrays handle;
+  Summand summands[kMaxPayloads];
+  int32_t num_summands;
+  int32_t num_pullers;  // blocks that pull; the others fold
+  bool folds;
+  Waves waves;
+  const float* row_weights;
+  Bias biases[kMaxBiases];
+  int32_t num_biases;
+  const float* arrived_weights;
+  float* topk_weights;
+};
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,53 @@
+// What the push kernel works on.
+#pragma once
+
+#include "kernels/comm/waves.cuh"
+
+namespace jax_ep::cuda {
+
+// How a block copies in bulk: its first warps have two stages of shared memory each.
+struct BulkPlan {
+  int32_t num_warps;    // 0: rows are sent by loads and stores
+  int32_t num_sending;  // of them, a token each
+  int32_t stage_bytes;
+};
+
+// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
+JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
+
+// A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
+struct PushArgs {
+  Shape shape;
+  Peers peers;
+  const int32_t* rank_operand;
+  HandleArrays handle;
+  const int32_t* chunk_counts;  // null: routed earlier, sent_rows are final
+  Payload payloads[kMaxPayloads];
+  int32_t num_payloads;
+  BulkPlan bulk;
+  int32_t num_senders;  // blocks that send; the others clear what no row fills
+  // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
+  bool spreads;
+  bool sends_map;  // received_rows, which are the handle's if routed earlier
+  Waves waves;
+  int32_t batch;  // tokens that a block sends at a time
+  // Few tokens are counted by every block for itself, as one chunk; others beforehand.
+  bool counts_here;
+  TopkIds topk_idx;
+  const float* row_weights;
+  const void* factors[kMaxPayloads];
+  const float* topk_weights;
+  float* arrived_weights;
+  int32_t* arrived_idx;
+  int32_t* tokens_per_expert;
+  int32_t* group_sizes;
+  int32_t* num_tokens;
+  int32_t* num_dropped;
+
+  // Whether it finds out where the rows lie, or else goes along a handle.
+  JAX_EP_HD bool routes() const { return chunk_counts != nullptr; }
+  // Whether it is a permute, which meets nobody.
+  JAX_EP_HD bool is_local() const { return peers.num_ranks == 0; }
+};
+
+}  // namespace jax_ep::cuda

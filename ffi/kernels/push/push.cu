@@ -1,0 +1,175 @@
+// Launches of the push kernel: by dispatch and redispatch to peers, by permute on one device.
+#include <algorithm>
+#include <optional>
+
+#include "core/plan.h"
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/push/kernel.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Shared memory of a block: its counts, then its stages.
+constexpr int kBulkBytes = 216 * 1024;
+constexpr int kMaxStageBytes = 16 * 1024;
+constexpr int kBatch = 32;  // tokens, sent by loads and stores
+constexpr int kWave = 128;  // tokens, spread at a time
+// Where the receiver waits for the rows: what is sent at a time queues up before the links, and comes later
+// the more there is of it.
+constexpr int kSpreadingWarps = 6;
+
+// Two stages a warp, as many warps as have room.
+BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
+  int64_t longest = 0;
+  for (int p = 0; p < args.num_payloads; ++p) {
+    if (IsBulkRow(args.payloads[p].row_bytes)) longest = std::max(longest, args.payloads[p].row_bytes);
+  }
+  if (longest == 0 || !device.copies_in_bulk) return {};
+  const int64_t stage = std::min(AlignUp(longest, 128), int64_t{kMaxStageBytes});
+  const int64_t room = kBulkBytes - HeadBytes(args);
+  const int num_warps = static_cast<int>(std::min(room / (2 * stage), int64_t{kMaxBulkWarps}));
+  return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps,
+          static_cast<int>(stage)};
+}
+
+// Calls f with the kernel and its threads a block, for rows to be scaled or not.
+template <typename F>
+cudaError_t WithKernel(bool in_bulk, std::optional<Float> scaled, F&& f) {
+  const auto with = [&](auto* null) {
+    using Scale = std::remove_pointer_t<decltype(null)>;
+    return f(in_bulk ? PushKernel<true, Scale> : PushKernel<false, Scale>, kPushThreads<Scale>);
+  };
+  if (!scaled) return with(static_cast<void*>(nullptr));
+  return WithType(*scaled, with);
+}
+
+SmPlan PlanOf(const PushArgs& args, const Device& device) {
+  double row_bytes = 0;
+  for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
+  return PlanPush(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
+}
+
+// How the blocks share the work: what of args depends on the device and on the number of senders.
+void Divide(PushArgs& args, const Device& device, int num_senders) {
+  const int T = args.shape.num_tokens;
+  const bool local = args.is_local();
+  args.spreads = !local && args.shape.has_row_per_choice();
+  args.bulk = PlanBulk(args, device);
+  args.num_senders = num_senders;
+  // A token a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
+  // not depend on the plan: the ranks agree on them, and each has a plan of its own.
+  const bool few = T <= kFewTokens;
+  args.batch = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
+  if (few) args.batch = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
+  args.waves = PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, args.batch);
+  args.counts_here = !local && few && T <= int64_t{num_senders} * args.batch;
+}
+
+cudaError_t Move(const PushArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
+  int64_t shared = HeadBytes(args);
+  shared += int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes;
+  return WithKernel(args.bulk.num_warps > 0, scaled, [&](auto* kernel, int num_threads) {
+    // Stages, and counts of many experts, need more than the default.
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return error;
+    // A local move meets nobody, and may have more blocks than there is room for.
+    return Launch(kernel, num_blocks, num_threads, shared, stream, args.peers.num_ranks > 0, args);
+  });
+}
+
+template <typename Params>
+PushArgs ArgsOf(const Params& params) {
+  PushArgs args{};
+  args.shape = params.shape;
+  for (int p = 0; p < params.num_payloads; ++p) args.payloads[p] = params.payloads[p];
+  args.num_payloads = params.num_payloads;
+  args.topk_weights = params.topk_weights;
+  return args;
+}
+
+}  // namespace
+
+cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
+                       cudaStream_t stream) {
+  PushArgs args = ArgsOf(params);
+  args.peers = peers;
+  args.rank_operand = params.rank_operand;
+  args.handle = params.handle;
+  args.chunk_counts = params.chunk_counts;
+  args.arrived_weights = params.arrived_weights;
+  args.arrived_idx = params.arrived_idx;
+  args.tokens_per_expert = params.tokens_per_expert;
+  args.group_sizes = params.group_sizes;
+  args.num_tokens = params.num_tokens;
+  args.num_dropped = params.num_dropped;
+  args.topk_idx = params.topk_idx;
+  args.sends_map = params.routes() && params.shape.has_row_per_choice();
+  std::optional<Float> scaled;
+  if (params.scales()) {
+    args.row_weights = params.row_weights;
+    for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
+    scaled = params.factor_type;
+  }
+  const SmPlan plan = PlanOf(args, device);
+  Divide(args, device, plan.links);
+  if (params.routes() && !args.counts_here) {
+    const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
+                                          params.handle.sent_rows, params.chunk_counts, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return Move(args, plan.total(), scaled, stream);
+}
+
+// A push within a group of one rank, which meets nobody. The routed ids are the row map's, and are
+// not needed afterwards: they lie behind the chunks' counts.
+cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
+  const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
+                                        params.chunk_counts, stream);
+  if (error != cudaSuccess) return error;
+  PushArgs args = ArgsOf(params);
+  args.handle = {params.routed_idx, params.row_map, nullptr, nullptr, nullptr};
+  args.chunk_counts = params.chunk_counts;
+  args.arrived_weights = params.row_weights;
+  args.tokens_per_expert = params.tokens_per_expert;
+  args.group_sizes = params.group_sizes;
+  args.num_dropped = params.num_dropped;
+  // All SMs send; as many clear, once those are done.
+  Divide(args, device, device.num_sms);
+  return Move(args, 2 * device.num_sms, std::nullopt, stream);
+}
+
+// Whether the kernels that run on the current device were compiled for sm_90 or newer: what counts is the
+// architecture they were compiled for, not the device's own.
+static bool IsBuiltForHopper() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, PushKernel<true, void>) == cudaSuccess &&
+         attributes.ptxVersion >= 90;
+}
+
+Device DescribeDevice(bool plain_copies, int sm_budget) {
+  int device = 0, num_sms = 1;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  num_sms = std::min(num_sms, kMaxBlocks);
+  const bool is_new = IsBuiltForHopper();
+  return {num_sms, !plain_copies && is_new, is_new, sm_budget};
+}
+
+cudaError_t PreloadPush() {
+  cudaFuncAttributes attributes;
+  cudaError_t error = PreloadCount();
+  for (std::optional<Float> scaled :
+       {std::optional<Float>(), std::optional(Float::kF16), std::optional(Float::kBF16),
+        std::optional(Float::kF32), std::optional(Float::kF64)}) {
+    for (bool in_bulk : {false, true}) {
+      if (error != cudaSuccess) return error;
+      error = WithKernel(in_bulk, scaled,
+                         [&](auto* kernel, int) { return cudaFuncGetAttributes(&attributes, kernel); });
+    }
+  }
+  return error;
+}
+
+}  // namespace jax_ep::cuda
