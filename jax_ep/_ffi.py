@@ -254,8 +254,6 @@ def permute(
         "permute",
         [topk_idx, _or_empty(topk_weights), *packed],
         results,
-        order=np.int64(1),
-        num_ranks=np.int64(1),
         num_experts=np.int64(num_local_experts),
         capacity=np.int64(capacity),
         alignment=np.int64(expert_alignment),

@@ -47,14 +47,12 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
   return ffi::Error::Success();
 }
 
-ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device_ordinal, int32_t rank,
+ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal, int32_t rank,
                     int32_t num_ranks, Seat& seat) {
-  auto key = attrs.get<std::string_view>("group");
-  if (key.has_error()) return key.error();
-  seat.group = FindGroup(std::string(*key));
+  seat.group = FindGroup(std::string(group_key));
   if (seat.group == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      std::string(op) + ": the group of this program is closed (" + std::string(*key) +
+                      std::string(op) + ": the group of this program is closed (" + std::string(group_key) +
                           "); make the Group again before running it");
   }
   const auto place = seat.group->Find(device_ordinal);

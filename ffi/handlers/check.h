@@ -79,13 +79,13 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-// The group that the attribute `group` names, and this device's place in it. `rank` is the operand that the
+// The group that a key names, and this device's place in it. `rank` is the operand that the
 // program computed.
 struct Seat {
   std::shared_ptr<Group> group;
   Group::Place place;
 };
-ffi::Error FindSeat(const char* op, const ffi::Dictionary& attrs, int32_t device_ordinal, int32_t rank,
+ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal, int32_t rank,
                     int32_t num_ranks, Seat& seat);
 
 }  // namespace jax_ep

@@ -150,19 +150,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 // A launch depends on nothing but its operands' addresses, so it may be recorded in a CUDA graph: epochs and
 // the peers' addresses are read on the device.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRouteHandler, Route<CudaContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPushHandler, Push<CudaContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPullHandler, Pull<CudaContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CudaContext>()),
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLayoutHandler, Layout<CudaLocalContext>,
                               BindLayout(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPermuteHandler, Permute<CudaLocalContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+                              BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedPermuteHandler, CachedPermute<CudaLocalContext>,
                               BindCachedPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),

@@ -5,20 +5,18 @@
 namespace jax_ep {
 
 static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, ffi::AnyBuffer in,
-                            ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attrs) {
+                            ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
   const char* op = "gather";
-  auto num_ranks = attrs.get<int64_t>("num_ranks");
-  if (num_ranks.has_error()) return num_ranks.error();
   Seat seat;
-  auto error = FindSeat(op, attrs, context.device, -1, static_cast<int32_t>(*num_ranks), seat);
+  auto error = FindSeat(op, group, context.device, -1, static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
   if (in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||
-      out->size_bytes() != in.size_bytes() * *num_ranks) {
-    return InvalidArgument(op, ": the array must have a multiple of 16 bytes, and the result ", *num_ranks,
+      out->size_bytes() != in.size_bytes() * num_ranks) {
+    return InvalidArgument(op, ": the array must have a multiple of 16 bytes, and the result ", num_ranks,
                            " times as many");
   }
   const int64_t rows = in.dimensions()[0];
-  const GatherParams params{static_cast<int32_t>(*num_ranks),
+  const GatherParams params{static_cast<int32_t>(num_ranks),
                             seat.place.rank,
                             rank.typed_data(),
                             static_cast<const std::byte*>(in.untyped_data()),
@@ -38,7 +36,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatherHandler, RunGather,
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // rank
                                   .Arg<ffi::AnyBuffer>()           // [rows, ...]
                                   .Ret<ffi::AnyBuffer>()           // [R * rows, ...]
-                                  .Attrs(),
+                                  .Attr<std::string_view>("group")
+                                  .Attr<int64_t>("num_ranks"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

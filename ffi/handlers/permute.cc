@@ -22,7 +22,7 @@ static ffi::Error Run(const CpuLocalContext&, const UnpermuteParams& params) {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteHandler, Permute<CpuLocalContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
+                              BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedPermuteHandler, CachedPermute<CpuLocalContext>,
                               BindCachedPermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(UnpermuteHandler, Unpermute<CpuLocalContext>,

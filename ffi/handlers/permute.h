@@ -7,12 +7,12 @@ namespace jax_ep {
 
 template <typename Context>
 typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                 ffi::Dictionary attrs) {
+                                 PermuteAttributes attributes) {
   const char* op = "permute";
   PermuteParams params{};
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return error;
+  if (auto error = MakeShape(op, attributes.routing(), in.Peek(), shape); error.failure()) return error;
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);

@@ -31,6 +31,7 @@ static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePull() {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PullInstantiate, InstantiatePull, ffi::Ffi::BindInstantiate());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PullHandler, Pull<CpuContext>, BindArrays(ffi::Ffi::Bind().Ctx<CpuContext>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PullHandler, Pull<CpuContext>,
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 }  // namespace jax_ep

@@ -53,14 +53,14 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
 
 template <typename Context>
 typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                              ffi::Dictionary attrs) {
+                              RoutingAttributes attributes) {
   const char* op = "combine";
   PullCall call{};
   PullParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.rank_operand = in.TakeInts("rank", {});
-  if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
   const bool returns_weights = in.HasElements();
@@ -71,9 +71,9 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   // The sums [T, ...] follow, then scratch: partial sums.
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   Seat seat;
-  auto error = FirstError(
-      {DecodeSums(op, in.Rest(), out.Rest(), call),
-       FindSeat(op, attrs, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
+  auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
+                           FindSeat(op, attributes.group, context.device,
+                                    context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
   if (error.failure()) return Context::Fail(error);
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.

@@ -49,9 +49,10 @@ static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePush() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteInstantiate, InstantiateRoute, ffi::Ffi::BindInstantiate());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteHandler, Route<CpuContext>,
-                              BindArrays(ffi::Ffi::Bind().Ctx<CpuContext>()));
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PushInstantiate, InstantiatePush, ffi::Ffi::BindInstantiate());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PushHandler, Push<CpuContext>, BindArrays(ffi::Ffi::Bind().Ctx<CpuContext>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PushHandler, Push<CpuContext>,
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 }  // namespace jax_ep

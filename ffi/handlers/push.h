@@ -15,7 +15,7 @@ struct PushCall {
 // What all pushes end with: the rows, and the rank's place in the group.
 template <typename Context>
 typename Context::Result RunPush(Context context, const char* op, PushCall call, Arrays& in, Arrays& out,
-                                 const ffi::Dictionary& attrs) {
+                                 std::string_view group) {
   PushParams& params = call.params;
   const Shape& shape = params.shape;
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
@@ -23,7 +23,7 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
   auto error = FirstError(
       {DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
                       params.scales() ? &call.factors : nullptr),
-       FindSeat(op, attrs, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
+       FindSeat(op, group, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
   if (error.failure()) return Context::Fail(error);
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.
@@ -37,14 +37,14 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
 // A push that routes.
 template <typename Context>
 typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                               ffi::Dictionary attrs) {
+                               RoutingAttributes attributes) {
   const char* op = "dispatch";
   PushCall call{};
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.rank_operand = in.TakeInts("rank", {});
-  if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
@@ -60,21 +60,21 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.num_dropped = out.TakeInts("num_dropped", {1});
   params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
   // The rows [C, ...] follow.
-  return RunPush(context, op, std::move(call), in, out, attrs);
+  return RunPush(context, op, std::move(call), in, out, attributes.group);
 }
 
 // A push along a handle. With weights of rows, it scales: the rows' dot products arrive in the weights'
 // place.
 template <typename Context>
 typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                              ffi::Dictionary attrs) {
+                              RoutingAttributes attributes) {
   const char* op = "redispatch";
   PushCall call{};
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.rank_operand = in.TakeInts("rank", {});
-  if (auto error = DecodeShape(op, attrs, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   const bool weighted = in.HasElements();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
@@ -87,7 +87,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
 
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted || scales);
   // The rows [C, ...] follow.
-  return RunPush(context, op, std::move(call), in, out, attrs);
+  return RunPush(context, op, std::move(call), in, out, attributes.group);
 }
 
 }  // namespace jax_ep

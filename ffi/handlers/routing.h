@@ -1,38 +1,58 @@
-// Decodes the static part of a routing and the arrays of its handle.
+// The static part of a routing, as its attributes and operands give it, and the arrays of its handle.
 #pragma once
 
 #include "handlers/arrays.h"
 
 namespace jax_ep {
 
-// Reads the attributes order, num_ranks, num_experts, capacity and alignment; T and K are the dimensions of
-// topk_idx, which is null if the operand is missing.
-inline ffi::Error DecodeShape(const char* op, const ffi::Dictionary& attrs, const ffi::AnyBuffer* topk_idx,
-                              Shape& shape) {
-  int32_t values[5];
-  const char* names[] = {"order", "num_ranks", "num_experts", "capacity", "alignment"};
-  for (int i = 0; i < 5; ++i) {
-    auto value = attrs.get<int64_t>(names[i]);
-    if (value.has_error()) return value.error();
-    if (*value < (i == 0 ? 0 : 1) || *value > INT32_MAX || (i == 0 && *value > 1)) {
-      return InvalidArgument(op, ": attribute ", names[i], " out of range: ", *value);
+// The attributes of an op that moves rows between ranks. Each struct has its members in the order in which
+// they are registered below.
+struct RoutingAttributes {
+  std::string_view group;
+  int64_t order;
+  int64_t num_ranks;
+  int64_t num_experts;
+  int64_t capacity;
+  int64_t alignment;
+};
+
+// Those of a permute, which is a push by expert on one device.
+struct PermuteAttributes {
+  int64_t num_experts;
+  int64_t capacity;
+  int64_t alignment;
+
+  RoutingAttributes routing() const {
+    return {"", static_cast<int64_t>(Order::kExpert), 1, num_experts, capacity, alignment};
+  }
+};
+
+// T and K are the dimensions of topk_idx, which is null if the operand is missing.
+inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
+                            const ffi::AnyBuffer* topk_idx, Shape& shape) {
+  const auto [group, order, num_ranks, num_experts, capacity, alignment] = attributes;
+  if (order != static_cast<int64_t>(Order::kRank) && order != static_cast<int64_t>(Order::kExpert)) {
+    return InvalidArgument(op, ": attribute order out of range: ", order);
+  }
+  for (const auto& [name, value] : {std::pair("num_ranks", num_ranks), std::pair("num_experts", num_experts),
+                                    std::pair("capacity", capacity), std::pair("alignment", alignment)}) {
+    if (value < 1 || value > INT32_MAX) {
+      return InvalidArgument(op, ": attribute ", name, " out of range: ", value);
     }
-    values[i] = static_cast<int32_t>(*value);
   }
   if (topk_idx == nullptr || topk_idx->dimensions().size() != 2) {
     return InvalidArgument(op, ": topk_idx must have two dimensions");
   }
-  shape = Shape{static_cast<Order>(values[0]),
-                values[1],
+  if (num_experts % num_ranks != 0) {
+    return InvalidArgument(op, ": the ", num_ranks, " ranks must divide the ", num_experts, " experts");
+  }
+  shape = Shape{static_cast<Order>(order),
+                static_cast<int32_t>(num_ranks),
                 static_cast<int32_t>(topk_idx->dimensions()[0]),
                 static_cast<int32_t>(topk_idx->dimensions()[1]),
-                values[2],
-                values[3],
-                values[4]};
-  if (shape.num_experts % shape.num_ranks != 0) {
-    return InvalidArgument(op, ": the ", shape.num_ranks, " ranks must divide the ", shape.num_experts,
-                           " experts");
-  }
+                static_cast<int32_t>(num_experts),
+                static_cast<int32_t>(capacity),
+                static_cast<int32_t>(alignment)};
   return ffi::Error::Success();
 }
 
@@ -55,10 +75,17 @@ inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
   return {shape.capacity, shape.weights_per_row()};
 }
 
-// What every op that communicates takes: all operands, all results, all attributes.
-template <typename Binding>
+// What every op that moves rows takes: all operands, all results, and its attributes.
+template <typename Attributes, typename Binding>
 auto BindArrays(Binding binding) {
-  return std::move(binding).RemainingArgs().RemainingRets().Attrs();
+  return std::move(binding).RemainingArgs().RemainingRets().template Attrs<Attributes>();
 }
 
 }  // namespace jax_ep
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RoutingAttributes, StructMember<std::string_view>("group"),
+                                      StructMember<int64_t>("order"), StructMember<int64_t>("num_ranks"),
+                                      StructMember<int64_t>("num_experts"), StructMember<int64_t>("capacity"),
+                                      StructMember<int64_t>("alignment"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::PermuteAttributes, StructMember<int64_t>("num_experts"),
+                                      StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"));
