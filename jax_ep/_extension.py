@@ -10,11 +10,12 @@ import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
+
+from jax_ep._extension_types import Extension
 
 Implementation = Literal["ffi", "xla"]
 
@@ -33,10 +34,10 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 
 @functools.cache
-def _load() -> tuple[ModuleType | None, str]:
+def _load() -> tuple[Extension | None, str]:
     """The extension with its handlers registered, or None and the reason why not."""
     try:
-        module = importlib.import_module("jax_ep._C")
+        module = cast(Extension, importlib.import_module("jax_ep._C"))
     except ImportError as error:
         return None, f"the extension jax_ep._C cannot be imported ({error}); install with `pip install .`"
     built, runtime = module.build_info()["ffi_api_version"], runtime_ffi_version()
@@ -56,7 +57,7 @@ def _load() -> tuple[ModuleType | None, str]:
     return module, ""
 
 
-def extension() -> ModuleType | None:
+def extension() -> Extension | None:
     """The extension with its handlers registered, or None where it cannot be used."""
     return _load()[0]
 

@@ -7,13 +7,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_ep import _extension, _processes
+from jax_ep._extension_types import Extension
 
 # Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -114,7 +115,7 @@ class Group:
             self._open(module, devices, num_sms)
         _open_groups[id(self)] = self
 
-    def _open(self, module: ModuleType, devices: np.ndarray, num_sms: int | None) -> None:
+    def _open(self, module: Extension, devices: np.ndarray, num_sms: int | None) -> None:
         """Makes what must exist before a kernel waits on a peer."""
         if self._platform == "gpu" and not _extension.reason_against_ffi("gpu"):
             self._unreachable = self._open_on_gpus(module, list(devices.flat))
@@ -126,7 +127,7 @@ class Group:
         ]
         module.open_group(self._key, repr(self), here, self._size, self._timeout_s, num_sms or 0)
 
-    def _open_on_gpus(self, module: ModuleType, devices: list[Any]) -> str:
+    def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:
         """Prepares the control blocks; why the group's kernels cannot run, or nothing."""
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
@@ -142,7 +143,7 @@ class Group:
         except _processes.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
-    def _open_here(self, module: ModuleType, devices: list[Any], local: list[Any]) -> str:
+    def _open_here(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
         """The same where this process has all ranks of every group that it has ranks of."""
         controls = _control_blocks(module, self._key, local, self._timeout_s)
         if module.has_expired(self._key):
@@ -277,7 +278,7 @@ def _reserving(size: int) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda x: reserve(x, bytes=np.int64(size)))
 
 
-def _control_blocks(module: ModuleType, key: str, devices: Sequence[Any], timeout_s: float) -> dict[int, int]:
+def _control_blocks(module: Extension, key: str, devices: Sequence[Any], timeout_s: float) -> dict[int, int]:
     """Device id -> address of the group's control block there.
 
     They are kept as long as the process, because peers and recorded programs hold their addresses. So they

@@ -17,7 +17,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import _sockets
+from jax_ep._extension_types import Extension
 
 T = TypeVar("T")
 # (ordinal or -1, address of the control block here, shift of published addresses, process)
@@ -134,7 +134,7 @@ def drain(devices: Sequence[Any], limit_s: float) -> None:
 class _Setup:
     """One process's part in the set-up of a group."""
 
-    def __init__(self, module: ModuleType, key: str, devices: Sequence[Any], limit_s: float):
+    def __init__(self, module: Extension, key: str, devices: Sequence[Any], limit_s: float):
         self.module = module
         self.key = key
         self.devices = devices
@@ -275,7 +275,7 @@ def _prepare(setup: _Setup, num_ranks: int, hold: Callable[[], dict[int, int]]) 
 
 
 def open_group(
-    module: ModuleType,
+    module: Extension,
     key: str,
     devices: Sequence[Any],
     num_ranks: int,

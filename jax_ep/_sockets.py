@@ -11,7 +11,8 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+
+from jax_ep._extension_types import Extension
 
 # What a process that asks for descriptors says: whether it watches this connection from then on.
 _WATCH, _ONCE = b"w", b"1"
@@ -86,7 +87,7 @@ def is_watched(process: int) -> bool:
 
 @contextlib.contextmanager
 def fetched(
-    path: str, count: int, process: int, module: ModuleType, limit_s: float
+    path: str, count: int, process: int, module: Extension, limit_s: float
 ) -> Iterator[Sequence[int]]:
     """The descriptors that a process offers, closed when this ends; from the first time on it is watched."""
     descriptors: list[int] = []

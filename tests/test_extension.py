@@ -1,0 +1,23 @@
+"""The compiled extension is what its types say."""
+
+import inspect
+
+import pytest
+
+from jax_ep import _extension
+from jax_ep._extension_types import Extension
+
+
+def test_types():
+    module = _extension.extension()
+    if module is None:
+        pytest.fail("the extension is not there")
+    offered = {name: function for name, function in vars(module).items() if not name.startswith("_")}
+    typed = {name: method for name, method in vars(Extension).items() if not name.startswith("_")}
+    if "cuda" in module.build_info():
+        assert set(offered) == set(typed)
+    assert set(offered) <= set(typed)
+    for name, function in offered.items():
+        signature = function.__doc__.splitlines()[0].replace("collections.abc.", "")
+        said = str(inspect.signature(typed[name])).replace("'", "").replace("dict[str, Any]", "dict")
+        assert signature == name + said.replace("(self, ", "(").replace("(self)", "()")
