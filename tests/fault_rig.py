@@ -133,7 +133,7 @@ class Program:
             out = [op(row, *others)]
             if style.concurrent:
                 out.append(op(-row, *others))
-            return _, (out, jax.lax.psum(noise + i, "ep") if style.nccl else None)
+            return _, (out, jax.lax.psum(noise + i.astype(noise.dtype), "ep") if style.nccl else None)
 
         steps = jnp.arange(style.steps, dtype=jnp.int32)
         out = jax.lax.scan(step, None, steps)[1] if style.graph else step(None, steps[0])[1]

@@ -4,10 +4,9 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cases import floats
+from cases import count_calls, floats
 from conftest import make_mesh
 from layers import R
-from test_remat import count_calls
 
 import jax_ep
 from jax_ep.bench import programs

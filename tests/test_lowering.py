@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import ranks
+from cases import count_calls, ranks
 from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
-from test_remat import count_calls
 
 import jax_ep
 

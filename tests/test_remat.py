@@ -6,17 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ranks
+from cases import count_calls, ranks
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
 
 import jax_ep
-
-
-def count_calls(text):
-    names = re.findall(r'custom_call_target="(jax_ep_\w+)"', text)
-    return {name.removeprefix("jax_ep_"): names.count(name) for name in sorted(set(names))}
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
