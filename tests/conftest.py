@@ -3,7 +3,9 @@
 `JAX_EP_REQUIRE_DEVICES=n` turns a skip for want of devices into a failure when n or fewer are needed.
 """
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -74,6 +76,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def group8():
-    with jax_ep.Group(make_mesh((8,), ("ep",)), "ep") as group:
-        yield group
+def open_group() -> Iterator[Callable[..., jax_ep.Group]]:
+    """Makes groups that the end of the test closes."""
+    with contextlib.ExitStack() as groups:
+        yield lambda *args, **options: groups.enter_context(jax_ep.Group(*args, **options))

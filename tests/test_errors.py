@@ -216,21 +216,27 @@ def test_group_arguments():
         jax_ep.Group(mesh, "ep", timeout_s=0)
 
 
-def foreign_group(platform="cpu", spans_processes=False):
-    """A group as it would be on devices that are not here."""
-    group = jax_ep.Group(make_mesh((R,), ("ep",)), "ep")
-    group._platform, group._spans_processes = platform, spans_processes
-    return group
+@pytest.fixture
+def foreign_group(open_group, monkeypatch):
+    """Makes a group as it would be on devices that are not here."""
+
+    def make(platform="cpu", spans_processes=False):
+        group = open_group(make_mesh((R,), ("ep",)), "ep")
+        monkeypatch.setattr(group, "_platform", platform)
+        monkeypatch.setattr(group, "_spans_processes", spans_processes)
+        return group
+
+    return make
 
 
-def test_a_platform_without_handlers():
+def test_a_platform_without_handlers(foreign_group):
     group = foreign_group("tpu")
     assert group._resolve(None) == "xla"
     with pytest.raises(ValueError, match=r"implementation='ffi' cannot run .*no handlers for platform 'tpu'"):
         group._resolve("ffi")
 
 
-def test_a_group_across_processes_on_the_cpu():
+def test_a_group_across_processes_on_the_cpu(foreign_group):
     group = foreign_group(spans_processes=True)
     with pytest.raises(ValueError, match="ranks of a group must live in one process"):
         group._resolve("ffi")
