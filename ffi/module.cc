@@ -49,7 +49,7 @@ nb::dict CpuTargets() {
   targets["jax_ep_push"] = Stages(PushInstantiate, PushHandler);
   targets["jax_ep_pull"] = Stages(PullInstantiate, PullHandler);
   targets["jax_ep_permute"] = Capsule(PermuteHandler);
-  targets["jax_ep_cached_permute"] = Capsule(CachedPermuteHandler);
+  targets["jax_ep_repermute"] = Capsule(RepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(UnpermuteHandler);
   return targets;
 }
@@ -81,7 +81,7 @@ nb::dict CudaTargets() {
   targets["jax_ep_gather"] = CudaStages(CudaGatherHandler);
   targets["jax_ep_reserve"] = Capsule(CudaReserveHandler);
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
-  targets["jax_ep_cached_permute"] = Capsule(CudaCachedPermuteHandler);
+  targets["jax_ep_repermute"] = Capsule(CudaRepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
   targets["jax_ep_grouped_dot"] = Capsule(CudaGroupedDotHandler);
   return targets;
@@ -197,6 +197,7 @@ nb::dict BuildInfo() {
   nb::dict info;
   info["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   info["compiler"] = __VERSION__;
+  info["tokens_per_chunk"] = kChunkTokens;
 #if defined(JAX_EP_WITH_CUDA)
   info["cuda"] = CUDART_VERSION;
   info["cuda_architectures"] = JAX_EP_CUDA_ARCHITECTURES;

@@ -119,7 +119,7 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
       break;
     case kLong:
     case kGone:
-      exact = (phase == Phase::kEnter || phase == Phase::kMove || phase == Phase::kLeave ||
+      exact = (phase == Phase::kEnter || phase == Phase::kWave || phase == Phase::kLeave ||
                phase == Phase::kStuck) &&
               missing == blamed;
       if (phase == Phase::kStuck && missing != blamed) Die("rank %d says that %x are stuck", r, missing);
@@ -140,7 +140,7 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
                 missing, by);
   }
   // Nobody is blamed for nothing: a rank that is on time is never the only one that is missed.
-  const bool names = phase == Phase::kEnter || phase == Phase::kMove || phase == Phase::kLeave;
+  const bool names = phase == Phase::kEnter || phase == Phase::kWave || phase == Phase::kLeave;
   const bool one_fault = fault == kLate || fault == kNever || fault == kGone || fault == kOtherCall;
   if (one_fault && names && by != f && (missing & blamed) == 0) {
     Die("rank %d is told of phase %d, missing %x, but rank %d was", r, static_cast<int>(phase), missing, f);

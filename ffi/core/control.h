@@ -83,15 +83,15 @@ struct Channel {
   // opens an op by adding one above, which also tells it what was below, and a peer that gives up stores the
   // lower half: one of them is first. A rank that finds a reason takes back what it has added.
   uint64_t gate;
-  Stamped opened;                                     // the call site, plus 1, of the op that was opened last
-  uint32_t epoch;                                     // of the last op that has ended here
-  uint32_t ended;                                     // blocks of the kernel that have ended; 0 between ops
-  uint32_t wave_shares[kMaxWaves];                    // of each wave that are done; 0 between ops
-  uint32_t next[kMaxPayloads];                        // tickets that were taken, of each array if they differ
-  uint32_t spread[2];                                 // likewise, for rows to spread: by turns, op by op
-  uint32_t cleared[2];                                // and for rows to clear
-  alignas(128) Stamped left[kMaxRanks][kMaxBlocks];   // Left, of each block of each peer's kernel
-  alignas(128) uint32_t moved[kMaxWaves][kMaxRanks];  // the epoch whose wave each peer is done with
+  Stamped opened;                                    // the call site, plus 1, of the op that was opened last
+  uint32_t epoch;                                    // of the last op that has ended here
+  uint32_t ended;                                    // blocks of the kernel that have ended; 0 between ops
+  uint32_t wave_shares[kMaxWaves];                   // of each wave that are done; 0 between ops
+  uint32_t next[kMaxPayloads];                       // tickets that were taken, of each array if they differ
+  uint32_t spread[2];                                // likewise, for rows to spread: by turns, op by op
+  uint32_t cleared[2];                               // and for rows to clear
+  alignas(128) Stamped left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
+  alignas(128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the epoch whose wave each peer is done with
   alignas(128) Mail mail[kMaxRanks];
 };
 
@@ -105,7 +105,7 @@ enum class Phase : int32_t {
   kNone = 0,
   kEnter = 1,    // ranks did not arrive
   kLeave = 2,    // ranks did not finish
-  kMove = 3,     // ranks did not finish a wave
+  kWave = 3,     // ranks did not finish a wave
   kRank = 4,     // the program runs on another mesh than the group's
   kCall = 5,     // ranks called another op
   kChannel = 6,  // another op of this device was still using the channel

@@ -137,7 +137,7 @@ struct PermuteParams {
 };
 
 // The same permutation again, for another payload.
-struct CachedPermuteParams {
+struct RepermuteParams {
   int32_t num_rows;        // C
   int32_t top_k;           // K
   int32_t num_permuted;    // P

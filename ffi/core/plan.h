@@ -1,9 +1,9 @@
 // How many SMs an op that communicates takes, and what for.
 //
 // A few carry the rows over the links. What else an op does in device memory meanwhile - clear what no row
-// fills, spread or fold a token's rows - gets as many as let it end with the links under uniform routing. The
-// rates are those of an H200 (docs/performance.md); on other GPUs they are estimates, which
-// `Group(num_sms=...)` can overrule.
+// fills, spread or fold a token's rows - gets as many SMs as it needs to end when the transfers do, under
+// uniform routing. The rates are those of an H200 (docs/performance.md); on other GPUs they are estimates,
+// which `Group(num_sms=...)` can overrule.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ constexpr double kCopyRate = 30e3;
 // expert the folds beside it slow it down.
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
-constexpr int32_t kWeightedSenders = 16;
+constexpr int32_t kScalingSenders = 16;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 // Few tokens are a matter of latency: a token a warp.
@@ -68,12 +68,12 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
 }
 
 // `row_bytes` of all payloads together. A push that scales works on every row.
-inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool weighted, int32_t num_sms, int32_t budget) {
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool scales, int32_t num_sms, int32_t budget) {
   const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
-  local_us += weighted ? rows * row_bytes / kLocalRate : (rows - tokens) * row_bytes / kCopyRate;
-  int32_t links = by_rank ? kRankSenders : weighted ? kWeightedSenders : kExpertSenders;
+  local_us += scales ? rows * row_bytes / kLocalRate : (rows - tokens) * row_bytes / kCopyRate;
+  int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
   return PlanSms(shape, row_bytes, links, std::max(local_us, 1.0), num_sms, budget);
 }

@@ -1,5 +1,5 @@
-// Operands and results, read one after the other: the order in which a handler takes them is the one place
-// where it is written in C++ (and jax_ep/_ffi.py has it in Python).
+// Operands and results, read one after the other. In C++ only the order of these Take calls says which is
+// which; jax_ep/_ffi.py must pass them so.
 #pragma once
 
 #include <optional>

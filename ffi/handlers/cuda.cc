@@ -23,7 +23,7 @@ static ffi::Error AtMost(const char* op, const char* what, int64_t value, int64_
                          "; use implementation='xla'");
 }
 
-static ffi::Error CheckShape(const char* op, const Shape& shape, size_t arrays) {
+static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays) {
   return FirstError({AtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
                      AtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
                      AtMost(op, "arrays", arrays, kMaxPayloads)});
@@ -42,23 +42,23 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  if (auto error = CheckShape(op, shape, call.payloads.size()); error.failure()) return error;
-  Meeting meeting{op, [&] {
-                    std::string what = Text(op, " by ", Describe(shape));
-                    for (const Payload& payload : call.payloads) {
-                      what += Text(", rows of ", payload.row_bytes, " bytes (",
-                                   DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
-                    }
-                    what += params.scales() ? ", scaled" : "";
-                    return what + (params.topk_weights == nullptr ? "" : ", with weights");
-                  }};
-  meeting.published = {params.arrived_weights};
+  if (auto error = CheckLimits(op, shape, call.payloads.size()); error.failure()) return error;
+  Announcement announced{op, [&] {
+                           std::string what = Text(op, " by ", Describe(shape));
+                           for (const Payload& payload : call.payloads) {
+                             what += Text(", rows of ", payload.row_bytes, " bytes (",
+                                          DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
+                           }
+                           what += params.scales() ? ", scaled" : "";
+                           return what + (params.topk_weights == nullptr ? "" : ", with weights");
+                         }};
+  announced.published = {params.arrived_weights};
   if (params.routes()) {
     const bool maps = shape.has_row_per_choice();
-    meeting.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
+    announced.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
   }
-  for (const Payload& payload : call.payloads) meeting.published.push_back(payload.out);
-  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+  for (const Payload& payload : call.payloads) announced.published.push_back(payload.out);
+  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     for (const Payload& payload : call.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
@@ -72,7 +72,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
   PullParams& params = call.params;
   const Shape& shape = params.shape;
   auto error = FirstError(
-      {CheckShape(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases)});
+      {CheckLimits(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases)});
   if (error.failure()) return error;
   params.folds = shape.folds();
   for (const Summand& summand : call.summands) {
@@ -80,21 +80,21 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
       return InvalidArgument(op, ": by expert the kernels need room for partial sums");
     }
   }
-  Meeting meeting{op,
-                  [&] {
-                    std::string what = Text(op, " by ", Describe(shape));
-                    for (const Summand& summand : call.summands) {
-                      what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
-                    }
-                    what += params.row_weights == nullptr ? "" : ", weighted";
-                    return what + (params.arrived_weights == nullptr ? "" : ", weights back");
-                  },
-                  {params.row_weights, params.arrived_weights}};
+  Announcement announced{op,
+                         [&] {
+                           std::string what = Text(op, " by ", Describe(shape));
+                           for (const Summand& summand : call.summands) {
+                             what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
+                           }
+                           what += params.row_weights == nullptr ? "" : ", weighted";
+                           return what + (params.arrived_weights == nullptr ? "" : ", weights back");
+                         },
+                         {params.row_weights, params.arrived_weights}};
   for (const Summand& summand : call.summands) {
-    meeting.published.push_back(summand.rows);
-    meeting.published.push_back(summand.partial);
+    announced.published.push_back(summand.rows);
+    announced.published.push_back(summand.partial);
   }
-  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     for (const Summand& summand : call.summands) {
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
       Poison(summand.out, shape.num_tokens * bytes, context.stream);
@@ -106,19 +106,19 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
 
 static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
   auto error = FirstError({AtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
-                           CheckShape("layout", params.shape, 0)});
+                           CheckLimits("layout", params.shape, 0)});
   if (error.failure()) return error;
   return Launched("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& params) {
-  auto error = CheckShape("permute", params.shape, params.num_payloads);
+  auto error = CheckLimits("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
   return Launched("permute", cuda::LaunchPermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error Run(const CudaLocalContext& context, const CachedPermuteParams& params) {
-  return Launched("permute (cached)", cuda::LaunchCachedPermute(params, ThisDevice(nullptr), context.stream));
+static ffi::Error Run(const CudaLocalContext& context, const RepermuteParams& params) {
+  return Launched("repermute", cuda::LaunchRepermute(params, ThisDevice(nullptr), context.stream));
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const UnpermuteParams& params) {
@@ -164,8 +164,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLayoutHandler, Layout<CudaLocalContext>,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPermuteHandler, Permute<CudaLocalContext>,
                               BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCachedPermuteHandler, CachedPermute<CudaLocalContext>,
-                              BindCachedPermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRepermuteHandler, Repermute<CudaLocalContext>,
+                              BindRepermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUnpermuteHandler, Unpermute<CudaLocalContext>,
                               BindUnpermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),

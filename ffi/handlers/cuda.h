@@ -56,8 +56,8 @@ struct CudaLocalContext {
 // The result of a launch.
 ffi::Error Launched(const char* op, cudaError_t error);
 
-// An op that communicates, before it is launched.
-struct Meeting {
+// What is told of an op that communicates before it is launched.
+struct Announcement {
   const char* op;
   // The op, its shapes and dtypes, in words: the same on all ranks, or none of them moves a row.
   std::function<std::string()> what;
@@ -68,7 +68,7 @@ struct Meeting {
 // meet before and after the launch: what others load late on one device holds locks of the driver, and could
 // hold up a kernel that its peers wait for. An error if an earlier op of the group failed, if the ranks call
 // different ops, or if the group's other processes cannot reach a buffer.
-ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Meeting& meeting,
+ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
                           const std::function<cudaError_t(const Peers&)>& launch);
 
 // The shapes of a routing in words.

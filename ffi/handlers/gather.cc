@@ -23,9 +23,9 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, f
                             static_cast<std::byte*>(out->untyped_data()),
                             rows,
                             rows == 0 ? 0 : static_cast<int64_t>(in.size_bytes()) / rows};
-  const Meeting meeting{
+  const Announcement announced{
       op, [&] { return Text(op, " of ", in.size_bytes(), " bytes a rank"); }, {out->untyped_data()}};
-  return LaunchTogether(context, seat, meeting, [&](const Peers& peers) {
+  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     return cuda::LaunchGather(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }

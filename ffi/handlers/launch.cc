@@ -68,20 +68,20 @@ static ffi::Error Expired(const Seat& seat, const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
 }
 
-ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Meeting& meeting,
+ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
                           const std::function<cudaError_t(const Peers&)>& launch) {
-  const char* op = meeting.op;
+  const char* op = announced.op;
   const std::shared_ptr<DevicePeers> devices = FindDevicePeers(seat.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   if (std::string text = devices->DescribeFailure(); !text.empty()) return Expired(seat, text);
   Board& board = devices->board();
   const auto call = context.site->Find(context.device);
-  if (auto error = CheckReach(op, *devices, seat, meeting.published); error.failure()) {
+  if (auto error = CheckReach(op, *devices, seat, announced.published); error.failure()) {
     if (!call) board.GiveUp(*seat.group, seat.place);  // the others would wait for this rank
     return error;
   }
   if (call) return Launched(op, launch(devices->At(seat.place, *call)));
-  const uint32_t hash = devices->Remember(meeting.what());
+  const uint32_t hash = devices->Remember(announced.what());
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
   const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
   if (!begun.error.empty()) return Expired(seat, begun.error);

@@ -11,8 +11,8 @@ static ffi::Error Run(const CpuLocalContext&, const PermuteParams& params) {
   return ffi::Error::Success();
 }
 
-static ffi::Error Run(const CpuLocalContext&, const CachedPermuteParams& params) {
-  host::CachedPermute(params);
+static ffi::Error Run(const CpuLocalContext&, const RepermuteParams& params) {
+  host::Repermute(params);
   return ffi::Error::Success();
 }
 
@@ -23,8 +23,8 @@ static ffi::Error Run(const CpuLocalContext&, const UnpermuteParams& params) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PermuteHandler, Permute<CpuLocalContext>,
                               BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CachedPermuteHandler, CachedPermute<CpuLocalContext>,
-                              BindCachedPermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RepermuteHandler, Repermute<CpuLocalContext>,
+                              BindRepermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(UnpermuteHandler, Unpermute<CpuLocalContext>,
                               BindUnpermute(ffi::Ffi::Bind().Ctx<CpuLocalContext>()));
 

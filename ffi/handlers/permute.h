@@ -37,12 +37,11 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
 }
 
 template <typename Context>
-typename Context::Result CachedPermute(Context context, ffi::BufferR2<ffi::S32> row_map,
-                                       ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                       int64_t num_permuted) {
-  CachedPermuteParams params{};
+typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_map, ffi::RemainingArgs args,
+                                   ffi::RemainingRets rets, int64_t num_permuted) {
+  RepermuteParams params{};
   std::vector<Payload> payloads;
-  auto error = DecodePayloads("permute (cached)", BuffersOf(args), BuffersOf(rets), row_map.dimensions()[0],
+  auto error = DecodePayloads("repermute", BuffersOf(args), BuffersOf(rets), row_map.dimensions()[0],
                               num_permuted, payloads);
   if (error.failure()) return error;
   params.num_rows = static_cast<int32_t>(row_map.dimensions()[0]);
@@ -98,7 +97,7 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
 
 // The operands and results, after the context.
 template <typename Binding>
-auto BindCachedPermute(Binding binding) {
+auto BindRepermute(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::BufferR2<ffi::S32>>()  // row_map [C, K]
       .RemainingArgs()                          // payloads [C, ...]

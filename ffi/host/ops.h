@@ -29,7 +29,7 @@ void Push(const std::vector<const PushParams*>& ranks, const std::vector<const S
 void Pull(const std::vector<const PullParams*>& ranks, int rank);
 
 void Permute(const PermuteParams& params);
-void CachedPermute(const CachedPermuteParams& params);
+void Repermute(const RepermuteParams& params);
 void Unpermute(const UnpermuteParams& params);
 
 }  // namespace jax_ep::host

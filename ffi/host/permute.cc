@@ -29,7 +29,7 @@ void Permute(const PermuteParams& params) {
   Push({&alone}, {&counts}, 0);
 }
 
-void CachedPermute(const CachedPermuteParams& params) {
+void Repermute(const RepermuteParams& params) {
   const int64_t num_choices = int64_t{params.num_rows} * params.top_k;
   std::vector<char> written(params.num_permuted);
   for (int64_t choice = 0; choice < num_choices; ++choice) {

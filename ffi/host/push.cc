@@ -15,6 +15,15 @@ struct Gap {
   int64_t end;
 };
 
+// By expert: where the blocks of a rank's experts start, whose rows these are, and last the tail [L + 1].
+std::vector<int64_t> FindStarts(const Shape& shape, const int32_t* rows) {
+  std::vector<int64_t> starts(shape.num_local_experts() + 1);
+  for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
+    starts[local + 1] = starts[local] + AlignUp(rows[local], shape.alignment);
+  }
+  return starts;
+}
+
 // The padding and the tail of rank `rank`'s receive buffer.
 std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int rank) {
   const int64_t capacity = shape.capacity;
@@ -24,17 +33,15 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
     end = std::clamp<int64_t>(end, 0, capacity);
     if (begin < end) gaps.push_back({begin, end});
   };
-  int64_t end_of_rows = 0;
   if (!shape.has_expert_blocks()) {
-    end_of_rows = handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + rank];
-  } else {
-    for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
-      const int64_t block = end_of_rows;
-      end_of_rows = block + AlignUp(handle.expert_counts[local], shape.alignment);
-      add(block + handle.expert_counts[local], end_of_rows);
-    }
+    add(handle.rank_prefix_matrix[(shape.num_ranks - 1) * shape.num_ranks + rank], capacity);
+    return gaps;
   }
-  add(end_of_rows, capacity);
+  const std::vector<int64_t> starts = FindStarts(shape, handle.expert_counts);
+  for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
+    add(starts[local] + handle.expert_counts[local], starts[local + 1]);
+  }
+  add(starts.back(), capacity);
   return gaps;
 }
 
@@ -95,17 +102,18 @@ void Send(const PushParams& me, int32_t t, int32_t k, const PushParams& receiver
 std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts, int rank) {
   const bool by_rank = !shape.has_expert_blocks();
   std::vector<int64_t> first(by_rank ? shape.num_ranks : shape.num_experts);
-  int64_t block = 0;  // by expert: where the expert's block starts
+  std::vector<int32_t> totals(first.size());
   for (size_t i = 0; i < first.size(); ++i) {
-    if (!by_rank && i % shape.num_local_experts() == 0) block = 0;
-    int64_t before = 0, all = 0;
     for (int32_t source = 0; source < shape.num_ranks; ++source) {
       const int32_t rows = by_rank ? counts[source]->to_rank[i] : counts[source]->to_expert[i];
-      if (source < rank) before += rows;
-      all += rows;
+      if (source < rank) first[i] += rows;
+      totals[i] += rows;
     }
-    first[i] = block + before;
-    if (!by_rank) block += AlignUp(all, shape.alignment);
+  }
+  const int32_t num_local = shape.num_local_experts();
+  for (int32_t receiver = 0; receiver < shape.num_ranks && !by_rank; ++receiver) {
+    const std::vector<int64_t> starts = FindStarts(shape, &totals[receiver * num_local]);
+    for (int32_t local = 0; local < num_local; ++local) first[receiver * num_local + local] += starts[local];
   }
   return first;
 }
@@ -173,14 +181,12 @@ void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector
     std::fill(me.arrived_idx + kept * shape.top_k, me.arrived_idx + int64_t{shape.capacity} * shape.top_k,
               -1);
   } else {
-    int64_t begin = 0;
+    const std::vector<int64_t> starts = FindStarts(shape, me.handle.expert_counts);
     for (int32_t local = 0; local < L; ++local) {
-      const int64_t pairs = me.handle.expert_counts[local];
-      const int64_t end = begin + AlignUp(pairs, shape.alignment);
-      me.tokens_per_expert[local] = RowsKept(begin, begin + pairs, shape.capacity);
-      me.group_sizes[local] = RowsKept(begin, end, shape.capacity);
+      const int64_t begin = starts[local], end = begin + me.handle.expert_counts[local];
+      me.tokens_per_expert[local] = RowsKept(begin, end, shape.capacity);
+      me.group_sizes[local] = RowsKept(begin, starts[local + 1], shape.capacity);
       kept += me.tokens_per_expert[local];
-      begin = end;
     }
   }
   *me.num_tokens = static_cast<int32_t>(kept);

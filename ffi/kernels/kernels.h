@@ -32,7 +32,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream);
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
-cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device& device, cudaStream_t stream);
+cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream);
 

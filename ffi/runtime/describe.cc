@@ -1,5 +1,4 @@
 // How failed ops are told to the user.
-#include <algorithm>
 
 #include "core/text.h"
 #include "runtime/peers.h"
@@ -22,7 +21,7 @@ const char* NameOf(Op op) {
 
 // What the ranks that are to blame did not do.
 const char* WhatIsMissing(Phase phase) {
-  return phase == Phase::kEnter ? "arrive" : phase == Phase::kMove ? "finish a part of their rows" : "finish";
+  return phase == Phase::kEnter ? "arrive" : phase == Phase::kWave ? "finish a part of their rows" : "finish";
 }
 
 constexpr const char* kRemedy =

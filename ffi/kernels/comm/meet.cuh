@@ -8,7 +8,7 @@ namespace jax_ep::cuda {
 // What Begin needs to know of the channel's state, loaded before it is needed.
 struct State {
   uint32_t epoch;  // of the op before
-  uint64_t gate;   // before this op opened it: known in full to the thread that opens
+  uint64_t gate;   // before this op opened it; only the thread that opens knows more than the lower half
   int rank;
 };
 

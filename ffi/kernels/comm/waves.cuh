@@ -32,7 +32,7 @@ inline Waves PlanWaves(const Shape& shape, int head, int tokens, int step) {
 // leaves the op without having done its part.
 __device__ inline bool WaitForWave(const Peers& peers, Op op, int wave, uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
-  const uint32_t* flags = peers.own().moved[wave];
+  const uint32_t* flags = peers.own().wave_done[wave];
   const auto has_come = [&] {
     // A peer may fold for the next op already while this rank still spreads: it has ended the present one.
     const uint32_t seen = LoadAcquire(&flags[lane]);
@@ -46,7 +46,7 @@ __device__ inline bool WaitForWave(const Peers& peers, Op op, int wave, uint32_t
   bool late = lane < peers.num_ranks && !Await(peers, is_there);
   const unsigned missing = __ballot_sync(kAllLanes, late);
   if (missing == 0) return true;
-  if (lane == 0) Fail(peers, op, Phase::kMove, epoch, missing);
+  if (lane == 0) Fail(peers, op, Phase::kWave, epoch, missing);
   __syncwarp();
   // The wave may have come meanwhile, and all that follows it: whoever does not find the gate closed then
   // must not miss this warp's part.
@@ -71,7 +71,8 @@ __device__ inline void FinishShare(const Peers& peers, int wave, int num_shares,
   const unsigned most = static_cast<unsigned>(num_shares) - 1;
   if (atomicInc(&peers.own().wave_shares[wave], most) != most) return;  // back to 0 with the last
   FenceSystem();
-  for (int r = 0; r < peers.num_ranks; ++r) StoreRelaxed(&peers.channel[r]->moved[wave][peers.rank], epoch);
+  for (int r = 0; r < peers.num_ranks; ++r)
+    StoreRelaxed(&peers.channel[r]->wave_done[wave][peers.rank], epoch);
 }
 
 }  // namespace jax_ep::cuda

@@ -11,14 +11,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnpermuteBlocks = 4;  // an SM
 
-struct CachedPermuteArgs {
+struct RepermuteArgs {
   int32_t num_rows, top_k, num_permuted;
   const int32_t* row_map;
   Payload payload;
 };
 
 // A warp for each row: its bytes to all its places.
-__global__ void CachedPermuteKernel(CachedPermuteArgs args) {
+__global__ void RepermuteKernel(RepermuteArgs args) {
   const int lane = threadIdx.x % kWarp;
   const int64_t bytes = args.payload.row_bytes;
   const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
@@ -122,14 +122,13 @@ cudaError_t WithUnpermute(Float type, int64_t width, bool biased, F&& f) {
 
 }  // namespace
 
-cudaError_t LaunchCachedPermute(const CachedPermuteParams& params, const Device& device,
-                                cudaStream_t stream) {
+cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device, cudaStream_t stream) {
   for (int p = 0; p < params.num_payloads; ++p) {
     const Payload& payload = params.payloads[p];
     cudaError_t error = cudaMemsetAsync(payload.out, 0, params.num_permuted * payload.row_bytes, stream);
     if (error != cudaSuccess) return error;
-    const CachedPermuteArgs args{params.num_rows, params.top_k, params.num_permuted, params.row_map, payload};
-    error = Launch(CachedPermuteKernel, 4 * device.num_sms, kThreads, 0, stream, false, args);
+    const RepermuteArgs args{params.num_rows, params.top_k, params.num_permuted, params.row_map, payload};
+    error = Launch(RepermuteKernel, 4 * device.num_sms, kThreads, 0, stream, false, args);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -158,7 +157,7 @@ cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device,
 
 cudaError_t PreloadPermute() {
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, CachedPermuteKernel);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, RepermuteKernel);
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32, Float::kF64}) {
     for (int64_t width : {1, 16}) {
       for (bool biased : {false, true}) {

@@ -35,8 +35,8 @@ __device__ inline Stamped LoadStamped(const Stamped* word) {
   return value;
 }
 
-// A peer writes the next epoch only after this rank has left the present one, so that no later one is ever
-// seen, and an earlier one may be as old as it will.
+// Epochs are compared for equality only: a peer writes the next one after this rank has left the present one,
+// so no later one is ever seen, but a word may be left from any earlier epoch.
 __device__ inline bool IsOf(Stamped value, uint32_t epoch) {
   return static_cast<uint32_t>(value >> 32) == epoch;
 }

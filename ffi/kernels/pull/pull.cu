@@ -159,13 +159,13 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
   }
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
   const auto take = [&](int i) { return Dealer{&peers.own().next[i]}.Take(threadIdx.x % kWarp); };
-  unsigned number = 0;
+  unsigned asked = 0;
   bool taken = false;
   if (alive) {
     if (args.folds) Fold<T>(args, epoch);
-    // The first number comes while the peers do. An op that finds the channel in use must not take one.
+    // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
     taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
-    if (taken) number = take(0);
+    if (taken) asked = take(0);
     const uint32_t missing = ReadPublished(peers, Op::kCombine, args.num_summands, epoch, published);
     alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
   }
@@ -173,9 +173,9 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
   if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
   if (pulls) {
     for (int i = 0; i < args.num_summands; ++i) {
-      if (i > 0 || !taken) number = take(i);
+      if (i > 0 || !taken) asked = take(i);
       WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
-        PullArray<T, decltype(vector)::value>(args, published, i, number, epoch);
+        PullArray<T, decltype(vector)::value>(args, published, i, asked, epoch);
       });
     }
     if (args.arrived_weights != nullptr) ReturnWeights(args, published);

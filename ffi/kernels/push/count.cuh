@@ -35,8 +35,8 @@ __device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int m
 }
 
 // Counts a chunk. For its tokens [begin, end) it also writes the routed experts to topk_idx, and each row's
-// index within the chunk to sent_rows (-1: no row). The whole block. Atomics count, but they decide no row's
-// place.
+// index within the chunk to sent_rows (-1: no row). The whole block. Atomics make totals
+// only; indices come from comparisons and ballots, so results repeat bit for bit.
 __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const Chunk& chunk, int begin,
                                   int end, int32_t* topk_idx, int32_t* sent_rows) {
   const int K = shape.top_k, num_choices = chunk.tokens * K;

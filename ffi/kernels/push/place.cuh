@@ -88,22 +88,22 @@ __device__ inline void PublishCounts(const PushArgs& args, const Counts& counts,
 // Waits for all ranks' counts, and from them finds totals and first, for the whole block after AreAllThere.
 // Returns the ranks that this thread has missed.
 __device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
-  constexpr int kInFlight = 8;  // words whose loads are in flight
+  constexpr int kWordsInFlight = 8;  // words whose loads are in flight
   const Peers& peers = args.peers;
   const int busy = args.is_local() ? 0 : kWarp;  // threads that meet the peers meanwhile
   for (int bin = static_cast<int>(threadIdx.x) - busy; bin < NumBins(args.shape);
        bin += static_cast<int>(blockDim.x) - busy) {
     if (bin < 0) break;
     int before = 0, all = args.is_local() ? counts.own[bin] : 0;
-    for (int first = 0; first < peers.num_ranks; first += kInFlight) {
+    for (int first = 0; first < peers.num_ranks; first += kWordsInFlight) {
       const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
-      Stamped seen[kInFlight] = {};
+      Stamped seen[kWordsInFlight] = {};
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
+      for (int i = 0; i < kWordsInFlight; ++i) {
         if (first + i < peers.num_ranks) seen[i] = LoadStamped(word(i));
       }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
+      for (int i = 0; i < kWordsInFlight; ++i) {
         if (first + i >= peers.num_ranks) break;
         const auto is_there = [&] { return IsOf(seen[i] = LoadStamped(word(i)), epoch); };
         if (!IsOf(seen[i], epoch) && !Await(peers, is_there)) return 1u << (first + i);

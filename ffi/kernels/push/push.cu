@@ -15,8 +15,8 @@ constexpr int kBulkBytes = 216 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
 constexpr int kBatch = 32;  // tokens, sent by loads and stores
 constexpr int kWave = 128;  // tokens, spread at a time
-// Where the receiver waits for the rows: what is sent at a time queues up before the links, and comes later
-// the more there is of it.
+// By expert the receiver waits for each wave. Fewer warps that send keep the queue in front of the links
+// short, and so the wave's delay.
 constexpr int kSpreadingWarps = 6;
 
 // Two stages a warp, as many warps as have room.
@@ -66,7 +66,8 @@ void Divide(PushArgs& args, const Device& device, int num_senders) {
   args.counts_here = !local && few && T <= int64_t{num_senders} * args.batch;
 }
 
-cudaError_t Move(const PushArgs& args, int num_blocks, std::optional<Float> scaled, cudaStream_t stream) {
+cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
+                         cudaStream_t stream) {
   int64_t shared = HeadBytes(args);
   shared += int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes;
   return WithKernel(args.bulk.num_warps > 0, scaled, [&](auto* kernel, int num_threads) {
@@ -74,8 +75,8 @@ cudaError_t Move(const PushArgs& args, int num_blocks, std::optional<Float> scal
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
-    // A local move meets nobody, and may have more blocks than there is room for.
-    return Launch(kernel, num_blocks, num_threads, shared, stream, args.peers.num_ranks > 0, args);
+    // A permute meets nobody, and may have more blocks than there is room for.
+    return Launch(kernel, num_blocks, num_threads, shared, stream, !args.is_local(), args);
   });
 }
 
@@ -119,7 +120,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                                           params.handle.sent_rows, params.chunk_counts, stream);
     if (error != cudaSuccess) return error;
   }
-  return Move(args, plan.total(), scaled, stream);
+  return LaunchKernel(args, plan.total(), scaled, stream);
 }
 
 // A push within a group of one rank, which meets nobody. The routed ids are the row map's, and are
@@ -137,7 +138,7 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   args.num_dropped = params.num_dropped;
   // All SMs send; as many clear, once those are done.
   Divide(args, device, device.num_sms);
-  return Move(args, 2 * device.num_sms, std::nullopt, stream);
+  return LaunchKernel(args, 2 * device.num_sms, std::nullopt, stream);
 }
 
 // Whether the kernels that run on the current device were compiled for sm_90 or newer: what counts is the

@@ -7,9 +7,9 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kScaledRows = 3;   // rows, and
-constexpr int kInFlight = 4;     // columns of each, whose loads are in flight at a time
-constexpr int kSpreadMates = 2;  // warps that share a row
+constexpr int kScaledRows = 3;       // rows, and
+constexpr int kColumnsInFlight = 4;  // columns of each, whose loads are in flight at a time
+constexpr int kSpreadMates = 2;      // warps that share a row
 
 // A token's rows at this rank: lane k holds that of its k-th choice, -1 none.
 struct Spread {
@@ -44,17 +44,17 @@ __device__ void ScaleRows(const PushArgs& args, int p, const Spread& spread, int
       weights[r] = rows[r] >= 0 ? args.row_weights[rows[r]] : 0.0f;
       dots[r] = 0;
     }
-    for (int begin = lane * N; begin < width; begin += kInFlight * kWarp * N) {
-      Vector<T, N> tokens[kInFlight], vectors[kScaledRows][kInFlight];
+    for (int begin = lane * N; begin < width; begin += kColumnsInFlight * kWarp * N) {
+      Vector<T, N> tokens[kColumnsInFlight], vectors[kScaledRows][kColumnsInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
+      for (int i = 0; i < kColumnsInFlight; ++i) {
         const int column = begin + i * kWarp * N;
         tokens[i] = Vector<T, N>::Load(token + column, column < width);
       }
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
+        for (int i = 0; i < kColumnsInFlight; ++i) {
           const int column = begin + i * kWarp * N;
           vectors[r][i] =
               Vector<T, N>::Load(factors + int64_t{rows[r]} * width + column, rows[r] >= 0 && column < width);
@@ -63,7 +63,7 @@ __device__ void ScaleRows(const PushArgs& args, int p, const Spread& spread, int
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
+        for (int i = 0; i < kColumnsInFlight; ++i) {
           const int column = begin + i * kWarp * N;
           if (rows[r] < 0 || column >= width) break;
           Acc scaled[N];
