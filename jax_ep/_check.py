@@ -87,7 +87,7 @@ def handle(op: str, value: Any) -> Handle:
         "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
         "expert_counts": (routing.num_local_experts,),
     }
-    if routing.order == "expert":
+    if routing.has_row_per_choice:
         expected["received_rows"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
     for name, shape in expected.items():
         array = getattr(value, name)

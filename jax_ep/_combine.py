@@ -57,7 +57,7 @@ def combine(
     _check.floating("combine", "y", leaves)
     weights = None
     if row_weights is not None:
-        if routing.order == "rank":
+        if not routing.has_row_per_choice:
             raise ValueError(
                 "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"

@@ -1,5 +1,8 @@
 """In which dtypes rows are summed, and which have gradients."""
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +20,12 @@ def summable(array: jax.Array) -> jax.Array:
 def sum_dtype(dtype: Any) -> Any:
     """The dtype in which rows of a dtype are summed."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def sum_of_all(terms: Sequence[jax.Array]) -> jax.Array:
+    """The sum of arrays of one shape, in the widest dtype among them."""
+    widest = jnp.float64 if any(term.dtype == jnp.float64 for term in terms) else jnp.float32
+    return functools.reduce(operator.add, [term.astype(widest) for term in terms])
 
 
 def is_differentiable(dtype: Any) -> bool:

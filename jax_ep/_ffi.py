@@ -1,4 +1,4 @@
-"""Calls of this package's FFI handlers: implementation="ffi". Only this file knows their targets.
+"""Calls of this package's FFI handlers: implementation="ffi". Only this file calls the targets of ops.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for
 `grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere, and for `gather`, which the
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import _extension
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
@@ -88,13 +89,16 @@ def _rows_like(leaves: Sequence[jax.Array], rows: int) -> list[Result]:
 
 def _arrived_weights(routing: Routing, present: bool) -> Result:
     by_rank = (routing.capacity, routing.top_k)
-    shape = by_rank if routing.order == "rank" else (routing.capacity,)
+    shape = (routing.capacity,) if routing.has_row_per_choice else by_rank
     return (shape if present else (0,)), jnp.float32
 
 
 def _scratch(tokens: int, num_experts: int, num_ranks: int, extra: int = 0) -> Result:
     """Room for the kernels' counts of each chunk of tokens, as ffi/core/index.h lays it out."""
-    return (-(-tokens // 64) * (num_experts + num_ranks) + extra,), INT
+    module = _extension.extension()
+    assert module is not None  # or no handler would be called
+    chunks = -(-tokens // module.build_info()["tokens_per_chunk"])
+    return (chunks * (num_experts + num_ranks) + extra,), INT
 
 
 def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
@@ -116,7 +120,7 @@ def route(
         routing.num_tokens,
         routing.top_k,
     )
-    by_rank = routing.order == "rank"
+    by_rank = not routing.has_row_per_choice
     packed = [_pack(leaf) for leaf in leaves]
     results = [
         ((tokens, k), INT),
@@ -214,7 +218,7 @@ def pull(
     routing = handle.routing
     returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
     # By expert the kernels first sum each token's rows where they lie.
-    folds = routing.order == "expert" and routing.top_k > 1 and routing.group._platform == "gpu"
+    folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
     topk_weights, *sums = _call(
         "pull",
@@ -263,10 +267,10 @@ def permute(
     return Permutation(rows, row_map, weights, group_sizes, tokens_per_expert, num_dropped)
 
 
-def cached_permute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
     packed = _pack(leaf)
     (moved,) = _call(
-        "cached_permute",
+        "repermute",
         [row_map, packed],
         _rows_like([packed], num_permuted),
         num_permuted=np.int64(num_permuted),

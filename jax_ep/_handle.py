@@ -33,9 +33,14 @@ class Routing:
         return self.num_experts // self.group.size
 
     @property
+    def has_row_per_choice(self) -> bool:
+        """Whether a token has a row for each of its choices, or else for each rank that it goes to."""
+        return self.order == "expert"
+
+    @property
     def rows_per_token(self) -> int:
-        """Columns of `sent_rows`: a token has a row for each rank, or for each of its choices."""
-        return self.num_ranks if self.order == "rank" else self.top_k
+        """Columns of `sent_rows`."""
+        return self.top_k if self.has_row_per_choice else self.num_ranks
 
 
 @jax.tree_util.register_dataclass

@@ -133,26 +133,26 @@ def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 @static_arguments(0, 1)
-def _cached_permute(
+def _repermute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
     (moved,) = move_bits(
         implementation,
-        lambda module, bits: ((module.cached_permute(row_map, bits[0], num_permuted),),),
+        lambda module, bits: ((module.repermute(row_map, bits[0], num_permuted),),),
         (leaf,),
     )
     return moved[0]
 
 
-def _cached_permute_forward(implementation: Any, num_permuted: int, leaf: Any, row_map: Any) -> Any:
-    return _cached_permute(implementation, num_permuted, leaf, row_map), row_map
+def _repermute_forward(implementation: Any, num_permuted: int, leaf: Any, row_map: Any) -> Any:
+    return _repermute(implementation, num_permuted, leaf, row_map), row_map
 
 
-def _cached_permute_backward(implementation: Any, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
+def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
     return _unpermute(implementation, cotangent.dtype, cotangent, row_map, None, None, None), None
 
 
-_cached_permute.defvjp(_cached_permute_forward, _cached_permute_backward)
+_repermute.defvjp(_repermute_forward, _repermute_backward)
 
 
 def unpermute(
@@ -258,7 +258,7 @@ def _unpermute_backward(
     wide = sum_dtype(y.dtype)
     num_permuted = y.shape[0]
     used = (row_map >= 0) & (row_map < num_permuted)
-    sent = _cached_permute(implementation, num_permuted, cotangent, row_map)
+    sent = _repermute(implementation, num_permuted, cotangent, row_map)
     if weights is None:
         d_y, d_weights = sent.astype(y.dtype), None
     else:

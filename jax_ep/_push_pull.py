@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check, _ffi, _reference
-from jax_ep._dtypes import is_differentiable, sum_dtype
+from jax_ep._dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import require_manual
@@ -190,7 +190,7 @@ def _push_scaled_backward(implementation: Implementation, residuals: Any, cotang
     handle, leaves, factors, row_weights = residuals
     d_scaled, d_dots = cotangents
     sent, _ = push(implementation, handle, leaves, None)
-    d_sent, d_factors, d_weights = [], [], jnp.zeros((), jnp.float32)
+    d_sent, d_factors, d_weights = [], [], []
     for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
         wide = sum_dtype(row.dtype)
         token, other, d_token, weight, d_dot = (
@@ -198,9 +198,9 @@ def _push_scaled_backward(implementation: Implementation, residuals: Any, cotang
         )
         d_sent.append((weight * d_token + d_dot * other).astype(row.dtype).reshape(row.shape))
         d_factors.append((d_dot * token).astype(row.dtype).reshape(row.shape))
-        d_weights = d_weights + jnp.sum(d_token * token, axis=1)
+        d_weights.append(jnp.sum(d_token * token, axis=1))
     d_leaves, _ = pull(implementation, handle, tuple(d_sent), None)
-    return None, d_leaves, tuple(d_factors), d_weights.astype(jnp.float32)
+    return None, d_leaves, tuple(d_factors), sum_of_all(d_weights).astype(jnp.float32)
 
 
 push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
@@ -223,7 +223,8 @@ def _pull_cotangents(
 def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
-    The handlers copy bytes. XLA may quiet a NaN on its way, so there floats travel as integers.
+    The handlers copy bytes. XLA may quiet a NaN on its way, so there floats travel as integers; and what is
+    narrower than a byte as whole bytes, for some of its collectives cannot carry two bits.
     """
     module = backend(implementation)
     if module is _ffi:
@@ -233,11 +234,16 @@ def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
     return (floats, *rest)
 
 
+def _bits_dtype(dtype: Any) -> Any:
+    """The unsigned integers that hold a float's bits; other dtypes are kept."""
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
 def _as_bits(leaf: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    return jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{jnp.finfo(leaf.dtype).bits}"))
+    bits = jax.lax.bitcast_convert_type(leaf, _bits_dtype(leaf.dtype))
+    narrow = jnp.issubdtype(bits.dtype, jnp.integer) and jnp.iinfo(bits.dtype).bits < 8
+    return bits.astype(jnp.int8) if narrow else bits
 
 
 def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
+    return jax.lax.bitcast_convert_type(bits.astype(_bits_dtype(dtype)), dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._dtypes import sum_dtype
+from jax_ep._dtypes import sum_dtype, sum_of_all
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
@@ -101,7 +101,7 @@ def route(
     in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
     my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
     expert_counts = jnp.sum(my_pairs, axis=0, dtype=jnp.int32)
-    if routing.order == "rank":
+    if not routing.has_row_per_choice:
         sent = in_rank
         rows = jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - in_rank
         rows = jnp.where((in_rank > 0) & (rows < capacity), rows, -1)
@@ -118,18 +118,18 @@ def route(
         group_sizes = jnp.minimum(end, capacity) - clipped
     prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
     arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
-    if routing.order == "rank":
+    if not routing.has_row_per_choice:
         num_tokens = jnp.minimum(arrived, capacity)
     else:
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
     my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
     received_rows = None
-    if routing.order == "expert":
+    if routing.has_row_per_choice:
         received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
     handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, routing)
     moved, weights = push(handle, leaves, topk_weights)
     arrived_idx = None
-    if routing.order == "rank":
+    if not routing.has_row_per_choice:
         source = _invert(jnp.take(rows, me, axis=1), capacity)
         arrived_idx = jnp.where(source[:, None] < 0, -1, _take(ids, source))
         arrived_idx = jnp.where(
@@ -144,7 +144,7 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     routing = handle.routing
     ids = _gather(routing, handle.topk_idx).reshape(-1, routing.top_k)
     rows = _gather(routing, handle.sent_rows).reshape(-1, routing.rows_per_token)
-    if routing.order == "rank":
+    if not routing.has_row_per_choice:
         return jnp.take(rows, _rank(routing), axis=1), ids
     here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
     return jnp.where(here, rows, -1), ids
@@ -156,7 +156,7 @@ def push(
     routing = handle.routing
     rows, ids = _rows_here(handle)
     choice = _invert(rows, routing.capacity)
-    token = choice if routing.order == "rank" else jnp.where(choice < 0, -1, choice // routing.top_k)
+    token = choice if not routing.has_row_per_choice else jnp.where(choice < 0, -1, choice // routing.top_k)
     moved = []
     for leaf in leaves:
         everyone = jax.lax.collapse(_gather(routing, leaf), 0, 2)
@@ -164,7 +164,7 @@ def push(
     if topk_weights is None:
         return tuple(moved), None
     weights = _gather(routing, topk_weights).reshape(-1, routing.top_k)
-    if routing.order == "expert":
+    if routing.has_row_per_choice:
         return tuple(moved), _take(weights.reshape(-1), choice)
     here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
     return tuple(moved), _take(jnp.where(here, weights, 0), token)
@@ -175,19 +175,19 @@ def push_scaled(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """By expert: each row of a leaf times its weight [C], and its dot product with the factors' row [C]."""
     sent, _ = push(handle, leaves, None)
-    scaled, dots = [], jnp.zeros((), jnp.float32)
+    scaled, dots = [], []
     for row, factor in zip(sent, factors, strict=True):
         wide = sum_dtype(row.dtype)
         token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, row_weights))
-        dots = dots + jnp.sum(other * token, axis=1)
+        dots.append(jnp.sum(other * token, axis=1))
         scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
-    return tuple(scaled), dots.astype(jnp.float32)
+    return tuple(scaled), sum_of_all(dots).astype(jnp.float32)
 
 
-def _send_back(routing: Routing, slots: jax.Array) -> jax.Array:
-    """[R, T, ...]: what each rank holds for this rank's tokens. slots [R * T, ...] are by source rank."""
-    slots = slots.reshape(routing.num_ranks, routing.num_tokens, *slots.shape[1:])
-    return jax.lax.all_to_all(slots, routing.group.axis_name, split_axis=0, concat_axis=0)
+def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
+    """[R, T, ...]: what each rank holds for this rank's tokens. held [R * T, ...] is by source rank."""
+    held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
+    return jax.lax.all_to_all(held, routing.group.axis_name, split_axis=0, concat_axis=0)
 
 
 def pull(
@@ -199,7 +199,7 @@ def pull(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     here, ids = _rows_here(handle)
-    choices = [here] if routing.order == "rank" else [here[:, k] for k in range(routing.top_k)]
+    choices = [here] if not routing.has_row_per_choice else [here[:, k] for k in range(routing.top_k)]
     sums = []
     for leaf in rows:
         wide = sum_dtype(leaf.dtype)
@@ -219,7 +219,7 @@ def pull(
     if weights is None:
         return tuple(sums), None
     returned = _take(weights, here)
-    if routing.order == "rank":
+    if not routing.has_row_per_choice:
         mine = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
         returned = jnp.where(mine, returned, 0)
     return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0)
@@ -247,12 +247,12 @@ def permute(
     group_sizes = jnp.minimum(starts + _align_up(counts, expert_alignment), capacity) - clipped
     dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
     choice = _invert(row_map, capacity)
-    moved = tuple(cached_permute(row_map, leaf, capacity) for leaf in leaves)
+    moved = tuple(repermute(row_map, leaf, capacity) for leaf in leaves)
     weights = None if topk_weights is None else _take(topk_weights.reshape(-1), choice)
     return Permutation(moved, row_map, weights, group_sizes, tokens_per_expert, dropped)
 
 
-def cached_permute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
     choice = _invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
     return _take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
 

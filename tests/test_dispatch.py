@@ -148,19 +148,38 @@ def test_any_dtype_and_row_size_bit_for_bit(dtype, width, implementation):
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])
+def test_elements_of_less_than_a_byte(dtype, order, implementation):
+    ids = routing("sprinkled", 4, 6, 2, 8)
+    x = tagged_rows(4, 6, 3, np.uint8) % 2  # what all of them can hold
+
+    def shard(x, ids):
+        rows = x.astype(dtype)
+        sent = jax_ep.dispatch(
+            rows, ids, group=ranks(4).group, num_experts=8, order=order, implementation=implementation
+        )
+        assert sent.x.dtype == rows.dtype
+        return sent.x.astype(jnp.float32)
+
+    got = ranks(4).run(shard, x.astype(np.float32), ids)
+    for rank, one in enumerate(oracle.dispatch(x.astype(np.float32), ids, None, 8, order)):
+        assert same_bits(got[rank], one.x)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize(
     "rows",
     [
         [(np.uint8, 256)],
         [(BF16, 7168)],
-        [(np.uint8, 16384 + 16)],  # one piece that GPUs copy at a time, and a bit
+        [(np.uint8, 16384 + 16)],  # one slice that GPUs copy at a time, and a bit
         [(np.float32, 9001)],  # not of 16-byte vectors
         [(FP8, 7168), (np.float32, 56), (np.int8, 3), (BF16, 128)],
     ],
     ids=lambda rows: "+".join(f"{np.dtype(dtype).name}x{width}" for dtype, width in rows),
 )
 def test_rows_of_real_models_bit_for_bit(rows, order):
-    """As one payload, rows that GPUs copy in bulk, in pieces or bytewise; then again with the handle."""
+    """As one payload, rows that GPUs copy in bulk, in slices or bytewise; then again with the handle."""
     ids = routing("sprinkled", MANY, 70, 3, 16)
     x = tuple(tagged_rows(MANY, 70, width, dtype) for dtype, width in rows)
     on = ranks(MANY)

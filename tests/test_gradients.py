@@ -310,3 +310,27 @@ def test_bfloat16_gradients_are_sums_in_float32(implementation):
     want = oracle.combine(cotangent, received, T)
     assert d_x.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(d_x, np.float32), want.reshape(-1, H), rtol=2**-8, atol=1e-6)
+
+
+def test_rows_of_two_widths_with_weights(implementation):
+    """float64 rows beside float32 ones: the weights' gradient sums over both."""
+    with jax.enable_x64(True):
+        ids = flat(routing("uniform", R, T, K, E))
+        x, w = flat(floats((R, T, H), np.float64)), flat(floats((R, T, K), seed=2))
+        by = {"implementation": implementation}
+
+        def shard(x, w, ids):
+            sent = jax_ep.dispatch(x, ids, w, group=ranks(R).group, num_experts=E, **by)
+            y = {"wide": sent.x, "narrow": jnp.sin(sent.x).astype(jnp.float32)}
+            return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, **by)
+
+        def loss(x, w):
+            out = on_all(shard)(x, w, ids)
+            return jnp.sum((out["wide"] + out["narrow"].astype(jnp.float64)) ** 2)
+
+        d_x, d_w = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    x, w = np.asarray(x), np.asarray(w, np.float64)
+    one, total = x + np.sin(x), w.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(d_x, 2 * total**2 * one * (1 + np.cos(x)), rtol=1e-5, atol=1e-5)
+    expected = np.broadcast_to((2 * total * one**2).sum(axis=1, keepdims=True), w.shape)
+    np.testing.assert_allclose(d_w, expected, rtol=1e-5, atol=1e-5)

@@ -44,7 +44,7 @@ def test_layout(changed, text):
 def test_rows_that_do_not_fit():
     x, row_map, empty = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((0,))
     with pytest.raises(jax.errors.JaxRuntimeError, match="payload 0 must have 4 rows and its result 8 rows"):
-        call("cached_permute", [((8, 2), jnp.float32)], row_map, x, num_permuted=np.int64(8))
+        call("repermute", [((8, 2), jnp.float32)], row_map, x, num_permuted=np.int64(8))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the result must have 4 rows of y's shape"):
         call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, empty, empty, row_map)
 

@@ -1,4 +1,4 @@
-"""The ops inside the rest of JAX: jit, scan, cond, vmap, linearize, replicated arguments."""
+"""The ops inside the rest of JAX: jit, scan, cond, vmap, replicated arguments."""
 
 import jax
 import jax.numpy as jnp
