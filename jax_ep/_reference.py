@@ -5,6 +5,7 @@ to be read and compared with, not to be fast: every rank gathers all tokens and 
 routing. All of it is differentiable by JAX's own rules, so gradients can be checked against it.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,10 +84,10 @@ def _by_expert(
     totals = jnp.sum(pairs, axis=0, dtype=jnp.int32)
     blocks = _align_up(totals, alignment).reshape(num_ranks, -1)
     starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
-    rows = starts + jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
+    rows = starts[None] + jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     rows = jnp.take_along_axis(rows, jnp.maximum(ids, 0), axis=1)
     earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)  # choices of the same token
-    rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier, axis=-1, dtype=jnp.int32)
+    rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier[None], axis=-1, dtype=jnp.int32)
     return jnp.where((ids >= 0) & (rows < capacity), rows, -1), starts
 
 
@@ -278,3 +279,30 @@ def unpermute(
             term *= _over_row(used, term)
         total = total + term
     return jnp.asarray(total).astype(out_dtype)
+
+
+# Both operands of a product are summed over their rows, group by group.
+_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return _ragged_dot(product, rows, others, group_sizes)
+    # XLA's ragged dots cannot say how their result is sharded: as the operands' other dimensions are.
+    own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
+    spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
+    if spec[-1] == spec[-2]:  # a mesh axis shards one dimension
+        spec[-1] = None
+    automatic: Any = jax.sharding.auto_axes(
+        functools.partial(_ragged_dot, product), axes=explicit, out_sharding=jax.sharding.PartitionSpec(*spec)
+    )
+    return automatic(rows, others, group_sizes)
+
+
+def _ragged_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    if product == 2:
+        return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
+    return jax.lax.ragged_dot(rows, others if product == 0 else others.swapaxes(1, 2), group_sizes)

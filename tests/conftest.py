@@ -22,8 +22,9 @@ import jax_ep
 
 processes.join()
 
-# As careful users have it: whatever an op adds up without saying in which dtype then raises.
+# As careful users have it: whatever an op adds up without saying in which dtype or shape then raises.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("jax_ep", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jax_ep")

@@ -1,10 +1,14 @@
 """grouped_dot against a loop over the experts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_close, floats, ranks
+from conftest import make_mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from layers import E, H, R, dense, dense_gradients, inputs
 
@@ -123,3 +127,123 @@ def test_dtypes_that_do_not_fit():
         jax_ep.grouped_dot(jnp.ones((4, 3)), jnp.ones((2, 3, 6), jnp.bfloat16), jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="group_sizes int32"):
         jax_ep.grouped_dot(jnp.ones((4, 3)), jnp.ones((2, 3, 6)), jnp.ones(2))
+
+
+def batch(shared):
+    """Three problems, of which those named in `shared` are the same; and their axes for vmap."""
+    sizes = np.array([[3, 0, 9], [0, 0, 20], [5, 6, 7]], np.int32)
+    parts = {"rows": floats((3, 20, 8), seed=1), "weights": floats((3, 3, 8, 16), seed=2), "sizes": sizes}
+    axes = tuple(None if name in shared else 0 for name in parts)
+    return [parts[name][0] if name in shared else parts[name] for name in parts], axes
+
+
+def one_by_one(function, arrays, axes):
+    results = [
+        function(*(a if axis is None else a[i] for a, axis in zip(arrays, axes, strict=True)))
+        for i in range(3)
+    ]
+    return jax.tree.map(lambda *parts: np.stack(parts), *results)
+
+
+def assert_same(got, want):
+    close = functools.partial(np.testing.assert_allclose, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
+    jax.tree.map(close, got, want)
+
+
+@pytest.mark.parametrize("shared", [(), ("weights",), ("sizes",), ("rows", "weights")], ids=str)
+def test_vmap(shared):
+    arrays, axes = batch(shared)
+    assert_same(
+        jax.jit(jax.vmap(jax_ep.grouped_dot, axes))(*arrays), one_by_one(jax_ep.grouped_dot, arrays, axes)
+    )
+
+    def loss(rows, weights, sizes):
+        return jnp.sum(jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes)))
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    want = one_by_one(gradient, arrays, axes)
+    assert_same(jax.jit(jax.vmap(gradient, axes))(*arrays), want)
+    total = lambda rows, weights: jnp.sum(jax.vmap(loss, axes)(rows, weights, arrays[2]))
+    of_sum = jax.grad(total, argnums=(0, 1))(*arrays[:2])
+    for got, parts, axis in zip(of_sum, want, axes[:2], strict=True):
+        assert_same(got, parts if axis == 0 else parts.sum(axis=0))
+
+
+def test_vmap_twice_and_along_other_axes():
+    (rows, weights, sizes), axes = batch(())
+    want = one_by_one(jax_ep.grouped_dot, (rows, weights, sizes), axes)
+    twice = jax.vmap(jax.vmap(jax_ep.grouped_dot), in_axes=(None, 0, None))
+    got = twice(rows, np.stack([weights, 2 * weights]), sizes)
+    assert_same(got, np.stack([want, 2 * want]))
+    along = jax.vmap(jax_ep.grouped_dot, in_axes=(1, 3, 0), out_axes=2)
+    assert_same(along(rows.swapaxes(0, 1), np.moveaxis(weights, 0, 3), sizes), np.moveaxis(want, 0, 2))
+
+
+def test_jacobian():
+    (rows, weights, sizes), _ = batch(("rows", "weights", "sizes"))
+    of_rows, of_weights = jax.jacrev(jax_ep.grouped_dot, argnums=(0, 1))(rows, weights, sizes)
+    groups = np.repeat([0, 2], [3, 9])
+    want_rows, want_weights = np.zeros(of_rows.shape), np.zeros(of_weights.shape)
+    for row, group in enumerate(groups):
+        want_rows[row, :, row] = weights[group].T
+        for column in range(weights.shape[2]):
+            want_weights[row, column, group, :, column] = rows[row]
+    assert_same((of_rows, of_weights), (want_rows, want_weights))
+
+
+def test_in_a_scan_over_layers():
+    sizes = np.array([3, 0, 9], np.int32)
+    layers = floats((4, 3, 8, 8), seed=2)
+
+    def loss(rows, layers):
+        step = lambda rows, weights: (jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes)), None)
+        return jnp.sum(jax.lax.scan(step, rows, layers)[0])
+
+    def unrolled(rows, layers):
+        for weights in layers:
+            rows = jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes))
+        return jnp.sum(rows)
+
+    rows = floats((20, 8), seed=1)
+    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(rows, layers) for f in (loss, unrolled))
+    assert_same(got, want)
+
+
+def test_gradients_of_gradients():
+    (rows, weights, sizes), _ = batch(("rows", "weights", "sizes"))
+
+    def loss(product, rows, weights):
+        first = jax.grad(lambda r, w: jnp.sum(jnp.tanh(product(r, w, sizes)) ** 2), argnums=(0, 1))
+        d_rows, d_weights = first(rows, weights)
+        return jnp.sum(jnp.sin(d_rows)) + jnp.sum(d_weights**2)
+
+    def plain(rows, weights, sizes):
+        group = np.repeat([0, 2, 0], [3, 9, 8])  # of each row; past the sum there is none
+        there = (np.arange(20) < 12)[:, None]
+        return jnp.where(there, jnp.einsum("cm,cmn->cn", rows, weights[group]), 0)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, product), argnums=(0, 1)))(rows, weights)
+        for product in (jax_ep.grouped_dot, plain)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("sharded", [(None, None), ("a", None), (None, "a"), ("a", "b"), ("a", "a")], ids=str)
+def test_explicit_sharding(sharded):
+    """The result is sharded as the rows' first and the matrices' last dimension."""
+    mesh = make_mesh((2, 2), ("a", "b"), AxisType.Explicit)
+    (rows, weights, sizes), _ = batch(("rows", "weights", "sizes"))
+
+    def value_and_gradients(rows, weights):
+        value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
+        return value, *transposed(jnp.tanh(value))
+
+    want = jax.jit(value_and_gradients)(rows, weights)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(rows, P(sharded[0], None))
+        weights = jax.device_put(weights, P(None, None, sharded[1]))
+        got = jax.jit(value_and_gradients)(rows, weights)
+    assert got[0].sharding.spec == P(sharded[0], sharded[1] if sharded[0] != sharded[1] else None)
+    assert_same(got, want)

@@ -120,7 +120,7 @@ def test_gradients_equal_jax_of_the_reference(biased, capacity):
     valid = row_map >= 0
 
     def plain(x, weights, bias):
-        term = jnp.tanh(x[:, None] * scale)  # each copy of a row, as an expert would see it
+        term = jnp.tanh(x[:, None] * scale[None, None])  # each copy of a row, as an expert would see it
         if biased:
             term = term + bias[jnp.maximum(ids, 0) % experts]
         y = jnp.sum(jnp.where(valid, weights, 0)[..., None] * jnp.where(valid[..., None], term, 0), axis=1)
@@ -137,7 +137,11 @@ def test_gradients_equal_jax_of_the_reference(biased, capacity):
         )
         extra = {"bias": bias, "topk_idx": ids} if biased else {}
         y = jax_ep.unpermute(
-            jnp.tanh(p.x * scale), p.row_map, topk_weights=weights, implementation=implementation, **extra
+            jnp.tanh(p.x * scale[None]),
+            p.row_map,
+            topk_weights=weights,
+            implementation=implementation,
+            **extra,
         )
         return jnp.sum(y**2) + jnp.sum(p.row_weights**3)
 
