@@ -9,6 +9,7 @@ from jax_ep._dispatch import DispatchedByExpert as DispatchedByExpert
 from jax_ep._dispatch import DispatchedByRank as DispatchedByRank
 from jax_ep._dispatch import dispatch as dispatch
 from jax_ep._dispatch import redispatch as redispatch
+from jax_ep._export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jax_ep._group import Group as Group
 from jax_ep._group import GroupStats as GroupStats
 from jax_ep._group import PeerTimeoutError as PeerTimeoutError
@@ -30,6 +31,7 @@ __all__ = [
     "CHECKPOINT_HANDLE",
     "CHECKPOINT_ROWS",
     "CHECKPOINT_WEIGHTS",
+    "DISABLE_JAX_EXPORT_CHECKS",
     "DispatchLayout",
     "DispatchedByExpert",
     "DispatchedByRank",

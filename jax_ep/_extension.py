@@ -8,6 +8,7 @@ compared first.
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -46,6 +47,9 @@ def _load() -> tuple[Extension | None, str]:
             f"the extension was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib has "
             f"{runtime[0]}.{runtime[1]}; build it against this jaxlib or an older one"
         )
+    # JAX has its devices before handlers are registered: their types must come before them, and of what is
+    # registered earlier JAX does not keep the order.
+    jax.devices()
     for platform, types, targets in (
         ("cpu", module.cpu_types(), module.cpu_targets()),
         ("CUDA", module.cuda_types(), module.cuda_targets()),
@@ -114,4 +118,17 @@ def local_implementation(implementation: str | None) -> Implementation:
     reason = reason_against_ffi(platform)
     if implementation == "ffi" and reason:
         raise ValueError(f"implementation='ffi' cannot run here: {reason}. Use implementation='xla'.")
+    if reason:
+        warn_of_falling_back(platform, reason)
     return "xla" if reason else "ffi"
+
+
+def warn_of_falling_back(platform: str, reason: str) -> None:
+    """Once for each reason, where the handlers could run if something were mended."""
+    if platform in ("cpu", "gpu", "cuda"):
+        warn_once(f"jax_ep: ops use implementation='xla', which is slow, because {reason}")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -1,8 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi". Only this file calls the targets of ops.
 
-`_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for
-`grouped_dot`, which runs on GPUs only and is `jax.lax.ragged_dot` elsewhere, and for `gather`, which the
-benchmark measures the links with.
+`_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for `gather`,
+which the benchmark measures the links with. `grouped_dot` runs on GPUs only.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _extension
+from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
@@ -26,6 +26,13 @@ def _call(
     target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
 ) -> list[jax.Array]:
     operands = vary_alike(operands)
+    shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
+    for shape in shapes:
+        if not all(isinstance(size, int) for size in shape):
+            raise ValueError(
+                "jax_ep: implementation='ffi' needs shapes that are known when a program is compiled, "
+                f"got {shape}; export a program for each shape"
+            )
     # Results must have the operands' manual axis type; ffi_call would call them replicated.
     like = jax.typeof(operands[0])
     types = [like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False) for shape, dtype in results]
@@ -45,7 +52,8 @@ def _routing_attributes(routing: Routing) -> dict[str, Any]:
 
 
 def _rank(routing: Routing) -> jax.Array:
-    return jax.lax.axis_index(routing.group.axis_name).astype(INT)
+    rank = jax.lax.axis_index(routing.group.axis_name).astype(INT)
+    return on_platform(rank, routing.group._platform, repr(routing.group))
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:
@@ -305,10 +313,12 @@ def gather(group: Group, x: jax.Array) -> jax.Array:
     return out
 
 
-def grouped_dot(
-    product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, shape: Any
-) -> jax.Array:
+def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`product` is 0: rows times matrices, 1: times their transposes, 2: rows^T times rows; see params.h."""
+    if product == 2:
+        shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
+    else:
+        shape = (rows.shape[0], others.shape[2 if product == 0 else 1])
     operands = [rows, others, group_sizes]
     (out,) = _call("grouped_dot", operands, [(shape, rows.dtype)], product=np.int64(product))
     return out

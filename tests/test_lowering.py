@@ -8,15 +8,25 @@ from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
 
 import jax_ep
+from jax_ep import _extension
+
+
+@pytest.fixture
+def gpu_group(open_group, monkeypatch):
+    """A group as it would be on GPUs that are not here."""
+    group = open_group(ranks(R).mesh, "ep")
+    monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    return group
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
-def test_every_op_lowers_for_cuda(order):
+def test_every_op_lowers_for_cuda(order, gpu_group):
     on = ranks(R)
     x, ids, w = inputs()
 
     def shard(x, ids, w):
-        sent = jax_ep.dispatch(x, ids, w, group=on.group, num_experts=E, order=order, implementation="ffi")
+        sent = jax_ep.dispatch(x, ids, w, group=gpu_group, num_experts=E, order=order, implementation="ffi")
         again = jax_ep.redispatch(x, sent.handle, implementation="ffi")
         out = jax_ep.combine(sent.x + again, sent.handle, implementation="ffi")
         layout = jax_ep.get_dispatch_layout(ids, num_experts=E, num_ranks=R, implementation="ffi")
@@ -30,11 +40,11 @@ def test_every_op_lowers_for_cuda(order):
     assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
 
 
-def test_a_layer_and_its_gradient_lower_for_cuda():
+def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
     on = ranks(R)
     x, ids, w = inputs()
     mapped = jax.shard_map(
-        lambda *a: layer(*a, on.group, implementation="ffi"),
+        lambda *a: layer(*a, gpu_group, implementation="ffi"),
         mesh=on.mesh,
         in_specs=P("ep"),
         out_specs=P("ep"),
@@ -42,3 +52,30 @@ def test_a_layer_and_its_gradient_lower_for_cuda():
     gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, ids, w)), argnums=(0, 1)))
     text = gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
     assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}
+
+
+def test_a_program_for_other_devices_than_the_group_s_is_refused():
+    on = ranks(2)
+    x, ids, w = inputs(2)
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda *a: layer(*a, on.group, implementation="ffi"),
+            mesh=on.mesh,
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+        )
+    )
+    other = "cpu" if jax.default_backend() == "gpu" else "cuda"
+    with pytest.raises(ValueError, match=rf"lowered for {other}, but Group\(.*has (cpu|gpu) devices"):
+        mapped.trace(x, ids, w).lower(lowering_platforms=(other,))
+
+
+def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):
+    monkeypatch.setattr(_extension, "current_platform", lambda: "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    sizes = jnp.ones((3,), jnp.int32)
+    loss = lambda rows, weights: jnp.sum(jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes)))
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    traced = gradient.trace(jnp.ones((20, 8)), jnp.ones((3, 8, 16)))
+    assert [a.shape for a in traced.out_info[1]] == [(20, 8), (3, 8, 16)]
+    assert count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo")) == {"grouped_dot": 3}

@@ -1,0 +1,86 @@
+"""Programs that are exported, and run by another process."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import need_devices
+from jax import export
+from layers import inputs, layer
+
+import jax_ep
+from jax_ep import _extension
+
+PROGRAM = """
+import sys
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import layers
+import jax_ep
+
+what, path = sys.argv[1:]
+mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+arrays = [jax.device_put(array, NamedSharding(mesh, P("ep"))) for array in layers.inputs(2)]
+if what == "export":
+    group = jax_ep.Group(mesh, "ep")
+    shard = lambda *shards: layers.layer(*shards, group, implementation="ffi")
+    mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    exported = export.export(mapped, disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)(*arrays)
+    open(path, "wb").write(exported.serialize())
+else:
+    exported = export.deserialize(open(path, "rb").read())
+    with jax_ep.Group(mesh, "ep"):
+        y = jax.jit(exported.call)(*arrays)
+        np.testing.assert_allclose(y, layers.dense(*arrays), rtol=1e-5, atol=1e-5)
+    print("right")
+"""
+
+
+def test_export_and_run_elsewhere(tmp_path):
+    need_devices(2)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for what in ("export", "run"):
+        command = [sys.executable, "-c", PROGRAM, what, str(tmp_path / "program")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert "right" in done.stdout
+
+
+def test_all_handlers_of_ops_are_listed():
+    module = _extension.extension()
+    assert module is not None
+    targets = {*module.cpu_targets(), *module.cuda_targets()} - {"jax_ep_gather", "jax_ep_reserve"}
+    listed = {check.is_custom_call() for check in jax_ep.DISABLE_JAX_EXPORT_CHECKS}
+    assert targets <= listed
+    assert not listed - targets - {"jax_ep_grouped_dot"}
+
+
+def test_a_symbolic_number_of_tokens_is_refused(open_group):
+    mesh = jax.sharding.Mesh(need_devices(2), ("ep",))
+    group = open_group(mesh, "ep")
+    (tokens,) = export.symbolic_shape("t")
+    shapes = [jax.ShapeDtypeStruct((2 * tokens, a.shape[1]), a.dtype) for a in inputs(2)]
+    spec = jax.sharding.PartitionSpec("ep")
+    mapped = jax.shard_map(
+        lambda *shards: layer(*shards, group, capacity=64, implementation="ffi"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    with pytest.raises(ValueError, match="needs shapes that are known when a program is compiled, got"):
+        export.export(jax.jit(mapped), disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)(*shapes)
+
+
+def test_the_extension_before_any_device():
+    """Handlers are registered after JAX has its devices, whoever asks for the extension first."""
+    code = "from jax_ep import _extension; assert _extension.extension(); import jax; print(jax.devices())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
