@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+import jax_ep
 from jax_ep import _info
 from jax_ep.bench import arguments as bench_arguments
 from jax_ep.demo import arguments as demo_arguments
@@ -27,6 +28,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Expert parallelism for JAX.")
+    parser.add_argument("--version", action="version", version=f"jax_ep {jax_ep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model")
     demo_arguments.add_to(demo)

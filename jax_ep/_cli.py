@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 
@@ -12,6 +14,32 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def factor(least: float, meaning: str) -> Callable[[str], float]:
+    """An argument that must be a finite number above `least`; `meaning` says so in words."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {meaning}, got {text}")
+        return value
+
+    return parse
+
+
+def output_file(*suffixes: str) -> Callable[[str], Path]:
+    """An argument that names a file to be written, of one of these kinds."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"must end in {' or '.join(suffixes)}, got {text}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+        return path
+
+    return parse
 
 
 def set_up_virtual_devices(count: int) -> None:

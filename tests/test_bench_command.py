@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
+import jax_ep
 from jax_ep.bench import programs
 
 
@@ -61,3 +63,45 @@ def test_a_number_that_is_not_positive(tmp_path):
     done = bench(tmp_path, "--devices", "0")
     assert done.returncode != 0
     assert "argument --devices: must be at least 1, got 0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--devices", "3"], "3 devices do not divide the 16 experts of tiny"),
+        (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
+        (["--json", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--capacity", "-1"], "must be a positive number, got -1"),
+    ],
+)
+def test_options_are_checked_before_anything_is_timed(tmp_path, options, text):
+    done = bench(tmp_path, *options)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_extension(tmp_path):
+    code = (
+        "import sys; from jax_ep import __main__, _extension; "
+        "_extension._load = lambda: (None, 'it is not there (test)'); "
+        "sys.exit(__main__.main(['bench', '--shapes', 'tiny', '--devices', '2']))"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode != 0
+    assert "it times implementation='ffi', which cannot run here: it is not there (test)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version(tmp_path):
+    command = [sys.executable, "-m", "jax_ep", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.strip() == f"jax_ep {jax_ep.__version__}"

@@ -40,6 +40,7 @@ def test_a_short_run_learns_and_agrees(tmp_path):
         (["--experts", "2", "--top-k", "3", "--devices", "2"], "--top-k must be at most --experts 2, got 3"),
         (["--steps", "0"], "must be at least 1, got 0"),
         (["--capacity", "-1"], "or 0 for the worst case, got -1"),
+        (["--platform", "cuda"], "JAX finds no NVIDIA GPU here"),
         (["--text", "/nowhere/at/all", "--devices", "1"], "no text found at /nowhere/at/all"),
     ],
 )

@@ -1,11 +1,10 @@
 """Options of the benchmark."""
 
 import argparse
-from pathlib import Path
 
 import jax
 
-from jax_ep._cli import positive, set_up_virtual_devices
+from jax_ep._cli import factor, output_file, positive, set_up_virtual_devices
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import SHAPES
 
@@ -36,7 +35,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(
         "--capacity",
-        type=float,
+        type=factor(0, "a positive number"),
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
     )
@@ -45,8 +44,15 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a sweep there (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--json", type=output_file(".json"), metavar="FILE", help="write the results there too"
+    )
+    parser.add_argument(
+        "--plot",
+        type=output_file(".png", ".svg", ".pdf"),
+        metavar="FILE",
+        help="draw a sweep there (.png, .svg or .pdf)",
+    )
 
 
 def set_up_devices(options: argparse.Namespace) -> None:

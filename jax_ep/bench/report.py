@@ -47,7 +47,7 @@ class Result:
 
 
 def _rate(size: int, us: float) -> str:
-    return f"{size / us / 1e3:.1f}" if size else ""
+    return f"{size / us / 1e3:.3g}" if size else ""
 
 
 def show(console: Console, results: list[Result]) -> None:

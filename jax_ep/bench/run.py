@@ -154,6 +154,17 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
     if options.sweep == "sms" and devices[0].platform != "gpu":
         raise SystemExit("bench: --sweep sms needs GPUs")
+    todo = list(cases(options, ranks))
+    for case in todo:
+        if case.shape.experts % case.ranks != 0:
+            raise SystemExit(
+                f"bench: {case.ranks} devices do not divide the {case.shape.experts} experts of {case.name}; "
+                "choose another number with --devices"
+            )
+    with jax_ep.Group(mesh_of(ranks), "ep") as group:
+        reason = group.stats().reason
+    if reason:
+        raise SystemExit(f"bench: it times implementation='ffi', which cannot run here: {reason}")
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
@@ -164,8 +175,7 @@ def run(options: argparse.Namespace) -> int:
     }
     for what, rate in rates.items():
         if rate is not None:
-            console.print(f"plain copies, {what}: {rate:.0f} GB/s each")
-    todo = list(cases(options, ranks))
+            console.print(f"plain copies, {what}: {rate:.3g} GB/s each")
     results = []
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))

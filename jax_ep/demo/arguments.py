@@ -11,7 +11,7 @@ from jax_ep._cli import positive, set_up_virtual_devices
 def add_to(parser: argparse.ArgumentParser) -> None:
     def factor(text: str) -> float:
         value = float(text)
-        if not value >= 0:
+        if not 0 <= value < float("inf"):
             raise argparse.ArgumentTypeError(f"must be positive, or 0 for the worst case, got {value}")
         return value
 
@@ -41,7 +41,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def set_up_devices(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", options.platform)
     if options.platform == "cuda":
-        options.devices = options.devices or len(jax.devices())
+        try:
+            found = len(jax.devices())
+        except (RuntimeError, AssertionError) as error:  # which of them depends on what JAX lacks
+            raise SystemExit(
+                f"demo: JAX finds no NVIDIA GPU here ({error or type(error).__name__}); it needs "
+                "pip install 'jax[cuda13]' and a driver. Without --platform cuda the demo runs on the CPU"
+            ) from None
+        options.devices = options.devices or found
         return
     options.devices = options.devices or 8
     set_up_virtual_devices(options.devices)
