@@ -1,5 +1,6 @@
 """Checks of the arguments: what must hold, what came, what to do."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._handle import Handle
+from jax_ep._numbers import integer
 
 # Counts of rows are int32.
 MOST_ROWS = 2**31 - 1
@@ -23,6 +25,12 @@ def shape_text(array: Any) -> str:
 def topk_idx(op: str, ids: Any) -> jax.Array:
     """`ids` as an array [T, K] of int32 or int64."""
     ids = jnp.asarray(ids)
+    if ids.ndim > 2 and ids.dtype in (jnp.int32, jnp.int64):
+        raise ValueError(
+            f"{op}: topk_idx must be [T, K], with the tokens of all sequences in one axis, "
+            f"got {shape_text(ids)}; reshape to [{math.prod(ids.shape[:-1])}, {ids.shape[-1]}], and x alike "
+            "(jax_ep.moe does so itself)"
+        )
     if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
     if ids.shape[1] < 1:
@@ -39,19 +47,39 @@ def weights(op: str, name: str, array: Any, shape: tuple[int, ...], axes: str) -
 
 
 def num_experts(op: str, experts: Any, num_ranks: int) -> int:
-    if isinstance(experts, bool) or not isinstance(experts, int):
+    number = integer(experts)
+    if number is None:
         raise ValueError(f"{op}: num_experts must be an int, got {experts!r}")
-    if experts < 1 or experts % num_ranks != 0:
+    if number < 1 or number % num_ranks != 0:
         raise ValueError(
-            f"{op}: num_experts must be a positive multiple of the {num_ranks} ranks, got {experts}"
+            f"{op}: num_experts must be a positive multiple of the {num_ranks} ranks, got {number}"
         )
-    return experts
+    return number
 
 
 def at_least_one(op: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_ROWS:
+    number = integer(value)
+    if number is None or not 1 <= number <= MOST_ROWS:
         raise ValueError(f"{op}: {name} must be an int between 1 and {MOST_ROWS}, got {value!r}")
-    return value
+    return number
+
+
+def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
+    """Rows of a result. `worst` is what None means; one expert's block of `alignment` rows must fit."""
+    if value is None:
+        return worst
+    if isinstance(value, float):
+        raise ValueError(
+            f"{op}: capacity counts rows, so it must be an int, got {value!r}; for a multiple of what "
+            "a uniform routing brings, pass int(factor * rows)"
+        )
+    rows = at_least_one(op, "capacity", value)
+    if rows < alignment:
+        raise ValueError(
+            f"{op}: a capacity of {rows} rows cannot hold even one expert's block, which is a multiple of "
+            f"expert_alignment = {alignment} rows; pass a larger capacity or a smaller expert_alignment"
+        )
+    return rows
 
 
 def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, source: str) -> list[jax.Array]:

@@ -170,7 +170,7 @@ def dispatch(
     if order == "rank" and alignment != 1:
         raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
     worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
-    capacity = worst if capacity is None else _check.at_least_one("dispatch", "capacity", capacity)
+    capacity = _check.capacity("dispatch", capacity, worst, alignment)
     weights = None
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _extension, _processes
+from jax_ep import _extension, _numbers, _processes
 from jax_ep._extension_types import Extension
 
 # Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
@@ -51,7 +50,7 @@ class Group:
 
     Args:
       mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
-      axis_name: a name of one of its axes, or a tuple of names, row-major.
+      axis_name: a name of one of its axes, or several names, row-major.
       timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
         compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
         `float("inf")` means ten years. Among equal groups, the newest one's value counts.
@@ -62,6 +61,7 @@ class Group:
 
     Raises:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms below 2.
+      TypeError: the mesh has no devices, the time-out is no number, num_sms no int.
       PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
         minute, if that is longer), or earlier programs do not end. The process should end then.
 
@@ -73,7 +73,7 @@ class Group:
     def __init__(
         self,
         mesh: jax.sharding.Mesh,
-        axis_name: str | tuple[str, ...],
+        axis_name: str | Sequence[str],
         *,
         timeout_s: float = 300.0,
         num_sms: int | None = None,
@@ -82,22 +82,21 @@ class Group:
             raise TypeError(
                 f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
             )
-        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        several = isinstance(axis_name, tuple | list)
+        axes: tuple[str, ...] = tuple(axis_name) if several else (axis_name,)  # type: ignore
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing or not axes or len(set(axes)) < len(axes):
             raise ValueError(
                 f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
                 f"the mesh has {mesh.axis_names}"
             )
-        if not timeout_s > 0:  # nor is nan
-            raise ValueError(f"Group: timeout_s must be positive, got {timeout_s}")
-        if num_sms is not None and num_sms < 2:
-            raise ValueError(f"Group: num_sms must be at least 2 (or None), got {num_sms}")
+        timeout_s = _numbers.seconds("Group", "timeout_s", timeout_s)
+        num_sms = _numbers.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         self._size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, self._size)
-        self._axis_name = axis_name
+        self._axis_name: str | tuple[str, ...] = axes if several else axes[0]
         self._axes = axes
         self._platform: str = devices.flat[0].platform
         self._device_ids: tuple[tuple[int, ...], ...] = tuple(
@@ -106,7 +105,7 @@ class Group:
         self._spans_processes = any(
             device.process_index != group[0].process_index for group in devices for device in group
         )
-        self._timeout_s = min(float(timeout_s), LONGEST_S)
+        self._timeout_s = min(timeout_s, LONGEST_S)
         self._key = f"{self._platform}:{','.join(axes)}:{self._device_ids}"
         self._closed = False
         self._unreachable = ""
@@ -214,6 +213,18 @@ class Group:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be pickled: it stands for devices of this process. Make a Group from the mesh "
+            "where it is needed"
+        )
+
+    def __copy__(self) -> "Group":
+        return self
+
+    def __deepcopy__(self, _: Any) -> "Group":
+        return self  # as with whatever else a model refers to but does not own
+
     def __eq__(self, other: Any) -> bool:
         return self._key == other._key if isinstance(other, Group) else NotImplemented
 
@@ -248,9 +259,11 @@ class Group:
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
         if reason and self._spans_processes:
-            _warn_once(
+            _extension.warn_once(
                 f"jax_ep: {self!r} spans processes; its ops use implementation='xla', because {reason}"
             )
+        elif reason:
+            _extension.warn_of_falling_back(self._platform, reason)
         return "xla" if reason else "ffi"
 
     def _reason_against_ffi(self) -> str:
@@ -301,8 +314,3 @@ def _control_blocks(module: Extension, key: str, devices: Sequence[Any], timeout
             device.id: int(low) | int(high) << 32 for device, (low, high) in zip(devices, halves, strict=True)
         }
     return _controls[key]
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import jax
+from jax.sharding import AxisType
 
+from jax_ep._extension import warn_once
 from jax_ep._group import Group
 
 Tree = TypeVar("Tree")
@@ -31,6 +33,11 @@ def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
 
 def require_manual(op: str, group: Group) -> None:
     """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"{op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
+            f"jax_ep.Group(mesh, axis_name); got {type(group).__name__}"
+        )
     group._require_open(op)
     try:
         size = jax.lax.axis_size(group.axis_name)
@@ -43,4 +50,13 @@ def require_manual(op: str, group: Group) -> None:
         raise ValueError(
             f"{op}: the axis {group.axis_name!r} of this shard_map has size {size}, but the group has "
             f"{group.size} ranks; make the Group from the mesh of the shard_map"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    others = tuple(axis for axis, kind in kinds if kind != AxisType.Manual and mesh.shape[axis] > 1)
+    if others:
+        warn_once(
+            f"jax_ep: this shard_map leaves the mesh axes {others} to automatic sharding. All devices along "
+            "them then get the same tokens and do the same work, however the arguments are sharded; name "
+            "these axes in its axis_names and in_specs, unless the tokens are the same along them anyway"
         )

@@ -94,7 +94,8 @@ def moe(
     Raises:
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
         of rows, or no shard_map binds the group's axis.
-      TypeError: x, the ids or the weights are no array, or what expert_fn returned is not floating.
+      TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
+        floating.
     """
     x = _one_array("x", x)
     topk_idx, topk_weights = _one_array("topk_idx", topk_idx), _one_array("topk_weights", topk_weights)
@@ -103,6 +104,10 @@ def moe(
         raise ValueError(
             "moe: x must be [..., T, H], topk_idx and topk_weights [..., T, K], with the same leading axes; "
             f"got {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        )
+    if not callable(expert_fn):
+        raise TypeError(
+            f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
         )
     sent = dispatch(
         _merge_leading(x),
@@ -116,13 +121,7 @@ def moe(
     )
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent)
-    rows = sent.handle.routing.capacity
-    for leaf in jax.tree.leaves(y):
-        if jnp.ndim(leaf) < 1 or leaf.shape[0] != rows:
-            raise ValueError(
-                f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
-                f"got an array of shape {list(jnp.shape(leaf))}"
-            )
+    _check_result(y, sent.handle.routing.capacity)
     out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
@@ -130,7 +129,26 @@ def moe(
     return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
 
 
+def _check_result(y: Any, rows: int) -> None:
+    """Of expert_fn: floating arrays of one row for each that it was given."""
+    leaves = jax.tree.leaves(y)
+    if not leaves:
+        raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")
+    for leaf in leaves:
+        if jnp.ndim(leaf) < 1 or jnp.shape(leaf)[0] != rows:
+            raise ValueError(
+                f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
+                f"got an array of shape {list(jnp.shape(leaf))}"
+            )
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"moe: what expert_fn returns is summed, so it must be floating, got {jnp.result_type(leaf)}"
+            )
+
+
 def _one_array(name: str, array: Any) -> jax.Array:
+    if array is None:
+        raise TypeError(f"moe: {name} must be one array, got NoneType")
     try:
         return jnp.asarray(array)
     except (TypeError, ValueError) as error:

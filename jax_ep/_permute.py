@@ -70,7 +70,7 @@ def permute(
     experts = _check.at_least_one("permute", "num_local_experts", num_local_experts)
     alignment = _check.at_least_one("permute", "expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
-    capacity = worst if capacity is None else _check.at_least_one("permute", "capacity", capacity)
+    capacity = _check.capacity("permute", capacity, worst, alignment)
     weights = None
     if topk_weights is not None:
         weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")

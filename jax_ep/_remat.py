@@ -14,16 +14,23 @@ CHECKPOINT_WEIGHTS = "jax_ep_weights"
 CHECKPOINT_ROWS = "jax_ep_rows"
 """Name of the rows that `dispatch` and `redispatch` return."""
 
-save_ep_residuals = jax.checkpoint_policies.save_only_these_names(
-    CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS
-)
-"""A policy for `jax.checkpoint`: keeps handles and dispatched rows with their weights.
+_saves = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS)
 
-The backward pass then sends no row a second time; what the experts compute is done again. To keep
-more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
-CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS, "mine")`. A policy that keeps the rows under a name
-of your own needs the first two besides, which are small.
-"""
+
+def save_ep_residuals(*primitive: Any, **params: Any) -> Any:
+    """A policy for `jax.checkpoint`: keeps handles and dispatched rows with their weights.
+
+    The backward pass then sends no row a second time; what the experts compute is done again. To keep
+    more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
+    CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS, "mine")`. A policy that keeps the rows under a
+    name of your own needs the first two besides, which are small.
+    """
+    if not primitive:
+        raise TypeError(
+            "save_ep_residuals is a policy, not a function that makes one: pass it as it is, "
+            "jax.checkpoint(f, policy=jax_ep.save_ep_residuals)"
+        )
+    return _saves(*primitive, **params)
 
 
 def name_all(tree: Any, name: str) -> Any:

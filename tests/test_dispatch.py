@@ -98,14 +98,14 @@ def test_extreme_sizes(tokens, k, experts, order, implementation):
 
 
 @pytest.mark.parametrize(("order", "alignment"), [("rank", 1), ("expert", 1), ("expert", 4)])
-@pytest.mark.parametrize("size", ["half", "one_short", "exact", "one"])
+@pytest.mark.parametrize("size", ["half", "one_short", "exact", "least"])
 def test_capacity(order, alignment, size, implementation):
     tokens, k, experts = 24, 4, 16
     ids = routing("uniform", MANY, tokens, k, experts)
     x, weights = tagged_rows(MANY, tokens, 3, np.int32), floats((MANY, tokens, k))
     free = oracle.dispatch(x, ids, weights, experts, order, alignment=alignment)
     most = max(max(c for c, row in enumerate(one.sources) if row) + 1 for one in free)
-    capacity = {"half": most // 2, "one_short": most - 1, "exact": most, "one": 1}[size]
+    capacity = {"half": most // 2, "one_short": most - 1, "exact": most, "least": alignment}[size]
     expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
     dropped = sum(one.num_dropped[0] for one in expected)
     assert (dropped == 0) == (size == "exact")

@@ -1,5 +1,8 @@
 """Bad input: a clear error at trace time that says what must hold and what came."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +58,18 @@ DISPATCH = {
     ),
     "integer weights": ({"topk_weights": IDS}, ValueError, r"topk_weights must be floating .* got int32"),
     "capacity": ({"capacity": 0}, ValueError, "capacity must be an int between 1 and .*, got 0"),
+    "a factor as capacity": ({"capacity": 1.25}, ValueError, "capacity counts rows, so it must be an int"),
+    "a capacity below a block": (
+        {"capacity": 100, "expert_alignment": 128},
+        ValueError,
+        "100 rows cannot hold even one expert's block, which is a multiple of expert_alignment = 128",
+    ),
+    "sequences": (
+        {"topk_idx": IDS[:, None]},
+        ValueError,
+        r"with the tokens of all sequences in one axis, got int32\[4, 1, 2\]; reshape to \[4, 2\]",
+    ),
+    "no group": ({"group": None}, TypeError, "group must be a jax_ep.Group, .* got NoneType"),
     "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be an int between 1 .*, got 0"),
     "alignment by rank": ({"order": "rank", "expert_alignment": 8}, ValueError, "needs order='expert'"),
     "order": ({"order": "token"}, ValueError, "order must be 'rank' or 'expert', got 'token'"),
@@ -66,12 +81,13 @@ DISPATCH = {
 def test_dispatch(name):
     changed, error, text = DISPATCH[name]
     arguments = {"x": X, "topk_idx": IDS, "topk_weights": None, "num_experts": E, **changed}
+    arguments = {"group": ranks(R).group, **arguments}
     if name == "keys":
         arguments["x"] = jax.random.split(jax.random.key(0), R * T)
     arrays = {name: arguments.pop(name) for name in ("x", "topk_idx", "topk_weights")}
 
     def shard(arrays):
-        return jax_ep.dispatch(group=ranks(R).group, **arrays, **arguments).num_tokens
+        return jax_ep.dispatch(**arrays, **arguments).num_tokens
 
     with pytest.raises(error, match=text) as raised:
         traced(shard, arrays)
@@ -208,8 +224,49 @@ def test_group_axes(axis):
         jax_ep.Group(make_mesh((R,), ("ep",)), axis)
 
 
+def test_integers_of_numpy():
+    def shard(x, ids):
+        sent = jax_ep.dispatch(
+            x,
+            ids,
+            group=ranks(R).group,
+            num_experts=np.int64(E),
+            capacity=np.int32(8),
+            expert_alignment=np.int8(2),
+        )
+        assert sent.handle.routing.capacity == 8
+        return sent.x
+
+    traced(shard, X, IDS)
+
+
+def test_all_experts_matrices():
+    sizes = jnp.ones((E // R,), jnp.int32)
+    with pytest.raises(ValueError, match="a matrix for each of the 2 experts of this rank, got 4; shard"):
+        jax_ep.grouped_dot(X, jnp.ones((E, H, H)), sizes)
+
+
+def test_a_policy_that_is_called():
+    with pytest.raises(TypeError, match=r"save_ep_residuals is a policy.*pass it as it is"):
+        jax_ep.save_ep_residuals()
+
+
+def test_a_group_is_not_pickled_but_shared():
+    group = ranks(R).group
+    with pytest.raises(
+        TypeError, match=r"Group\(.* cannot be pickled: it stands for devices of this process"
+    ):
+        pickle.dumps(group)
+    assert copy.deepcopy({"group": group})["group"] is group
+    assert copy.copy(group) is group
+
+
 def test_group_arguments():
     mesh = make_mesh((R,), ("ep",))
+    with pytest.raises(TypeError, match="timeout_s must be a number of seconds, got '30'"):
+        jax_ep.Group(mesh, "ep", timeout_s="30")
+    with pytest.raises(TypeError, match=r"num_sms must be an int of at least 2 \(or None\), got 2.5"):
+        jax_ep.Group(mesh, "ep", num_sms=2.5)
     with pytest.raises(TypeError, match="with devices; got AbstractMesh"):
         jax_ep.Group(mesh.abstract_mesh, "ep")
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
@@ -246,8 +303,11 @@ def test_a_group_across_processes_on_the_cpu(foreign_group):
 def test_without_the_extension(monkeypatch):
     monkeypatch.setattr(_extension, "_load", lambda: (None, "the extension cannot be imported (test)"))
     need_devices(R)
+    _extension.warn_once.cache_clear()
     with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
-        assert group._resolve(None) == "xla"
+        with pytest.warns(RuntimeWarning, match="'xla', which is slow, because the extension cannot be imp"):
+            assert group._resolve(None) == "xla"
+        assert group._resolve(None) == "xla"  # and says so once
         group.check()
         with pytest.raises(ValueError, match="cannot be imported"):
             group._resolve("ffi")
@@ -270,48 +330,6 @@ def test_layout(name):
     arguments = {"topk_idx": IDS, "num_experts": E, "num_ranks": R, **changed}
     with pytest.raises(ValueError, match=text):
         jax_ep.get_dispatch_layout(**arguments)
-
-
-PERMUTE = {
-    "rows": ({"x": X[1:]}, ValueError, r"every array of x must be \[C, \.\.\.\] with C = 8"),
-    "ids": ({"topk_idx": IDS[:, 0]}, ValueError, "topk_idx must be int32 or int64"),
-    "experts": ({"num_local_experts": 0}, ValueError, "num_local_experts must be an int between 1"),
-    "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be"),
-    "capacity": ({"capacity": -1}, ValueError, "capacity must be an int between 1"),
-    "weights": ({"topk_weights": W[:, :1]}, ValueError, r"topk_weights must be floating \[C, K\]"),
-}
-
-
-@pytest.mark.parametrize("name", PERMUTE)
-def test_permute(name):
-    changed, error, text = PERMUTE[name]
-    with pytest.raises(error, match="permute: .*" + text):
-        jax_ep.permute(**{"x": X, "topk_idx": IDS, "num_local_experts": E, **changed})
-
-
-BIAS = np.ones((E, H), np.float32)
-UNPERMUTE = {
-    "integers": ({"y": IDS}, TypeError, "y is summed"),
-    "a number": ({"y": np.float32(1)}, ValueError, r"y must be \[P, \.\.\.\]"),
-    "row_map": ({"row_map": IDS[:, 0]}, ValueError, r"row_map must be int32 \[C, K\]"),
-    "weights": ({"topk_weights": W[1:]}, ValueError, "topk_weights must be floating"),
-    "bias alone": ({"bias": BIAS}, ValueError, "bias needs topk_idx"),
-    "bias' shape": ({"bias": BIAS[:, 1:], "topk_idx": IDS}, ValueError, "bias must be .L, ...."),
-    "integer bias": ({"bias": BIAS.astype(int), "topk_idx": IDS}, TypeError, "bias is summed"),
-    "ids' shape": (
-        {"bias": BIAS, "topk_idx": IDS[1:]},
-        ValueError,
-        "topk_idx must have the shape of row_map",
-    ),
-    "out_dtype": ({"out_dtype": np.int32}, TypeError, "out_dtype must be floating, got int32"),
-}
-
-
-@pytest.mark.parametrize("name", UNPERMUTE)
-def test_unpermute(name):
-    changed, error, text = UNPERMUTE[name]
-    with pytest.raises(error, match="unpermute: .*" + text):
-        jax_ep.unpermute(**{"y": X, "row_map": IDS, **changed})
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from layers import R, dense, dense_gradients, inputs, layer
 
 import jax_ep
+from jax_ep import _extension
 
 # All devices as a mesh of two axes: (2, 4) where there are eight.
 OUTER = min(2, R)
@@ -96,3 +97,21 @@ def test_two_groups_of_different_axes_in_one_program():
         got = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec))(x, ids, w)
     once = dense(x, ids, w)
     np.testing.assert_allclose(got, dense(2 * once, ids, w), rtol=1e-5, atol=1e-6)
+
+
+def test_an_axis_left_to_automatic_sharding(open_group):
+    """Its devices repeat the work: that is said once, and the result is right."""
+    mesh = make_mesh((2, 2), ("dp", "ep"))
+    group = open_group(mesh, "ep")
+    _extension.warn_once.cache_clear()
+    x, ids, w = inputs(2)
+    mapped = jax.shard_map(
+        lambda *shards: layer(*shards, group),
+        mesh=mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+        axis_names={"ep"},
+    )
+    with pytest.warns(RuntimeWarning, match=r"leaves the mesh axes \('dp',\) to automatic sharding"):
+        y = jax.jit(mapped)(x, ids, w)
+    np.testing.assert_allclose(y, dense(x, ids, w), rtol=1e-5, atol=1e-5)

@@ -175,7 +175,14 @@ def test_shapes_that_do_not_fit(shapes):
             ValueError,
             r"expert_fn must return a row for each of the \d+",
         ),
-        ("right", lambda sent: sent.x.astype(int), TypeError, "floating"),
+        (
+            "right",
+            lambda sent: sent.x.astype(int),
+            TypeError,
+            "moe: what expert_fn returns .*floating",
+        ),
+        ("right", lambda sent: None, TypeError, "moe: expert_fn must return the experts' rows, got None"),
+        ("right", "experts", TypeError, "moe: expert_fn must be a function of the dispatched rows, got str"),
     ],
 )
 def test_what_does_not_fit(weights, experts, error, text):

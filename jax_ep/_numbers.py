@@ -1,0 +1,37 @@
+"""Checks of the numbers that users pass."""
+
+import operator
+from typing import Any
+
+import numpy as np
+
+
+def integer(value: Any) -> int | None:
+    """A Python or NumPy integer as an int; None if it is none, or is known only when the program runs."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # of traced arrays, too
+        return None
+
+
+def seconds(op: str, name: str, value: Any) -> float:
+    """A positive number of seconds, infinity included."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: {name} must be a number of seconds, got {value!r}")
+    if not value > 0:  # nor is nan
+        raise ValueError(f"{op}: {name} must be positive, got {value}")
+    return float(value)
+
+
+def most_sms(op: str, value: Any) -> int | None:
+    """The most SMs that an op may take, or None."""
+    if value is None:
+        return None
+    number = integer(value)
+    if number is None:
+        raise TypeError(f"{op}: num_sms must be an int of at least 2 (or None), got {value!r}")
+    if number < 2:
+        raise ValueError(f"{op}: num_sms must be at least 2 (or None), got {number}")
+    return number
