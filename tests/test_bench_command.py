@@ -35,7 +35,9 @@ def test_a_sweep_is_drawn(tmp_path):
     done = bench(tmp_path, "--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
-    assert "microseconds a round trip" in (tmp_path / "out.svg").read_text()
+    drawn = (tmp_path / "out.svg").read_text()
+    for text in ("microseconds a round trip", "32 tokens a rank, 64 wide, top-2 of 16, bfloat16, uniform"):
+        assert text in drawn
 
 
 def test_a_plot_needs_a_sweep(tmp_path):

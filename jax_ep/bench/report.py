@@ -112,6 +112,23 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
         axes.plot(*zip(*sorted(points), strict=True), style, label=label)
     axes.set(xscale="log", yscale="log", xlabel=f"{swept}{' a rank' if swept == 'tokens' else ''}")
     axes.set_ylabel("microseconds a round trip")
+    ticks = sorted({x for points in lines.values() for x, _ in points})
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xticks([], minor=True)
+    axes.set_title(_title(results, swept), fontsize="medium")
     axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # where it hides no line
     figure.savefig(path)
+
+
+def _title(results: list[Result], swept: str) -> str:
+    """What the lines have in common, but for what is swept."""
+    facts = {
+        "ranks": lambda r: f"{r.ranks} ranks",
+        "tokens": lambda r: f"{r.shape.tokens} tokens a rank",
+        "hidden": lambda r: f"{r.shape.hidden} wide",
+        "experts": lambda r: f"top-{r.shape.top_k} of {r.shape.experts}",
+        "routing": lambda r: f"bfloat16, {r.routing} routing",
+    }
+    said = [{fact(r) for r in results} for name, fact in facts.items() if name != swept]
+    return ", ".join(next(iter(texts)) for texts in said if len(texts) == 1)
