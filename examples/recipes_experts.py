@@ -1,0 +1,119 @@
+"""Experts of other kinds: with biases, quantised, weighted inside, shared, or split over more devices.
+
+Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
+the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. `x` [N, H] are the tokens of all ranks,
+`topk_idx` and `topk_weights` [N, K] their choices. docs/recipes.md says when you need which.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+def expert_biases(mesh, group, parameters, x, topk_idx, topk_weights):
+    """Experts with biases: "up_bias" [E, F] and "down_bias" [E, H]."""
+    num_experts = parameters["up"].shape[0]
+
+    @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    def layer(parameters, x, topk_idx, topk_weights):
+        def experts(sent):
+            # This is -1 in padding and tail, which picks the last expert's bias. Combine does not read those
+            # rows, and gives them no gradient.
+            expert = sent.row_experts()
+            hidden = jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes)
+            hidden = jax.nn.gelu(hidden + parameters["up_bias"][expert])
+            y = jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+            return y + parameters["down_bias"][expert]
+
+        return jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+
+    return layer(parameters, x, topk_idx, topk_weights)
+
+
+def quantise_int8(matrices):
+    """int8 [E, M, N] and float32 scales [E, N], one for each column of each expert."""
+    scales = jnp.maximum(jnp.max(jnp.abs(matrices), axis=1), 1e-12) / 127
+    values = jnp.round(matrices / scales[:, None]).astype(jnp.int8)
+    return values, scales.astype(jnp.float32)
+
+
+def int8_experts(mesh, group, parameters, x, topk_idx, topk_weights):
+    """Expert matrices in int8, for inference: "up" and "down" are pairs, as `quantise_int8` returns them."""
+    num_experts = parameters["up"][0].shape[0]
+
+    @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    def layer(parameters, x, topk_idx, topk_weights):
+        def experts(sent):
+            expert = sent.row_experts()
+
+            def product(rows, matrices):
+                values, scales = matrices
+                # A scale belongs to a whole column, so it can be applied after the product. The integers are
+                # exact in bfloat16 too.
+                out = jax_ep.grouped_dot(rows, values.astype(rows.dtype), sent.group_sizes)
+                return (out.astype(jnp.float32) * scales[expert]).astype(rows.dtype)
+
+            return product(jax.nn.gelu(product(sent.x, parameters["up"])), parameters["down"])
+
+        return jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+
+    return layer(parameters, x, topk_idx, topk_weights)
+
+
+def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
+    """Each token is multiplied by its weight before the expert, as in Llama 4, instead of after it."""
+    num_experts = parameters["up"].shape[0]
+
+    @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    def layer(parameters, x, topk_idx, topk_weights):
+        sent = jax_ep.dispatch(x, topk_idx, topk_weights, group=group, num_experts=num_experts)
+        rows = sent.x * sent.row_weights[:, None].astype(sent.x.dtype)
+        hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], sent.group_sizes))
+        y = jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+        # `moe` would pass row_weights to combine, which would apply the weights a second time.
+        return jax_ep.combine(y, sent.handle)
+
+    return layer(parameters, x, topk_idx, topk_weights)
+
+
+def shared_experts(mesh, group, parameters, shared, x, topk_idx, topk_weights):
+    """One more expert that all tokens pass through: `shared` has "up" [H, S] and "down" [S, H]."""
+    num_experts = parameters["up"].shape[0]
+
+    # The shared expert is on every rank, P(), so its tokens need not travel.
+    @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
+    def layer(parameters, shared, x, topk_idx, topk_weights):
+        sent = jax_ep.dispatch(x, topk_idx, topk_weights, group=group, num_experts=num_experts)
+        for_all = jax.nn.gelu(x @ shared["up"]) @ shared["down"]
+        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
+        y = jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+        # Combine adds a bias in float32, before it rounds the sum to the dtype of y.
+        return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, bias=for_all)
+
+    return layer(parameters, shared, x, topk_idx, topk_weights)
+
+
+def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
+    """Each expert is split along F over the axis "tp" of a mesh ("ep", "tp").
+
+    Tokens are sharded over "ep" and the same along "tp".
+    """
+    num_experts = parameters["up"].shape[0]
+    split = {"up": P("ep", None, "tp"), "down": P("ep", "tp", None)}
+
+    # Without axis_names all axes of the mesh are manual, "tp" too.
+    @jax.shard_map(mesh=mesh, in_specs=(split, P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
+    def layer(parameters, x, topk_idx, topk_weights):
+        def experts(sent):
+            hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
+            return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+
+        # Each device has only a part of every sum over F. Combine is linear, so the parts can be added after
+        # it, where there are fewer rows than inside the experts.
+        part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+        return jax.lax.psum(part, "tp")
+
+    return layer(parameters, x, topk_idx, topk_weights)

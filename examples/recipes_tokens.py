@@ -1,0 +1,84 @@
+"""Tokens that come in other ways: fewer than usual, the same ones on every rank, or with a mask for ids.
+
+Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
+the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md says when you need which.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+def feed_forward(parameters, rows, group_sizes):
+    """Of rows in the order of their experts."""
+    hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
+    return jax_ep.grouped_dot(hidden, parameters["down"], group_sizes)
+
+
+def last_batch(mesh, group, parameters, router, top_k, x, num_tokens):
+    """A batch `x` [N, H] of which only the first `num_tokens` rows, an int32 scalar, are tokens.
+
+    N is the same for all batches, so one compiled program runs them all.
+    """
+    num_experts = parameters["up"].shape[0]
+
+    @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P()), out_specs=P("ep"))
+    def layer(parameters, router, x, num_tokens):
+        weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), top_k)
+        token = jax.lax.axis_index("ep") * x.shape[0] + jnp.arange(x.shape[0])  # its place in the whole batch
+        # A choice of -1 is unused: no row is sent for it. What a token without choices gets is zero.
+        topk_idx = jnp.where((token < num_tokens)[:, None], topk_idx, -1)
+        experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
+        return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=num_experts)
+
+    return layer(parameters, router, x, num_tokens)
+
+
+def replicated_tokens(mesh, group, parameters, x, topk_idx, topk_weights):
+    """All tokens on every rank, as when one sequence is decoded: x [T, H], topk_idx and topk_weights [T, K].
+
+    Nothing is dispatched. Each rank computes what its own experts add, and the ranks add that up.
+    """
+    num_local_experts = parameters["up"].shape[0] // group.size
+
+    @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P(), P()), out_specs=P())
+    def layer(parameters, x, topk_idx, topk_weights):
+        first = jax.lax.axis_index("ep") * num_local_experts
+        # Experts of earlier ranks get negative ids here, those of later ranks ids that are too large. Both
+        # count as unused, so no mask is needed.
+        local = topk_idx - first
+        sent = jax_ep.permute(x, local, num_local_experts=num_local_experts)
+        y = feed_forward(parameters, sent.x, sent.group_sizes)
+        # In float32, so that the result is rounded once, after the sum over the ranks.
+        part = jax_ep.unpermute(y, sent.row_map, topk_weights=topk_weights, out_dtype=jnp.float32)
+        return jax.lax.psum(part, "ep").astype(x.dtype)
+
+    return layer(parameters, x, topk_idx, topk_weights)
+
+
+def ids_of_mask(chosen, probabilities, top_k):
+    """The choices `topk_idx` and `topk_weights` [T, top_k] of a mask (or routing map) `chosen`, bool [T, E].
+
+    Where a mask names more than top_k experts, the first top_k are taken. Where it names fewer, the remaining
+    ids are -1, unused.
+    """
+    # Of equal values top_k takes the earlier one first: the named experts, in ascending order, then others.
+    named, topk_idx = jax.lax.top_k(chosen.astype(jnp.int32), top_k)
+    topk_weights = jnp.take_along_axis(probabilities, topk_idx, axis=1)
+    return jnp.where(named > 0, topk_idx, -1), topk_weights
+
+
+def routing_map(mesh, group, parameters, top_k, x, chosen, probabilities):
+    """Experts named by a mask `chosen`, bool [N, E], with weights `probabilities` [N, E]."""
+    num_experts = parameters["up"].shape[0]
+
+    @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    def layer(parameters, x, chosen, probabilities):
+        topk_idx, topk_weights = ids_of_mask(chosen, probabilities, top_k)
+        experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
+        return jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+
+    return layer(parameters, x, chosen, probabilities)
