@@ -16,11 +16,11 @@ test: $(VENV)/.built
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, by plain loads and stores instead of bulk copies.
-# (Not the recipes: grouped_dot multiplies as tf32 there, and they are compared with float32.)
+# (Not the recipes and adapters: grouped_dot multiplies as tf32 there, and they are compared with float32.)
 GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
 test-gpu:
 	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py \
-		recipes.py) -k "not eager" $(ARGS)
+		recipes.py adapters.py) -k "not eager" $(ARGS)
 	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py permute.py intranode.py gradients.py) $(ARGS)
 
 lint: $(VENV)/.built
@@ -60,7 +60,8 @@ bench: $(VENV)/.built
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo --group bench
+	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo --group bench \
+		--group examples
 	touch $@
 
 # The package itself is linked in, so that edited Python files count at once.

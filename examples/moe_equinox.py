@@ -1,0 +1,45 @@
+"""A Mixture-of-Experts layer as an equinox module, its experts spread over the devices of a group."""
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+class MoE(eqx.Module):
+    """Call it outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
+
+    router: jax.Array
+    up: jax.Array
+    down: jax.Array
+    top_k: int = eqx.field(static=True)
+    mesh: Mesh = eqx.field(static=True)
+    group: jax_ep.Group = eqx.field(static=True)
+
+    def __init__(self, width, hidden, num_experts, top_k, *, mesh, group, key):
+        router, up, down = jax.random.split(key, 3)
+        matrix = jax.nn.initializers.lecun_normal()
+        matrices = jax.nn.initializers.lecun_normal(batch_axis=0)  # one for each expert
+        # Each device makes and keeps only its own experts.
+        spread = jax.jit(matrices, static_argnums=1, out_shardings=NamedSharding(mesh, P(group.axis_name)))
+        self.router = matrix(router, (width, num_experts))
+        self.up = spread(up, (num_experts, width, hidden))
+        self.down = spread(down, (num_experts, hidden, width))
+        self.top_k, self.mesh, self.group = top_k, mesh, group
+
+    def __call__(self, x):
+        ep, num_experts = P(self.group.axis_name), self.up.shape[0]
+
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), ep, ep, ep), out_specs=ep)
+        def layer(router, up, down, x):
+            weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), self.top_k)
+
+            def experts(sent):
+                hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
+                return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
+
+            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=num_experts)
+
+        return layer(self.router, self.up, self.down, x)

@@ -1,0 +1,41 @@
+"""A Mixture-of-Experts layer as a flax.linen module, its experts spread over the devices of a group."""
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+
+class MoE(nn.Module):
+    """Call it outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    mesh: Mesh
+    group: jax_ep.Group
+
+    @nn.compact
+    def __call__(self, x):
+        width, axis = x.shape[-1], self.group.axis_name
+        matrix = nn.initializers.lecun_normal()
+        matrices = nn.initializers.lecun_normal(batch_axis=0)  # one for each expert
+        # nn.get_sharding reads from this where the parameters belong.
+        spread = nn.with_partitioning(matrices, (axis, None, None), mesh=self.mesh)
+        router = self.param("router", matrix, (width, self.num_experts))
+        up = self.param("up", spread, (self.num_experts, width, self.hidden))
+        down = self.param("down", spread, (self.num_experts, self.hidden, width))
+
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(axis), P(axis), P(axis)), out_specs=P(axis))
+        def layer(router, up, down, x):
+            weights, topk_idx = jax.lax.top_k(nn.softmax(x @ router), self.top_k)
+
+            def experts(sent):
+                hidden = nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
+                return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
+
+            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=self.num_experts)
+
+        return layer(router, up, down, x)
