@@ -17,7 +17,7 @@ def balanced_layer(mesh, group, parameters, router, bias, x, *, top_k, capacity=
     """Routing as in DeepSeek-V3 (arXiv:2412.19437): `bias` [E] only helps to choose the experts.
 
     Returns the layer's result [N, H], the balancing loss, the number of choices of each expert [E], and the
-    number of rows that each rank dropped [R].
+    `MoEStats` of all ranks: `tokens_per_expert` [E], `num_tokens` and `num_dropped` [R].
     """
     num_experts = parameters["up"].shape[0]
 
@@ -50,7 +50,7 @@ def balanced_layer(mesh, group, parameters, router, bias, x, *, top_k, capacity=
         probabilities = scores / jnp.sum(scores, axis=1, keepdims=True)
         mean = jax.lax.pmean(jnp.mean(probabilities, axis=0), "ep")
         loss = num_experts * jnp.sum(share * mean)  # 1 where all experts get the same
-        return y, loss, counts, stats.num_dropped
+        return y, loss, counts, stats
 
     return layer(parameters, router, bias, x)
 

@@ -52,7 +52,7 @@ def replicated_tokens(mesh, group, parameters, x, topk_idx, topk_weights):
         local = topk_idx - first
         sent = jax_ep.permute(x, local, num_local_experts=num_local_experts)
         y = feed_forward(parameters, sent.x, sent.group_sizes)
-        # In float32, so that the result is rounded once, after the sum over the ranks.
+        # In float32, so that the sum over all ranks is rounded only once.
         part = jax_ep.unpermute(y, sent.row_map, topk_weights=topk_weights, out_dtype=jnp.float32)
         return jax.lax.psum(part, "ep").astype(x.dtype)
 

@@ -37,10 +37,6 @@ def tokens(num_experts=E, count=T):
     return floats((len(ids), H)), jnp.asarray(ids), floats((len(ids), K), seed=2)
 
 
-def used_weights(ids, weights, num_experts=E):
-    return jnp.where((ids >= 0) & (ids < num_experts), weights, 0)
-
-
 def each_expert(parameters, rows):
     """[E, N, H]: every row through every expert."""
     hidden = jnp.einsum("nh,ehf->enf", rows, parameters["up"])
@@ -245,16 +241,17 @@ def test_balanced_layer(on_ranks):
 
     def loss(function):
         def total(*given):
-            y, balance, counts, *dropped = function(*given)
-            return jnp.sum(y**2) + 3 * balance, (y, balance, counts.astype(jnp.float32), dropped)
+            y, balance, counts, *stats = function(*given)
+            return jnp.sum(y**2) + 3 * balance, (y, balance, counts.astype(jnp.float32), stats)
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(*given)
 
-    (_, (*got, dropped)), gradients = loss(
+    (_, (*got, (stats,))), gradients = loss(
         lambda *given: recipes_balance.balanced_layer(*on_ranks, *given, top_k=K)
     )
     (_, (*want, _)), wanted = loss(balanced_reference)
-    assert not np.any(dropped)
+    assert not np.any(stats.num_dropped)
+    np.testing.assert_array_equal(stats.tokens_per_expert, got[2])
     assert not np.any(gradients[2])
     assert_equal((got, gradients), (want, wanted))
 
@@ -262,13 +259,15 @@ def test_balanced_layer(on_ranks):
 def test_counts_have_what_a_full_buffer_drops(on_ranks):
     bias = jnp.zeros(E).at[0].set(100.0)  # every token chooses expert 0
     capacity = N // 2
-    _, _, counts, dropped = jax.jit(
+    _, _, counts, stats = jax.jit(
         lambda *given: recipes_balance.balanced_layer(*on_ranks, *given, top_k=K, capacity=capacity)
     )(feed_forward_parameters(), floats((H, E), seed=9), bias, floats((N, H)))
     assert counts[0] == N
     assert counts.sum() == N * K
-    np.testing.assert_array_equal(dropped, np.maximum(counts.reshape(R, -1).sum(axis=1) - capacity, 0))
+    dropped = np.maximum(counts.reshape(R, -1).sum(axis=1) - capacity, 0)
+    np.testing.assert_array_equal(stats.num_dropped, dropped)
     assert dropped[0] > 0
+    assert stats.tokens_per_expert[0] == capacity
 
 
 def test_biases_bring_balance(on_ranks):
@@ -316,3 +315,7 @@ def test_experts_are_dealt_out_evenly(num_experts, num_ranks):
     on_rank = np.bincount(places // each, minlength=num_ranks)
     assert len(on_rank) == num_ranks
     assert on_rank.max() - on_rank.min() <= 1
+    whole = np.arange(1, num_experts + 1)
+    padded = recipes_balance.pad_experts(jnp.asarray(whole), num_ranks)
+    assert padded.shape == (each * num_ranks,)
+    np.testing.assert_array_equal(padded[places], whole)
