@@ -42,6 +42,7 @@ else:
 
 
 def test_export_and_run_elsewhere(tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export writes files with it; the test group installs it")
     need_devices(2)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for what in ("export", "run"):
