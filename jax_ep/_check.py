@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._handle import Handle
 from jax_ep._numbers import integer
@@ -68,7 +69,7 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     """Rows of a result. `worst` is what None means; one expert's block of `alignment` rows must fit."""
     if value is None:
         return worst
-    if isinstance(value, float):
+    if isinstance(value, float | np.floating):
         raise ValueError(
             f"{op}: capacity counts rows, so it must be an int, got {value!r}; for a multiple of what "
             "a uniform routing brings, pass int(factor * rows)"

@@ -53,7 +53,7 @@ def require_manual(op: str, group: Group) -> None:
         )
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    others = tuple(axis for axis, kind in kinds if kind != AxisType.Manual and mesh.shape[axis] > 1)
+    others = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
     if others:
         warn_once(
             f"jax_ep: this shard_map leaves the mesh axes {others} to automatic sharding. All devices along "

@@ -294,12 +294,17 @@ def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: j
     # XLA's ragged dots cannot say how their result is sharded: as the operands' other dimensions are.
     own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
     spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
-    if spec[-1] == spec[-2]:  # a mesh axis shards one dimension
+    if _axes_of(spec[-1]) & _axes_of(spec[-2]):  # a mesh axis shards one dimension
         spec[-1] = None
     automatic: Any = jax.sharding.auto_axes(
         functools.partial(_ragged_dot, product), axes=explicit, out_sharding=jax.sharding.PartitionSpec(*spec)
     )
     return automatic(rows, others, group_sizes)
+
+
+def _axes_of(entry: Any) -> set[str]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
 def _ragged_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:

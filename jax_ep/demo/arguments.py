@@ -45,7 +45,7 @@ def set_up_devices(options: argparse.Namespace) -> None:
             found = len(jax.devices())
         except (RuntimeError, AssertionError) as error:  # which of them depends on what JAX lacks
             raise SystemExit(
-                f"demo: JAX finds no NVIDIA GPU here ({error or type(error).__name__}); it needs "
+                f"demo: JAX finds no NVIDIA GPU here ({str(error) or type(error).__name__}); it needs "
                 "pip install 'jax[cuda13]' and a driver. Without --platform cuda the demo runs on the CPU"
             ) from None
         options.devices = options.devices or found
