@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from recipes_experts import feed_forward
 
 import jax_ep
 
@@ -28,10 +29,7 @@ def balanced_layer(mesh, group, parameters, router, bias, x, *, top_k, capacity=
         weights = jnp.take_along_axis(scores, topk_idx, axis=1)
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
 
-        def experts(sent):
-            hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
-            return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
-
+        experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
         y, stats = jax_ep.moe(
             x,
             topk_idx,
@@ -89,10 +87,7 @@ def uneven_experts(mesh, group, padded, num_experts, x, topk_idx, topk_weights):
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     def layer(padded, x, topk_idx, topk_weights):
-        def experts(sent):
-            hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, padded["up"], sent.group_sizes))
-            return jax_ep.grouped_dot(hidden, padded["down"], sent.group_sizes)
-
+        experts = lambda sent: feed_forward(padded, sent.x, sent.group_sizes)
         # Unused choices stay unused. No token chooses an expert of zeros.
         used = (topk_idx >= 0) & (topk_idx < num_experts)
         at = jnp.where(used, places[jnp.where(used, topk_idx, 0)], -1)

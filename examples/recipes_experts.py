@@ -13,6 +13,12 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 
+def feed_forward(parameters, rows, group_sizes):
+    """Of rows in the order of their experts."""
+    hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
+    return jax_ep.grouped_dot(hidden, parameters["down"], group_sizes)
+
+
 def expert_biases(mesh, group, parameters, x, topk_idx, topk_weights):
     """Experts with biases: "up_bias" [E, F] and "down_bias" [E, H]."""
     num_experts = parameters["up"].shape[0]
@@ -71,8 +77,7 @@ def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
     def layer(parameters, x, topk_idx, topk_weights):
         sent = jax_ep.dispatch(x, topk_idx, topk_weights, group=group, num_experts=num_experts)
         rows = sent.x * sent.row_weights[:, None].astype(sent.x.dtype)
-        hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], sent.group_sizes))
-        y = jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+        y = feed_forward(parameters, rows, sent.group_sizes)
         # `moe` would pass row_weights to combine, which would apply the weights a second time.
         return jax_ep.combine(y, sent.handle)
 
@@ -88,8 +93,7 @@ def shared_experts(mesh, group, parameters, shared, x, topk_idx, topk_weights):
     def layer(parameters, shared, x, topk_idx, topk_weights):
         sent = jax_ep.dispatch(x, topk_idx, topk_weights, group=group, num_experts=num_experts)
         for_all = jax.nn.gelu(x @ shared["up"]) @ shared["down"]
-        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
-        y = jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
+        y = feed_forward(parameters, sent.x, sent.group_sizes)
         # Combine adds a bias in float32, before it rounds the sum to the dtype of y.
         return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, bias=for_all)
 
@@ -107,10 +111,7 @@ def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
     # Without axis_names all axes of the mesh are manual, "tp" too.
     @jax.shard_map(mesh=mesh, in_specs=(split, P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
-        def experts(sent):
-            hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
-            return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
-
+        experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
         # Each device has only a part of every sum over F. Combine is linear, so the parts can be added after
         # it, where there are fewer rows than inside the experts.
         part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)

@@ -8,14 +8,9 @@ the width of a token, F the width inside an expert. `parameters` has the matrice
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from recipes_experts import feed_forward
 
 import jax_ep
-
-
-def feed_forward(parameters, rows, group_sizes):
-    """Of rows in the order of their experts."""
-    hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
-    return jax_ep.grouped_dot(hidden, parameters["down"], group_sizes)
 
 
 def last_batch(mesh, group, parameters, router, top_k, x, num_tokens):

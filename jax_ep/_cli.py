@@ -16,12 +16,13 @@ def positive(text: str) -> int:
     return value
 
 
-def factor(least: float, meaning: str) -> Callable[[str], float]:
-    """An argument that must be a finite number above `least`; `meaning` says so in words."""
+def factor(zero: str = "") -> Callable[[str], float]:
+    """An argument that must be a finite, positive number, or 0 where that means something: `zero`."""
 
     def parse(text: str) -> float:
         value = float(text)
-        if not least < value < float("inf"):
+        if not 0 <= value < float("inf") or (value == 0 and not zero):
+            meaning = f"positive, or 0 for {zero}" if zero else "a positive number"
             raise argparse.ArgumentTypeError(f"must be {meaning}, got {text}")
         return value
 

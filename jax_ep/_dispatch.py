@@ -145,7 +145,7 @@ def dispatch(
         "rank": one row for each (token, rank), by source rank, then token.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
-        stated order and carry no gradient; `num_dropped` counts them.
+        stated order and carry no gradient; `num_dropped` counts them. At least a.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       implementation: None, "ffi" or "xla".
 

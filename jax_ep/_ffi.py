@@ -61,29 +61,6 @@ def _or_empty(array: jax.Array | None) -> jax.Array:
     return jnp.zeros((0,), jnp.float32) if array is None else array
 
 
-def _bits(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits
-    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8
-
-
-def _pack(leaf: jax.Array) -> jax.Array:
-    """A leaf as the handlers take it: a whole number of bytes an element."""
-    if _bits(leaf.dtype) >= 8:
-        return leaf
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint4)
-    return leaf.astype(jnp.int8)
-
-
-def _unpack(leaf: jax.Array, dtype: Any) -> jax.Array:
-    if leaf.dtype == dtype:
-        return leaf
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(leaf.astype(jnp.uint4), dtype)
-    return leaf.astype(dtype)
-
-
 def _handle_arrays(handle: Handle) -> list[jax.Array]:
     received = handle.received_rows
     if received is None:
@@ -129,7 +106,6 @@ def route(
         routing.top_k,
     )
     by_rank = not routing.has_row_per_choice
-    packed = [_pack(leaf) for leaf in leaves]
     results = [
         ((tokens, k), INT),
         ((tokens, routing.rows_per_token), INT),
@@ -143,18 +119,18 @@ def route(
         ((1,), INT),
         ((1,), INT),
         _scratch(tokens, routing.num_experts, ranks),
-        *_rows_like(packed, routing.capacity),
+        *_rows_like(leaves, routing.capacity),
     ]
     out = _call(
         "route",
-        [_rank(routing), topk_idx, _or_empty(topk_weights), *packed],
+        [_rank(routing), topk_idx, _or_empty(topk_weights), *leaves],
         results,
         **_routing_attributes(routing),
     )
     idx, sent_rows, prefix, counts, received_rows, weights, arrived_idx, *out = out
     tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
     return Routed(
-        rows=tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True)),
+        rows=tuple(moved),
         weights=None if topk_weights is None else weights,
         topk_idx=arrived_idx if by_rank else None,
         tokens_per_expert=tokens_per_expert,
@@ -168,10 +144,8 @@ def route(
 def push(
     handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
-    packed = [_pack(leaf) for leaf in leaves]
-    weights, moved = _push(handle, topk_weights, None, packed, ())
-    rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
-    return rows, None if topk_weights is None else weights
+    weights, moved = _push(handle, topk_weights, None, leaves, ())
+    return tuple(moved), None if topk_weights is None else weights
 
 
 def push_scaled(
@@ -252,7 +226,6 @@ def permute(
     expert_alignment: int,
     capacity: int,
 ) -> Permutation:
-    packed = [_pack(leaf) for leaf in leaves]
     results = [
         (topk_idx.shape, INT),
         ((0,) if topk_weights is None else (capacity,), jnp.float32),
@@ -260,30 +233,24 @@ def permute(
         ((num_local_experts,), INT),
         ((1,), INT),
         _scratch(topk_idx.shape[0], num_local_experts, 1, extra=topk_idx.size),
-        *_rows_like(packed, capacity),
+        *_rows_like(leaves, capacity),
     ]
     row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = _call(
         "permute",
-        [topk_idx, _or_empty(topk_weights), *packed],
+        [topk_idx, _or_empty(topk_weights), *leaves],
         results,
         num_experts=np.int64(num_local_experts),
         capacity=np.int64(capacity),
         alignment=np.int64(expert_alignment),
     )
-    rows = tuple(_unpack(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
     weights = None if topk_weights is None else weights
-    return Permutation(rows, row_map, weights, group_sizes, tokens_per_expert, num_dropped)
+    return Permutation(tuple(moved), row_map, weights, group_sizes, tokens_per_expert, num_dropped)
 
 
 def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
-    packed = _pack(leaf)
-    (moved,) = _call(
-        "repermute",
-        [row_map, packed],
-        _rows_like([packed], num_permuted),
-        num_permuted=np.int64(num_permuted),
-    )
-    return _unpack(moved, leaf.dtype)
+    results = _rows_like([leaf], num_permuted)
+    (moved,) = _call("repermute", [row_map, leaf], results, num_permuted=np.int64(num_permuted))
+    return moved
 
 
 def unpermute(

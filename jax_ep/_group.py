@@ -73,7 +73,7 @@ class Group:
     def __init__(
         self,
         mesh: jax.sharding.Mesh,
-        axis_name: str | Sequence[str],
+        axis_name: str | tuple[str, ...] | list[str],
         *,
         timeout_s: float = 300.0,
         num_sms: int | None = None,
@@ -82,21 +82,20 @@ class Group:
             raise TypeError(
                 f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
             )
-        several = isinstance(axis_name, tuple | list)
-        axes: tuple[str, ...] = tuple(axis_name) if several else (axis_name,)  # type: ignore
+        axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
         missing = [axis for axis in axes if axis not in mesh.axis_names]
         if missing or not axes or len(set(axes)) < len(axes):
             raise ValueError(
                 f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
                 f"the mesh has {mesh.axis_names}"
             )
-        timeout_s = _numbers.seconds("Group", "timeout_s", timeout_s)
-        num_sms = _numbers.most_sms("Group", num_sms)
+        timeout_s = _numbers.time_out(timeout_s)
+        num_sms = _numbers.most_sms(num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         self._size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, self._size)
-        self._axis_name: str | tuple[str, ...] = axes if several else axes[0]
+        self._axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._axes = axes
         self._platform: str = devices.flat[0].platform
         self._device_ids: tuple[tuple[int, ...], ...] = tuple(

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jax_ep._check import is_float
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
 from jax_ep._group import Group
@@ -82,7 +83,8 @@ def moe(
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
-        `dispatch`. Further rows are dropped and counted: their experts add nothing to the token.
+        `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
+        expert_alignment.
       expert_alignment: each expert's rows start at a multiple of it.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
@@ -140,15 +142,13 @@ def _check_result(y: Any, rows: int) -> None:
                 f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
                 f"got an array of shape {list(jnp.shape(leaf))}"
             )
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        if not is_float(jnp.result_type(leaf)):
             raise TypeError(
                 f"moe: what expert_fn returns is summed, so it must be floating, got {jnp.result_type(leaf)}"
             )
 
 
 def _one_array(name: str, array: Any) -> jax.Array:
-    if array is None:
-        raise TypeError(f"moe: {name} must be one array, got NoneType")
     try:
         return jnp.asarray(array)
     except (TypeError, ValueError) as error:

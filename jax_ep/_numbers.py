@@ -16,22 +16,22 @@ def integer(value: Any) -> int | None:
         return None
 
 
-def seconds(op: str, name: str, value: Any) -> float:
-    """A positive number of seconds, infinity included."""
+def time_out(value: Any) -> float:
+    """A Group's timeout_s: a positive number of seconds, infinity included."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{op}: {name} must be a number of seconds, got {value!r}")
+        raise TypeError(f"Group: timeout_s must be a number of seconds, got {value!r}")
     if not value > 0:  # nor is nan
-        raise ValueError(f"{op}: {name} must be positive, got {value}")
+        raise ValueError(f"Group: timeout_s must be positive, got {value}")
     return float(value)
 
 
-def most_sms(op: str, value: Any) -> int | None:
-    """The most SMs that an op may take, or None."""
+def most_sms(value: Any) -> int | None:
+    """A Group's num_sms: the most SMs that an op may take, or None."""
     if value is None:
         return None
     number = integer(value)
     if number is None:
-        raise TypeError(f"{op}: num_sms must be an int of at least 2 (or None), got {value!r}")
+        raise TypeError(f"Group: num_sms must be an int of at least 2 (or None), got {value!r}")
     if number < 2:
-        raise ValueError(f"{op}: num_sms must be at least 2 (or None), got {number}")
+        raise ValueError(f"Group: num_sms must be at least 2 (or None), got {number}")
     return number

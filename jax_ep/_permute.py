@@ -56,7 +56,7 @@ def permute(
       topk_weights: floating [C, K], or None. Differentiable.
       expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
       capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped,
-        and `num_dropped` counts them.
+        and `num_dropped` counts them. At least expert_alignment.
       implementation: None, "ffi" or "xla".
 
     Raises:

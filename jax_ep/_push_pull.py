@@ -223,27 +223,28 @@ def _pull_cotangents(
 def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
-    The handlers copy bytes. XLA may quiet a NaN on its way, so there floats travel as integers; and what is
-    narrower than a byte as whole bytes, for some of its collectives cannot carry two bits.
+    What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so there floats
+    travel as integers of their width.
     """
-    module = backend(implementation)
-    if module is _ffi:
-        return move(module, leaves)
-    moved, *rest = move(module, tuple(_as_bits(leaf) for leaf in leaves))
-    floats = tuple(_from_bits(row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
-    return (floats, *rest)
+    carriers = [_carrier(implementation, leaf.dtype) for leaf in leaves]
+    sent = [
+        _with_bits(leaf, bits).astype(carrier) for leaf, (bits, carrier) in zip(leaves, carriers, strict=True)
+    ]
+    moved, *rest = move(backend(implementation), tuple(sent))
+    rows = [
+        _with_bits(row.astype(bits), leaf.dtype)
+        for row, leaf, (bits, _) in zip(moved, leaves, carriers, strict=True)
+    ]
+    return (tuple(rows), *rest)
 
 
-def _bits_dtype(dtype: Any) -> Any:
-    """The unsigned integers that hold a float's bits; other dtypes are kept."""
-    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if jnp.issubdtype(dtype, jnp.floating) else dtype
+def _carrier(implementation: Implementation, dtype: Any) -> tuple[Any, Any]:
+    """The dtype that has the bits of another one, and the dtype of whole bytes that carries those."""
+    size, bits = jax.dtypes.itemsize_bits(dtype), dtype
+    if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or implementation == "xla"):
+        bits = jnp.dtype(f"uint{size}")
+    return bits, jnp.dtype(jnp.int8) if size < 8 else bits
 
 
-def _as_bits(leaf: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(leaf, _bits_dtype(leaf.dtype))
-    narrow = jnp.issubdtype(bits.dtype, jnp.integer) and jnp.iinfo(bits.dtype).bits < 8
-    return bits.astype(jnp.int8) if narrow else bits
-
-
-def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits.astype(_bits_dtype(dtype)), dtype)
+def _with_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)

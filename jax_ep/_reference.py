@@ -157,7 +157,7 @@ def push(
     routing = handle.routing
     rows, ids = _rows_here(handle)
     choice = _invert(rows, routing.capacity)
-    token = choice if not routing.has_row_per_choice else jnp.where(choice < 0, -1, choice // routing.top_k)
+    token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
     moved = []
     for leaf in leaves:
         everyone = jax.lax.collapse(_gather(routing, leaf), 0, 2)
@@ -200,7 +200,7 @@ def pull(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     here, ids = _rows_here(handle)
-    choices = [here] if not routing.has_row_per_choice else [here[:, k] for k in range(routing.top_k)]
+    choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
     sums = []
     for leaf in rows:
         wide = sum_dtype(leaf.dtype)

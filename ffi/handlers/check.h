@@ -79,8 +79,7 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-// The group that a key names, and this device's place in it. `rank` is the operand that the
-// program computed.
+// The group that a key names, and this device's place in it. `rank` is the operand that the program computed.
 struct Seat {
   std::shared_ptr<Group> group;
   Group::Place place;

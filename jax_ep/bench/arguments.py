@@ -35,7 +35,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(
         "--capacity",
-        type=factor(0, "a positive number"),
+        type=factor(),
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
     )

@@ -5,22 +5,16 @@ from pathlib import Path
 
 import jax
 
-from jax_ep._cli import positive, set_up_virtual_devices
+from jax_ep._cli import factor, positive, set_up_virtual_devices
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    def factor(text: str) -> float:
-        value = float(text)
-        if not 0 <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be positive, or 0 for the worst case, got {value}")
-        return value
-
     parser.add_argument("--steps", type=positive, default=100, help="training steps (default: %(default)s)")
     parser.add_argument("--experts", type=positive, default=16, help="experts in all (default: %(default)s)")
     parser.add_argument("--top-k", type=positive, default=2, help="experts a token (default: %(default)s)")
     parser.add_argument(
         "--capacity",
-        type=factor,
+        type=factor("the worst case"),
         default=1.5,
         help="rows a device can take, as a multiple of the mean; 0 for the worst case, which drops nothing "
         "(default: %(default)s)",

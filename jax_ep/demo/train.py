@@ -83,10 +83,11 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"demo: --devices {options.devices}, but there are {len(devices)} here")
     mesh = jax.make_mesh((options.devices,), ("ep",), (AxisType.Auto,), devices=devices[: options.devices])
     with jax_ep.Group(mesh, "ep") as group:
-        reason = group.stats().reason
+        stats = group.stats()
+        reason = stats.reason
         if reason and options.implementation == "ffi":
             raise SystemExit(f"demo: --implementation ffi cannot run here: {reason}")
-        used = options.implementation or ("xla" if reason else "ffi")
+        used = options.implementation or stats.implementation
         config = make_config(options, group, used)
         text, held_out = data.load(options.text, config.window)
         sequences = SEQUENCES * group.size

@@ -57,8 +57,8 @@ void Divide(PushArgs& args, const Device& device, int num_senders) {
   args.spreads = !local && args.shape.has_row_per_choice();
   args.bulk = PlanBulk(args, device);
   args.num_senders = num_senders;
-  // A token a warp at a time; of few tokens, which make one wave, each block takes one share. Waves must
-  // not depend on the plan: the ranks agree on them, and each has a plan of its own.
+  // A token a warp at a time. Few tokens make one wave, whatever a batch is, and each block takes one batch.
+  // Waves are the same on all ranks, so they must not depend on num_senders: each rank has a plan of its own.
   const bool few = T <= kFewTokens;
   args.batch = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
   if (few) args.batch = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
