@@ -57,3 +57,46 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(JAX_EP_CUDA_FOUND ON)
 message(STATUS "jax_ep: CUDA part: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
   "architectures ${CMAKE_CUDA_ARCHITECTURES}")
+
+# CUTLASS makes products on Hopper GPUs, by instructions that only sm_90a has.
+set(JAX_EP_WITH_CUTLASS OFF)
+set(JAX_EP_KNOWN_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
+if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
+  set(JAX_EP_KNOWN_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+endif()
+foreach(architecture IN LISTS JAX_EP_KNOWN_ARCHITECTURES)
+  if(architecture MATCHES "^(90a?(-real|-virtual)?|all|all-major)$")
+    set(JAX_EP_WITH_CUTLASS ON)
+  endif()
+endforeach()
+if(NOT JAX_EP_WITH_CUTLASS)
+  message(STATUS "jax_ep: CUTLASS: not needed without architecture 90")
+  return()
+endif()
+
+set(JAX_EP_CUTLASS "" CACHE PATH "CUTLASS's folder, or its include folder; empty: that of nvidia-cutlass from PyPI")
+if(JAX_EP_CUTLASS)
+  set(JAX_EP_CUTLASS_HINTS "${JAX_EP_CUTLASS}" "${JAX_EP_CUTLASS}/include")
+else()
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c
+      "from importlib.util import find_spec; spec = find_spec('cutlass_library'); \
+print(spec.submodule_search_locations[0] + '/source/include' if spec else 'the packages of this Python')"
+    OUTPUT_VARIABLE JAX_EP_CUTLASS_HINTS OUTPUT_STRIP_TRAILING_WHITESPACE)
+endif()
+unset(JAX_EP_CUTLASS_INCLUDE CACHE)
+find_path(JAX_EP_CUTLASS_INCLUDE cutlass/version.h PATHS ${JAX_EP_CUTLASS_HINTS} NO_DEFAULT_PATH)
+if(NOT JAX_EP_CUTLASS_INCLUDE)
+  message(FATAL_ERROR "jax_ep: architecture 90 needs the headers of CUTLASS, which are not in "
+    "${JAX_EP_CUTLASS_HINTS}. Install them (pip install nvidia-cutlass==4.2.0.0), or set JAX_EP_CUTLASS to a "
+    "folder that has them (-Ccmake.define.JAX_EP_CUTLASS=...), or build for other architectures.")
+endif()
+file(STRINGS "${JAX_EP_CUTLASS_INCLUDE}/cutlass/version.h" JAX_EP_CUTLASS_NUMBERS
+  REGEX "define CUTLASS_(MAJOR|MINOR|PATCH) ")
+string(REGEX MATCHALL "[0-9]+" JAX_EP_CUTLASS_VERSION "${JAX_EP_CUTLASS_NUMBERS}")
+list(JOIN JAX_EP_CUTLASS_VERSION "." JAX_EP_CUTLASS_VERSION)
+if(JAX_EP_CUTLASS_VERSION VERSION_LESS 4.2)
+  message(FATAL_ERROR "jax_ep: CUTLASS must be 4.2 or newer, that in ${JAX_EP_CUTLASS_INCLUDE} is "
+    "${JAX_EP_CUTLASS_VERSION}")
+endif()
+message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}: seven kernels for sm_90a")

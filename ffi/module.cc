@@ -84,6 +84,7 @@ nb::dict CudaTargets() {
   targets["jax_ep_repermute"] = Capsule(CudaRepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
   targets["jax_ep_grouped_dot"] = Capsule(CudaGroupedDotHandler);
+  targets["jax_ep_grouped_dot_fp8"] = Capsule(CudaGroupedDotFp8Handler);
   return targets;
 }
 
@@ -201,6 +202,9 @@ nb::dict BuildInfo() {
 #if defined(JAX_EP_WITH_CUDA)
   info["cuda"] = CUDART_VERSION;
   info["cuda_architectures"] = JAX_EP_CUDA_ARCHITECTURES;
+#endif
+#if defined(JAX_EP_CUTLASS_VERSION)
+  info["cutlass"] = JAX_EP_CUTLASS_VERSION;
 #endif
   return info;
 }

@@ -22,6 +22,9 @@ from jax_ep._moe import moe as moe
 from jax_ep._permute import Permuted as Permuted
 from jax_ep._permute import permute as permute
 from jax_ep._permute import unpermute as unpermute
+from jax_ep._quantize import QuantizedArray as QuantizedArray
+from jax_ep._quantize import dequantize_fp8 as dequantize_fp8
+from jax_ep._quantize import quantize_fp8 as quantize_fp8
 from jax_ep._remat import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
 from jax_ep._remat import CHECKPOINT_ROWS as CHECKPOINT_ROWS
 from jax_ep._remat import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHTS
@@ -41,12 +44,15 @@ __all__ = [
     "MoEStats",
     "PeerTimeoutError",
     "Permuted",
+    "QuantizedArray",
     "combine",
+    "dequantize_fp8",
     "dispatch",
     "get_dispatch_layout",
     "grouped_dot",
     "moe",
     "permute",
+    "quantize_fp8",
     "redispatch",
     "save_ep_residuals",
     "unpermute",

@@ -6,7 +6,17 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-_TARGETS = ("layout", "route", "push", "pull", "permute", "repermute", "unpermute", "grouped_dot")
+_TARGETS = (
+    "layout",
+    "route",
+    "push",
+    "pull",
+    "permute",
+    "repermute",
+    "unpermute",
+    "grouped_dot",
+    "grouped_dot_fp8",
+)
 
 DISABLE_JAX_EXPORT_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(f"jax_ep_{target}") for target in _TARGETS

@@ -88,6 +88,13 @@ def reason_against_ffi(platform: str) -> str:
     return ""
 
 
+def has_fp8_products() -> bool:
+    """Whether the kernels of FP8 products run on the local GPUs, which are of one kind."""
+    module, _ = _load()
+    capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
+    return module is not None and "cutlass" in module.build_info() and capability == "9.0"
+
+
 def sample_addresses(devices: Sequence[Any]) -> list[int]:
     """The address of a small array on each device: it shows whose memory JAX uses there."""
     with jax.ensure_compile_time_eval():  # a group may be made while a function is traced

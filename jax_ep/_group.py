@@ -90,7 +90,7 @@ class Group:
                 f"the mesh has {mesh.axis_names}"
             )
         timeout_s = _numbers.time_out(timeout_s)
-        num_sms = _numbers.most_sms(num_sms)
+        num_sms = _numbers.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         self._size = int(np.prod([mesh.shape[axis] for axis in axes]))

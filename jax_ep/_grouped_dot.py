@@ -7,36 +7,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _check, _extension, _ffi, _reference
+from jax_ep import _check, _extension, _ffi, _numbers, _reference
 from jax_ep._manual import vary_alike
+from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
 
 
-def grouped_dot(rows: Any, weights: Any, group_sizes: Any) -> jax.Array:
+def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
     """The product that an `expert_fn` of `jax_ep.moe` is made of.
 
     Like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that and for
-    its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32).
+    its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32). On GPUs of compute
+    capability 9.0 they are CUTLASS's for float16 and bfloat16 if both widths are multiples of 8, and for FP8:
+    these are the fast ones.
 
     Args:
-      rows: floating [C, M]; the rows of expert l follow those of expert l - 1.
-      weights: [L, M, N] a matrix for each expert, of the dtype of rows.
+      rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
+        scale for each 128 elements of a row [C, M / 128], as `quantize_fp8(x)` makes it.
+      weights: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
+        for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
+        Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
+        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)`, they are not copied.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
+      num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
+        communication can run beside them; other kernels do not heed it. None: all.
 
     Returns:
-      [C, N] in the dtype of rows, zero in rows past the sum. Products are summed in float32 (float64
-      rows: in float64). Differentiable in rows and weights, in reverse mode. Under `jax.vmap` the products
-      run one after another.
+      [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
+      (float64 rows: in float64). Differentiable in rows and weights that are not FP8, in reverse mode. Under
+      `jax.vmap` the products run one after another.
 
     Raises:
-      ValueError: the shapes do not fit each other.
-      TypeError: rows and weights are not floating, or differ in dtype.
+      ValueError: the shapes do not fit each other, or num_sms is less than 2.
+      TypeError: rows and weights are not floating, or differ in dtype, or only one is quantised; a gradient
+        of FP8 operands was asked for.
     """
-    rows, weights, group_sizes = jnp.asarray(rows), jnp.asarray(weights), jnp.asarray(group_sizes)
+    num_sms = _numbers.most_sms("grouped_dot", num_sms) or 0
+    group_sizes = jnp.asarray(group_sizes)
+    if isinstance(rows, QuantizedArray) or isinstance(weights, QuantizedArray):
+        rows, weights = _both_quantized(rows, weights)
+        _check_shapes(rows.values, weights.values, group_sizes)
+        operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
+        return _fp8_product(num_sms, *vary_alike(operands))
+    rows, weights = jnp.asarray(rows), jnp.asarray(weights)
     if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.dtype != weights.dtype:
         raise TypeError(
             "grouped_dot: rows and weights must have one floating dtype, "
             f"got {rows.dtype} and {weights.dtype}"
         )
+    _check_shapes(rows, weights, group_sizes)
+    return _product(0, num_sms, *vary_alike([rows, weights, group_sizes]))
+
+
+def _check_shapes(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> None:
     fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1]
     if fits and group_sizes.ndim == 1 and weights.shape[0] > group_sizes.shape[0] > 0:
         raise ValueError(
@@ -48,36 +70,55 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any) -> jax.Array:
             "grouped_dot: rows [C, M], weights [L, M, N] and group_sizes int32 [L] must fit; got "
             f"{', '.join(map(_check.shape_text, (rows, weights, group_sizes)))}"
         )
-    return _product(0, *vary_alike([rows, weights, group_sizes]))
+
+
+def _both_quantized(rows: Any, weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
+    if not (isinstance(rows, QuantizedArray) and isinstance(weights, QuantizedArray)):
+        raise TypeError(
+            "grouped_dot: rows and weights must both be quantised, or neither; got "
+            f"{type(rows).__name__} and {type(weights).__name__} (jax_ep.quantize_fp8 quantises)"
+        )
+    rows, weights = jax.tree.map(jnp.asarray, (rows, weights))
+    of_rows, of_weights = block_of("grouped_dot", rows), block_of("grouped_dot", weights)
+    if of_rows != (1, BLOCK) or of_weights != (BLOCK, BLOCK):
+        raise ValueError(
+            "grouped_dot: FP8 rows must have scales of 1 x 128 elements and weights of 128 x 128, got "
+            f"{of_rows[0]} x {of_rows[1]} and {of_weights[0]} x {of_weights[1]}; quantise them with "
+            "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
+        )
+    return rows, weights
 
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
     """0: rows [C, M] times matrices [L, M, N]; 1: rows [C, N] times their transposes; 2: for each group
     [L, M, N] its rows [C, M], transposed, times others [C, N].
 
     Each is linear in both operands, and its gradients are two of the three: so gradients of any order are.
     """
-    on_gpu = _extension.current_platform() in ("gpu", "cuda")
-    kernels = on_gpu and rows.dtype in _KERNEL_DTYPES and not _extension.reason_against_ffi("gpu")
-    module = _ffi if kernels else _reference
 
     # XLA's ragged dots have no rule for other batches than of rows, so a batch is done one by one.
     @jax.custom_batching.sequential_vmap
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return module.grouped_dot(product, rows, others, group_sizes)
+        if _on_gpu() and rows.dtype in _KERNEL_DTYPES:
+            return _ffi.grouped_dot(product, rows, others, group_sizes, num_sms)
+        return _reference.grouped_dot(product, rows, others, group_sizes)
 
     return one(rows, others, group_sizes)
 
 
-def _product_fwd(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> Any:
-    return _product(product, rows, others, group_sizes), (rows, others, group_sizes)
+def _product_fwd(
+    product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+) -> Any:
+    return _product(product, num_sms, rows, others, group_sizes), (rows, others, group_sizes)
 
 
-def _product_bwd(product: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
     rows, others, group_sizes = saved
     # For each operand: which product it is, and of what.
     ways = {
@@ -85,7 +126,7 @@ def _product_bwd(product: int, saved: tuple[jax.Array, ...], cotangent: jax.Arra
         1: ((0, cotangent, others), (2, cotangent, rows)),
         2: ((1, others, cotangent), (0, rows, cotangent)),
     }
-    d_rows, d_others = (_product(*way, group_sizes) for way in ways[product])
+    d_rows, d_others = (_product(way, num_sms, *pair, group_sizes) for way, *pair in ways[product])
     if jax.sharding.get_abstract_mesh().explicit_axes:
         d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
         d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
@@ -93,3 +134,44 @@ def _product_bwd(product: int, saved: tuple[jax.Array, ...], cotangent: jax.Arra
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
+    """`operands`: values [C, M] and [L, M, N], their scales [C, M / 128] and [L, M / 128, N / 128], sizes."""
+
+    @jax.custom_batching.sequential_vmap
+    def one(
+        rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        if _on_gpu() and _extension.has_fp8_products():
+            transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
+            return _ffi.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
+        wide = (
+            dequantize_fp8(QuantizedArray(*pair), jnp.float32)
+            for pair in ((rows, scales), (matrices, matrix_scales))
+        )
+        product: jax.Array = _product(0, num_sms, *wide, sizes)
+        return product.astype(jnp.bfloat16)
+
+    return one(*operands)
+
+
+def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
+    return _fp8_product(num_sms, *operands), None
+
+
+def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
+    raise TypeError(
+        "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a "
+        "product of bfloat16 operands, or define the gradient yourself (jax.custom_vjp)"
+    )
+
+
+_fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
+
+
+def _on_gpu() -> bool:
+    """Whether the program is for GPUs that this package's kernels can run on."""
+    platform = _extension.current_platform()
+    return platform in ("gpu", "cuda") and not _extension.reason_against_ffi("gpu")

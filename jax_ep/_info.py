@@ -65,6 +65,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         if "cuda" in build:
             major, minor = build["cuda"] // 1000, build["cuda"] % 1000 // 10
             lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
+            lines.append(f"{'':12s}grouped_dot by CUTLASS {build.get('cutlass', 'nowhere: not built')}")
         else:
             lines.append(f"{'':12s}without CUDA")
     for device in report["devices"]:

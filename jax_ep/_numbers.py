@@ -25,13 +25,13 @@ def time_out(value: Any) -> float:
     return float(value)
 
 
-def most_sms(value: Any) -> int | None:
-    """A Group's num_sms: the most SMs that an op may take, or None."""
+def most_sms(of: str, value: Any) -> int | None:
+    """The num_sms of a Group or a product: the most SMs that an op may take, or None."""
     if value is None:
         return None
     number = integer(value)
     if number is None:
-        raise TypeError(f"Group: num_sms must be an int of at least 2 (or None), got {value!r}")
+        raise TypeError(f"{of}: num_sms must be an int of at least 2 (or None), got {value!r}")
     if number < 2:
-        raise ValueError(f"Group: num_sms must be at least 2 (or None), got {number}")
+        raise ValueError(f"{of}: num_sms must be at least 2 (or None), got {number}")
     return number

@@ -159,6 +159,9 @@ struct UnpermuteParams {
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
 };
 
+// Elements along a dimension of FP8 operands that share a scale, where that dimension has scales.
+constexpr int kFp8Block = 128;
+
 // What a grouped product makes of a rank's rows, which lie group by group.
 enum class GroupedDot : int32_t {
   kRows = 0,            // [C, N]: rows [C, M] times their group's matrix of others [L, M, N]
@@ -166,9 +169,12 @@ enum class GroupedDot : int32_t {
   kWeights = 2,         // [L, M, N]: rows [C, M], transposed, times others [C, N], group by group
 };
 
+// Room for the descriptors of bulk tensor copies of 256 SMs, and for nine numbers of each group.
+JAX_EP_HD inline int64_t GroupedDotScratchBytes(int64_t num_groups) { return (128 << 10) + 80 * num_groups; }
+
 struct GroupedDotParams {
   GroupedDot product;
-  Float type;                  // of rows, others and out; not float64
+  Float type;                  // of out, and of rows and others if they have no scales; not float64
   int32_t num_rows;            // C
   int32_t num_groups;          // L
   int32_t inner;               // width of rows
@@ -176,7 +182,13 @@ struct GroupedDotParams {
   const int32_t* group_sizes;  // [L]
   const void* rows;
   const void* others;
+  // Of FP8 (e4m3) operands, which only kRowsTransposed has; else null. A scale belongs to 128 elements of a
+  // row [C, N / 128], and to 128 x 128 elements of a matrix [L, M / 128, N / 128].
+  const float* row_scales;
+  const float* other_scales;
   void* out;
+  void* scratch;    // [GroupedDotScratchBytes(L)] of the kernels
+  int32_t num_sms;  // most SMs to take; 0: all
 };
 
 }  // namespace jax_ep

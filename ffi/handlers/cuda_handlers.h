@@ -17,5 +17,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaPermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaRepermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaUnpermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaGroupedDotHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(CudaGroupedDotFp8Handler);
 
 }  // namespace jax_ep

@@ -34,7 +34,7 @@ cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const D
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
-cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream);
+cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& device, cudaStream_t stream);
 
 // Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();

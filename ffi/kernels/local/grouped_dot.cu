@@ -9,6 +9,9 @@
 #include "kernels/device.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#ifdef JAX_EP_WITH_CUTLASS
+#include "kernels/products/products.h"
+#endif
 
 namespace jax_ep::cuda {
 namespace {
@@ -153,6 +156,9 @@ __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, 
   }
 }
 
+// A group's size as it may stand in an array that somebody has tampered with: sums of 32 do not overflow.
+__device__ int RowsOf(int size, int num_rows) { return min(max(size, 0), num_rows); }
+
 // The group of a block's tile, with its rows. Tiles begin with each group, so that none has rows of two;
 // those after the last group's cover the rows past it, as group L.
 struct TileOfRows {
@@ -167,7 +173,7 @@ __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int n
     int row = 0, first_tile = 0;
     bool here = false;
     for (int base = 0; base < num_groups && !here; base += kWarp) {
-      const int size = base + lane < num_groups ? max(group_sizes[base + lane], 0) : 0;
+      const int size = base + lane < num_groups ? RowsOf(group_sizes[base + lane], num_rows) : 0;
       int end = size, tiles = (size + kTileM - 1) / kTileM;
       const int own_tiles = tiles;
       for (int step = 1; step < kWarp; step *= 2) {
@@ -182,7 +188,7 @@ __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int n
         found = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
       }
       here = __any_sync(kAllLanes, mine);
-      row += __shfl_sync(kAllLanes, end, kWarp - 1);
+      row = min(row + __shfl_sync(kAllLanes, end, kWarp - 1), num_rows);
       first_tile += __shfl_sync(kAllLanes, tiles, kWarp - 1);
     }
     if (!here && lane == 0) found = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
@@ -217,13 +223,15 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams param
   __shared__ int begin;
   if (threadIdx.x < kWarp) {
     int before = 0;
-    for (int g = threadIdx.x; g < blockIdx.z; g += kWarp) before += max(params.group_sizes[g], 0);
+    for (int g = threadIdx.x; g < blockIdx.z; g += kWarp) {
+      before = min(before + RowsOf(params.group_sizes[g], params.num_rows), params.num_rows);
+    }
     before = __reduce_add_sync(kAllLanes, before);
     if (threadIdx.x == 0) begin = min(before, params.num_rows);
   }
   __syncthreads();
   const int K = params.inner, N = params.outer;
-  const int rows = min(max(params.group_sizes[blockIdx.z], 0), params.num_rows - begin);
+  const int rows = min(RowsOf(params.group_sizes[blockIdx.z], params.num_rows), params.num_rows - begin);
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{begin} * K, K, rows, K};
   const Matrix<T> b{static_cast<const T*>(params.others) + int64_t{begin} * N, N, rows, N};
   T* out = static_cast<T*>(params.out) + int64_t{blockIdx.z} * K * N;
@@ -266,7 +274,13 @@ int Tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / 
 
 }  // namespace
 
-cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream) {
+// Where CUTLASS's kernels cannot make the product, those of this file do.
+cudaError_t LaunchGroupedDot(const GroupedDotParams& params, [[maybe_unused]] const Device& device,
+                             cudaStream_t stream) {
+#ifdef JAX_EP_WITH_CUTLASS
+  if (TakesProduct(params)) return LaunchProduct(params, device.num_sms, stream);
+#endif
+  if (params.row_scales != nullptr) return cudaErrorNotSupported;
   const unsigned columns = Tiles(params.outer, kTileN);
   // A tile more than full ones for each group, and one for the rows past them.
   const dim3 grid = params.product == GroupedDot::kWeights
@@ -282,7 +296,11 @@ cudaError_t LaunchGroupedDot(const GroupedDotParams& params, cudaStream_t stream
 
 cudaError_t PreloadGroupedDot() {
   cudaFuncAttributes attributes;
+#ifdef JAX_EP_WITH_CUTLASS
+  cudaError_t error = PreloadProducts();
+#else
   cudaError_t error = cudaSuccess;
+#endif
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (GroupedDot product : {GroupedDot::kRows, GroupedDot::kRowsTransposed, GroupedDot::kWeights}) {
       if (error != cudaSuccess) return error;

@@ -1,0 +1,128 @@
+"""FP8 with a scale for each block of elements: how it is made, and undone."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _check
+from jax_ep._numbers import integer
+
+FP8 = jnp.float8_e4m3fn
+SCALE = np.float32(1 / 448)
+"""448 is the largest number of FP8 (e4m3). A factor, for XLA may or may not round a quotient right."""
+FLOOR = 1e-4
+"""What counts at least as the largest magnitude in a block, so that no scale is 0."""
+BLOCK = 128
+"""Elements along a dimension that share a scale in what kernels take."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """An array in FP8: each element is its value times the scale of its block.
+
+    Attributes:
+      values: float8_e4m3fn [..., H].
+      scales: float32 [..., H / block]. A block of `quantize_fp8(x, block=(m, n))` is m x n elements of the
+        last two dimensions: [..., M / m, N / n].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        return self.values.shape
+
+
+def quantize_fp8(x: Any, *, block: int | tuple[int, int] = BLOCK) -> QuantizedArray:
+    """An array in FP8 (e4m3), with a float32 scale for each block.
+
+    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448): 448 is the largest number
+    of e4m3. An element times 1 / scale is rounded to nearest, ties to even; so it is off by at most 2^-4 of
+    its magnitude, or by 2^-10 of the scale where that is more. A block that holds a NaN or an infinity is NaN
+    throughout. (The scheme of DeepSeek-V3, arXiv:2412.19437, section 3.3.2: 1 x 128 for tokens, 128 x 128
+    for weights.)
+
+    Args:
+      x: floating [..., H].
+      block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
+        (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
+
+    Raises:
+      ValueError: x has too few dimensions, or the blocks do not divide them.
+      TypeError: x is not floating.
+    """
+    x = jnp.asarray(x)
+    rows, columns = _pair(block)
+    if not _check.is_float(x.dtype):
+        raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
+    least = 1 if rows == 1 else 2
+    if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
+        raise ValueError(
+            f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
+            f"{_check.shape_text(x)}; pad x with zeros, or choose another block"
+        )
+    parts = _in_blocks(x.astype(jnp.float32), rows, columns)
+    scales = jnp.maximum(jnp.max(jnp.abs(parts), axis=(-3, -1)), FLOOR) * SCALE
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    values = (parts * (1 / scales)[..., :, None, :, None]).reshape(x.shape).astype(FP8)
+    return QuantizedArray(values, scales if x.ndim > 1 else scales[0])
+
+
+def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """The numbers that q stands for, in a floating dtype: value times scale in float32, rounded once.
+
+    Args:
+      q: values [..., M, N] and scales [..., M / m, N / n], of blocks of any size.
+      dtype: of the result.
+
+    Raises:
+      TypeError: q is no QuantizedArray.
+      ValueError: the shapes of its values and scales do not fit each other.
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
+    rows, columns = block_of("dequantize_fp8", q)
+    scales = q.scales if q.values.ndim > 1 else q.scales[None]
+    parts = _in_blocks(q.values.astype(jnp.float32), rows, columns)
+    return (parts * scales[..., :, None, :, None]).reshape(q.shape).astype(dtype)
+
+
+def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
+    """The rows and columns of q's blocks."""
+    values, scales = q.values.shape, q.scales.shape
+    fits = len(values) == len(scales) > 0 and values[:-2] == scales[:-2] and q.values.dtype == FP8
+    sizes = [_ratio(v, s) for v, s in zip(values[-2:], scales[-2:], strict=False)]
+    if not fits or None in sizes:
+        raise ValueError(
+            f"{op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
+            f"[..., M / m, N / n]; got {_check.shape_text(q.values)} and {_check.shape_text(q.scales)}"
+        )
+    rows, columns = [1, *sizes][-2:]
+    return rows, columns
+
+
+def _ratio(size: int, blocks: int) -> int | None:
+    """The elements in a block, None if that is no whole number."""
+    if size == blocks:
+        return 1
+    return size // blocks if blocks > 0 and size % blocks == 0 else None
+
+
+def _pair(block: Any) -> tuple[int, int]:
+    sizes = block if isinstance(block, tuple) else (1, block)
+    rows, columns = map(integer, sizes) if len(sizes) == 2 else (None, None)
+    if rows is None or columns is None or rows < 1 or columns < 1:
+        raise ValueError(f"quantize_fp8: block must be a positive int or a pair of them, got {block!r}")
+    return rows, columns
+
+
+def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """[..., M, N] as [..., M / rows, rows, N / columns, columns]."""
+    height = x.shape[-2] if x.ndim > 1 else 1
+    return x.reshape(*x.shape[:-2], height // rows, rows, x.shape[-1] // columns, columns)
