@@ -13,7 +13,7 @@ from jax_ep.bench import programs
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, route
 from jax_ep.bench.shapes import Shape
 
-SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16)
+SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16, inner=8)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -27,7 +27,7 @@ def test_choices_of_a_token_differ(kind):
         assert ids.max() < 4
         assert (ids >= 0).all()  # four experts for three choices
         assert (route(kind, SHAPE, 8) >= 0).sum() == 2 * 96  # but two only there
-    counts = np.bincount(route(kind, Shape(2000, 8, 3, 16), 1).ravel(), minlength=16)
+    counts = np.bincount(route(kind, Shape(2000, 8, 3, 16, 8), 1).ravel(), minlength=16)
     if kind == "uniform":
         assert counts.max() < 1.3 * counts.min()
     if kind == "zipf":
@@ -67,7 +67,7 @@ def test_no_step_is_merged_or_dropped(op, order):
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_a_capacity_of_one_is_what_a_uniform_routing_needs(order):
-    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16)
+    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16, inner=8)
     ids = route("uniform", shape, 4).reshape(4, 2000, 3)
     received = oracle.dispatch(np.zeros((4, 2000, 1)), ids, None, 16, order)
     mean = np.mean([one.num_tokens[0] for one in received])

@@ -9,6 +9,7 @@ from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import SHAPES
 
 ORDERS = ("rank", "expert")
+PARTS = ("communication", "layer")
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
@@ -18,6 +19,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SHAPES,
         help="default: deepseek_v3 and deepseek_v3_decode on GPUs, cpu elsewhere",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        help="communication: dispatch, combine and what belongs to them; layer: expert products beside dense "
+        "ones, and the whole layer beside its parts (default: both on GPUs, communication elsewhere)",
     )
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="default: both")
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")

@@ -5,6 +5,7 @@ python -m jax_ep.bench.cpu --order expert
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -71,7 +72,7 @@ def main() -> int:
     with jax_ep.Group(mesh, "ep") as group:
         per_token = {}
         for tokens in (shape.tokens // 4, shape.tokens, shape.tokens * 4):
-            sized = Shape(tokens, shape.hidden, shape.top_k, shape.experts)
+            sized = dataclasses.replace(shape, tokens=tokens)
             run = round_trip(group, mesh, sized, options.order, "ffi")
             ffi = median_ms(run, *inputs(mesh, sized), repeats=options.repeats)
             per_token[tokens] = ffi / tokens

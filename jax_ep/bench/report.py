@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_ep import _info
+from jax_ep.bench.layers import Work
 from jax_ep.bench.shapes import Shape
 
 
@@ -84,12 +85,36 @@ def show(console: Console, results: list[Result]) -> None:
         console.print(table)
 
 
-def write_json(path: Path, results: list[Result]) -> None:
+def show_work(console: Console, results: list[Work]) -> None:
+    """Products and layers: a table for each shape. TFLOP/s are of the device time where there is one."""
+    tables: dict[str, Table] = {}
+    for r in results:
+        title = (
+            f"{r.name}: experts {r.shape.inner} wide inside, {r.shape.tokens} tokens a rank, {r.ranks} ranks"
+        )
+        if title not in tables:
+            tables[title] = Table("op", "by", title=title)
+            for column in ("device us", "end to end us", "TFLOP/s", "of dense, or slower part of whole"):
+                tables[title].add_column(column, justify="right")
+        tables[title].add_row(
+            r.op,
+            r.by,
+            "" if r.device_us is None else f"{r.device_us:.0f}",
+            f"{r.end_to_end_us:.0f}",
+            f"{r.flop / r.us / 1e6:.3g}" if r.flop else "",
+            "" if r.share is None else f"{r.share:.0%}",
+        )
+    for table in tables.values():
+        console.print(table)
+
+
+def write_json(path: Path, results: list[Result], work: list[Work]) -> None:
     """With versions and hardware, so that the figures can be compared later."""
     report = {
         "date": datetime.date.today().isoformat(),
         "environment": _info.collect(),
         "results": [dataclasses.asdict(result) for result in results],
+        "layers": [dataclasses.asdict(result) for result in work],
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
 

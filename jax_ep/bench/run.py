@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_ep
-from jax_ep.bench import ceilings, measure, processes, programs, report
+from jax_ep.bench import ceilings, layers, measure, processes, programs, report
 from jax_ep.bench.routings import bytes_received, capacity_of, route
 from jax_ep.bench.shapes import SHAPES, Shape
 from jax_ep.bench.sms import sms_of
@@ -70,11 +70,22 @@ def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[
         yield shape, ranks
 
 
+def names_of(options: argparse.Namespace) -> list[str]:
+    on_gpu = jax.devices()[0].platform == "gpu"
+    return options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpu else ["cpu"])
+
+
+def parts_of(options: argparse.Namespace) -> list[str]:
+    if options.sweep:
+        return ["communication"]
+    on_gpu = jax.devices()[0].platform == "gpu"
+    return options.parts or (["communication", "layer"] if on_gpu else ["communication"])
+
+
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
     on_gpu = jax.devices()[0].platform == "gpu"
-    names = options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpu else ["cpu"])
     ops = ["round trip"] if options.sweep else programs.OPS
-    for name in names:
+    for name in names_of(options):
         for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
             for op in ops:
                 implementations = ["ffi", "xla"] if options.peers and op == "round trip" else ["ffi"]
@@ -87,9 +98,9 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
                 yield Case(name, shape, count, "round trip", "", peer, None)
 
 
-def inputs(case: Case, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
+def inputs(shape: Shape, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
     rng = np.random.default_rng(1)
-    x = rng.standard_normal((len(ids), case.shape.hidden), np.float32).astype(jax.numpy.bfloat16)
+    x = rng.standard_normal((len(ids), shape.hidden), np.float32).astype(jax.numpy.bfloat16)
     weights = rng.random(ids.shape, np.float32)
     spread = NamedSharding(mesh, P("ep"))
 
@@ -108,7 +119,7 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     steps = 16 if on_gpu else 4
     mesh = mesh_of(case.ranks)
     ids = route(options.routing, case.shape, case.ranks)
-    arguments = inputs(case, ids, mesh)
+    arguments = inputs(case.shape, ids, mesh)
     capacity = capacity_of(options.capacity, case.shape, case.ranks, case.order or "rank")
     with jax_ep.Group(mesh, "ep", num_sms=case.num_sms) as group:
         if case.by in programs.PEERS:
@@ -143,6 +154,13 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     )
 
 
+def time_layer(name: str, ranks: int, options: argparse.Namespace) -> list[layers.Work]:
+    mesh, shape = mesh_of(ranks), SHAPES[name]
+    arguments = inputs(shape, route(options.routing, shape, ranks), mesh)
+    capacity = capacity_of(options.capacity, shape, ranks, "expert")
+    return list(layers.results(name, shape, mesh, arguments, capacity, options))
+
+
 def run(options: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else 120
     console = Console(quiet=jax.process_index() > 0, width=width)
@@ -154,11 +172,11 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
     if options.sweep == "sms" and devices[0].platform != "gpu":
         raise SystemExit("bench: --sweep sms needs GPUs")
-    todo = list(cases(options, ranks))
-    for case in todo:
-        if case.shape.experts % case.ranks != 0:
+    for name in names_of(options):
+        experts = SHAPES[name].experts
+        if options.sweep not in ("ranks", "experts") and experts % ranks != 0:
             raise SystemExit(
-                f"bench: {case.ranks} devices do not divide the {case.shape.experts} experts of {case.name}; "
+                f"bench: {ranks} devices do not divide the {experts} experts of {name}; "
                 "choose another number with --devices"
             )
     with jax_ep.Group(mesh_of(ranks), "ep") as group:
@@ -176,6 +194,8 @@ def run(options: argparse.Namespace) -> int:
     for what, rate in rates.items():
         if rate is not None:
             console.print(f"plain copies, {what}: {rate:.3g} GB/s each")
+    parts = parts_of(options)
+    todo = list(cases(options, ranks)) if "communication" in parts else []
     results = []
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(todo))
@@ -184,10 +204,14 @@ def run(options: argparse.Namespace) -> int:
             results.append(time_case(case, options, rates))
             bar.advance(task)
     report.show(console, results)
+    work = []
+    for name in names_of(options) if "layer" in parts else ():
+        work += time_layer(name, ranks, options)
+    report.show_work(console, work)
     if jax.process_index() > 0:
         return 0
     if options.json:
-        report.write_json(options.json, results)
+        report.write_json(options.json, results, work)
     if options.plot:
         report.plot(options.plot, results, options.sweep)
     return 0

@@ -1,0 +1,220 @@
+"""A layer's expert products, each beside a dense product of equal work, and the whole layer beside its parts.
+
+The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep.bench import measure, processes
+from jax_ep.bench.shapes import Shape
+
+CALLS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A product or a layer, timed. Times in microseconds a call, of the slowest rank."""
+
+    name: str
+    shape: Shape
+    ranks: int
+    op: str
+    by: str
+    routing: str
+    capacity: int | None  # None: the worst case
+    device_us: float | None
+    end_to_end_us: float
+    flop: float  # of one rank, if all receive as many rows
+    share: float | None  # of a dense product's rate, or of a layer's time its slower part
+
+    @property
+    def us(self) -> float:
+        return self.device_us or self.end_to_end_us
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    op: str
+    by: str
+    flop: float
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    beside: tuple[tuple[str, str], ...] = ()  # the ops that its time is compared with
+
+
+def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
+    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
+
+
+def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Random bfloat16, sharded along the first dimension."""
+    make = lambda key: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P("ep")))(jax.random.key(seed))
+
+
+def _transposed(array: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), array)
+
+
+def _gradient(function: Callable[..., jax.Array], *of: jax.Array) -> Callable[[jax.Array], Any]:
+    return jax.vjp(function, *of)[1]
+
+
+def products(
+    local: Any,
+    what: str,
+    rows: jax.Array,
+    weights: jax.Array,
+    cotangent: jax.Array,
+    sizes: jax.Array,
+    count: int,
+) -> Iterator[Program]:
+    """Of rows [C, M] and matrices [L, M, N] on each rank; a dense product takes `count` of the rows."""
+    flop = 2.0 * count * weights.shape[1] * weights.shape[2]
+    dot = jax_ep.grouped_dot
+    ours = {
+        "forward": lambda r, w, d, s: dot(r, w, s),
+        "dgrad": lambda r, w, d, s: _gradient(lambda r: dot(r, w, s), r)(d),
+        "wgrad": lambda r, w, d, s: _gradient(lambda w: dot(r, w, s), w)(d),
+    }
+    dense = {
+        "forward": lambda r, w, d, s: r[:count] @ w[0],
+        "dgrad": lambda r, w, d, s: d[:count] @ w[0].T,
+        "wgrad": lambda r, w, d, s: r[:count].T @ d[:count],
+    }
+    arguments = rows, weights, cotangent, sizes
+    for way, function in dense.items():
+        yield Program(f"{what} {way}", "dense", flop, local(function), arguments)
+    for way, function in ours.items():
+        op = f"{what} {way}"
+        yield Program(op, "grouped_dot", flop, local(function), arguments, ((op, "dense"),))
+    if weights.shape[1] % 128 or weights.shape[2] % 128:
+        return  # FP8 has scales of 128 elements
+    quantised = local(jax_ep.quantize_fp8)(rows)
+    kept = local(lambda w: _transposed(jax_ep.quantize_fp8(w, block=(128, 128))))(weights)
+    fp8 = local(lambda r, w, s: dot(r, _transposed(w), s))
+    op = f"{what} forward"
+    yield Program(op, "grouped_dot, FP8", flop, fp8, (quantised, kept, sizes), ((op, "dense"),))
+
+
+def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
+    """The layer, and its communication and its products alone; forward, and with the backward pass."""
+
+    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
+
+    def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return moe(x, ids, weights, lambda sent: sent.x)
+
+    def both(function: Any, integers: int) -> Any:
+        """Value and gradients, but for the argument that has none."""
+
+        def run(*arguments: jax.Array) -> Any:
+            floats = [a for i, a in enumerate(arguments) if i != integers]
+            call = lambda *floats: function(*floats[:integers], arguments[integers], *floats[integers:])
+            value, transposed = jax.vjp(call, *floats)
+            return value, transposed(value)
+
+        return run
+
+    of = lambda *names: tuple(arrays[name] for name in names)
+    parts = {
+        "communication": (communication, 1, of("x", "ids", "weights"), 0.0),
+        "products": (lambda r, s, u, d: swiglu(u, d, r, s), 1, of("rows", "sizes", "up", "down"), flop),
+        "layer": (layer, 1, of("x", "ids", "weights", "up", "down"), flop),
+    }
+    for way, factor in (("forward", 1), ("forward + backward", 3)):
+        for part, (function, integers, arguments, work) in parts.items():
+            timed = function if factor == 1 else both(function, integers)
+            beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi")) if part == "layer" else ()
+            yield Program(f"{part} {way}", "ffi", factor * work, local(timed), arguments, beside)
+
+
+def programs(
+    group: jax_ep.Group,
+    mesh: jax.sharding.Mesh,
+    shape: Shape,
+    arguments: tuple[jax.Array, jax.Array, jax.Array],
+    capacity: int | None,
+) -> Iterator[Program]:
+    shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "capacity": capacity}
+    spec = P(*mesh.axis_names)
+
+    def local(function: Any) -> Any:
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped)
+
+    def moe(*arguments: Any) -> jax.Array:
+        return jax_ep.moe(*arguments, **shared, implementation="ffi")
+
+    def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sent = jax_ep.dispatch(*arguments, **shared, implementation="ffi")
+        return sent.x, sent.group_sizes
+
+    rows, sizes = local(route)(*arguments)
+    experts, width, inner = shape.experts, shape.hidden, shape.inner
+    up = _normal(mesh, 1, (experts, width, 2 * inner))
+    down = _normal(mesh, 2, (experts, inner, width))
+    count = min(shape.tokens * shape.top_k, rows.shape[0] // mesh.size)
+    wide, narrow = (_normal(mesh, seed, (rows.shape[0], n)) for seed, n in ((3, 2 * inner), (4, inner)))
+    yield from products(local, "up", rows, up, wide, sizes, count)
+    yield from products(local, "down", narrow, down, rows, sizes, count)
+    x, ids, weights = arguments
+    arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
+    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner)
+
+
+def time_programs(
+    found: Iterator[Program], options: argparse.Namespace, on_gpu: bool
+) -> Iterator[tuple[Program, float | None, float]]:
+    """Each program with its time on the devices, where that can be told, and its time end to end."""
+    for program in found:
+
+        def run(*arguments: Any, program: Program = program) -> Any:
+            for _ in range(CALLS - 1):
+                program.function(*arguments)
+            return program.function(*arguments)
+
+        end_to_end = measure.end_to_end_us(run, program.arguments, CALLS, options.repeats)
+        device = measure.kernels_us(run, program.arguments, CALLS, ()) if on_gpu else None
+        yield program, processes.slowest(device), processes.slowest(end_to_end) or end_to_end
+
+
+def results(
+    name: str,
+    shape: Shape,
+    mesh: jax.sharding.Mesh,
+    arguments: Any,
+    capacity: int | None,
+    options: argparse.Namespace,
+) -> Iterator[Work]:
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    times: dict[tuple[str, str], float] = {}
+    with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
+        found = programs(group, mesh, shape, arguments, capacity)
+        for program, device, end_to_end in time_programs(found, options, on_gpu):
+            us = times[program.op, program.by] = device or end_to_end
+            yield Work(
+                name=name,
+                shape=shape,
+                ranks=mesh.size,
+                op=program.op,
+                by=program.by,
+                routing=options.routing,
+                capacity=capacity,
+                device_us=device,
+                end_to_end_us=end_to_end,
+                flop=program.flop,
+                share=max(times[op] for op in program.beside) / us if program.beside else None,
+            )
+        group.check()
