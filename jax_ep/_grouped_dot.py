@@ -109,7 +109,7 @@ def _product(
             return _ffi.grouped_dot(product, rows, others, group_sizes, num_sms)
         return _reference.grouped_dot(product, rows, others, group_sizes)
 
-    return one(rows, others, group_sizes)
+    return _sharded(product, one, rows, others, group_sizes)
 
 
 def _product_fwd(
@@ -154,7 +154,7 @@ def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
         product: jax.Array = _product(0, num_sms, *wide, sizes)
         return product.astype(jnp.bfloat16)
 
-    return one(*operands)
+    return _sharded(0, one, *operands)
 
 
 def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
@@ -169,6 +169,29 @@ def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
 
 
 _fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
+
+
+def _sharded(product: int, function: Any, rows: jax.Array, others: jax.Array, *more: jax.Array) -> jax.Array:
+    """Calls function(rows, others, *more).
+
+    Under Explicit sharding neither XLA's ragged dots nor custom calls can say how their result is sharded: as
+    the operands' other dimensions are.
+    """
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return function(rows, others, *more)
+    own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
+    spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
+    if _axes_of(spec[-1]) & _axes_of(spec[-2]):  # a mesh axis shards one dimension
+        spec[-1] = None
+    result = jax.sharding.PartitionSpec(*spec)
+    automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
+    return automatic(rows, others, *more)
+
+
+def _axes_of(entry: Any) -> set[str]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
 def _on_gpu() -> bool:

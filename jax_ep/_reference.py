@@ -5,7 +5,6 @@ to be read and compared with, not to be fast: every rank gathers all tokens and 
 routing. All of it is differentiable by JAX's own rules, so gradients can be checked against it.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -288,26 +287,6 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    if not explicit:
-        return _ragged_dot(product, rows, others, group_sizes)
-    # XLA's ragged dots cannot say how their result is sharded: as the operands' other dimensions are.
-    own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
-    spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
-    if _axes_of(spec[-1]) & _axes_of(spec[-2]):  # a mesh axis shards one dimension
-        spec[-1] = None
-    automatic: Any = jax.sharding.auto_axes(
-        functools.partial(_ragged_dot, product), axes=explicit, out_sharding=jax.sharding.PartitionSpec(*spec)
-    )
-    return automatic(rows, others, group_sizes)
-
-
-def _axes_of(entry: Any) -> set[str]:
-    """The mesh axes that one entry of a PartitionSpec names."""
-    return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
-
-
-def _ragged_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     if product == 2:
         return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
     return jax.lax.ragged_dot(rows, others if product == 0 else others.swapaxes(1, 2), group_sizes)

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import make_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -100,6 +103,62 @@ def test_products_of_sixteen_bits(dtype, shape, kind):
         assert one.tobytes() == again.tobytes()
 
 
+def test_in_a_scan_over_layers():
+    """On GPUs XLA replays the body as a CUDA graph, where sizes are known on the device only."""
+    layers, rows, groups, width = 6, 300, 5, 64
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, width)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(layers, groups, width, width)) / 8, jnp.bfloat16)
+    sizes = np.stack([list(KINDS.values())[i % len(KINDS)](groups, rows) for i in range(layers)])
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def step(x, layer):
+        return x + jnp.tanh(jax_ep.grouped_dot(x, *layer)), None
+
+    def scanned(x, weights):
+        return jnp.sum(jax.lax.scan(step, x, (weights, sizes))[0].astype(jnp.float32))
+
+    def unrolled(x, weights):
+        for layer in zip(weights, sizes, strict=True):
+            x, _ = step(x, layer)
+        return jnp.sum(x.astype(jnp.float32))
+
+    run = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1)))
+    first = jax.device_get(run(x, weights))
+    for _ in range(5):
+        again = jax.device_get(run(x, weights))
+        assert all(
+            a.tobytes() == b.tobytes()
+            for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)
+        )
+    want = jax.device_get(jax.jit(jax.value_and_grad(unrolled, argnums=(0, 1)))(x, weights))
+    for got, one in zip(jax.tree.leaves(first), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(one, np.float32), rtol=0.05, atol=0.1
+        )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="XLA:CPU expands its ragged product")
+def test_nothing_is_copied_for_a_product():
+    """Of a feed-forward layer's gradient: temporaries are rows that autodiff keeps, and no matrices."""
+    rows, width, inner, groups = 128, 256, 1024, 16
+    shapes = [(rows, width), (groups, width, inner), (groups, inner, width)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    def loss(x, up, down, sizes):
+        hidden = jnp.tanh(jax_ep.grouped_dot(x, up, sizes))
+        return jnp.sum(jax_ep.grouped_dot(hidden, down, sizes).astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, sizes).compile()
+    memory = compiled.memory_analysis()
+    # The hidden rows, their tanh, the cotangents of both and of the result; five calls' scratch.
+    allowed = 4 * rows * inner * 2 + rows * width * 2 + 5 * (129 << 10)
+    assert (
+        memory.temp_size_in_bytes <= allowed < groups * width * inner * 2 + 2 * rows * inner * 2 + (1 << 20)
+    )
+
+
 @pytest.mark.parametrize("num_sms", [2, 7, 10_000])
 def test_num_sms(num_sms):
     arrays = problem((600, 256, 64, 3), "uneven", "bfloat16")
@@ -163,6 +222,18 @@ def test_no_rows_of_fp8():
     rows = jax_ep.quantize_fp8(jnp.zeros((0, 128)))
     weights = jax_ep.quantize_fp8(jnp.zeros((2, 128, 256)), block=(128, 128))
     assert jax_ep.grouped_dot(rows, weights, jnp.zeros(2, jnp.int32)).shape == (0, 256)
+
+
+def test_fp8_under_explicit_sharding():
+    mesh = make_mesh((2, 2), ("a", "b"), AxisType.Explicit)
+    rows, weights, sizes = quantised((40, 128, 256, 4), "uneven")
+    want = np.asarray(jax_ep.grouped_dot(rows, weights, sizes))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(rows, P("a", None))
+        weights = jax.device_put(weights, P(None, None, "b"))
+        got = jax.jit(jax_ep.grouped_dot)(rows, weights, sizes)
+    assert got.sharding.spec == P("a", "b")
+    np.testing.assert_allclose(np.asarray(got, np.float32), want.astype(np.float32), rtol=2.0**-7, atol=1e-3)
 
 
 def test_a_batch_of_fp8():
