@@ -39,6 +39,17 @@ def topk_idx(op: str, ids: Any) -> jax.Array:
     return ids
 
 
+def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
+    """The ids [T, K], -1 for tokens from `count` on."""
+    number = integer(count)
+    if number is not None and not 0 <= number <= ids.shape[0]:
+        raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
+    array = jnp.asarray(count)
+    if array.size != 1 or array.ndim > 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{op}: num_valid_tokens must be an integer scalar, got {shape_text(array)}")
+    return jnp.where(jnp.arange(ids.shape[0])[:, None] < array.reshape(()), ids, jnp.asarray(-1, ids.dtype))
+
+
 def weights(op: str, name: str, array: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
     """The weights as float32 of the given shape."""
     array = jnp.asarray(array)

@@ -6,10 +6,12 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
+from jax_ep._fp8_rows import Quantize, check_quantize, pack, unpack, without_gradient
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, row_experts
 from jax_ep._manual import require_manual, vary_alike
-from jax_ep._push_pull import for_tokens, open_handle, push, route
+from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
+from jax_ep._quantize import dequantize_fp8
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 
 
@@ -19,7 +21,8 @@ class DispatchedByRank:
     """What arrived at this rank, one row a token. C rows of capacity, K choices, L experts on this rank."""
 
     x: Any
-    """[C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail."""
+    """[C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail. A
+    `QuantizedArray` with quantize="fp8"."""
     topk_idx: jax.Array
     """int32 [C, K] local ids of the experts here that the token chose, -1 elsewhere and in the tail."""
     topk_weights: jax.Array | None
@@ -41,7 +44,7 @@ class DispatchedByExpert:
 
     x: Any
     """[C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
-    k; zero in padding and tail."""
+    k; zero in padding and tail. A `QuantizedArray` with quantize="fp8"."""
     row_weights: jax.Array | None
     """float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were passed."""
     group_sizes: jax.Array
@@ -88,6 +91,9 @@ def dispatch(
     order: Literal["expert"] = "expert",
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
     implementation: str | None = None,
 ) -> DispatchedByExpert: ...
 @overload
@@ -101,6 +107,9 @@ def dispatch(
     order: Literal["rank"],
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
     implementation: str | None = None,
 ) -> DispatchedByRank: ...
 @overload
@@ -114,6 +123,9 @@ def dispatch(
     order: Order,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
     implementation: str | None = None,
 ) -> DispatchedByRank | DispatchedByExpert: ...
 def dispatch(
@@ -126,6 +138,9 @@ def dispatch(
     order: Order = "expert",
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
     implementation: str | None = None,
 ) -> DispatchedByRank | DispatchedByExpert:
     """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
@@ -147,6 +162,13 @@ def dispatch(
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. At least a.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
+      quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
+        they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
+        takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
+        gradients of a dispatch that did not quantise ("straight through"; a cotangent is not rounded to FP8).
+      round_scale: the scales are powers of two.
+      num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
+        for a batch that has fewer tokens than the shapes of the program. None: T.
       implementation: None, "ffi" or "xla".
 
     Returns:
@@ -169,6 +191,10 @@ def dispatch(
     alignment = _check.at_least_one("dispatch", "expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
         raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
+    if quantize is not None:
+        check_quantize(quantize, tree, leaves)
+    if num_valid_tokens is not None:
+        ids = _check.valid_tokens("dispatch", num_valid_tokens, ids)
     worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
     capacity = _check.capacity("dispatch", capacity, worst, alignment)
     weights = None
@@ -177,13 +203,27 @@ def dispatch(
     routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment)
     operands = vary_alike((tuple(leaves), ids, weights), group._axes)
     with jax.named_scope("jax_ep.dispatch"):
-        out = route(for_tokens(chosen, routing), routing, *operands)
-    rows = jax.tree.unflatten(tree, out.rows)
+        leaves, ids, weights = operands
+        chosen = for_tokens(chosen, routing)
+        if quantize is None:
+            out = attach(chosen, route(chosen, routing, leaves, ids, weights), leaves, weights)
+            rows = jax.tree.unflatten(tree, name_all(out.rows, CHECKPOINT_ROWS))
+        else:
+            out = route(chosen, routing, pack(leaves[0], round_scale), ids, weights)
+            packed = unpack(name_all(out.rows, CHECKPOINT_ROWS))
+            if quantize == "fp8_dequantize":
+                wide = dequantize_fp8(packed, leaves[0].dtype)
+                out = attach(chosen, out._replace(rows=(wide,)), leaves, weights)
+                (rows,) = out.rows
+            else:
+                out = attach(chosen, out._replace(rows=()), (), weights)
+                rows = without_gradient(leaves[0], packed)
+        arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
     counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped, out.handle)
     if out.topk_idx is not None:
-        return DispatchedByRank(rows, out.topk_idx, out.weights, *counts)
+        return DispatchedByRank(rows, out.topk_idx, arrived, *counts)
     assert out.group_sizes is not None  # by expert
-    return DispatchedByExpert(rows, out.weights, out.group_sizes, *counts)
+    return DispatchedByExpert(rows, arrived, out.group_sizes, *counts)
 
 
 @overload

@@ -30,6 +30,7 @@ def get_dispatch_layout(
     num_experts: int,
     num_ranks: int,
     ranks_per_node: int | None = None,
+    num_valid_tokens: Any = None,
     implementation: str | None = None,
 ) -> DispatchLayout:
     """Counts where tokens go. Local: no communication, needs no shard_map.
@@ -42,6 +43,7 @@ def get_dispatch_layout(
       num_experts: E, a multiple of R.
       num_ranks: R.
       ranks_per_node: divides R; None if the nodes do not matter.
+      num_valid_tokens: int32 scalar, at most T: tokens from it on count nowhere. None: T.
       implementation: None, "ffi" or "xla".
 
     Raises:
@@ -55,6 +57,8 @@ def get_dispatch_layout(
     per_node = 1 if ranks_per_node is None else _check.at_least_one(op, "ranks_per_node", ranks_per_node)
     if num_ranks % per_node != 0:
         raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
+    if num_valid_tokens is not None:
+        ids = _check.valid_tokens(op, num_valid_tokens, ids)
     counts = backend(implementation).layout(ids, num_experts, num_ranks, per_node)
     return DispatchLayout(
         counts.num_tokens_per_rank,

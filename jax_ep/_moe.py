@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_ep._check import is_float
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
+from jax_ep._fp8_rows import Quantize
 from jax_ep._group import Group
 
 
@@ -37,6 +38,8 @@ def moe(
     num_experts: int,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
     return_stats: Literal[False] = False,
     implementation: str | None = None,
 ) -> jax.Array: ...
@@ -51,6 +54,8 @@ def moe(
     num_experts: int,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
     return_stats: Literal[True],
     implementation: str | None = None,
 ) -> tuple[jax.Array, MoEStats]: ...
@@ -64,6 +69,8 @@ def moe(
     num_experts: int,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
     return_stats: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
@@ -86,6 +93,9 @@ def moe(
         `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
         expert_alignment.
       expert_alignment: each expert's rows start at a multiple of it.
+      quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
+      num_valid_tokens: int32 scalar, at most T (times the leading axes): later tokens count as absent, and
+        their sums are zero. None: all.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 
@@ -119,6 +129,8 @@ def moe(
         num_experts=num_experts,
         capacity=capacity,
         expert_alignment=expert_alignment,
+        quantize=quantize,
+        num_valid_tokens=num_valid_tokens,
         implementation=implementation,
     )
     with jax.named_scope("jax_ep.experts"):

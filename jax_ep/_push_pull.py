@@ -17,7 +17,7 @@ from jax_ep._dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import require_manual
-from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Leaves, Routed
 
 
@@ -51,17 +51,25 @@ def route(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
 ) -> Routed:
-    """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there."""
+    """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there, without gradients.
+
+    JAX runs a rule for gradients only where something is differentiated, but what is kept for a backward pass
+    may be the experts'. So the handle gets its name here, before it becomes a residual of `attach`. Rows and
+    weights get theirs after it, for they are residuals of what comes next.
+    """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
     rows, weights, *indices = move_bits(
         implementation, lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights), fixed
     )
-    # JAX runs a rule for gradients only where something is differentiated, but what is kept for a backward
-    # pass may be the experts': so the names are given here. The handle gets its name before it becomes a
-    # residual, the rows after the function whose residual it is.
-    out = Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
-    rows, weights = _attach(implementation, out.handle, leaves, topk_weights, out.rows, out.weights)
-    return out._replace(rows=name_all(rows, CHECKPOINT_ROWS), weights=name_all(weights, CHECKPOINT_WEIGHTS))
+    return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+
+
+def attach(
+    implementation: Implementation, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None
+) -> Routed:
+    """The same, its rows and weights with the gradients of a push of `leaves` and `topk_weights`."""
+    rows, weights = _attach(implementation, routed.handle, leaves, topk_weights, routed.rows, routed.weights)
+    return routed._replace(rows=rows, weights=weights)
 
 
 @static_arguments(0)

@@ -39,7 +39,9 @@ class QuantizedArray:
         return self.values.shape
 
 
-def quantize_fp8(x: Any, *, block: int | tuple[int, int] = BLOCK) -> QuantizedArray:
+def quantize_fp8(
+    x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
+) -> QuantizedArray:
     """An array in FP8 (e4m3), with a float32 scale for each block.
 
     A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448): 448 is the largest number
@@ -52,6 +54,7 @@ def quantize_fp8(x: Any, *, block: int | tuple[int, int] = BLOCK) -> QuantizedAr
       x: floating [..., H].
       block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
         (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
+      round_scale: scales are rounded up to powers of two, which UE8M0 can hold.
 
     Raises:
       ValueError: x has too few dimensions, or the blocks do not divide them.
@@ -68,8 +71,11 @@ def quantize_fp8(x: Any, *, block: int | tuple[int, int] = BLOCK) -> QuantizedAr
             f"{_check.shape_text(x)}; pad x with zeros, or choose another block"
         )
     parts = _in_blocks(x.astype(jnp.float32), rows, columns)
-    scales = jnp.maximum(jnp.max(jnp.abs(parts), axis=(-3, -1)), FLOOR) * SCALE
-    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    largest = jnp.max(jnp.abs(parts), axis=(-3, -1))
+    scales = jnp.maximum(largest, FLOOR) * SCALE
+    if round_scale:
+        scales = _next_power_of_two(scales)
+    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
     values = (parts * _reciprocal(scales)[..., :, None, :, None]).reshape(x.shape).astype(FP8)
     return QuantizedArray(values, scales if x.ndim > 1 else scales[0])
 
@@ -128,6 +134,12 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     for halves in (1, 3):
         q += (2 * lacks > halves * m).astype(jnp.int32) - (2 * lacks < -halves * m).astype(jnp.int32)
     return jax.lax.bitcast_convert_type(((253 - (bits >> 23)) << 23) + (q - 0x800000), jnp.float32)
+
+
+def _next_power_of_two(x: jax.Array) -> jax.Array:
+    """The least power of two that is not below a positive x."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
 def _pair(block: Any) -> tuple[int, int]:

@@ -1,0 +1,250 @@
+"""Rows that travel as FP8, and batches with fewer tokens than their shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import count_calls, floats, ranks
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+R, T, K, E, H = 4, 24, 3, 16, 256
+IMPLEMENTATIONS = ["ffi", "xla"]
+
+
+def arrays(dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(R * T, H)) * np.exp(rng.normal(size=(R * T, 1)))).astype(np.float32)
+    ids = rng.integers(-1, E, (R * T, K)).astype(np.int32)
+    return jnp.asarray(x, dtype), ids, rng.random((R * T, K), np.float32)
+
+
+def mapped(function, count=3):
+    on = ranks(R)
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(function, on.group),
+            mesh=on.mesh,
+            in_specs=(P("ep"),) * count,
+            out_specs=P("ep"),
+        )
+    )
+
+
+def sent_by(group, x, ids, weights, **options):
+    return jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("round_scale", [False, True])
+def test_rows_are_those_of_quantize_fp8(implementation, order, dtype, round_scale):
+    """As if values and scales had been sent as a payload; dropped, padding and tail rows included."""
+    capacity = 70 if order == "rank" else 150
+    shared = {"order": order, "capacity": capacity, "implementation": implementation}
+
+    def quantised(group, *a):
+        return sent_by(group, *a, **shared, quantize="fp8", round_scale=round_scale)
+
+    def payload(group, x, *a):
+        return sent_by(group, jax_ep.quantize_fp8(x, round_scale=round_scale), *a, **shared)
+
+    def back(group, *a):
+        return sent_by(group, *a, **shared, quantize="fp8_dequantize", round_scale=round_scale)
+
+    got, want, wide = (mapped(f)(*arrays(dtype)) for f in (quantised, payload, back))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert isinstance(got.x, jax_ep.QuantizedArray)
+    assert wide.x.dtype == dtype
+    again = jax.jit(jax_ep.dequantize_fp8, static_argnums=1)(got.x, dtype)
+    assert np.asarray(wide.x).tobytes() == np.asarray(again).tobytes()
+    if round_scale:
+        scales = np.asarray(got.x.scales)
+        assert np.isin(np.frexp(scales[scales > 0])[0], [0.5]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_gradients_are_those_of_rows_as_they_are(implementation, order):
+    """Straight through: the backward pass is that of a dispatch that does not quantise."""
+    x, ids, weights = arrays()
+    capacity = 70 if order == "rank" else 150
+    y = floats((R * capacity, H), seed=3)
+
+    def loss(quantize):
+        def shard(group, x, ids, weights, y):
+            sent = sent_by(
+                group,
+                x,
+                ids,
+                weights,
+                order=order,
+                capacity=capacity,
+                quantize=quantize,
+                implementation=implementation,
+            )
+            arrived = sent.row_weights if order == "expert" else sent.topk_weights.sum(axis=1)
+            return jnp.sum(sent.x * y * 0.1)[None] + jnp.sum(arrived * y[:, 0])[None]
+
+        run = mapped(shard, 4)
+        return jax.jit(jax.grad(lambda x, w: jnp.sum(run(x, ids, w, y)), argnums=(0, 1)))
+
+    for got, want in zip(loss("fp8_dequantize")(x, weights), loss(None)(x, weights), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+        assert np.asarray(got).any()
+    calls = count_calls(loss("fp8_dequantize").lower(x, weights).compile().as_text())
+    if implementation == "ffi":
+        assert calls == {"route": 1, "pull": 1}
+
+
+def test_weights_have_gradients_beside_fp8_rows():
+    x, ids, weights = arrays()
+
+    def shard(group, x, ids, weights):
+        sent = sent_by(group, x, ids, weights, quantize="fp8")
+        return jnp.sum(sent.row_weights**2)[None]
+
+    run = mapped(shard)
+    got = jax.grad(lambda w: jnp.sum(run(x, ids, w)))(weights)
+    np.testing.assert_allclose(got, np.where(ids >= 0, 2 * weights, 0), rtol=1e-6)
+
+
+def test_fp8_rows_have_no_gradient():
+    x, ids, weights = arrays()
+
+    def shard(group, x, ids, weights):
+        sent = sent_by(group, x, ids, weights, quantize="fp8")
+        return jnp.sum(jax_ep.dequantize_fp8(sent.x, jnp.float32))[None]
+
+    run = mapped(shard)
+    with pytest.raises(TypeError, match=r"gives rows without a gradient.*fp8_dequantize.*to train"):
+        jax.grad(lambda x: jnp.sum(run(x, ids, weights)))(x)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_layer_of_fp8_products(implementation):
+    """Rows and scales arrive as the products take them."""
+    rng = np.random.default_rng(5)
+    x, ids, weights = arrays("bfloat16")
+    w = jnp.asarray(rng.normal(size=(E, H, 128)) / 16, jnp.bfloat16)
+
+    def shard(group, x, ids, weights, w):
+        matrices = jax_ep.quantize_fp8(w, block=(128, 128))
+        experts = lambda sent: jax_ep.grouped_dot(sent.x, matrices, sent.group_sizes)
+        return jax_ep.moe(
+            x,
+            ids,
+            weights,
+            experts,
+            group=group,
+            num_experts=E,
+            quantize="fp8",
+            implementation=implementation,
+        )
+
+    got = np.asarray(mapped(shard, 4)(x, ids, weights, w), np.float32)
+    rows = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
+    matrices = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(w, block=(128, 128)), jnp.float32))
+    want = np.zeros((R * T, 128))
+    for t in range(R * T):
+        for k in range(K):
+            if ids[t, k] >= 0:
+                want[t] += weights[t, k] * (rows[t] @ matrices[ids[t, k]])
+    np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
+
+
+def test_remat_keeps_what_travelled(capsys):
+    """What `save_ep_residuals` keeps are the values and scales; nothing is sent again."""
+    x, ids, weights = arrays("bfloat16")
+
+    def shard(group, x, ids, weights):
+        def layer(x, weights):
+            experts = lambda sent: jnp.tanh(sent.x)
+            return jax_ep.moe(x, ids, weights, experts, group=group, num_experts=E, quantize="fp8_dequantize")
+
+        return jax.checkpoint(layer, policy=jax_ep.save_ep_residuals)(x, weights)
+
+    run = mapped(shard)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(x, ids, weights).astype(jnp.float32) ** 2)))
+    assert count_calls(gradient.lower(x).compile().as_text())["route"] == 1
+    jax.ad_checkpoint.print_saved_residuals(lambda x: jnp.sum(run(x, ids, weights)), x)
+    assert "f8_e4m3fn[" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("x", "quantize", "error", "text"),
+    [
+        (jnp.ones((T, H)), "fp4", ValueError, "must be None, 'fp8' or 'fp8_dequantize', got 'fp4'"),
+        ({"a": jnp.ones((T, H))}, "fp8", ValueError, "needs x to be one array, not a pytree"),
+        (
+            jnp.ones((T, H), jnp.int32),
+            "fp8",
+            TypeError,
+            r"floating rows of 16 bits or more, got int32\[24, 256\]",
+        ),
+        (jnp.ones((T, 100)), "fp8", ValueError, r"is a multiple of 128, got float32\[24, 100\]; pad them"),
+        (jnp.ones((T,)), "fp8_dequantize", ValueError, r"is a multiple of 128, got float32\[24\]"),
+    ],
+)
+def test_what_cannot_travel_so(x, quantize, error, text):
+    shard = lambda group, ids: sent_by(group, x, ids, None, quantize=quantize).num_tokens
+    with pytest.raises(error, match=text):
+        mapped(shard, 1)(np.zeros((R * T, K), np.int32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("quantize", [None, "fp8_dequantize"])
+def test_tokens_that_are_not_valid(implementation, order, quantize):
+    """Each rank has another number of tokens, one none; the rest are as if all their ids were -1."""
+    x, ids, weights = arrays()
+    counts = np.array([T, 0, 5, T - 1], np.int32)
+    absent = np.where(np.arange(T)[None, :, None] < counts[:, None, None], ids.reshape(R, T, K), -1)
+
+    def shard(group, x, ids, weights, counts=None):
+        shared = {"order": order, "quantize": quantize, "implementation": implementation}
+        sent = sent_by(group, x, ids, weights, **shared, num_valid_tokens=counts)
+        counted = jax_ep.get_dispatch_layout(
+            ids, num_experts=E, num_ranks=R, num_valid_tokens=None if counts is None else counts[0]
+        )
+        return sent, jax_ep.combine(sent.x, sent.handle), counted.num_tokens_per_expert
+
+    got = mapped(shard, 4)(x, ids, weights, counts)
+    want = mapped(shard)(x, absent.reshape(R * T, K), weights)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert not np.asarray(got[1]).reshape(R, T, H)[1].any()
+
+
+def test_a_layer_with_a_number_of_valid_tokens():
+    x, ids, weights = arrays()
+
+    def shard(group, x, ids, weights):
+        experts = lambda sent: sent.x
+        run = functools.partial(jax_ep.moe, group=group, num_experts=E)
+        part = run(x, ids, weights, experts, num_valid_tokens=7)
+        return part, run(x[:7], ids[:7], weights[:7], experts)
+
+    part, whole = (np.asarray(a).reshape(R, -1, H) for a in mapped(shard)(x, ids, weights))
+    np.testing.assert_array_equal(part[:, :7], whole)
+    assert not part[:, 7:].any()
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "text"),
+    [
+        (T + 1, ValueError, "num_valid_tokens must be from 0 to T = 24, got 25"),
+        (-1, ValueError, "num_valid_tokens must be from 0 to T = 24, got -1"),
+        (np.ones(2, np.int32), TypeError, r"must be an integer scalar, got int32\[2\]"),
+        (np.float32(3), TypeError, r"must be an integer scalar, got float32\[\]"),
+    ],
+)
+def test_numbers_of_valid_tokens_that_cannot_be(count, error, text):
+    shard = lambda group, x, ids, w: sent_by(group, x, ids, w, num_valid_tokens=count).num_tokens
+    with pytest.raises(error, match=text):
+        mapped(shard)(*arrays())
