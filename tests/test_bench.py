@@ -1,5 +1,7 @@
 """The benchmark's routings and programs."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import oracle
@@ -46,6 +48,7 @@ def test_bytes_are_those_of_the_busiest_receiver(order):
 
 CALLS = {
     "dispatch": {"route": 3},
+    "dispatch FP8": {"route": 3},
     "combine": {"route": 1, "pull": 3},
     "layout": {"layout": 3},
     "unpermute": {"unpermute": 3},
@@ -58,9 +61,10 @@ CALLS = {
 @pytest.mark.parametrize("op", programs.OPS)
 def test_no_step_is_merged_or_dropped(op, order):
     with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
-        prepare = programs.of_ours(op, order, group, SHAPE, "ffi")
+        shape = dataclasses.replace(SHAPE, hidden=128)
+        prepare = programs.of_ours(op, order, group, shape, "ffi")
         run = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
-        arguments = floats((R * 12, 8)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
         assert count_calls(run.lower(*arguments).compile().as_text()) == CALLS[op]
         assert np.isfinite(np.asarray(jax.device_get(run(*arguments)), np.float32)).all()
 

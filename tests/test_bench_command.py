@@ -21,7 +21,7 @@ def bench(tmp_path, *arguments):
 def test_a_short_run(tmp_path):
     done = bench(tmp_path, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "32 tokens x 64, top-2 of 16, 2 ranks" in done.stdout
+    assert "32 tokens x 128, top-2 of 16, 2 ranks" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["environment"]["versions"]["jax"] == jax.__version__
     timed = {(r["op"], r["by"]) for r in report["results"]}
@@ -36,7 +36,7 @@ def test_a_sweep_is_drawn(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
     drawn = (tmp_path / "out.svg").read_text()
-    for text in ("microseconds a round trip", "32 tokens a rank, 64 wide, top-2 of 16, bfloat16, uniform"):
+    for text in ("microseconds a round trip", "32 tokens a rank, 128 wide, top-2 of 16, bfloat16, uniform"):
         assert text in drawn
 
 

@@ -19,10 +19,11 @@ def run(*command, timeout=200):
     )
 
 
-def test_a_short_run_learns_and_agrees(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--quantize"]], ids=["plain", "fp8"])
+def test_a_short_run_learns_and_agrees(tmp_path, options):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    command = ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text)]
+    command = ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text), *options]
     done = run("-m", "jax_ep", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     out = re.sub(r"\s+", " ", done.stdout)

@@ -17,7 +17,7 @@ import jax_ep
 from jax_ep.bench import peers
 from jax_ep.bench.shapes import Shape
 
-OPS = ("dispatch", "combine", "layout", "unpermute", "round trip", "forward + backward")
+OPS = ("dispatch", "dispatch FP8", "combine", "layout", "unpermute", "round trip", "forward + backward")
 ORDERLESS = ("layout", "unpermute")
 PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
 
@@ -54,7 +54,7 @@ def of_ours(
 ) -> Prepare:
     """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing."""
 
-    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None) -> Any:
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None, quantize: Any = None) -> Any:
         return jax_ep.dispatch(
             x,
             ids,
@@ -63,6 +63,7 @@ def of_ours(
             num_experts=shape.experts,
             order=order,
             capacity=capacity,
+            quantize=quantize,
             implementation=implementation,
         )
 
@@ -111,6 +112,7 @@ def of_ours(
             return x, round_trip
         steps: dict[str, Step] = {
             "dispatch": lambda ids: _after(ids, dispatch(x, ids).x),
+            "dispatch FP8": lambda ids: _after(ids, dispatch(x, ids, quantize="fp8").x.values),
             "layout": layout,
             "forward + backward": gradients,
         }

@@ -17,11 +17,12 @@ import jax_ep
 from jax_ep.bench import ceilings, layers, measure, processes, programs, report
 from jax_ep.bench.routings import bytes_received, capacity_of, route
 from jax_ep.bench.shapes import SHAPES, Shape
-from jax_ep.bench.sms import sms_of
+from jax_ep.bench.sms import bytes_of, sms_of
 
 # How often a step's rows travel.
 JOURNEYS = {
     "dispatch": 1,
+    "dispatch FP8": 1,  # with the cast, of which no kernel is named
     "combine": 1,
     "layout": 0,
     "unpermute": 0,
@@ -132,7 +133,7 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
         group.check()
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
-    logical, wire = (JOURNEYS[case.op] * size for size in received)
+    logical, wire = (round(JOURNEYS[case.op] * bytes_of(case.op, size)) for size in received)
     ceiling, bound = rates["links"], wire
     if case.op == "unpermute":
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2

@@ -20,5 +20,5 @@ SHAPES = {
     "mixtral_8x7b": Shape(tokens=4096, hidden=4096, top_k=2, experts=8, inner=14336),
     "qwen3_moe_235b": Shape(tokens=4096, hidden=4096, top_k=8, experts=128, inner=1536),
     "cpu": Shape(tokens=1024, hidden=1024, top_k=8, experts=64, inner=512),
-    "tiny": Shape(tokens=32, hidden=64, top_k=2, experts=16, inner=128),
+    "tiny": Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128),
 }

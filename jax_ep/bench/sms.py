@@ -11,10 +11,16 @@ from jax_ep.bench.shapes import Shape
 # Kernels of a step that carry rows over the links.
 CARRIERS = {
     "dispatch": ("push",),
+    "dispatch FP8": ("push",),
     "combine": ("pull",),
     "round trip": ("push", "pull"),
     "forward + backward": ("push", "pull"),
 }
+
+
+def bytes_of(op: str, size: float) -> float:
+    """What an op carries of bfloat16 rows of `size` bytes: FP8 has a byte an element, and a scale for 128."""
+    return size * (1 + 4 / 128) / 2 if op == "dispatch FP8" else size
 
 
 def sms_of(
@@ -31,7 +37,8 @@ def sms_of(
         local = shape.experts // ranks
         capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
-    by_expert, row_bytes, budget = order == "expert", 2.0 * shape.hidden, num_sms or 0
+    by_expert, budget = order == "expert", num_sms or 0
+    row_bytes = bytes_of(op, 2.0 * shape.hidden)
     return max(
         sum(module.plan_sms(kernel, by_expert, sizes, row_bytes, device.core_count, budget))
         for kernel in kernels

@@ -19,6 +19,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="rows a device can take, as a multiple of the mean; 0 for the worst case, which drops nothing "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--quantize", action="store_true", help="send tokens to their experts as FP8 (default: as float32)"
+    )
     parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: what fits the devices")
     parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """The model: a transformer over bytes whose feed-forward layers are Mixtures of Experts."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ class Config:
     top_k: int
     capacity: int | None  # rows a device can take; None for the worst case
     implementation: str | None
+    quantize: Literal["fp8_dequantize"] | None = None  # how tokens travel to their experts
     layers: int = 2
     width: int = 128
     heads: int = 4
@@ -87,6 +88,7 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
         group=config.group,
         num_experts=config.num_experts,
         capacity=config.capacity,
+        quantize=config.quantize,
         implementation=config.implementation,
     )
     layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=config.num_experts, num_ranks=config.group.size)

@@ -73,7 +73,8 @@ def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation
         raise SystemExit(f"demo: --top-k must be at most --experts {options.experts}, got {options.top_k}")
     rows = SEQUENCES * model.Config.window * options.top_k  # a device's mean
     capacity = math.ceil(rows * options.capacity) if options.capacity else None
-    return model.Config(group, options.experts, options.top_k, capacity, implementation)
+    quantize = "fp8_dequantize" if options.quantize else None
+    return model.Config(group, options.experts, options.top_k, capacity, implementation, quantize)
 
 
 def run(options: argparse.Namespace) -> int:
