@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*.* f
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench clean
+.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
@@ -53,6 +53,11 @@ faults-gpu:
 sanitize: $(VENV)/.built
 	tests/sanitize.sh $(BIN)/python
 
+# The documentation as a site, in build/site; a warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 # What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
 bench: $(VENV)/.built
 	$(BIN)/python -m jax_ep.bench.cpu $(ARGS)
@@ -62,6 +67,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo --group bench \
 		--group examples
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
 # The package itself is linked in, so that edited Python files count at once.

@@ -1,4 +1,4 @@
-"""The protocol of an op on GPUs (docs/concepts.md) as a state machine, searched through breadth first.
+"""The protocol of an op on GPUs (docs/protocol.md) as a state machine, searched through breadth first.
 
 Every rank runs the same ops one after the other, each with one or several blocks. One step of the model is
 one access to what ranks share: an addition to a gate, which opens an op, a word published to one rank, a
