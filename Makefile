@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*.* f
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs clean
+.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs wheels clean
 
 demo: $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
@@ -58,6 +58,10 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+# Wheels in dist/, CPU and CUDA in one, each tried in a fresh environment. That of 3.12 serves all newer Pythons.
+wheels: $(VENV)/.wheels
+	BIN=$(BIN) packaging/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
+
 # What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
 bench: $(VENV)/.built
 	$(BIN)/python -m jax_ep.bench.cpu $(ARGS)
@@ -73,10 +77,14 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --group docs
 	touch $@
 
+$(VENV)/.wheels: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --group wheels
+	touch $@
+
 # The package itself is linked in, so that edited Python files count at once.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist

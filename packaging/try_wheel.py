@@ -1,0 +1,17 @@
+"""Runs the README's example with the package that is installed, which must be a wheel with its extension."""
+
+import re
+import sys
+from pathlib import Path
+
+root = Path(__file__).parents[1]
+sys.path = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "packaging")]
+(example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+names: dict = {}
+exec(compile(example, "README.md", "exec"), names)
+
+package, stats = Path(names["jax_ep"].__file__), names["group"].stats()
+assert "site-packages" in package.parts, f"this is not the installed package but {package}"
+assert stats.implementation == "ffi", f"the wheel's extension cannot be used: {stats.reason}"
+assert bool(names["jnp"].any(names["gradient"] != 0)), "the README's example has a gradient of zero"
+print(f"Python {sys.version.split()[0]}, jax {names['jax'].__version__}: the README's example runs")

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Builds a wheel with each Python that is named, makes it a manylinux wheel in dist/, and tries it in a fresh
+# environment:
+#
+#     packaging/wheels.sh python3.11 python3.12
+#
+# The wheel of Python 3.12 has the stable ABI, so it also serves all newer ones. BIN is the folder where auditwheel
+# is. WHEEL_OPTIONS are those of `pip wheel`, by default a build folder that no other build uses, so that
+# nothing configured there for another purpose goes into a wheel.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=$(realpath "${BIN:-.venv/bin}")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+for python in "$@"; do
+  rm -rf "$work/built" "$work/repaired"
+  # shellcheck disable=SC2086
+  "$python" -m pip wheel --quiet --no-deps --config-settings=cmake.define.JAX_EP_CUDA=ON \
+    ${WHEEL_OPTIONS:---config-settings=build-dir=build/wheels/{wheel_tag\}} --wheel-dir "$work/built" .
+  # The driver belongs to the host. Everything else that is not part of every Linux must be inside.
+  PATH="$bin:$PATH" "$bin/auditwheel" repair --exclude libcuda.so.1 --wheel-dir "$work/repaired" \
+    "$work"/built/*.whl
+  wheel=$(echo "$work"/repaired/*.whl)
+
+  "$python" -m venv "$work/fresh-$(basename "$wheel")"
+  fresh="$work/fresh-$(basename "$wheel")/bin/python"
+  "$fresh" -m pip install --quiet --disable-pip-version-check "$wheel"
+  JAX_PLATFORMS=cpu "$fresh" packaging/try_wheel.py
+
+  mkdir -p dist
+  mv "$wheel" dist/
+  "$fresh" packaging/describe_wheel.py "dist/$(basename "$wheel")"
+done
