@@ -8,22 +8,38 @@ from pathlib import Path
 import jax
 
 
-def positive(text: str) -> int:
-    """An argument that must be a positive integer."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument that must be an integer, and not below `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
 
 
-def factor(zero: str = "") -> Callable[[str], float]:
-    """An argument that must be a finite, positive number, or 0 where that means something: `zero`."""
+positive = at_least(1)
+
+# A buffer of as many times what a uniform routing brings as there are ranks holds any routing.
+MOST_CAPACITY = 1000.0
+
+
+def capacity_factor(*, zero_too: bool) -> Callable[[str], float]:
+    """An argument that says how large a receive buffer is, relative to what a uniform routing brings."""
+    least = "0 for the worst case, or" if zero_too else "more than 0 and"
 
     def parse(text: str) -> float:
-        value = float(text)
-        if not 0 <= value < float("inf") or (value == 0 and not zero):
-            meaning = f"positive, or 0 for {zero}" if zero else "a positive number"
-            raise argparse.ArgumentTypeError(f"must be {meaning}, got {text}")
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not 0 <= value <= MOST_CAPACITY or (value == 0 and not zero_too):
+            raise argparse.ArgumentTypeError(f"must be {least} at most {MOST_CAPACITY:g}, got {text}")
         return value
 
     return parse
@@ -36,6 +52,8 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
         path = Path(text)
         if path.suffix not in suffixes:
             raise argparse.ArgumentTypeError(f"must end in {' or '.join(suffixes)}, got {text}")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
         return path
@@ -48,3 +66,16 @@ def set_up_virtual_devices(count: int) -> None:
     # XLA:CPU hangs with many launches in flight unless it has two threads a device.
     os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def require_devices(command: str) -> None:
+    """Ends the command, with the reason, where JAX finds no device on the platforms that it may use."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # which of them depends on what JAX lacks
+        reason = str(error) or type(error).__name__
+        wanted = os.environ.get("JAX_PLATFORMS") or "any platform"
+        raise SystemExit(
+            f"{command}: JAX finds no devices of {wanted} (JAX_PLATFORMS) here: {reason}. "
+            "NVIDIA GPUs need pip install 'jax[cuda13]' and a driver; JAX_PLATFORMS=cpu uses the CPU"
+        ) from None

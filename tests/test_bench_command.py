@@ -73,13 +73,34 @@ def test_a_number_that_is_not_positive(tmp_path):
         (["--devices", "3"], "3 devices do not divide the 16 experts of tiny"),
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
-        (["--capacity", "-1"], "must be a positive number, got -1"),
+        (["--json", "folder.json"], "folder.json is a folder; name a file"),
+        (["--capacity", "-1"], "must be more than 0 and at most 1000, got -1"),
+        (["--capacity", "1e300"], "must be more than 0 and at most 1000, got 1e300"),
+        (["--capacity", "much"], "must be a number, got 'much'"),
+        (["--num-sms", "1"], "must be at least 2, got 1"),
+        (["--repeats", "1.5"], "must be a whole number, got '1.5'"),
     ],
 )
 def test_options_are_checked_before_anything_is_timed(tmp_path, options, text):
+    (tmp_path / "folder.json").mkdir()
     done = bench(tmp_path, *options)
     assert done.returncode != 0
     assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "info"])
+def test_without_the_devices_that_were_asked_for(tmp_path, command):
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_ep", command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "tpu"},
+    )
+    assert done.returncode != 0
+    assert f"{command}: JAX finds no devices of tpu (JAX_PLATFORMS) here" in done.stderr
     assert "Traceback" not in done.stderr
 
 

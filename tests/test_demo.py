@@ -40,7 +40,7 @@ def test_a_short_run_learns_and_agrees(tmp_path, options):
         (["--experts", "3", "--devices", "2"], "--experts must be a multiple of the 2 devices, got 3"),
         (["--experts", "2", "--top-k", "3", "--devices", "2"], "--top-k must be at most --experts 2, got 3"),
         (["--steps", "0"], "must be at least 1, got 0"),
-        (["--capacity", "-1"], "or 0 for the worst case, got -1"),
+        (["--capacity", "-1"], "must be 0 for the worst case, or at most 1000, got -1"),
         (["--platform", "cuda"], "JAX finds no NVIDIA GPU here"),
         (["--text", "/nowhere/at/all", "--devices", "1"], "no text found at /nowhere/at/all"),
     ],

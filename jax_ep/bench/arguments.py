@@ -4,7 +4,14 @@ import argparse
 
 import jax
 
-from jax_ep._cli import factor, output_file, positive, set_up_virtual_devices
+from jax_ep._cli import (
+    at_least,
+    capacity_factor,
+    output_file,
+    positive,
+    require_devices,
+    set_up_virtual_devices,
+)
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import SHAPES
 
@@ -43,11 +50,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(
         "--capacity",
-        type=factor(),
+        type=capacity_factor(zero_too=False),
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
     )
-    parser.add_argument("--num-sms", type=positive, help="of an op on GPUs (default: chosen from the shapes)")
+    parser.add_argument(
+        "--num-sms", type=at_least(2), help="of an op on GPUs (default: chosen from the shapes)"
+    )
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     parser.add_argument(
         "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"
@@ -72,3 +81,5 @@ def set_up_devices(options: argparse.Namespace) -> None:
         jax.distributed.initialize(address, options.processes, int(process))
         return
     set_up_virtual_devices(options.devices or 8)
+    if options.processes == 1:  # else the processes that are started look for them
+        require_devices("bench")

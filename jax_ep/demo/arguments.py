@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep._cli import factor, positive, set_up_virtual_devices
+from jax_ep._cli import capacity_factor, positive, set_up_virtual_devices
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=positive, default=2, help="experts a token (default: %(default)s)")
     parser.add_argument(
         "--capacity",
-        type=factor("the worst case"),
+        type=capacity_factor(zero_too=True),
         default=1.5,
         help="rows a device can take, as a multiple of the mean; 0 for the worst case, which drops nothing "
         "(default: %(default)s)",
