@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ep import _check
 from jax_ep._dtypes import summable
 from jax_ep._handle import Handle
-from jax_ep._manual import vary_alike
+from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import open_handle, pull, pull_scaled
 
 
@@ -66,7 +66,8 @@ def combine(
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
     rows = tuple(summable(leaf) for leaf in leaves)
-    handle, rows, weights, biases = vary_alike((handle, rows, weights, biases), routing.group._axes)
+    operands = whole((handle, rows, weights, biases))
+    handle, rows, weights, biases = vary_alike(operands, routing.group._axes)
     with jax.named_scope("jax_ep.combine"):
         if weights is None and not biases:
             sums, _ = pull(chosen, handle, rows, None)

@@ -9,7 +9,7 @@ from jax_ep import _check
 from jax_ep._fp8_rows import Quantize, check_quantize, pack, unpack, without_gradient
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, row_experts
-from jax_ep._manual import require_manual, vary_alike
+from jax_ep._manual import require_manual, vary_alike, whole
 from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
 from jax_ep._quantize import dequantize_fp8
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
@@ -201,7 +201,7 @@ def dispatch(
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
     routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment)
-    operands = vary_alike((tuple(leaves), ids, weights), group._axes)
+    operands = vary_alike(whole((tuple(leaves), ids, weights)), group._axes)
     with jax.named_scope("jax_ep.dispatch"):
         leaves, ids, weights = operands
         chosen = for_tokens(chosen, routing)
@@ -264,7 +264,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _check.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not leaves and weights is None:
         return x  # there is nothing to send
-    operands = vary_alike((handle, tuple(leaves), weights), routing.group._axes)
+    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)
     out = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))

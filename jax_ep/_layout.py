@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jax_ep import _check, _extension
+from jax_ep._manual import whole
 from jax_ep._push_pull import backend
 
 
@@ -59,7 +60,7 @@ def get_dispatch_layout(
         raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
     if num_valid_tokens is not None:
         ids = _check.valid_tokens(op, num_valid_tokens, ids)
-    counts = backend(implementation).layout(ids, num_experts, num_ranks, per_node)
+    counts = backend(implementation).layout(whole(ids), num_experts, num_ranks, per_node)
     return DispatchLayout(
         counts.num_tokens_per_rank,
         None if ranks_per_node is None else counts.num_tokens_per_node,

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import jax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_ep._extension import warn_once
 from jax_ep._group import Group
@@ -29,6 +30,22 @@ def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
     return jax.tree.map(vary, arrays)
+
+
+def whole(arrays: Tree) -> Tree:
+    """Gathers the arrays of a pytree over Explicit axes of the mesh: an op needs all rows, and whole ones.
+
+    Its results are then not sharded over these axes, and gradients have the types that JAX expects.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
+        return arrays
+
+    def gather(array: jax.Array) -> jax.Array:
+        spec = jax.typeof(array).sharding.spec
+        return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
+
+    return jax.tree.map(gather, arrays)
 
 
 def require_manual(op: str, group: Group) -> None:

@@ -12,7 +12,7 @@ from jax_ep import _check, _extension
 from jax_ep._dispatch import worst_case_capacity
 from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype, summable
 from jax_ep._extension import Implementation
-from jax_ep._manual import vary_alike
+from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import backend, move_bits, static_arguments
 from jax_ep._results import Permutation
 
@@ -74,7 +74,7 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    operands = vary_alike((tuple(leaves), ids, weights))
+    operands = vary_alike(whole((tuple(leaves), ids, weights)))
     with jax.named_scope("jax_ep.permute"):
         how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
         out = _permute(how, *operands)
@@ -222,7 +222,7 @@ def unpermute(
         bias = summable(bias)
     rows = summable(y)
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    operands = vary_alike((rows, row_map, weights, bias, ids))
+    operands = vary_alike(whole((rows, row_map, weights, bias, ids)))
     with jax.named_scope("jax_ep.unpermute"):
         chosen = chosen if row_map.shape[0] and y.shape[0] else "xla"
         return _unpermute(chosen, summed, *operands).astype(out_dtype)

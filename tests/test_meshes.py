@@ -115,3 +115,62 @@ def test_an_axis_left_to_automatic_sharding(open_group):
     with pytest.warns(RuntimeWarning, match=r"leaves the mesh axes \('dp',\) to automatic sharding"):
         y = jax.jit(mapped)(x, ids, w)
     np.testing.assert_allclose(y, dense(x, ids, w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("spec", [P(("ep", "dp")), P("ep", "dp")], ids=["tokens", "columns"])
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_rows_that_are_sharded_over_another_explicit_axis(implementation, spec, order):
+    """In a shard_map over the group's axis alone: results and gradients are those of whole rows."""
+    mesh = make_mesh((OUTER, INNER), ("dp", "ep"), AxisType.Explicit)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8 * INNER, 2 * OUTER)).astype(np.float32)
+    ids = rng.integers(0, 2 * INNER, (8 * INNER, 3)).astype(np.int32)
+    weights = rng.random((8 * INNER, 3), np.float32)
+
+    with jax_ep.Group(mesh, "ep") as group, jax.set_mesh(mesh):
+
+        def shard(x, ids, weights):
+            options = {"group": group, "num_experts": 2 * INNER, "implementation": implementation}
+            sent = jax_ep.dispatch(x, ids, weights, order=order, **options)
+            by_rank = order == "rank"
+            again = jax_ep.redispatch(x, sent.handle, implementation=implementation)
+            y = sent.x * again if not by_rank else sent.x * jnp.sum(sent.topk_weights, axis=1, keepdims=True)
+            row_weights = None if by_rank else sent.row_weights
+            return jax_ep.combine(
+                y, sent.handle, row_weights=row_weights, bias=x, implementation=implementation
+            )
+
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
+        function = lambda x, weights, ids: jnp.sum(mapped(x, ids, weights) ** 2)
+        run = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))
+        put = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
+        rows = P(spec[0])
+        value, gradients = run(put(x, spec), put(weights, rows), put(ids, rows))
+        want, wanted = run(put(x, P("ep")), put(weights, P("ep")), put(ids, P("ep")))
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert jax.typeof(gradients[0]).sharding.spec[0] == spec[0]
+    for got, expected in zip(gradients, wanted, strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_local_ops_on_arrays_that_are_sharded_over_an_explicit_axis(implementation):
+    mesh = make_mesh((R,), ("x",), AxisType.Explicit)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((4 * R, 3)).astype(np.float32)
+    ids = rng.integers(-1, 3, (4 * R, 2)).astype(np.int32)
+
+    @jax.jit
+    def there_and_back(rows, ids):
+        there = jax_ep.permute(rows, ids, num_local_experts=3, implementation=implementation)
+        back = jax_ep.unpermute(there.x, there.row_map, implementation=implementation)
+        options = {"num_experts": 3, "num_ranks": 3, "implementation": implementation}
+        return there.x, back, jax_ep.get_dispatch_layout(ids, **options)
+
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, P("x")))
+        got = there_and_back(put(rows), put(ids))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(there_and_back(rows, ids)), strict=True):
+        np.testing.assert_array_equal(one, other)
