@@ -13,6 +13,8 @@ from jax_ep._numbers import integer
 
 # Counts of rows are int32.
 MOST_ROWS = 2**31 - 1
+# Far more than any model has, and so few that counts of experts and rows together fit into an int32.
+MOST_EXPERTS = 2**20
 
 
 def is_float(dtype: Any) -> bool:
@@ -23,9 +25,20 @@ def shape_text(array: Any) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
 
+def array(op: str, name: str, value: Any) -> jax.Array:
+    """The value as an array, or TypeError."""
+    if value is not None:
+        try:
+            return jnp.asarray(value)
+        except (TypeError, ValueError):
+            pass
+    kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+    raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
+
+
 def topk_idx(op: str, ids: Any) -> jax.Array:
     """`ids` as an array [T, K] of int32 or int64."""
-    ids = jnp.asarray(ids)
+    ids = array(op, "topk_idx", ids)
     if ids.ndim > 2 and ids.dtype in (jnp.int32, jnp.int64):
         raise ValueError(
             f"{op}: topk_idx must be [T, K], with the tokens of all sequences in one axis, "
@@ -44,18 +57,18 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
     number = integer(count)
     if number is not None and not 0 <= number <= ids.shape[0]:
         raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
-    array = jnp.asarray(count)
-    if array.size != 1 or array.ndim > 1 or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{op}: num_valid_tokens must be an integer scalar, got {shape_text(array)}")
-    return jnp.where(jnp.arange(ids.shape[0])[:, None] < array.reshape(()), ids, jnp.asarray(-1, ids.dtype))
+    given = array(op, "num_valid_tokens", count)
+    if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"{op}: num_valid_tokens must be an integer scalar, got {shape_text(given)}")
+    return jnp.where(jnp.arange(ids.shape[0])[:, None] < given.reshape(()), ids, jnp.asarray(-1, ids.dtype))
 
 
-def weights(op: str, name: str, array: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
+def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
     """The weights as float32 of the given shape."""
-    array = jnp.asarray(array)
-    if array.shape != shape or not is_float(array.dtype):
-        raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(array)}")
-    return array.astype(jnp.float32)
+    given = array(op, name, value)
+    if given.shape != shape or not is_float(given.dtype):
+        raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(given)}")
+    return given.astype(jnp.float32)
 
 
 def num_experts(op: str, experts: Any, num_ranks: int) -> int:
@@ -66,19 +79,26 @@ def num_experts(op: str, experts: Any, num_ranks: int) -> int:
         raise ValueError(
             f"{op}: num_experts must be a positive multiple of the {num_ranks} ranks, got {number}"
         )
+    if number > MOST_EXPERTS:
+        raise ValueError(f"{op}: num_experts must be at most {MOST_EXPERTS}, got {number}")
     return number
 
 
-def at_least_one(op: str, name: str, value: Any) -> int:
+def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
     number = integer(value)
-    if number is None or not 1 <= number <= MOST_ROWS:
-        raise ValueError(f"{op}: {name} must be an int between 1 and {MOST_ROWS}, got {value!r}")
+    if number is None or not 1 <= number <= most:
+        raise ValueError(f"{op}: {name} must be an int between 1 and {most}, got {value!r}")
     return number
 
 
 def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     """Rows of a result. `worst` is what None means; one expert's block of `alignment` rows must fit."""
     if value is None:
+        if worst > MOST_ROWS:
+            raise ValueError(
+                f"{op}: the worst case is {worst} rows, and a buffer has at most {MOST_ROWS}; pass a capacity"
+                f", or a smaller expert_alignment than {alignment}"
+            )
         return worst
     if isinstance(value, float | np.floating):
         raise ValueError(
@@ -97,16 +117,16 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
 def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, source: str) -> list[jax.Array]:
     """The leaves of a payload as arrays of `rows` rows; `source` says where that number comes from."""
     result = []
-    for array in arrays:
-        array = jnp.asarray(array)
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            raise TypeError(f"{op}: {name} cannot hold {array.dtype}; for keys pass jax.random.key_data(...)")
-        if array.ndim < 1 or array.shape[0] != rows:
+    for value in arrays:
+        leaf = array(op, f"every leaf of {name}", value)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"{op}: {name} cannot hold {leaf.dtype}; for keys pass jax.random.key_data(...)")
+        if leaf.ndim < 1 or leaf.shape[0] != rows:
             raise ValueError(
                 f"{op}: every array of {name} must be [{axis}, ...] with {axis} = {rows} ({source}), "
-                f"got {shape_text(array)}"
+                f"got {shape_text(leaf)}"
             )
-        result.append(array)
+        result.append(leaf)
     return result
 
 
@@ -114,6 +134,16 @@ def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
     for array in arrays:
         if not is_float(array.dtype):
             raise TypeError(f"{op}: {name} is summed, so it must be floating; got {shape_text(array)}")
+
+
+def floating_dtype(op: str, name: str, value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not is_float(dtype):
+        raise TypeError(f"{op}: {name} must be floating, got {value if dtype is None else dtype}")
+    return dtype
 
 
 def handle(op: str, value: Any) -> Handle:

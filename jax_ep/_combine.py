@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import _check
 from jax_ep._dtypes import summable
@@ -82,7 +81,10 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
         return ()
     if not jax.tree_util.treedef_is_leaf(tree):
         raise ValueError("combine: bias needs y to be one array, not a pytree")
-    biases = [jnp.asarray(array) for array in (bias if isinstance(bias, tuple | list) else (bias,))]
+    biases = [
+        _check.array("combine", "bias", array)
+        for array in (bias if isinstance(bias, tuple | list) else (bias,))
+    ]
     _check.floating("combine", "bias", biases)
     shape = (num_tokens, *leaves[0].shape[1:])
     for array in biases:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -49,7 +49,8 @@ class Group:
     and the last `close` frees it. Ops on a closed group raise RuntimeError.
 
     Args:
-      mesh: a `jax.sharding.Mesh` (with devices, not an `AbstractMesh`).
+      mesh: a `jax.sharding.Mesh` (with devices, not the `AbstractMesh` that JAX shows under `jit`). Where
+        `jax.set_mesh` has set one, `jax.sharding.get_mesh()` gives it, outside of `jit`.
       axis_name: a name of one of its axes, or several names, row-major.
       timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
         compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
@@ -60,7 +61,8 @@ class Group:
         that run for the first time after it was made.
 
     Raises:
-      ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms below 2.
+      ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms
+        below 2 or too large.
       TypeError: the mesh has no devices, the time-out is no number, num_sms no int.
       PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
         minute, if that is longer), or earlier programs do not end. The process should end then.
@@ -78,12 +80,18 @@ class Group:
         timeout_s: float = 300.0,
         num_sms: int | None = None,
     ):
+        if isinstance(mesh, jax.sharding.AbstractMesh):
+            raise TypeError(
+                "Group: mesh must be a jax.sharding.Mesh, with devices; got an AbstractMesh, which has none. "
+                "Under jit JAX shows no other, so make the group outside of jit and hand it to the model: "
+                "jax_ep.Group(jax.sharding.get_mesh(), axis_name), where jax.set_mesh has set the mesh"
+            )
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
             )
         axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-        missing = [axis for axis in axes if axis not in mesh.axis_names]
+        missing = [axis for axis in axes if not isinstance(axis, Hashable) or axis not in mesh.axis_names]
         if missing or not axes or len(set(axes)) < len(axes):
             raise ValueError(
                 f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "

@@ -53,7 +53,7 @@ def get_dispatch_layout(
     op = "get_dispatch_layout"
     implementation = _extension.local_implementation(implementation)
     ids = _check.topk_idx(op, topk_idx)
-    num_ranks = _check.at_least_one(op, "num_ranks", num_ranks)
+    num_ranks = _check.at_least_one(op, "num_ranks", num_ranks, _check.MOST_EXPERTS)
     num_experts = _check.num_experts(op, num_experts, num_ranks)
     per_node = 1 if ranks_per_node is None else _check.at_least_one(op, "ranks_per_node", ranks_per_node)
     if num_ranks % per_node != 0:

@@ -63,12 +63,17 @@ def require_manual(op: str, group: Group) -> None:
             f"{op} communicates, so it must be called inside jax.shard_map over the axis "
             f"{group.axis_name!r}; no such axis is bound here"
         ) from None
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(group._axes) <= set(mesh.manual_axes):
+        raise ValueError(
+            f"{op} communicates, so it must be called inside jax.shard_map over the axis "
+            f"{group.axis_name!r}; here an axis of that name is bound by something else, jax.vmap for example"
+        )
     if size != group.size:
         raise ValueError(
             f"{op}: the axis {group.axis_name!r} of this shard_map has size {size}, but the group has "
             f"{group.size} ranks; make the Group from the mesh of the shard_map"
         )
-    mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     others = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
     if others:

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jax_ep._check import is_float
+from jax_ep import _check
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
 from jax_ep._fp8_rows import Quantize
@@ -154,17 +154,14 @@ def _check_result(y: Any, rows: int) -> None:
                 f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
                 f"got an array of shape {list(jnp.shape(leaf))}"
             )
-        if not is_float(jnp.result_type(leaf)):
+        if not _check.is_float(jnp.result_type(leaf)):
             raise TypeError(
                 f"moe: what expert_fn returns is summed, so it must be floating, got {jnp.result_type(leaf)}"
             )
 
 
 def _one_array(name: str, array: Any) -> jax.Array:
-    try:
-        return jnp.asarray(array)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"moe: {name} must be one array, got {type(array).__name__}") from error
+    return _check.array("moe", name, array)
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:

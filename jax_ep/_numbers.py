@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+# More than any GPU has; the extension counts them in 32 bits.
+MOST_SMS = 2**16
+
 
 def integer(value: Any) -> int | None:
     """A Python or NumPy integer as an int; None if it is none, or is known only when the program runs."""
@@ -22,7 +25,10 @@ def time_out(value: Any) -> float:
         raise TypeError(f"Group: timeout_s must be a number of seconds, got {value!r}")
     if not value > 0:  # nor is nan
         raise ValueError(f"Group: timeout_s must be positive, got {value}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def most_sms(of: str, value: Any) -> int | None:
@@ -32,6 +38,6 @@ def most_sms(of: str, value: Any) -> int | None:
     number = integer(value)
     if number is None:
         raise TypeError(f"{of}: num_sms must be an int of at least 2 (or None), got {value!r}")
-    if number < 2:
-        raise ValueError(f"{of}: num_sms must be at least 2 (or None), got {number}")
+    if not 2 <= number <= MOST_SMS:
+        raise ValueError(f"{of}: num_sms must be between 2 and {MOST_SMS} (or None), got {number}")
     return number

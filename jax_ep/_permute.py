@@ -67,7 +67,7 @@ def permute(
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("permute", topk_idx)
     leaves = _check.leaves("permute", "x", leaves, ids.shape[0], "C", "of topk_idx")
-    experts = _check.at_least_one("permute", "num_local_experts", num_local_experts)
+    experts = _check.at_least_one("permute", "num_local_experts", num_local_experts, _check.MOST_EXPERTS)
     alignment = _check.at_least_one("permute", "expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
     capacity = _check.capacity("permute", capacity, worst, alignment)
@@ -188,7 +188,7 @@ def unpermute(
     """
     op = "unpermute"
     chosen = _extension.local_implementation(implementation)
-    y, row_map = jnp.asarray(y), jnp.asarray(row_map)
+    y, row_map = _check.array(op, "y", y), _check.array(op, "row_map", row_map)
     if y.ndim < 1:
         raise ValueError(f"{op}: y must be [P, ...], got {_check.shape_text(y)}")
     if row_map.ndim != 2 or row_map.dtype != jnp.int32 or row_map.shape[1] < 1:
@@ -196,15 +196,13 @@ def unpermute(
             f"{op}: row_map must be int32 [C, K] as permute returned it, got {_check.shape_text(row_map)}"
         )
     _check.floating(op, "y", [y])
-    out_dtype = jnp.dtype(y.dtype if out_dtype is None else out_dtype)
-    if not _check.is_float(out_dtype):
-        raise TypeError(f"{op}: out_dtype must be floating, got {out_dtype}")
+    out_dtype = _check.floating_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype)
     weights = None
     if topk_weights is not None:
         weights = _check.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
     ids = None
     if bias is not None:
-        bias = jnp.asarray(bias)
+        bias = _check.array(op, "bias", bias)
         _check.floating(op, "bias", [bias])
         if topk_idx is None:
             raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")

@@ -267,8 +267,8 @@ def test_group_arguments():
         jax_ep.Group(mesh, "ep", timeout_s="30")
     with pytest.raises(TypeError, match=r"num_sms must be an int of at least 2 \(or None\), got 2.5"):
         jax_ep.Group(mesh, "ep", num_sms=2.5)
-    with pytest.raises(TypeError, match="with devices; got AbstractMesh"):
-        jax_ep.Group(mesh.abstract_mesh, "ep")
+    with pytest.raises(TypeError, match=r"must be a jax\.sharding\.Mesh, with devices; got list"):
+        jax_ep.Group(list(mesh.devices), "ep")
     with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
         jax_ep.Group(mesh, "ep", timeout_s=0)
 

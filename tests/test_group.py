@@ -51,7 +51,7 @@ def test_equality_and_hash(open_group):
 
 @pytest.mark.parametrize("num_sms", [1, 0, -3])
 def test_too_few_sms(num_sms):
-    with pytest.raises(ValueError, match=f"num_sms must be at least 2 .*got {num_sms}"):
+    with pytest.raises(ValueError, match=f"num_sms must be between 2 and .*got {num_sms}"):
         jax_ep.Group(make_mesh((4,), ("ep",)), "ep", num_sms=num_sms)
 
 

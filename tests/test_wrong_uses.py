@@ -1,0 +1,144 @@
+"""Uses that are wrong in other ways than by shape: no arrays at all, other axes, numbers too large."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks
+from conftest import make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _extension
+
+R, T, K, E, H = 2, 4, 2, 4, 3
+X = np.ones((R * T, H), np.float32)
+IDS = np.zeros((R * T, K), np.int32)
+W = np.ones((R * T, K), np.float32)
+OBJECTS = np.array([object()] * T)
+
+
+def traced(function):
+    """Traces a function of one rank's rows; nothing runs."""
+    mapped = jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    jax.jit(mapped).trace(X)
+
+
+def dispatch(x, ids=IDS[:T], weights=None, **options):
+    return jax_ep.dispatch(x, ids, weights, **{"group": ranks(R).group, "num_experts": E, **options})
+
+
+def combine(x, **options):
+    return jax_ep.combine(x, dispatch(x[:T]).handle, **options)
+
+
+NO_ARRAYS = {
+    "ids": (lambda x: dispatch(x, None), "dispatch: topk_idx .* got NoneType"),
+    "ids in words": (lambda x: dispatch(x, "ids"), "dispatch: topk_idx .* got str"),
+    "rows": (lambda x: dispatch("rows"), "dispatch: every leaf of x .* got str"),
+    "objects": (lambda x: dispatch(OBJECTS), "dispatch: every leaf of x .* got ndarray of object"),
+    "weights": (lambda x: dispatch(x, weights="w"), "dispatch: topk_weights .* got str"),
+    "row weights": (lambda x: combine(jnp.ones((16, H)), row_weights="w"), "combine: row_weights .* got str"),
+    "bias": (lambda x: combine(jnp.ones((16, H)), bias="b"), "combine: bias .* got str"),
+    "moe": (
+        lambda x: jax_ep.moe({"x": x}, IDS, W, None, group=ranks(R).group, num_experts=E),
+        "moe: x must be .* got dict",
+    ),
+    "layout": (
+        lambda x: jax_ep.get_dispatch_layout(None, num_experts=E, num_ranks=R),
+        "get_dispatch_layout: topk_idx .* got NoneType",
+    ),
+    "a pytree to unpermute": (lambda x: jax_ep.unpermute({"x": x}, IDS), "unpermute: y must .* got dict"),
+    "what permute returned": (
+        lambda x: jax_ep.unpermute(x, jax_ep.permute(x, IDS[:T], num_local_experts=E)),
+        "unpermute: row_map must be .* got Permuted",
+    ),
+    "no dtype": (lambda x: jax_ep.unpermute(x, IDS, out_dtype="bf"), "out_dtype must be floating, got bf"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+def test_no_array(name):
+    call, text = NO_ARRAYS[name]
+    with pytest.raises(TypeError, match=text):
+        traced(call)
+
+
+TOO_LARGE = {
+    "experts": (lambda x: dispatch(x, num_experts=2**40), "num_experts must be at most 1048576"),
+    "local experts": (
+        lambda x: jax_ep.permute(x, IDS[:T], num_local_experts=2**31 - 1),
+        "num_local_experts must be an int between 1 and 1048576",
+    ),
+    "ranks": (
+        lambda x: jax_ep.get_dispatch_layout(IDS, num_experts=2**31, num_ranks=2**31),
+        "num_ranks must be an int between 1 and 1048576",
+    ),
+    "alignment": (
+        lambda x: dispatch(x, expert_alignment=2**31 - 1),
+        "the worst case is 4294967294 rows, .* pass a capacity, or a smaller expert_alignment",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_too_large(name):
+    call, text = TOO_LARGE[name]
+    with pytest.raises(ValueError, match=text):
+        traced(call)
+
+
+def test_an_axis_of_vmap():
+    """It has the group's name and size, but no devices along it."""
+    call = lambda x: jax_ep.dispatch(x, IDS[:T], group=ranks(R).group, num_experts=E).x
+    with pytest.raises(
+        ValueError, match=r"must be called inside jax\.shard_map .* something else, jax\.vmap"
+    ):
+        jax.vmap(call, axis_name="ep")(X.reshape(R, T, H))
+
+
+@pytest.mark.parametrize("axis", [np.array(["ep"]), {"ep"}, [["ep"]], None, 0])
+def test_an_axis_that_is_no_name(axis):
+    with pytest.raises(ValueError, match=r"axis_name must name axes of the mesh.*\('ep',\)"):
+        jax_ep.Group(make_mesh((R,), ("ep",)), axis)
+
+
+def test_a_mesh_without_devices():
+    """As JAX shows it under jit, where the message must say what to do instead."""
+    mesh = make_mesh((R,), ("ep",))
+
+    @jax.jit
+    def model(x):
+        with pytest.raises(
+            TypeError, match=r"AbstractMesh.*outside of jit.*Group\(jax\.sharding\.get_mesh\(\)"
+        ):
+            jax_ep.Group(jax.sharding.get_abstract_mesh(), "ep")
+        return x
+
+    with jax.set_mesh(mesh):
+        model(1.0)
+        with jax_ep.Group(jax.sharding.get_mesh(), "ep") as group:
+            assert group.size == R
+
+
+def test_numbers_of_a_group():
+    mesh = make_mesh((R,), ("ep",))
+    with pytest.raises(ValueError, match=r"num_sms must be between 2 and 65536 \(or None\), got 11805916"):
+        jax_ep.Group(mesh, "ep", num_sms=2**70)
+    with jax_ep.Group(mesh, "ep", timeout_s=10**400) as group:  # as infinity, ten years
+        group.check()
+
+
+def test_a_warning_points_at_the_line_that_called():
+    _extension.warn_once.cache_clear()
+    mesh = make_mesh((R, 2), ("ep", "dp"))
+    with jax_ep.Group(mesh, "ep") as group:
+        call = lambda x: jax_ep.dispatch(x, IDS[:T], group=group, num_experts=E).x
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.jit(mapped).trace(X)
+    (warning,) = [w for w in caught if "automatic sharding" in str(w.message)]
+    assert warning.filename == __file__
