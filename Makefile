@@ -16,10 +16,11 @@ test: $(VENV)/.built
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, by plain loads and stores instead of bulk copies.
-# (Not the recipes and adapters: grouped_dot multiplies as tf32 there, and they are compared with float32.)
+# (Not the documentation, which runs on the CPU; nor the recipes and adapters: grouped_dot multiplies as tf32 there,
+# and they are compared with float32.)
 GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
 test-gpu:
-	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py \
+	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py docs.py \
 		recipes.py adapters.py) -k "not eager" $(ARGS)
 	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py permute.py intranode.py gradients.py) $(ARGS)
 
@@ -60,7 +61,7 @@ docs: $(VENV)/.docs
 
 # Wheels in dist/, CPU and CUDA in one, each tried in a fresh environment. That of 3.12 serves all newer Pythons.
 wheels: $(VENV)/.wheels
-	BIN=$(BIN) packaging/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
+	BIN=$(BIN) release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
 
 # What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
 bench: $(VENV)/.built

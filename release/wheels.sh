@@ -2,7 +2,7 @@
 # Builds a wheel with each Python that is named, makes it a manylinux wheel in dist/, and tries it in a fresh
 # environment:
 #
-#     packaging/wheels.sh python3.11 python3.12
+#     release/wheels.sh python3.11 python3.12
 #
 # The wheel of Python 3.12 has the stable ABI, so it also serves all newer ones. BIN is the folder where auditwheel
 # is. WHEEL_OPTIONS are those of `pip wheel`, by default a build folder that no other build uses, so that
@@ -26,9 +26,9 @@ for python in "$@"; do
   "$python" -m venv "$work/fresh-$(basename "$wheel")"
   fresh="$work/fresh-$(basename "$wheel")/bin/python"
   "$fresh" -m pip install --quiet --disable-pip-version-check "$wheel"
-  JAX_PLATFORMS=cpu "$fresh" packaging/try_wheel.py
+  JAX_PLATFORMS=cpu "$fresh" release/try_wheel.py
 
   mkdir -p dist
   mv "$wheel" dist/
-  "$fresh" packaging/describe_wheel.py "dist/$(basename "$wheel")"
+  "$fresh" release/describe_wheel.py "dist/$(basename "$wheel")"
 done

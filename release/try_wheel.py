@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).parents[1]
-sys.path = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "packaging")]
+sys.path = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "release")]
 (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
 names: dict = {}
 exec(compile(example, "README.md", "exec"), names)
