@@ -170,7 +170,7 @@ def test_num_sms(num_sms):
 @pytest.mark.parametrize(
     ("num_sms", "error", "text"),
     [
-        (1, ValueError, "grouped_dot: num_sms must be at least 2 .or None., got 1"),
+        (1, ValueError, "grouped_dot: num_sms must be between 2 and 65536 .or None., got 1"),
         (2.5, TypeError, "grouped_dot: num_sms must be an int of at least 2 .or None., got 2.5"),
     ],
 )
