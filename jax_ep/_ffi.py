@@ -1,7 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi". Only this file calls the targets of ops.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for `gather`,
-which the benchmark measures the links with. `grouped_dot` runs on GPUs only.
+which the benchmark measures the links with, and `grouped_dot_fp8`. They and `grouped_dot` run on GPUs only.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_ep import _extension
 from jax_ep._export import on_platform
@@ -33,9 +34,18 @@ def _call(
                 "jax_ep: implementation='ffi' needs shapes that are known when a program is compiled, "
                 f"got {shape}; export a program for each shape"
             )
-    # Results must have the operands' manual axis type; ffi_call would call them replicated.
+    # Results must have the operands' manual axis type; ffi_call would call them replicated. Over other axes
+    # nothing is sharded here.
     like = jax.typeof(operands[0])
-    types = [like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False) for shape, dtype in results]
+    types = [
+        like.update(
+            shape=shape,
+            dtype=np.dtype(dtype),
+            weak_type=False,
+            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+        )
+        for shape, dtype in results
+    ]
     call = jax.ffi.ffi_call(f"jax_ep_{target}", types, vmap_method="sequential")
     return list(call(*operands, **attributes))
 

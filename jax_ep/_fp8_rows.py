@@ -33,7 +33,7 @@ def check_quantize(quantize: Any, tree: Any, leaves: list[jax.Array]) -> None:
 
 def pack(x: jax.Array, round_scale: bool) -> Leaves:
     """What travels: the values, and the scales as integers, which have no gradients."""
-    q = quantize_fp8(x, round_scale=round_scale)
+    q = quantize_fp8(jax.lax.stop_gradient(x), round_scale=round_scale)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 
 

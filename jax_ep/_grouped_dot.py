@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _check, _extension, _ffi, _numbers, _reference
-from jax_ep._manual import vary_alike
+from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
 
 
@@ -26,7 +26,7 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
       weights: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
         Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
-        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)`, they are not copied.
+        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
@@ -46,6 +46,9 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
     if isinstance(rows, QuantizedArray) or isinstance(weights, QuantizedArray):
         rows, weights = _both_quantized(rows, weights)
         _check_shapes(rows.values, weights.values, group_sizes)
+        if not rows.values.size or not weights.values.size:
+            return jnp.zeros((rows.shape[0], weights.shape[2]), jnp.bfloat16)
+        _check_blocks(rows, weights)
         operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
         return _fp8_product(num_sms, *vary_alike(operands))
     rows, weights = jnp.asarray(rows), jnp.asarray(weights)
@@ -78,7 +81,10 @@ def _both_quantized(rows: Any, weights: Any) -> tuple[QuantizedArray, QuantizedA
             "grouped_dot: rows and weights must both be quantised, or neither; got "
             f"{type(rows).__name__} and {type(weights).__name__} (jax_ep.quantize_fp8 quantises)"
         )
-    rows, weights = jax.tree.map(jnp.asarray, (rows, weights))
+    return jax.tree.map(jnp.asarray, (rows, weights))
+
+
+def _check_blocks(rows: QuantizedArray, weights: QuantizedArray) -> None:
     of_rows, of_weights = block_of("grouped_dot", rows), block_of("grouped_dot", weights)
     if of_rows != (1, BLOCK) or of_weights != (BLOCK, BLOCK):
         raise ValueError(
@@ -86,7 +92,6 @@ def _both_quantized(rows: Any, weights: Any) -> tuple[QuantizedArray, QuantizedA
             f"{of_rows[0]} x {of_rows[1]} and {of_weights[0]} x {of_weights[1]}; quantise them with "
             "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
         )
-    return rows, weights
 
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -182,16 +187,11 @@ def _sharded(product: int, function: Any, rows: jax.Array, others: jax.Array, *m
         return function(rows, others, *more)
     own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
     spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
-    if _axes_of(spec[-1]) & _axes_of(spec[-2]):  # a mesh axis shards one dimension
+    if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
         spec[-1] = None
     result = jax.sharding.PartitionSpec(*spec)
     automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
     return automatic(rows, others, *more)
-
-
-def _axes_of(entry: Any) -> set[str]:
-    """The mesh axes that one entry of a PartitionSpec names."""
-    return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
 def _on_gpu() -> bool:

@@ -1,7 +1,7 @@
 """What the ops need to know of the shard_map around them."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType
@@ -46,6 +46,11 @@ def whole(arrays: Tree) -> Tree:
         return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
 
     return jax.tree.map(gather, arrays)
+
+
+def axes_of(entry: Any) -> set[str]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
 def require_manual(op: str, group: Group) -> None:

@@ -1,6 +1,7 @@
 """FP8 with a scale for each block of elements: how it is made, and undone."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _check
+from jax_ep._manual import axes_of
 from jax_ep._numbers import integer
 
 FP8 = jnp.float8_e4m3fn
@@ -58,7 +60,7 @@ def quantize_fp8(
 
     Raises:
       ValueError: x has too few dimensions, or the blocks do not divide them.
-      TypeError: x is not floating.
+      TypeError: x is not floating, or a gradient was asked for.
     """
     x = jnp.asarray(x)
     rows, columns = _pair(block)
@@ -70,14 +72,23 @@ def quantize_fp8(
             f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
             f"{_check.shape_text(x)}; pad x with zeros, or choose another block"
         )
-    parts = _in_blocks(x.astype(jnp.float32), rows, columns)
-    largest = jnp.max(jnp.abs(parts), axis=(-3, -1))
-    scales = jnp.maximum(largest, FLOOR) * SCALE
-    if round_scale:
-        scales = _next_power_of_two(scales)
-    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
-    values = (parts * _reciprocal(scales)[..., :, None, :, None]).reshape(x.shape).astype(FP8)
-    return QuantizedArray(values, scales if x.ndim > 1 else scales[0])
+
+    def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = _in_blocks(x.astype(jnp.float32), rows, columns)
+        largest = jnp.max(jnp.abs(parts), axis=(-3, -1))
+        scales = jnp.maximum(largest, FLOOR) * SCALE
+        if round_scale:
+            scales = _next_power_of_two(scales)
+        scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+        values = (parts * _reciprocal(scales)[..., :, None, :, None]).reshape(x.shape).astype(FP8)
+        return values, scales if x.ndim > 1 else scales[0]
+
+    per_block = (rows, columns) if x.ndim > 1 else (columns,)
+    blocks = (
+        *x.shape[: -len(per_block)],
+        *(n // size for n, size in zip(x.shape[-2:], per_block, strict=True)),
+    )
+    return QuantizedArray(*_run("quantize_fp8", quantize, (x,), x, x.shape, blocks))
 
 
 def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -88,21 +99,64 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
       dtype: of the result.
 
     Raises:
-      TypeError: q is no QuantizedArray.
+      TypeError: q is no QuantizedArray, dtype is not floating, or a gradient was asked for.
       ValueError: the shapes of its values and scales do not fit each other.
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
+    if dtype is None or not _check.is_float(dtype):
+        raise TypeError(f"dequantize_fp8: dtype must be floating, got {dtype!r}")
     rows, columns = block_of("dequantize_fp8", q)
-    scales = q.scales if q.values.ndim > 1 else q.scales[None]
-    parts = _in_blocks(q.values.astype(jnp.float32), rows, columns)
-    return (parts * scales[..., :, None, :, None]).reshape(q.shape).astype(dtype)
+
+    def dequantize(values: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
+        scales = scales if values.ndim > 1 else scales[None]
+        parts = _in_blocks(values.astype(jnp.float32), rows, columns)
+        return ((parts * scales[..., :, None, :, None]).reshape(values.shape).astype(dtype),)
+
+    (wide,) = _run("dequantize_fp8", dequantize, (q.values, q.scales), q.values, q.shape)
+    return wide
+
+
+def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]) -> Any:
+    """function(*operands), results of these shapes. A gradient is an error: it would pass through FP8.
+
+    Under Explicit sharding JAX cannot say how blocks are sharded: as the elements of `like` are.
+    """
+
+    def backward(saved: None, cotangents: Any) -> Any:
+        raise TypeError(
+            f"{name} has no gradient, for it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
+            "argument, or define the gradient yourself (jax.custom_vjp). To train with rows that travel as "
+            "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
+        )
+
+    fixed = jax.custom_vjp(function)
+    fixed.defvjp(lambda *operands: (function(*operands), None), backward)
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return fixed(*operands)
+    spec = jax.typeof(like).sharding.spec
+    specs = tuple(jax.sharding.PartitionSpec(*_fitting(spec, shape)) for shape in shapes)
+    automatic: Any = jax.sharding.auto_axes(fixed, axes=explicit, out_sharding=specs)
+    return automatic(*operands)
+
+
+def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
+    """A spec for an array of blocks: of dimensions that the axes do not divide, nothing is sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    entries = [*spec, *[None] * len(shape)][: len(shape)]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
+    return [entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True)]
 
 
 def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
     """The rows and columns of q's blocks."""
+    if not all(hasattr(part, "dtype") for part in (q.values, q.scales)):
+        kinds = [type(part).__name__ for part in (q.values, q.scales)]
+        raise TypeError(f"{op}: a QuantizedArray must hold two arrays, got {kinds[0]} and {kinds[1]}")
     values, scales = q.values.shape, q.scales.shape
-    fits = len(values) == len(scales) > 0 and values[:-2] == scales[:-2] and q.values.dtype == FP8
+    fits = len(values) == len(scales) > 0 and values[:-2] == scales[:-2]
+    fits = fits and q.values.dtype == FP8 and q.scales.dtype == jnp.float32
     sizes = [_ratio(v, s) for v, s in zip(values[-2:], scales[-2:], strict=False)]
     if not fits or None in sizes:
         raise ValueError(

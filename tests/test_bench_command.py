@@ -31,6 +31,35 @@ def test_a_short_run(tmp_path):
     assert all(r["end_to_end_us"] > 0 for r in report["results"])
 
 
+def test_products_and_layers(tmp_path):
+    done = bench(tmp_path, "--parts", "layer", "--devices", "2", "--json", "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "experts 128 wide inside, 32 tokens a rank, 2 ranks" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["results"] == []
+    timed = {(r["op"], r["by"]): r for r in report["layers"]}
+    ways = [f"{what} {way}" for what in ("up", "down") for way in ("forward", "dgrad", "wgrad")]
+    both = [
+        f"{part} {way}"
+        for part in ("communication", "products", "layer")
+        for way in ("forward", "forward + backward")
+    ]
+    products = {(op, by) for op in ways for by in ("dense", "grouped_dot")}
+    fp8 = {(f"{what} forward", "grouped_dot, FP8") for what in ("up", "down")}
+    assert set(timed) == products | fp8 | {(op, "ffi") for op in both}
+    # 64 rows by 128 x 256; a SwiGLU layer has three products of 128 x 128, and twice as much backward.
+    assert timed["up forward", "dense"]["flop"] == 2 * 64 * 128 * 256
+    assert timed["layer forward + backward", "ffi"]["flop"] == 3 * 2 * 64 * 3 * 128 * 128
+    for (op, by), result in timed.items():
+        assert (result["share"] is not None) == (by.startswith("grouped_dot") or op.startswith("layer"))
+
+
+def test_a_sweep_is_of_communication(tmp_path):
+    done = bench(tmp_path, "--sweep", "ranks", "--parts", "layer")
+    assert done.returncode != 0
+    assert "--sweep varies communication only" in done.stderr
+
+
 def test_a_sweep_is_drawn(tmp_path):
     done = bench(tmp_path, "--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
     assert done.returncode == 0, done.stdout + done.stderr

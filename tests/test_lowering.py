@@ -1,5 +1,7 @@
 """Programs lowered for CUDA on any machine: what a GPU would be asked to run."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -68,6 +70,22 @@ def test_a_program_for_other_devices_than_the_group_s_is_refused():
     other = "cpu" if jax.default_backend() == "gpu" else "cuda"
     with pytest.raises(ValueError, match=rf"lowered for {other}, but Group\(.*has (cpu|gpu) devices"):
         mapped.trace(x, ids, w).lower(lowering_platforms=(other,))
+
+
+def test_num_sms_reaches_all_products(monkeypatch):
+    monkeypatch.setattr(_extension, "current_platform", lambda: "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
+    sizes = jnp.ones((3,), jnp.int32)
+
+    def run(rows, weights):
+        product = lambda rows, weights: jax_ep.grouped_dot(rows, weights, sizes, num_sms=50)
+        fp8 = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
+        return product(*fp8), jax.vjp(product, rows, weights)[1](jnp.ones((20, 256)))
+
+    traced = jax.jit(run).trace(jnp.ones((20, 128)), jnp.ones((3, 128, 256)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@jax_ep_grouped_dot(?:_fp8)?\b.*num_sms = 50 : i64", text)) == 3
 
 
 def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):

@@ -134,7 +134,7 @@ def test_experts_see_the_rows_weights_and_experts(implementation):
 
 def test_stats(implementation):
     ids, (x, weights, *_) = inputs()
-    on, capacity = ranks(R), 20
+    on, capacity = ranks(R), 8
 
     def shard(x, ids, weights):
         return jax_ep.moe(

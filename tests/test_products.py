@@ -218,10 +218,15 @@ def test_products_of_fp8(shape, kind):
     assert np.asarray(of_kept(rows, kept, sizes)).tobytes() == got.tobytes()
 
 
-def test_no_rows_of_fp8():
-    rows = jax_ep.quantize_fp8(jnp.zeros((0, 128)))
-    weights = jax_ep.quantize_fp8(jnp.zeros((2, 128, 256)), block=(128, 128))
-    assert jax_ep.grouped_dot(rows, weights, jnp.zeros(2, jnp.int32)).shape == (0, 256)
+@pytest.mark.parametrize(
+    ("rows", "groups", "inner", "outer"), [(0, 2, 128, 256), (5, 0, 128, 256), (5, 2, 0, 256), (5, 2, 128, 0)]
+)
+def test_nothing_of_fp8(rows, groups, inner, outer):
+    left = jax_ep.quantize_fp8(jnp.ones((rows, inner)))
+    weights = jax_ep.quantize_fp8(jnp.ones((groups, inner, outer)), block=(128, 128))
+    got = jax_ep.grouped_dot(left, weights, jnp.zeros(groups, jnp.int32))
+    np.testing.assert_array_equal(got, np.zeros((rows, outer)))
+    assert got.dtype == jnp.bfloat16
 
 
 def test_fp8_under_explicit_sharding():

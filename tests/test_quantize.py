@@ -6,6 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import floats
+from conftest import make_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -82,6 +85,7 @@ def test_a_block_that_is_not_finite_is_nan(bad):
     x[1, 5] = bad
     back = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
     assert np.isnan(back[1, :128]).all()
+    assert np.isnan(jax_ep.quantize_fp8(x).scales[1, 0])
     assert np.isfinite(back[1, 128:]).all()
     assert np.isfinite(back[[0, 2]]).all()
 
@@ -126,3 +130,45 @@ def test_what_cannot_be_dequantised():
     for scales in (jnp.ones((4, 3)), jnp.ones((2, 4, 1)), jnp.ones(4)):
         with pytest.raises(ValueError, match="must have values float8_e4m3fn"):
             jax_ep.dequantize_fp8(jax_ep.QuantizedArray(values, scales))
+    for parts in ((values, jnp.ones((4, 1), jnp.bfloat16)), (values.astype(jnp.float32), jnp.ones((4, 1)))):
+        with pytest.raises(ValueError, match="must have values float8_e4m3fn"):
+            jax_ep.dequantize_fp8(jax_ep.QuantizedArray(*parts))
+    with pytest.raises(TypeError, match="must hold two arrays, got ArrayImpl and list"):
+        jax_ep.dequantize_fp8(jax_ep.QuantizedArray(values, [1.0]))
+    for dtype in (jnp.int32, None):
+        with pytest.raises(TypeError, match="dtype must be floating"):
+            jax_ep.dequantize_fp8(jax_ep.quantize_fp8(jnp.ones((4, 128))), dtype)
+
+
+def test_no_gradient_passes_through_fp8():
+    x = jnp.ones((4, 128))
+    there_and_back = lambda x: jnp.sum(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
+    with pytest.raises(TypeError, match=r"dequantize_fp8 has no gradient.*stop_gradient"):
+        jax.grad(there_and_back)(x)
+    with pytest.raises(TypeError, match=r"quantize_fp8 has no gradient.*fp8_dequantize"):
+        jax.grad(lambda x: jnp.sum(jax_ep.quantize_fp8(x).scales))(x)
+    assert not jax.grad(lambda x: there_and_back(jax.lax.stop_gradient(x)))(x).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "spec"),
+    [
+        ((8, 128, 256), (128, 128), P("a")),
+        ((8, 256, 256), (128, 128), P(None, "a", "b")),
+        ((8, 256), 128, P("a", "b")),
+        ((8, 384), 128, P(None, "b")),  # three scales in a row: not divided by two
+        ((512,), 128, P(("a", "b"))),
+    ],
+)
+def test_explicit_sharding(shape, block, spec):
+    x = wide_ranging(shape)
+    want = jax_ep.quantize_fp8(x, block=block)
+    with jax.set_mesh(make_mesh((2, 2), ("a", "b"), AxisType.Explicit)):
+        q = jax.jit(jax_ep.quantize_fp8, static_argnames="block")(jax.device_put(x, spec), block=block)
+        back = jax.jit(jax_ep.dequantize_fp8)(q)
+        assert q.values.sharding.is_equivalent_to(back.sharding, len(shape))
+    assert back.sharding.spec[: len(spec)] == tuple(spec)
+    for got, one in zip(
+        (*jax.tree.leaves(q), back), (*jax.tree.leaves(want), jax_ep.dequantize_fp8(want)), strict=True
+    ):
+        assert np.asarray(got).tobytes() == np.asarray(one).tobytes()

@@ -72,7 +72,9 @@ def test_a_scanned_layer_that_names_its_own_rows(names):
 
     mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))
-    assert count_calls(gradient.lower(x).compile().as_text())["route"] == (1 if names else 2)
+    # Counted before XLA, which may write the body of a loop down twice.
+    lowered = gradient.lower(x).as_text()
+    assert len(re.findall(r"@jax_ep_route\b", lowered)) == (1 if names else 2)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["save_ep_residuals", "own_rows"])

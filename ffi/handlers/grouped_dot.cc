@@ -110,7 +110,7 @@ static ffi::Error RunGroupedDotFp8(CudaLocalContext context, ffi::AnyBuffer rows
   auto error =
       FirstError({CheckShape("grouped_dot: weights", weights, {num_groups, outer, inner}),
                   CheckShape("grouped_dot: scales of rows", row_scales, {num_rows, blocks}),
-                  CheckShape("grouped_dot: scales", weight_scales, {num_groups, outer / kFp8Block, blocks}),
+                  CheckShape("grouped_dot: scales of weights", weight_scales, {num_groups, outer / kFp8Block, blocks}),
                   CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
   if (error.success()) error = Decode(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;

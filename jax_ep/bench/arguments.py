@@ -74,6 +74,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def set_up_devices(options: argparse.Namespace) -> None:
     """Where there are no GPUs, virtual CPU devices; to be called before anything asks JAX for devices."""
+    if options.sweep and options.parts and "layer" in options.parts:
+        raise SystemExit("bench: --sweep varies communication only; leave out --parts layer")
     if options.plot and not options.sweep:
         raise SystemExit("bench: --plot draws a sweep: say what to vary with --sweep")
     if options.join:

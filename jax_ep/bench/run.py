@@ -207,7 +207,8 @@ def run(options: argparse.Namespace) -> int:
     report.show(console, results)
     work = []
     for name in names_of(options) if "layer" in parts else ():
-        work += time_layer(name, ranks, options)
+        with console.status(f"{name} products and layer"):
+            work += time_layer(name, ranks, options)
     report.show_work(console, work)
     if jax.process_index() > 0:
         return 0
