@@ -107,11 +107,11 @@ static ffi::Error RunGroupedDotFp8(CudaLocalContext context, ffi::AnyBuffer rows
   params.row_scales = row_scales.typed_data();
   params.other_scales = weight_scales.typed_data();
   const int64_t blocks = inner / kFp8Block;
-  auto error =
-      FirstError({CheckShape("grouped_dot: weights", weights, {num_groups, outer, inner}),
-                  CheckShape("grouped_dot: scales of rows", row_scales, {num_rows, blocks}),
-                  CheckShape("grouped_dot: scales of weights", weight_scales, {num_groups, outer / kFp8Block, blocks}),
-                  CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
+  auto error = FirstError(
+      {CheckShape("grouped_dot: weights", weights, {num_groups, outer, inner}),
+       CheckShape("grouped_dot: scales of rows", row_scales, {num_rows, blocks}),
+       CheckShape("grouped_dot: scales of weights", weight_scales, {num_groups, outer / kFp8Block, blocks}),
+       CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
   if (error.success()) error = Decode(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
   const cudaError_t status = cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream);
