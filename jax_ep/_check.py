@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._handle import Handle
+from jax_ep._handle import Handle, Routing
 from jax_ep._numbers import integer
 
 # Counts of rows are int32.
@@ -127,6 +127,23 @@ def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, sour
                 f"got {shape_text(leaf)}"
             )
         result.append(leaf)
+    return result
+
+
+def rows_of(op: str, name: str, arrays: Sequence[Any], routing: Routing) -> list[jax.Array]:
+    """The leaves of what a dispatch has delivered, as arrays [C, ...]."""
+    if routing.slots is None:
+        return leaves(op, name, arrays, routing.capacity, "C", "the capacity of the handle")
+    shape = routing.num_local_experts, routing.slots
+    result = []
+    for value in arrays:
+        leaf = array(op, f"every leaf of {name}", value)
+        if leaf.shape[:2] != shape:
+            raise ValueError(
+                f"{op}: every array of {name} must be [L, R * T, ...] with L, R * T = {list(shape)}, as the "
+                f"handle's order='expert_padded' has it, got {shape_text(leaf)}"
+            )
+        result.append(leaf.reshape(routing.capacity, *leaf.shape[2:]))
     return result
 
 

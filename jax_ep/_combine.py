@@ -31,10 +31,11 @@ def combine(
     that it then applies no weights: by rank, multiply y by them before.
 
     Args:
-      y: floating [C, ...] array or pytree of such arrays, C the capacity of the dispatch.
+      y: floating [C, ...] array or pytree of such arrays, C the capacity of the dispatch; [L, R * T, ...] of
+        padded experts.
       handle: of the dispatch; it says which ranks these are.
-      row_weights: floating [C], as `DispatchedByExpert` has them: each row of every leaf is multiplied by
-        its weight in float32. Differentiable.
+      row_weights: floating [C] or [L, R * T], as `DispatchedByExpert` has them: each row of every leaf is
+        multiplied by its weight in float32. Differentiable.
       bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
         rounding. Differentiable.
       implementation: None, "ffi" or "xla".
@@ -52,7 +53,7 @@ def combine(
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")
-    leaves = _check.leaves("combine", "y", leaves, routing.capacity, "C", "the capacity of the handle")
+    leaves = _check.rows_of("combine", "y", leaves, routing)
     _check.floating("combine", "y", leaves)
     weights = None
     if row_weights is not None:
@@ -61,7 +62,10 @@ def combine(
                 "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
             )
-        weights = _check.weights("combine", "row_weights", row_weights, (routing.capacity,), "[C]")
+        shape, axes = (routing.capacity,), "[C]"
+        if routing.slots is not None:
+            shape, axes = (routing.num_local_experts, routing.slots), "[L, R * T]"
+        weights = _check.weights("combine", "row_weights", row_weights, shape, axes).reshape(-1)
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
     rows = tuple(summable(leaf) for leaf in leaves)

@@ -8,7 +8,7 @@ import jax
 from jax_ep import _check
 from jax_ep._fp8_rows import Quantize, check_quantize, pack, unpack, without_gradient
 from jax_ep._group import Group
-from jax_ep._handle import Handle, Order, Routing, row_experts
+from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
 from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
 from jax_ep._quantize import dequantize_fp8
@@ -40,7 +40,10 @@ class DispatchedByRank:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchedByExpert:
-    """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank."""
+    """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank.
+
+    With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
+    """
 
     x: Any
     """[C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
@@ -48,7 +51,8 @@ class DispatchedByExpert:
     row_weights: jax.Array | None
     """float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were passed."""
     group_sizes: jax.Array
-    """int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes them."""
+    """int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes them; of padded
+    experts the slots that are filled, which come first."""
     tokens_per_expert: jax.Array
     """int32 [L] kept rows of each expert, without padding."""
     num_tokens: jax.Array
@@ -59,14 +63,15 @@ class DispatchedByExpert:
     """Where everything went: for `combine` and `redispatch`."""
 
     def row_experts(self) -> jax.Array:
-        """int32 [C]: the local expert of each row, -1 in padding and tail. Computed at each call.
+        """int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
 
-        On one rank's shard: inside the shard_map of the dispatch.
+        Computed at each call, of one rank's shard: inside the shard_map of the dispatch.
         """
-        return row_experts(_check.handle("row_experts", self.handle))
+        handle = _check.handle("row_experts", self.handle)
+        return in_slots(handle.routing, row_experts(handle))
 
     def is_row(self) -> jax.Array:
-        """Bool [C]: which rows hold a token, not padding or tail. Computed at each call."""
+        """Bool [C] or [L, R * T]: which rows hold a token, not padding or tail. Computed at each call."""
         return self.row_experts() >= 0
 
 
@@ -88,7 +93,7 @@ def dispatch(
     *,
     group: Group,
     num_experts: int,
-    order: Literal["expert"] = "expert",
+    order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
@@ -157,7 +162,9 @@ def dispatch(
       group: the ranks.
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
-        "rank": one row for each (token, rank), by source rank, then token.
+        "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
+        in an array [L, R * T, ...] with R * T slots for each expert, for products that take a mask, of few
+        tokens; without a capacity.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. At least a.
@@ -181,8 +188,8 @@ def dispatch(
     """
     require_manual("dispatch", group)
     chosen = group._resolve(implementation)
-    if order not in ("rank", "expert"):
-        raise ValueError(f"dispatch: order must be 'rank' or 'expert', got {order!r}")
+    if order not in ("rank", "expert", "expert_padded"):
+        raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
@@ -191,12 +198,22 @@ def dispatch(
     alignment = _check.at_least_one("dispatch", "expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
         raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
+    if order == "expert_padded" and (alignment != 1 or capacity is not None):
+        raise ValueError(
+            "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
+            f"nor an expert_alignment, got {capacity} and {alignment}"
+        )
     if quantize is not None:
         check_quantize(quantize, tree, leaves)
     if num_valid_tokens is not None:
         ids = _check.valid_tokens("dispatch", num_valid_tokens, ids)
-    worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
-    capacity = _check.capacity("dispatch", capacity, worst, alignment)
+    if order == "expert_padded":
+        slots = group.size * num_tokens
+        capacity, alignment = num_experts // group.size * slots, max(slots, 1)
+    else:
+        local = num_experts // group.size
+        worst = worst_case_capacity(order, group.size * num_tokens, top_k, local, alignment)
+        capacity = _check.capacity("dispatch", capacity, worst, alignment)
     weights = None
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
@@ -219,6 +236,7 @@ def dispatch(
                 out = attach(chosen, out._replace(rows=()), (), weights)
                 rows = without_gradient(leaves[0], packed)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
+    rows, arrived = in_slots(routing, (rows, arrived))
     counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped, out.handle)
     if out.topk_idx is not None:
         return DispatchedByRank(rows, out.topk_idx, arrived, *counts)
@@ -267,5 +285,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)
-    out = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
-    return out if topk_weights is None else (out, name_all(arrived, CHECKPOINT_WEIGHTS))
+    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
+    if topk_weights is None:
+        return out
+    return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))

@@ -53,7 +53,7 @@ def _call(
 def _routing_attributes(routing: Routing) -> dict[str, Any]:
     return {
         "group": routing.group._key,
-        "order": np.int64(routing.order == "expert"),
+        "order": np.int64(("rank", "expert", "expert_padded").index(routing.order)),
         "num_ranks": np.int64(routing.num_ranks),
         "num_experts": np.int64(routing.num_experts),
         "capacity": np.int64(routing.capacity),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_ep._group import Group
 
-Order = Literal["rank", "expert"]
+Order = Literal["rank", "expert", "expert_padded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Routing:
     top_k: int  # K
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
-    expert_alignment: int
+    expert_alignment: int  # padded, the rows of each expert's block
 
     @property
     def num_ranks(self) -> int:
@@ -35,7 +35,12 @@ class Routing:
     @property
     def has_row_per_choice(self) -> bool:
         """Whether a token has a row for each of its choices, or else for each rank that it goes to."""
-        return self.order == "expert"
+        return self.order != "rank"
+
+    @property
+    def slots(self) -> int | None:
+        """Rows of each expert's block, where all have as many: buffers are [L, slots, ...], else [C, ...]."""
+        return self.capacity // self.num_local_experts if self.order == "expert_padded" else None
 
     @property
     def rows_per_token(self) -> int:
@@ -69,10 +74,24 @@ class Handle:
     """The static part: group, order, T, K, E, C and the expert alignment."""
 
 
+def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
+    """The rows of the blocks of experts that have `counts` rows."""
+    if routing.slots is not None:
+        return jnp.full(counts.shape, routing.slots, counts.dtype)
+    return -(-counts // routing.expert_alignment) * routing.expert_alignment
+
+
+def in_slots(routing: Routing, arrays: Any) -> Any:
+    """Buffers [C, ...] as users see them: where all experts have as many slots [L, slots, ...]."""
+    if routing.slots is None:
+        return arrays
+    shape = routing.num_local_experts, routing.slots
+    return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), arrays)
+
+
 def row_experts(handle: Handle) -> jax.Array:
     """By expert int32 [C]: the local expert of each row, -1 in padding and tail."""
-    alignment = handle.routing.expert_alignment
-    blocks = -(-handle.expert_counts // alignment) * alignment
+    blocks = block_sizes(handle.routing, handle.expert_counts)
     starts = jnp.cumsum(blocks) - blocks
     row = jnp.arange(handle.routing.capacity, dtype=jnp.int32)
     block = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._dtypes import sum_dtype, sum_of_all
-from jax_ep._handle import Handle, Routing, flat_real_rows
+from jax_ep._handle import Handle, Routing, block_sizes, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import LayoutCounts, Permutation, Routed
 
@@ -48,10 +48,6 @@ def _invert(rows: jax.Array, capacity: int) -> jax.Array:
     return sources.at[jnp.where(flat < 0, capacity, flat)].set(index, mode="drop")
 
 
-def _align_up(counts: jax.Array, alignment: int) -> jax.Array:
-    return -(-counts // alignment) * alignment
-
-
 def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
     pairs = _count_pairs(routed_experts(topk_idx, num_experts), num_experts)
     in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
@@ -74,20 +70,21 @@ def _rank(routing: Routing) -> jax.Array:
 
 
 def _by_expert(
-    pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, alignment: int
+    pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, blocks: jax.Array, slots: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Rows [N, K] of each choice at its receiver, and where each expert's block starts [E].
 
-    pairs [N, E], ids [N, K]: all tokens of all ranks, by source rank.
+    pairs [N, E], ids [N, K]: all tokens of all ranks, by source rank. `blocks` [E]: rows of each expert's
+    block; with `slots` all are of that many.
     """
-    totals = jnp.sum(pairs, axis=0, dtype=jnp.int32)
-    blocks = _align_up(totals, alignment).reshape(num_ranks, -1)
+    blocks = blocks.reshape(num_ranks, -1)
     starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
     rows = starts[None] + jnp.cumsum(pairs, axis=0, dtype=jnp.int32) - pairs
     rows = jnp.take_along_axis(rows, jnp.maximum(ids, 0), axis=1)
     earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)  # choices of the same token
     rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier[None], axis=-1, dtype=jnp.int32)
-    return jnp.where((ids >= 0) & (rows < capacity), rows, -1), starts
+    end = capacity if slots is None else (ids % blocks.shape[1] + 1) * slots
+    return jnp.where((ids >= 0) & (rows < end), rows, -1), starts
 
 
 def route(
@@ -110,12 +107,14 @@ def route(
         group_sizes = None
     else:
         sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
-        rows, starts = _by_expert(pairs, ids, ranks, capacity, routing.expert_alignment)
+        blocks = block_sizes(routing, jnp.sum(pairs, axis=0, dtype=jnp.int32))
+        rows, starts = _by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
         begin = jax.lax.dynamic_slice_in_dim(starts, me * experts, experts)
-        end = begin + _align_up(expert_counts, routing.expert_alignment)
+        end = begin + block_sizes(routing, expert_counts)
         clipped = jnp.minimum(begin, capacity)
-        tokens_per_expert = jnp.minimum(begin + expert_counts, capacity) - clipped
-        group_sizes = jnp.minimum(end, capacity) - clipped
+        filled = jnp.minimum(begin + expert_counts, capacity if routing.slots is None else end)
+        tokens_per_expert = filled - clipped
+        group_sizes = tokens_per_expert if routing.slots is not None else jnp.minimum(end, capacity) - clipped
     prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
     arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
     if not routing.has_row_per_choice:
@@ -240,11 +239,12 @@ def permute(
 ) -> Permutation:
     ids = routed_experts(topk_idx, num_local_experts)
     pairs = _count_pairs(ids, num_local_experts)
-    row_map, starts = _by_expert(pairs, ids, 1, capacity, expert_alignment)
     counts = jnp.sum(pairs, axis=0, dtype=jnp.int32)
+    blocks = -(-counts // expert_alignment) * expert_alignment
+    row_map, starts = _by_expert(pairs, ids, 1, capacity, blocks, None)
     clipped = jnp.minimum(starts, capacity)
     tokens_per_expert = jnp.minimum(starts + counts, capacity) - clipped
-    group_sizes = jnp.minimum(starts + _align_up(counts, expert_alignment), capacity) - clipped
+    group_sizes = jnp.minimum(starts + blocks, capacity) - clipped
     dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
     choice = _invert(row_map, capacity)
     moved = tuple(repermute(row_map, leaf, capacity) for leaf in leaves)

@@ -16,8 +16,9 @@ namespace jax_ep {
 
 // How the rows of a receive buffer are ordered.
 enum class Order : int32_t {
-  kRank = 0,    // one row for each (token, rank): by source rank, then token
-  kExpert = 1,  // one row for each choice: by local expert, then source rank, then token, then k
+  kRank = 0,          // one row for each (token, rank): by source rank, then token
+  kExpert = 1,        // one row for each choice: by local expert, then source rank, then token, then k
+  kExpertPadded = 2,  // the same, each expert's rows in a block of as many rows as the others'
 };
 
 // The static part of one routing, equal on all ranks of a group.
@@ -28,7 +29,7 @@ struct Shape {
   int32_t top_k;        // K
   int32_t num_experts;  // E
   int32_t capacity;     // C
-  int32_t alignment;    // expert order: each expert's block starts at a multiple of it
+  int32_t alignment;  // by expert each expert's block starts at a multiple of it; padded, it has as many rows
 
   JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
   JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
@@ -36,9 +37,19 @@ struct Shape {
   // What follows from the order; nothing else asks for it.
   // A token has a row for each of its choices, or else for each rank that it goes to: then the row stands for
   // all of the choices there, and their ids and weights travel with it.
-  JAX_EP_HD bool has_row_per_choice() const { return order == Order::kExpert; }
+  JAX_EP_HD bool has_row_per_choice() const { return order != Order::kRank; }
   // The rows of each local expert are a block, which is padded; or else those of each source rank are.
-  JAX_EP_HD bool has_expert_blocks() const { return order == Order::kExpert; }
+  JAX_EP_HD bool has_expert_blocks() const { return order != Order::kRank; }
+  // Each of these blocks has `alignment` rows, and rows that it cannot hold are dropped.
+  JAX_EP_HD bool has_fixed_blocks() const { return order == Order::kExpertPadded; }
+  // Rows of the block of an expert that has `rows` rows.
+  JAX_EP_HD int64_t BlockOf(int64_t rows) const {
+    return has_fixed_blocks() ? alignment : (rows + alignment - 1) / alignment * alignment;
+  }
+  // Where the rows that a local expert may have end at the latest.
+  JAX_EP_HD int32_t EndOf(int32_t local) const {
+    return has_fixed_blocks() ? (local + 1) * alignment : capacity;
+  }
   // Columns of `sent_rows`.
   JAX_EP_HD int32_t rows_per_token() const { return has_row_per_choice() ? top_k : num_ranks; }
   // Weights that arrive with a row.

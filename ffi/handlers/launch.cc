@@ -18,9 +18,12 @@ void CudaCallSite::Add(int32_t device, const Call& call, const std::shared_ptr<D
 }
 
 std::string Describe(const Shape& shape) {
-  return Text(shape.order == Order::kRank ? "rank" : "expert", ", ", shape.num_ranks, " ranks, ",
-              shape.num_tokens, " tokens a rank, top-", shape.top_k, " of ", shape.num_experts,
-              " experts, capacity ", shape.capacity, ", alignment ", shape.alignment);
+  return Text(shape.order == Order::kRank ? "rank"
+              : shape.has_fixed_blocks()  ? "expert_padded"
+                                          : "expert",
+              ", ", shape.num_ranks, " ranks, ", shape.num_tokens, " tokens a rank, top-", shape.top_k,
+              " of ", shape.num_experts, " experts, capacity ", shape.capacity, ", alignment ",
+              shape.alignment);
 }
 
 std::string DtypeName(ffi::DataType type) {

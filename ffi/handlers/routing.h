@@ -31,7 +31,7 @@ struct PermuteAttributes {
 inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                             const ffi::AnyBuffer* topk_idx, Shape& shape) {
   const auto [group, order, num_ranks, num_experts, capacity, alignment] = attributes;
-  if (order != static_cast<int64_t>(Order::kRank) && order != static_cast<int64_t>(Order::kExpert)) {
+  if (order < static_cast<int64_t>(Order::kRank) || order > static_cast<int64_t>(Order::kExpertPadded)) {
     return InvalidArgument(op, ": attribute order out of range: ", order);
   }
   for (const auto& [name, value] : {std::pair("num_ranks", num_ranks), std::pair("num_experts", num_experts),
@@ -45,6 +45,11 @@ inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
   }
   if (num_experts % num_ranks != 0) {
     return InvalidArgument(op, ": the ", num_ranks, " ranks must divide the ", num_experts, " experts");
+  }
+  if (order == static_cast<int64_t>(Order::kExpertPadded) &&
+      num_experts / num_ranks * alignment != capacity) {
+    return InvalidArgument(op, ": ", num_experts / num_ranks, " blocks of ", alignment,
+                           " rows must be the capacity, got ", capacity);
   }
   shape = Shape{static_cast<Order>(order),
                 static_cast<int32_t>(num_ranks),

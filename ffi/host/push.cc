@@ -19,7 +19,7 @@ struct Gap {
 std::vector<int64_t> FindStarts(const Shape& shape, const int32_t* rows) {
   std::vector<int64_t> starts(shape.num_local_experts() + 1);
   for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
-    starts[local + 1] = starts[local] + AlignUp(rows[local], shape.alignment);
+    starts[local + 1] = starts[local] + shape.BlockOf(rows[local]);
   }
   return starts;
 }
@@ -184,8 +184,9 @@ void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector
     const std::vector<int64_t> starts = FindStarts(shape, me.handle.expert_counts);
     for (int32_t local = 0; local < L; ++local) {
       const int64_t begin = starts[local], end = begin + me.handle.expert_counts[local];
-      me.tokens_per_expert[local] = RowsKept(begin, end, shape.capacity);
-      me.group_sizes[local] = RowsKept(begin, starts[local + 1], shape.capacity);
+      me.tokens_per_expert[local] = RowsKept(begin, end, shape.EndOf(local));
+      me.group_sizes[local] = shape.has_fixed_blocks() ? me.tokens_per_expert[local]
+                                                       : RowsKept(begin, starts[local + 1], shape.capacity);
       kept += me.tokens_per_expert[local];
     }
   }
@@ -213,7 +214,7 @@ void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<co
       if (experts[k] < 0 || (by_rank && !IsFirstOnRank(experts, k, num_local))) continue;
       const int32_t receiver = shape.rank_of(experts[k]);
       const int64_t row = next[by_rank ? receiver : experts[k]]++;
-      if (row >= shape.capacity) continue;
+      if (row >= (by_rank ? shape.capacity : shape.EndOf(experts[k] % num_local))) continue;
       me.handle.sent_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
       Send(me, t, k, *ranks[receiver], receiver, row);
       if (!by_rank) {

@@ -150,7 +150,9 @@ __device__ inline void FinishRows(const PushArgs& args, int begin, int end, Coun
       const int bin = !shape.has_row_per_choice() ? shape.num_experts + static_cast<int>(i % width)
                                                   : args.handle.topk_idx[i];
       const int row = counts.first[bin] + counts.earlier[bin] + index;
-      args.handle.sent_rows[i] = IsRow(row, shape.capacity) ? row : -1;
+      const int rows_end =
+          shape.has_fixed_blocks() ? shape.EndOf(bin % shape.num_local_experts()) : shape.capacity;
+      args.handle.sent_rows[i] = IsRow(row, rows_end) ? row : -1;
     }
     first = last;
     team.Sync();

@@ -53,7 +53,7 @@ __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32
   for (int first = 0; first < L; first += kWarp) {
     const int i = first + lane;
     const unsigned a = shape.alignment, n = i < L ? rows[i] : 0;
-    const int size = static_cast<int>((n + a - 1) / a * a);
+    const int size = static_cast<int>(shape.has_fixed_blocks() ? a : (n + a - 1) / a * a);
     int end = size;
     for (int step = 1; step < kWarp; step *= 2) {
       const int before = __shfl_up_sync(kAllLanes, end, step);
@@ -84,9 +84,10 @@ __device__ inline void WriteReceiver(const PushArgs& args, const int32_t* own, c
       const int rows = totals[me * L + i];
       if (args.handle.expert_counts != nullptr) args.handle.expert_counts[i] = rows;
       if (shape.has_expert_blocks()) {
-        here = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.capacity);
+        here = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.EndOf(i));
         args.tokens_per_expert[i] = here;
-        args.group_sizes[i] = RowsKept(starts[i], starts[i + 1], shape.capacity);
+        args.group_sizes[i] =
+            shape.has_fixed_blocks() ? here : RowsKept(starts[i], starts[i + 1], shape.capacity);
       }
     }
     kept += BlockSum(here);
