@@ -72,7 +72,11 @@ DISPATCH = {
     "no group": ({"group": None}, TypeError, "group must be a jax_ep.Group, .* got NoneType"),
     "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be an int between 1 .*, got 0"),
     "alignment by rank": ({"order": "rank", "expert_alignment": 8}, ValueError, "needs order='expert'"),
-    "order": ({"order": "token"}, ValueError, "order must be 'rank', 'expert' or 'expert_padded', got 'token'"),
+    "order": (
+        {"order": "token"},
+        ValueError,
+        "order must be 'rank', 'expert' or 'expert_padded', got 'token'",
+    ),
     "implementation": ({"implementation": "cuda"}, ValueError, "must be None, 'ffi' or 'xla', got 'cuda'"),
 }
 
