@@ -23,11 +23,11 @@ def last_batch(mesh, group, parameters, router, top_k, x, num_tokens):
     @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P()), out_specs=P("ep"))
     def layer(parameters, router, x, num_tokens):
         weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), top_k)
-        token = jax.lax.axis_index("ep") * x.shape[0] + jnp.arange(x.shape[0])  # its place in the whole batch
-        # A choice of -1 is unused: no row is sent for it. What a token without choices gets is zero.
-        topk_idx = jnp.where((token < num_tokens)[:, None], topk_idx, -1)
+        # How many of the tokens are this rank's. No row is sent for the others, and their sums are zero.
+        here = jnp.clip(num_tokens - jax.lax.axis_index("ep") * x.shape[0], 0, x.shape[0])
         experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
-        return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=num_experts)
+        shared = {"group": group, "num_experts": num_experts}
+        return jax_ep.moe(x, topk_idx, weights, experts, **shared, num_valid_tokens=here)
 
     return layer(parameters, router, x, num_tokens)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_ep._handle import Handle, Routing
 from jax_ep._numbers import integer
@@ -54,12 +55,16 @@ def topk_idx(op: str, ids: Any) -> jax.Array:
 
 def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
     """The ids [T, K], -1 for tokens from `count` on."""
-    number = integer(count)
-    if number is not None and not 0 <= number <= ids.shape[0]:
-        raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
     given = array(op, "num_valid_tokens", count)
     if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(f"{op}: num_valid_tokens must be an integer scalar, got {shape_text(given)}")
+        raise TypeError(
+            f"{op}: num_valid_tokens must be this rank's number of tokens, an integer scalar or [1], got "
+            f"{shape_text(given)}; shard an array of all ranks' numbers over the group's axis"
+        )
+    if not isinstance(count, Tracer):
+        number = int(np.asarray(count).reshape(()))
+        if not 0 <= number <= ids.shape[0]:
+            raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < given.reshape(()), ids, jnp.asarray(-1, ids.dtype))
 
 

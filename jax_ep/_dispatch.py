@@ -173,7 +173,8 @@ def dispatch(
         they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
         takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
         gradients of a dispatch that did not quantise ("straight through"; a cotangent is not rounded to FP8).
-      round_scale: the scales are powers of two.
+      round_scale: the scales are rounded up to powers of two. (A number next to the largest of x's dtype may
+        then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
         for a batch that has fewer tokens than the shapes of the program. None: T.
       implementation: None, "ffi" or "xla".
@@ -184,7 +185,8 @@ def dispatch(
     Raises:
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
         group's axis.
-      TypeError: a leaf of x is of a kind that cannot be sent.
+      TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, or a gradient
+        was asked for through rows of quantize="fp8".
     """
     require_manual("dispatch", group)
     chosen = group._resolve(implementation)
@@ -202,6 +204,10 @@ def dispatch(
         raise ValueError(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
+        )
+    if not isinstance(round_scale, bool) or (round_scale and quantize is None):
+        raise ValueError(
+            f"dispatch: round_scale must be True or False, and needs quantize, got {round_scale!r}"
         )
     if quantize is not None:
         check_quantize(quantize, tree, leaves)
@@ -230,7 +236,9 @@ def dispatch(
             packed = unpack(name_all(out.rows, CHECKPOINT_ROWS))
             if quantize == "fp8_dequantize":
                 wide = dequantize_fp8(packed, leaves[0].dtype)
-                out = attach(chosen, out._replace(rows=(wide,)), leaves, weights)
+                # With the weights under their name, the rows are unpacked again without a route.
+                named = name_all(out.weights, CHECKPOINT_WEIGHTS)
+                out = attach(chosen, out._replace(rows=(wide,), weights=named), leaves, weights)
                 (rows,) = out.rows
             else:
                 out = attach(chosen, out._replace(rows=()), (), weights)

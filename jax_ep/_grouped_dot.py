@@ -47,7 +47,8 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
         rows, weights = _both_quantized(rows, weights)
         _check_shapes(rows.values, weights.values, group_sizes)
         if not rows.values.size or not weights.values.size:
-            return jnp.zeros((rows.shape[0], weights.shape[2]), jnp.bfloat16)
+            nothing = jnp.zeros((rows.shape[0], weights.shape[2]), jnp.bfloat16)
+            return vary_alike([nothing, rows.values, weights.values])[0]
         _check_blocks(rows, weights)
         operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
         return _fp8_product(num_sms, *vary_alike(operands))

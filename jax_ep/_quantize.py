@@ -62,7 +62,7 @@ def quantize_fp8(
       ValueError: x has too few dimensions, or the blocks do not divide them.
       TypeError: x is not floating, or a gradient was asked for.
     """
-    x = jnp.asarray(x)
+    x = _check.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
     if not _check.is_float(x.dtype):
         raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
@@ -104,8 +104,9 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
-    if dtype is None or not _check.is_float(dtype):
-        raise TypeError(f"dequantize_fp8: dtype must be floating, got {dtype!r}")
+    if dtype is None:
+        raise TypeError("dequantize_fp8: dtype must be floating, got None")
+    dtype = _check.floating_dtype("dequantize_fp8", "dtype", dtype)
     rows, columns = block_of("dequantize_fp8", q)
 
     def dequantize(values: jax.Array, scales: jax.Array) -> tuple[jax.Array]:

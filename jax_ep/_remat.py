@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 CHECKPOINT_HANDLE = "jax_ep_handle"
@@ -23,7 +24,9 @@ def save_ep_residuals(*primitive: Any, **params: Any) -> Any:
     The backward pass then sends no row a second time; what the experts compute is done again. To keep
     more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
     CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS, "mine")`. A policy that keeps the rows under a
-    name of your own needs the first two besides, which are small.
+    name of your own needs the first two besides, which are small. (Do not name float8 arrays yourself: JAX
+    makes NaN of their largest numbers when it keeps them. Name their bits, by
+    `jax.lax.bitcast_convert_type`.)
     """
     if not primitive:
         raise TypeError(
@@ -35,4 +38,13 @@ def save_ep_residuals(*primitive: Any, **params: Any) -> Any:
 
 def name_all(tree: Any, name: str) -> Any:
     """Names every array of a tree for `jax.checkpoint`."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), tree)
+
+    def named(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits >= 16:
+            return checkpoint_name(leaf, name)
+        # JAX rounds the floats that it keeps to their own dtype, and takes the largest numbers of FP8 for
+        # infinities there: so their bits are named.
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{jnp.finfo(leaf.dtype).bits}"))
+        return jax.lax.bitcast_convert_type(checkpoint_name(bits, name), leaf.dtype)
+
+    return jax.tree.map(named, tree)

@@ -1,6 +1,7 @@
 """Rows that travel as FP8, and batches with fewer tokens than their shapes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -158,22 +159,43 @@ def test_a_layer_of_fp8_products(implementation):
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.05)
 
 
-def test_remat_keeps_what_travelled(capsys):
-    """What `save_ep_residuals` keeps are the values and scales; nothing is sent again."""
+@pytest.mark.parametrize("mode", ["fp8_dequantize", "payload"])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_remat_keeps_what_travelled(mode, scanned, capsys):
+    """What `save_ep_residuals` keeps are the values and scales, as they are; nothing is sent again."""
     x, ids, weights = arrays("bfloat16")
+    scale = jnp.full((R,), 1.5, jnp.bfloat16)
 
-    def shard(group, x, ids, weights):
-        def layer(x, weights):
-            experts = lambda sent: jnp.tanh(sent.x)
-            return jax_ep.moe(x, ids, weights, experts, group=group, num_experts=E, quantize="fp8_dequantize")
+    def shard(group, policy, x, ids, weights, scale):
+        def layer(x, scale):
+            if mode == "payload":
+                payload = jax_ep.quantize_fp8(jax.lax.stop_gradient(x))
+                sent = sent_by(group, payload, ids, weights)
+                rows = jax_ep.dequantize_fp8(jax.lax.stop_gradient(sent.x))
+            else:
+                sent = sent_by(group, x, ids, weights, quantize=mode)
+                rows = sent.x
+            y = jnp.tanh(rows * scale[0]) * scale[0]
+            return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights)
 
-        return jax.checkpoint(layer, policy=jax_ep.save_ep_residuals)(x, weights)
+        kept = layer if policy is None else jax.checkpoint(layer, policy=policy)
+        if not scanned:
+            return kept(x, scale)
+        return jax.lax.scan(lambda x, _: (kept(x, scale), None), x, length=2)[0]
 
-    run = mapped(shard)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(x, ids, weights).astype(jnp.float32) ** 2)))
-    assert count_calls(gradient.lower(x).compile().as_text())["route"] == 1
-    jax.ad_checkpoint.print_saved_residuals(lambda x: jnp.sum(run(x, ids, weights)), x)
-    assert "f8_e4m3fn[" in capsys.readouterr().out
+    def gradient(policy):
+        run = mapped(lambda group, *a: shard(group, policy, *a), 4)
+        loss = lambda x, scale: jnp.sum(run(x, ids, weights, scale).astype(jnp.float32) ** 2)
+        return loss, jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    loss, kept = gradient(jax_ep.save_ep_residuals)
+    for got, want in zip(kept(x, scale), gradient(None)[1](x, scale), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.02
+        )
+    assert len(re.findall(r"@jax_ep_route\b", kept.lower(x, scale).as_text())) == 1
+    jax.ad_checkpoint.print_saved_residuals(loss, x, scale)
+    assert "u8[" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -240,8 +262,9 @@ def test_a_layer_with_a_number_of_valid_tokens():
     [
         (T + 1, ValueError, "num_valid_tokens must be from 0 to T = 24, got 25"),
         (-1, ValueError, "num_valid_tokens must be from 0 to T = 24, got -1"),
-        (np.ones(2, np.int32), TypeError, r"must be an integer scalar, got int32\[2\]"),
-        (np.float32(3), TypeError, r"must be an integer scalar, got float32\[\]"),
+        (np.ones(2, np.int32), TypeError, r"an integer scalar or \[1\], got int32\[2\]; shard an array"),
+        (np.float32(3), TypeError, r"an integer scalar or \[1\], got float32\[\]"),
+        (np.array([T + 1]), ValueError, "num_valid_tokens must be from 0 to T = 24, got 25"),
     ],
 )
 def test_numbers_of_valid_tokens_that_cannot_be(count, error, text):
@@ -295,3 +318,9 @@ def test_training_reaches_the_loss_of_rows_as_they_are():
         np.array([trained_loss(quantize, seed) for seed in range(4)]) for quantize in (None, "fp8_dequantize")
     )
     assert abs(quantised.mean() - plain.mean()) < plain.std()
+
+
+def test_scales_are_rounded_only_where_rows_are_quantised():
+    shard = lambda group, *a: sent_by(group, *a, round_scale=True).num_tokens
+    with pytest.raises(ValueError, match="round_scale must be True or False, and needs quantize, got True"):
+        mapped(shard)(*arrays())
