@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_ep._handle import Handle, Routing
+from jax_ep._handle import Handle
 from jax_ep._numbers import integer
 
 # Counts of rows are int32.
@@ -119,36 +119,22 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     return rows
 
 
-def leaves(op: str, name: str, arrays: Sequence[Any], rows: int, axis: str, source: str) -> list[jax.Array]:
-    """The leaves of a payload as arrays of `rows` rows; `source` says where that number comes from."""
+def leaves(
+    op: str, name: str, arrays: Sequence[Any], first: tuple[int, ...], axes: str, source: str
+) -> list[jax.Array]:
+    """The leaves of a payload as arrays of these first dimensions; `source` says where they come from."""
     result = []
     for value in arrays:
         leaf = array(op, f"every leaf of {name}", value)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(f"{op}: {name} cannot hold {leaf.dtype}; for keys pass jax.random.key_data(...)")
-        if leaf.ndim < 1 or leaf.shape[0] != rows:
+        if leaf.shape[: len(first)] != first:
+            sizes = first[0] if len(first) == 1 else list(first)
             raise ValueError(
-                f"{op}: every array of {name} must be [{axis}, ...] with {axis} = {rows} ({source}), "
+                f"{op}: every array of {name} must be [{axes}, ...] with {axes} = {sizes} ({source}), "
                 f"got {shape_text(leaf)}"
             )
         result.append(leaf)
-    return result
-
-
-def rows_of(op: str, name: str, arrays: Sequence[Any], routing: Routing) -> list[jax.Array]:
-    """The leaves of what a dispatch has delivered, as arrays [C, ...]."""
-    if routing.slots is None:
-        return leaves(op, name, arrays, routing.capacity, "C", "the capacity of the handle")
-    shape = routing.num_local_experts, routing.slots
-    result = []
-    for value in arrays:
-        leaf = array(op, f"every leaf of {name}", value)
-        if leaf.shape[:2] != shape:
-            raise ValueError(
-                f"{op}: every array of {name} must be [L, R * T, ...] with L, R * T = {list(shape)}, as the "
-                f"handle's order='expert_padded' has it, got {shape_text(leaf)}"
-            )
-        result.append(leaf.reshape(routing.capacity, *leaf.shape[2:]))
     return result
 
 
@@ -160,7 +146,7 @@ def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
 
 def floating_dtype(op: str, name: str, value: Any) -> Any:
     try:
-        dtype = jnp.dtype(value)
+        dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64
     except TypeError:
         dtype = None
     if dtype is None or not is_float(dtype):

@@ -53,7 +53,9 @@ def combine(
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")
-    leaves = _check.rows_of("combine", "y", leaves, routing)
+    axes = "C" if routing.slots is None else "L, R * T"
+    leaves = _check.leaves("combine", "y", leaves, routing.buffer, axes, "the capacity of the handle")
+    leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in leaves]
     _check.floating("combine", "y", leaves)
     weights = None
     if row_weights is not None:
@@ -62,10 +64,8 @@ def combine(
                 "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
             )
-        shape, axes = (routing.capacity,), "[C]"
-        if routing.slots is not None:
-            shape, axes = (routing.num_local_experts, routing.slots), "[L, R * T]"
-        weights = _check.weights("combine", "row_weights", row_weights, shape, axes).reshape(-1)
+        weights = _check.weights("combine", "row_weights", row_weights, routing.buffer, f"[{axes}]")
+        weights = weights.reshape(routing.capacity)
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
     rows = tuple(summable(leaf) for leaf in leaves)

@@ -6,12 +6,11 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
-from jax_ep._fp8_rows import Quantize, check_quantize, pack, unpack, without_gradient
+from jax_ep._fp8_rows import Quantize, check_quantize, route_fp8
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
 from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
-from jax_ep._quantize import dequantize_fp8
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 
 
@@ -81,6 +80,8 @@ def worst_case_capacity(
     """Rows that hold any routing of `rows` tokens (R * T) at one receiver, each with distinct choices."""
     if order == "rank":
         return rows
+    if order == "expert_padded":
+        return rows * num_local_experts
     padded = rows * min(top_k, num_local_experts) + num_local_experts * (expert_alignment - 1)
     return padded // expert_alignment * expert_alignment
 
@@ -195,7 +196,7 @@ def dispatch(
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
-    leaves = _check.leaves("dispatch", "x", leaves, num_tokens, "T", "of topk_idx")
+    leaves = _check.leaves("dispatch", "x", leaves, (num_tokens,), "T", "of topk_idx")
     num_experts = _check.num_experts("dispatch", num_experts, group.size)
     alignment = _check.at_least_one("dispatch", "expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
@@ -213,13 +214,10 @@ def dispatch(
         check_quantize(quantize, tree, leaves)
     if num_valid_tokens is not None:
         ids = _check.valid_tokens("dispatch", num_valid_tokens, ids)
+    worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
+    capacity = _check.capacity("dispatch", capacity, worst, alignment)
     if order == "expert_padded":
-        slots = group.size * num_tokens
-        capacity, alignment = num_experts // group.size * slots, max(slots, 1)
-    else:
-        local = num_experts // group.size
-        worst = worst_case_capacity(order, group.size * num_tokens, top_k, local, alignment)
-        capacity = _check.capacity("dispatch", capacity, worst, alignment)
+        alignment = max(group.size * num_tokens, 1)
     weights = None
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
@@ -232,17 +230,7 @@ def dispatch(
             out = attach(chosen, route(chosen, routing, leaves, ids, weights), leaves, weights)
             rows = jax.tree.unflatten(tree, name_all(out.rows, CHECKPOINT_ROWS))
         else:
-            out = route(chosen, routing, pack(leaves[0], round_scale), ids, weights)
-            packed = unpack(name_all(out.rows, CHECKPOINT_ROWS))
-            if quantize == "fp8_dequantize":
-                wide = dequantize_fp8(packed, leaves[0].dtype)
-                # With the weights under their name, the rows are unpacked again without a route.
-                named = name_all(out.weights, CHECKPOINT_WEIGHTS)
-                out = attach(chosen, out._replace(rows=(wide,), weights=named), leaves, weights)
-                (rows,) = out.rows
-            else:
-                out = attach(chosen, out._replace(rows=()), (), weights)
-                rows = without_gradient(leaves[0], packed)
+            rows, out = route_fp8(chosen, routing, *operands, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
     rows, arrived = in_slots(routing, (rows, arrived))
     counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped, out.handle)
@@ -283,7 +271,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     handle, chosen = open_handle("redispatch", handle, implementation)
     routing = handle.routing
     leaves, tree = jax.tree.flatten(x)
-    leaves = _check.leaves("redispatch", "x", leaves, routing.num_tokens, "T", "of the handle")
+    leaves = _check.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
     weights = None
     if topk_weights is not None:
         shape = (routing.num_tokens, routing.top_k)

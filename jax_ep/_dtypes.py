@@ -28,6 +28,11 @@ def sum_of_all(terms: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, [term.astype(widest) for term in terms])
 
 
+def bits_of(dtype: Any) -> Any:
+    """The unsigned integers that are as wide as a dtype."""
+    return jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
+
+
 def is_differentiable(dtype: Any) -> bool:
     """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 
 from jax_ep import _check
 from jax_ep._dtypes import is_differentiable
-from jax_ep._quantize import BLOCK, QuantizedArray, quantize_fp8
-from jax_ep._results import Leaves
+from jax_ep._extension import Implementation
+from jax_ep._handle import Routing
+from jax_ep._push_pull import attach, route
+from jax_ep._quantize import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
+from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._results import Leaves, Routed
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
@@ -31,19 +35,42 @@ def check_quantize(quantize: Any, tree: Any, leaves: list[jax.Array]) -> None:
         )
 
 
-def pack(x: jax.Array, round_scale: bool) -> Leaves:
+def route_fp8(
+    implementation: Implementation,
+    routing: Routing,
+    leaves: Leaves,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    quantize: Quantize,
+    round_scale: bool,
+) -> tuple[Any, Routed]:
+    """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
+    (x,) = leaves
+    sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights)
+    packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
+    if quantize == "fp8":
+        out = attach(implementation, sent._replace(rows=()), (), topk_weights)
+        return _without_gradient(x, packed), out
+    # With the weights under their name, too, the rows are unpacked again without a route.
+    wide = dequantize_fp8(packed, x.dtype)
+    named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
+    out = attach(implementation, named, leaves, topk_weights)
+    return out.rows[0], out
+
+
+def _pack(x: jax.Array, round_scale: bool) -> Leaves:
     """What travels: the values, and the scales as integers, which have no gradients."""
     q = quantize_fp8(jax.lax.stop_gradient(x), round_scale=round_scale)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 
 
-def unpack(rows: Leaves) -> QuantizedArray:
+def _unpack(rows: Leaves) -> QuantizedArray:
     values, scales = rows
     return QuantizedArray(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
 
 
 @jax.custom_vjp
-def without_gradient(x: jax.Array, rows: QuantizedArray) -> QuantizedArray:
+def _without_gradient(x: jax.Array, rows: QuantizedArray) -> QuantizedArray:
     """The rows, which x was made into: x may not be differentiated through them."""
     return rows
 
@@ -59,4 +86,4 @@ def _backward(saved: None, cotangent: Any) -> Any:
     )
 
 
-without_gradient.defvjp(_forward, _backward)
+_without_gradient.defvjp(_forward, _backward)

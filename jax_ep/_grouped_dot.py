@@ -37,7 +37,7 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
       `jax.vmap` the products run one after another.
 
     Raises:
-      ValueError: the shapes do not fit each other, or num_sms is less than 2.
+      ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
       TypeError: rows and weights are not floating, or differ in dtype, or only one is quantised; a gradient
         of FP8 operands was asked for.
     """
@@ -53,7 +53,7 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
         operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
         return _fp8_product(num_sms, *vary_alike(operands))
     rows, weights = jnp.asarray(rows), jnp.asarray(weights)
-    if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.dtype != weights.dtype:
+    if not _check.is_float(rows.dtype) or rows.dtype != weights.dtype:
         raise TypeError(
             "grouped_dot: rows and weights must have one floating dtype, "
             f"got {rows.dtype} and {weights.dtype}"

@@ -43,6 +43,11 @@ class Routing:
         return self.capacity // self.num_local_experts if self.order == "expert_padded" else None
 
     @property
+    def buffer(self) -> tuple[int, ...]:
+        """The first dimensions of what a dispatch delivers."""
+        return (self.capacity,) if self.slots is None else (self.num_local_experts, self.slots)
+
+    @property
     def rows_per_token(self) -> int:
         """Columns of `sent_rows`."""
         return self.top_k if self.has_row_per_choice else self.num_ranks
@@ -83,10 +88,7 @@ def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
 
 def in_slots(routing: Routing, arrays: Any) -> Any:
     """Buffers [C, ...] as users see them: where all experts have as many slots [L, slots, ...]."""
-    if routing.slots is None:
-        return arrays
-    shape = routing.num_local_experts, routing.slots
-    return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), arrays)
+    return jax.tree.map(lambda array: array.reshape(*routing.buffer, *array.shape[1:]), arrays)
 
 
 def row_experts(handle: Handle) -> jax.Array:

@@ -109,8 +109,11 @@ def moe(
       TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
         floating.
     """
-    x = _one_array("x", x)
-    topk_idx, topk_weights = _one_array("topk_idx", topk_idx), _one_array("topk_weights", topk_weights)
+    x = _check.array("moe", "x", x)
+    topk_idx, topk_weights = (
+        _check.array("moe", "topk_idx", topk_idx),
+        _check.array("moe", "topk_weights", topk_weights),
+    )
     tokens = x.shape[:-1]
     if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -158,10 +161,6 @@ def _check_result(y: Any, rows: int) -> None:
             raise TypeError(
                 f"moe: what expert_fn returns is summed, so it must be floating, got {jnp.result_type(leaf)}"
             )
-
-
-def _one_array(name: str, array: Any) -> jax.Array:
-    return _check.array("moe", name, array)
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:

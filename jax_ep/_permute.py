@@ -66,7 +66,7 @@ def permute(
     chosen = _extension.local_implementation(implementation)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("permute", topk_idx)
-    leaves = _check.leaves("permute", "x", leaves, ids.shape[0], "C", "of topk_idx")
+    leaves = _check.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")
     experts = _check.at_least_one("permute", "num_local_experts", num_local_experts, _check.MOST_EXPERTS)
     alignment = _check.at_least_one("permute", "expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)

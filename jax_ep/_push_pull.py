@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _check, _ffi, _reference
-from jax_ep._dtypes import is_differentiable, sum_dtype, sum_of_all
+from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows
 from jax_ep._manual import require_manual
@@ -250,7 +250,7 @@ def _carrier(implementation: Implementation, dtype: Any) -> tuple[Any, Any]:
     """The dtype that has the bits of another one, and the dtype of whole bytes that carries those."""
     size, bits = jax.dtypes.itemsize_bits(dtype), dtype
     if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or implementation == "xla"):
-        bits = jnp.dtype(f"uint{size}")
+        bits = bits_of(dtype)
     return bits, jnp.dtype(jnp.int8) if size < 8 else bits
 
 

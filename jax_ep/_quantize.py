@@ -104,8 +104,6 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
-    if dtype is None:
-        raise TypeError("dequantize_fp8: dtype must be floating, got None")
     dtype = _check.floating_dtype("dequantize_fp8", "dtype", dtype)
     rows, columns = block_of("dequantize_fp8", q)
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._dtypes import bits_of, is_differentiable
+
 CHECKPOINT_HANDLE = "jax_ep_handle"
 """Name of all index results of `dispatch`: the handle, the counts, the received ids."""
 
@@ -40,11 +42,11 @@ def name_all(tree: Any, name: str) -> Any:
     """Names every array of a tree for `jax.checkpoint`."""
 
     def named(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits >= 16:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_differentiable(leaf.dtype):
             return checkpoint_name(leaf, name)
         # JAX rounds the floats that it keeps to their own dtype, and takes the largest numbers of FP8 for
         # infinities there: so their bits are named.
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{jnp.finfo(leaf.dtype).bits}"))
+        bits = jax.lax.bitcast_convert_type(leaf, bits_of(leaf.dtype))
         return jax.lax.bitcast_convert_type(checkpoint_name(bits, name), leaf.dtype)
 
     return jax.tree.map(named, tree)

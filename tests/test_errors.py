@@ -319,23 +319,6 @@ def test_without_the_extension(monkeypatch):
             jax_ep.get_dispatch_layout(IDS, num_experts=E, num_ranks=R, implementation="ffi")
 
 
-LAYOUT = {
-    "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
-    "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
-    "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
-    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide num_ranks = 2, got 3"),
-    "no node": ({"ranks_per_node": 0}, "ranks_per_node must be an int between 1"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUT)
-def test_layout(name):
-    changed, text = LAYOUT[name]
-    arguments = {"topk_idx": IDS, "num_experts": E, "num_ranks": R, **changed}
-    with pytest.raises(ValueError, match=text):
-        jax_ep.get_dispatch_layout(**arguments)
-
-
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_a_changed_handle_does_no_harm(order):
     """Entries that are no rows, or no experts, are skipped by the handlers."""

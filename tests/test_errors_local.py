@@ -56,3 +56,20 @@ def test_unpermute(name):
     changed, error, text = UNPERMUTE[name]
     with pytest.raises(error, match="unpermute: .*" + text):
         jax_ep.unpermute(**{"y": X, "row_map": IDS, **changed})
+
+
+LAYOUT = {
+    "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
+    "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
+    "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
+    "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide num_ranks = 2, got 3"),
+    "no node": ({"ranks_per_node": 0}, "ranks_per_node must be an int between 1"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_layout(name):
+    changed, text = LAYOUT[name]
+    arguments = {"topk_idx": IDS, "num_experts": E, "num_ranks": 2, **changed}
+    with pytest.raises(ValueError, match=text):
+        jax_ep.get_dispatch_layout(**arguments)

@@ -14,6 +14,10 @@
 
 namespace jax_ep {
 
+JAX_EP_HD inline int64_t AlignUp(int64_t rows, int64_t alignment) {
+  return (rows + alignment - 1) / alignment * alignment;
+}
+
 // How the rows of a receive buffer are ordered.
 enum class Order : int32_t {
   kRank = 0,          // one row for each (token, rank): by source rank, then token
@@ -44,7 +48,7 @@ struct Shape {
   JAX_EP_HD bool has_fixed_blocks() const { return order == Order::kExpertPadded; }
   // Rows of the block of an expert that has `rows` rows.
   JAX_EP_HD int64_t BlockOf(int64_t rows) const {
-    return has_fixed_blocks() ? alignment : (rows + alignment - 1) / alignment * alignment;
+    return has_fixed_blocks() ? alignment : AlignUp(rows, alignment);
   }
   // Where the rows that a local expert may have end at the latest.
   JAX_EP_HD int32_t EndOf(int32_t local) const {
@@ -81,10 +85,6 @@ JAX_EP_HD inline bool IsFirstOnRank(const int32_t* experts, int32_t k, int32_t n
     if (experts[j] >= 0 && experts[j] / num_local_experts == rank) return false;
   }
   return true;
-}
-
-JAX_EP_HD inline int64_t AlignUp(int64_t rows, int64_t alignment) {
-  return (rows + alignment - 1) / alignment * alignment;
 }
 
 // The part of rows [begin, end) that lies inside a buffer of `capacity` rows.

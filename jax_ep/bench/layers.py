@@ -116,26 +116,25 @@ def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> It
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
 
-    def both(function: Any, integers: int) -> Any:
-        """Value and gradients, but for the argument that has none."""
+    def both(function: Any) -> Any:
+        """Value and gradients, but for the second argument: those are integers."""
 
-        def run(*arguments: jax.Array) -> Any:
-            floats = [a for i, a in enumerate(arguments) if i != integers]
-            call = lambda *floats: function(*floats[:integers], arguments[integers], *floats[integers:])
-            value, transposed = jax.vjp(call, *floats)
+        def run(first: jax.Array, integers: jax.Array, *rest: jax.Array) -> Any:
+            call = lambda first, *rest: function(first, integers, *rest)
+            value, transposed = jax.vjp(call, first, *rest)
             return value, transposed(value)
 
         return run
 
     of = lambda *names: tuple(arrays[name] for name in names)
     parts = {
-        "communication": (communication, 1, of("x", "ids", "weights"), 0.0),
-        "products": (lambda r, s, u, d: swiglu(u, d, r, s), 1, of("rows", "sizes", "up", "down"), flop),
-        "layer": (layer, 1, of("x", "ids", "weights", "up", "down"), flop),
+        "communication": (communication, of("x", "ids", "weights"), 0.0),
+        "products": (lambda r, s, u, d: swiglu(u, d, r, s), of("rows", "sizes", "up", "down"), flop),
+        "layer": (layer, of("x", "ids", "weights", "up", "down"), flop),
     }
     for way, factor in (("forward", 1), ("forward + backward", 3)):
-        for part, (function, integers, arguments, work) in parts.items():
-            timed = function if factor == 1 else both(function, integers)
+        for part, (function, arguments, work) in parts.items():
+            timed = function if factor == 1 else both(function)
             beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi")) if part == "layer" else ()
             yield Program(f"{part} {way}", "ffi", factor * work, local(timed), arguments, beside)
 

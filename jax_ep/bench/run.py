@@ -71,20 +71,22 @@ def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[
         yield shape, ranks
 
 
+def on_gpus() -> bool:
+    return jax.devices()[0].platform == "gpu"
+
+
 def names_of(options: argparse.Namespace) -> list[str]:
-    on_gpu = jax.devices()[0].platform == "gpu"
-    return options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpu else ["cpu"])
+    return options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpus() else ["cpu"])
 
 
 def parts_of(options: argparse.Namespace) -> list[str]:
     if options.sweep:
         return ["communication"]
-    on_gpu = jax.devices()[0].platform == "gpu"
-    return options.parts or (["communication", "layer"] if on_gpu else ["communication"])
+    return options.parts or (["communication", "layer"] if on_gpus() else ["communication"])
 
 
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
-    on_gpu = jax.devices()[0].platform == "gpu"
+    on_gpu = on_gpus()
     ops = ["round trip"] if options.sweep else programs.OPS
     for name in names_of(options):
         for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
@@ -116,7 +118,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
 
 
 def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | None]) -> report.Result:
-    on_gpu = jax.devices()[0].platform == "gpu"
+    on_gpu = on_gpus()
     steps = 16 if on_gpu else 4
     mesh = mesh_of(case.ranks)
     ids = route(options.routing, case.shape, case.ranks)
@@ -171,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"bench: --devices {ranks}, but there are {len(devices)} here")
     if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
         raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
-    if options.sweep == "sms" and devices[0].platform != "gpu":
+    if options.sweep == "sms" and not on_gpus():
         raise SystemExit("bench: --sweep sms needs GPUs")
     for name in names_of(options):
         experts = SHAPES[name].experts

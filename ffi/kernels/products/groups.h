@@ -15,7 +15,7 @@ using GroupShape = cute::Shape<int, int, int>;
 // What a bulk tensor copy wants of addresses and of strides, in bytes.
 constexpr int kProductAlignment = 16;
 
-// Arrays [L] in the scratch of a call, and behind them the descriptors of the bulk tensor copies: each block
+// Arrays [L] in the scratch of a call, and before them the descriptors of the bulk tensor copies: each block
 // has its own, and changes them whenever it comes to another group.
 struct GroupArrays {
   const void** a;

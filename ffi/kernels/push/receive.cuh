@@ -52,6 +52,7 @@ __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32
   int begin = 0;
   for (int first = 0; first < L; first += kWarp) {
     const int i = first + lane;
+    // As Shape::BlockOf, in 32 bits.
     const unsigned a = shape.alignment, n = i < L ? rows[i] : 0;
     const int size = static_cast<int>(shape.has_fixed_blocks() ? a : (n + a - 1) / a * a);
     int end = size;
