@@ -17,7 +17,7 @@ from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
-from jax_ep._results import LayoutCounts, Leaves, Permutation, Routed
+from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Leaves, Permutation, Routed
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
 INT = jnp.int32
@@ -50,7 +50,7 @@ def _call(
     return list(call(*operands, **attributes))
 
 
-def _routing_attributes(routing: Routing) -> dict[str, Any]:
+def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0) -> dict[str, Any]:
     return {
         "group": routing.group._key,
         "order": np.int64(("rank", "expert", "expert_padded").index(routing.order)),
@@ -58,6 +58,8 @@ def _routing_attributes(routing: Routing) -> dict[str, Any]:
         "num_experts": np.int64(routing.num_experts),
         "capacity": np.int64(routing.capacity),
         "alignment": np.int64(routing.expert_alignment),
+        "masks": np.int64(masks),
+        "quantize": np.int64(quantize),
     }
 
 
@@ -88,6 +90,24 @@ def _arrived_weights(routing: Routing, present: bool) -> Result:
     return (shape if present else (0,)), jnp.float32
 
 
+def _active_ranks(attendance: Attendance) -> jax.Array:
+    return jnp.zeros((0,), INT) if attendance.active_ranks is None else attendance.active_ranks
+
+
+def _attended(routing: Routing, attendance: Attendance) -> list[Result]:
+    ranks = routing.num_ranks
+    return [
+        ((0 if attendance.active_ranks is None else ranks,), INT),
+        ((ranks if attendance.waits else 0,), jnp.float32),
+    ]
+
+
+def _as_attended(attendance: Attendance, active_ranks: jax.Array, wait_us: jax.Array) -> Attended:
+    return Attended(
+        None if attendance.active_ranks is None else active_ranks, wait_us if attendance.waits else None
+    )
+
+
 def _scratch(tokens: int, num_experts: int, num_ranks: int, extra: int = 0) -> Result:
     """Room for the kernels' counts of each chunk of tokens, as ffi/core/index.h lays it out."""
     module = _extension.extension()
@@ -107,7 +127,11 @@ def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node
 
 
 def route(
-    routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
+    routing: Routing,
+    leaves: Sequence[jax.Array],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    attendance: Attendance = EVERYBODY,
 ) -> Routed:
     ranks, experts, tokens, k = (
         routing.num_ranks,
@@ -129,16 +153,17 @@ def route(
         ((1,), INT),
         ((1,), INT),
         _scratch(tokens, routing.num_experts, ranks),
+        *_attended(routing, attendance),
         *_rows_like(leaves, routing.capacity),
     ]
     out = _call(
         "route",
-        [_rank(routing), topk_idx, _or_empty(topk_weights), *leaves],
+        [_rank(routing), topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves],
         results,
-        **_routing_attributes(routing),
+        **_routing_attributes(routing, attendance.masks),
     )
     idx, sent_rows, prefix, counts, received_rows, weights, arrived_idx, *out = out
-    tokens_per_expert, sizes, num_tokens, num_dropped, _, *moved = out
+    tokens_per_expert, sizes, num_tokens, num_dropped, _, active_ranks, wait_us, *moved = out
     return Routed(
         rows=tuple(moved),
         weights=None if topk_weights is None else weights,
@@ -147,6 +172,7 @@ def route(
         group_sizes=None if by_rank else sizes,
         num_tokens=num_tokens,
         num_dropped=num_dropped,
+        attended=_as_attended(attendance, active_ranks, wait_us),
         handle=Handle(idx, sent_rows, prefix, counts, None if by_rank else received_rows, routing),
     )
 
@@ -206,26 +232,34 @@ def pull(
     row_weights: jax.Array | None,
     biases: Sequence[jax.Array],
     weights: jax.Array | None,
-) -> tuple[Leaves, jax.Array | None]:
+    attendance: Attendance = EVERYBODY,
+) -> tuple[Leaves, jax.Array | None, Attended]:
     routing = handle.routing
     returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
     # By expert the kernels first sum each token's rows where they lie.
     folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
-    topk_weights, *sums = _call(
+    topk_weights, active_ranks, wait_us, *sums = _call(
         "pull",
         [
             _rank(routing),
             *_handle_arrays(handle),
             _or_empty(row_weights),
             _or_empty(weights),
+            _active_ranks(attendance),
             *rows,
             *biases,
         ],
-        [(returned, jnp.float32), *_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
-        **_routing_attributes(routing),
+        [
+            (returned, jnp.float32),
+            *_attended(routing, attendance),
+            *_rows_like(rows, routing.num_tokens),
+            *_rows_like(rows, partial_sums),
+        ],
+        **_routing_attributes(routing, attendance.masks),
     )
-    return tuple(sums[: len(rows)]), None if weights is None else topk_weights
+    returned_weights = None if weights is None else topk_weights
+    return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, active_ranks, wait_us)
 
 
 def permute(

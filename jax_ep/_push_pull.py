@@ -123,7 +123,8 @@ def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Sums each token's rows [C, ...] to [T, ...], and takes the weights back to [T, K]."""
-    return backend(implementation).pull(handle, rows, None, (), weights)
+    sums, returned, _ = backend(implementation).pull(handle, rows, None, (), weights)
+    return sums, returned
 
 
 def _pull_forward(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_ep._dtypes import sum_dtype, sum_of_all
 from jax_ep._handle import Handle, Routing, block_sizes, flat_real_rows
 from jax_ep._manual import vary_alike
-from jax_ep._results import LayoutCounts, Permutation, Routed
+from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Permutation, Routed
 
 
 def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
@@ -88,7 +88,11 @@ def _by_expert(
 
 
 def route(
-    routing: Routing, leaves: Sequence[jax.Array], topk_idx: jax.Array, topk_weights: jax.Array | None
+    routing: Routing,
+    leaves: Sequence[jax.Array],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    attendance: Attendance = EVERYBODY,
 ) -> Routed:
     ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
     me = _rank(routing)
@@ -135,7 +139,13 @@ def route(
             (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
         )
     counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
-    return Routed(moved, weights, arrived_idx, *counts, handle)
+    return Routed(moved, weights, arrived_idx, *counts, _attended(routing, attendance), handle)
+
+
+def _attended(routing: Routing, attendance: Attendance) -> Attended:
+    """JAX's collectives wait for every rank, and tell nobody for how long."""
+    waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
+    return Attended(attendance.active_ranks, waits)
 
 
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
@@ -195,7 +205,8 @@ def pull(
     row_weights: jax.Array | None,
     biases: Sequence[jax.Array],
     weights: jax.Array | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    attendance: Attendance = EVERYBODY,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
     routing = handle.routing
     here, ids = _rows_here(handle)
     choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
@@ -215,13 +226,14 @@ def pull(
         for bias in biases:
             total = total + bias.astype(wide)
         sums.append(total.astype(leaf.dtype))
+    attended = _attended(routing, attendance)
     if weights is None:
-        return tuple(sums), None
+        return tuple(sums), None, attended
     returned = _take(weights, here)
     if not routing.has_row_per_choice:
         mine = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
         returned = jnp.where(mine, returned, 0)
-    return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0)
+    return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
 
 
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:

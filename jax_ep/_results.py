@@ -16,6 +16,24 @@ class LayoutCounts(NamedTuple):
     is_token_in_rank: jax.Array  # bool [T, R]
 
 
+class Attendance(NamedTuple):
+    """Which ranks take part in an op that some may miss."""
+
+    active_ranks: jax.Array | None = None  # int32 [R], 0: as if the rank were not there
+    masks: bool = False  # a rank that does not come in time is left out; or else the op fails
+    waits: bool = False  # measure how long each rank was waited for
+
+
+class Attended(NamedTuple):
+    """What an op found out about that."""
+
+    active_ranks: jax.Array | None  # int32 [R], 0 also for ranks that did not come; None if none came in
+    wait_us: jax.Array | None  # float32 [R] microseconds until each rank had come, if measured
+
+
+EVERYBODY = Attendance()
+
+
 class Routed(NamedTuple):
     rows: Leaves  # [C, ...] each
     weights: jax.Array | None  # by rank [C, K], by expert [C]
@@ -24,6 +42,7 @@ class Routed(NamedTuple):
     group_sizes: jax.Array | None  # by expert [L]
     num_tokens: jax.Array  # [1]
     num_dropped: jax.Array  # [1]
+    attended: Attended
     handle: Handle
 
 

@@ -158,7 +158,7 @@ def reference_layer(routing_, x, ids, w):
     d = _reference.route(routing_, (x,), ids, w)
     y = jnp.tanh(d.rows[0])
     if routing_.order == "expert":
-        (out,), _ = _reference.pull(d.handle, (y,), d.weights, (), None)
+        (out,), _, _ = _reference.pull(d.handle, (y,), d.weights, (), None)
         return out
     y = y * jnp.sum(d.weights, axis=1, keepdims=True)
     return _reference.pull(d.handle, (y,), None, (), None)[0][0]

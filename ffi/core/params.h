@@ -47,6 +47,24 @@ struct HandleArrays {
   int32_t* received_rows;       // [R * T, K] by expert: row here of each choice of all ranks' tokens, -1 none
 };
 
+// Which ranks take part in an op that some may miss. All null: all ranks do.
+struct Attendance {
+  const int32_t* active_ranks;  // [R] 0: the rank is as if it were not there
+  int32_t* active_after;        // [R] the same, and 0 for those that did not come in time; where the above is
+  bool masks;                   // a rank that does not come in time is left out; or else the op fails
+  float* wait_us;               // [R] microseconds until each rank had come; or null
+};
+
+// Elements along a dimension of FP8 operands that share a scale, where that dimension has scales.
+constexpr int kFp8Block = 128;
+
+// What a push does to its rows on the way.
+enum class Quantize : int32_t {
+  kNone = 0,
+  kFp8 = 1,         // rows become e4m3 values, and a scale for each kFp8Block elements
+  kFp8Rounded = 2,  // the same, scales rounded up to powers of two
+};
+
 // Rows from their tokens to their places. A push either routes, which is to find out where those are, or goes
 // along a handle.
 struct PushParams {
@@ -67,6 +85,10 @@ struct PushParams {
   int32_t* num_tokens;         // [1] kept rows
   int32_t* num_dropped;        // [1] dropped rows
   int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
+  Attendance attendance;
+  // Unless kNone there are two payloads, values and scales, both of which are made of the first one's `in`.
+  Quantize quantize;
+  Float quantized_type;  // of `in`
 
   // Of a push that scales, along a handle by expert; else null. Each row arrives times the weight of its
   // place, and arrived_weights take the dot products of the rows, not scaled, with the factors.
@@ -107,6 +129,7 @@ struct PullParams {
   int32_t num_biases;
   const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
   float* topk_weights;           // ... [T, K], 0 where a choice has no row
+  Attendance attendance;
 };
 
 // All rows of every rank to every rank.
@@ -158,9 +181,6 @@ struct UnpermuteParams {
   const Bias* bias;           // [L, H], or null
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
 };
-
-// Elements along a dimension of FP8 operands that share a scale, where that dimension has scales.
-constexpr int kFp8Block = 128;
 
 // What a grouped product makes of a rank's rows, which lie group by group.
 enum class GroupedDot : int32_t {

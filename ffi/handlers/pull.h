@@ -65,9 +65,9 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
   const bool returns_weights = in.HasElements();
   params.arrived_weights = in.TakeFloats("arrived weights", ArrivedWeightsShape(shape), returns_weights);
-  // The rows [C, ...] follow, then biases [T, ...].
-
   params.topk_weights = out.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, returns_weights);
+  params.attendance = TakeAttendance(in, out, attributes);
+  // The rows [C, ...] follow, then biases [T, ...].
   // The sums [T, ...] follow, then scratch: partial sums.
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   Seat seat;

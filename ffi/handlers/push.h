@@ -48,8 +48,6 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
-  // The payloads [T, ...] follow.
-
   params.handle = TakeHandle(out, shape);
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted);
   params.arrived_idx =
@@ -59,6 +57,8 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.num_tokens = out.TakeInts("num_tokens", {1});
   params.num_dropped = out.TakeInts("num_dropped", {1});
   params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
+  params.attendance = TakeAttendance(in, out, attributes);
+  // The payloads [T, ...] follow.
   // The rows [C, ...] follow.
   return RunPush(context, op, std::move(call), in, out, attributes.group);
 }

@@ -14,6 +14,8 @@ struct RoutingAttributes {
   int64_t num_experts;
   int64_t capacity;
   int64_t alignment;
+  int64_t masks;     // ranks that do not come in time are left out
+  int64_t quantize;  // Quantize
 };
 
 // Those of a permute, which is a push by expert on one device.
@@ -23,14 +25,14 @@ struct PermuteAttributes {
   int64_t alignment;
 
   RoutingAttributes routing() const {
-    return {"", static_cast<int64_t>(Order::kExpert), 1, num_experts, capacity, alignment};
+    return {"", static_cast<int64_t>(Order::kExpert), 1, num_experts, capacity, alignment, 0, 0};
   }
 };
 
 // T and K are the dimensions of topk_idx, which is null if the operand is missing.
 inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                             const ffi::AnyBuffer* topk_idx, Shape& shape) {
-  const auto [group, order, num_ranks, num_experts, capacity, alignment] = attributes;
+  const auto& [group, order, num_ranks, num_experts, capacity, alignment, masks, quantize] = attributes;
   if (order < static_cast<int64_t>(Order::kRank) || order > static_cast<int64_t>(Order::kExpertPadded)) {
     return InvalidArgument(op, ": attribute order out of range: ", order);
   }
@@ -74,6 +76,17 @@ inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   return handle;
 }
 
+// Takes which ranks take part: an operand and two results, each [R] or empty.
+inline Attendance TakeAttendance(Arrays& in, Arrays& out, const RoutingAttributes& attributes) {
+  const bool some = in.HasElements();
+  Attendance attendance{};
+  attendance.active_ranks = in.TakeInts("active_ranks", {attributes.num_ranks}, some);
+  attendance.active_after = out.TakeInts("active_ranks after it", {attributes.num_ranks}, some);
+  attendance.wait_us = out.TakeFloats("wait_us", {attributes.num_ranks}, out.HasElements());
+  attendance.masks = attributes.masks != 0;
+  return attendance;
+}
+
 // Shape of the weights that arrive with the rows.
 inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
   if (shape.has_row_per_choice()) return {shape.capacity};
@@ -91,6 +104,7 @@ auto BindArrays(Binding binding) {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RoutingAttributes, StructMember<std::string_view>("group"),
                                       StructMember<int64_t>("order"), StructMember<int64_t>("num_ranks"),
                                       StructMember<int64_t>("num_experts"), StructMember<int64_t>("capacity"),
-                                      StructMember<int64_t>("alignment"));
+                                      StructMember<int64_t>("alignment"), StructMember<int64_t>("masks"),
+                                      StructMember<int64_t>("quantize"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::PermuteAttributes, StructMember<int64_t>("num_experts"),
                                       StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"));
