@@ -4,6 +4,7 @@
 which the benchmark measures the links with, and `grouped_dot_fp8`. They and `grouped_dot` run on GPUs only.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
 from jax_ep._manual import vary_alike
+from jax_ep._quantize import BLOCK, FP8
 from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Leaves, Permutation, Routed
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
@@ -80,8 +82,22 @@ def _handle_arrays(handle: Handle) -> list[jax.Array]:
     return [handle.topk_idx, handle.sent_rows, handle.rank_prefix_matrix, handle.expert_counts, received]
 
 
-def _rows_like(leaves: Sequence[jax.Array], rows: int) -> list[Result]:
+def _rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) -> list[Result]:
     return [((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+
+
+def quantizes(routing: Routing, x: jax.Array) -> bool:
+    """Whether `route` can make FP8 of rows like x itself: on GPUs, of few tokens."""
+    module = _extension.extension()
+    if routing.group._platform != "gpu" or module is None or jax.dtypes.itemsize_bits(x.dtype) == 64:
+        return False
+    row_bytes = sum(-(-math.prod(part.shape[1:]) * part.dtype.itemsize // 16) * 16 for part in _as_fp8(x))
+    return module.fits_arena(routing.num_ranks, routing.num_tokens, routing.top_k, row_bytes)
+
+
+def _as_fp8(x: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    scales = (*x.shape[:-1], x.shape[-1] // BLOCK)
+    return [jax.ShapeDtypeStruct(x.shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
 def _arrived_weights(routing: Routing, present: bool) -> Result:
@@ -132,7 +148,9 @@ def route(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     attendance: Attendance = EVERYBODY,
+    quantize: int = 0,
 ) -> Routed:
+    """`quantize` is Quantize in ffi/core/params.h: the one leaf then arrives as values and scales."""
     ranks, experts, tokens, k = (
         routing.num_ranks,
         routing.num_local_experts,
@@ -154,13 +172,13 @@ def route(
         ((1,), INT),
         _scratch(tokens, routing.num_experts, ranks),
         *_attended(routing, attendance),
-        *_rows_like(leaves, routing.capacity),
+        *_rows_like(leaves if quantize == 0 else _as_fp8(*leaves), routing.capacity),
     ]
     out = _call(
         "route",
         [_rank(routing), topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves],
         results,
-        **_routing_attributes(routing, attendance.masks),
+        **_routing_attributes(routing, attendance.masks, quantize),
     )
     idx, sent_rows, prefix, counts, received_rows, weights, arrived_idx, *out = out
     tokens_per_expert, sizes, num_tokens, num_dropped, _, active_ranks, wait_us, *moved = out

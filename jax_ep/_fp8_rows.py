@@ -5,13 +5,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _check
+from jax_ep import _check, _ffi
 from jax_ep._dtypes import is_differentiable
 from jax_ep._extension import Implementation
 from jax_ep._handle import Routing
 from jax_ep._push_pull import attach, route
 from jax_ep._quantize import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
-from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import Leaves, Routed
 
 Quantize = Literal["fp8", "fp8_dequantize"]
@@ -46,7 +46,10 @@ def route_fp8(
 ) -> tuple[Any, Routed]:
     """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
     (x,) = leaves
-    sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights)
+    if implementation == "ffi" and _ffi.quantizes(routing, x):
+        sent = _route_as_fp8(routing, x, topk_idx, topk_weights, round_scale)
+    else:
+        sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         out = attach(implementation, sent._replace(rows=()), (), topk_weights)
@@ -56,6 +59,22 @@ def route_fp8(
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
     out = attach(implementation, named, leaves, topk_weights)
     return out.rows[0], out
+
+
+def _route_as_fp8(
+    routing: Routing,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    round_scale: bool,
+) -> Routed:
+    """`route` of rows that the kernel packs while it sends them."""
+    x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
+    (values, scales), weights, *indices = _ffi.route(
+        routing, (x,), topk_idx, topk_weights, quantize=2 if round_scale else 1
+    )
+    rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
+    return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
 
 def _pack(x: jax.Array, round_scale: bool) -> Leaves:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_ep import _check, _ffi, _reference
 from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
-from jax_ep._handle import Handle, Routing, flat_real_rows
+from jax_ep._handle import Handle, Routing, flat_real_rows, row_experts
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Leaves, Routed
@@ -85,8 +85,19 @@ def _attach(
     return rows, weights
 
 
-def _attach_forward(implementation: Implementation, handle: Handle, *arrays: Any) -> Any:
-    return _attach(implementation, handle, *arrays), handle
+def _attach_forward(
+    implementation: Implementation,
+    handle: Handle,
+    leaves: Leaves,
+    topk_weights: Any,
+    rows: Leaves,
+    weights: Any,
+) -> Any:
+    if handle.routing.slots is not None:
+        # What lies in empty slots may be NaN, which in a gradient of weights would not vanish times zero.
+        real = row_experts(handle) >= 0
+        rows = tuple(jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, 0) for row in rows)
+    return _attach(implementation, handle, leaves, topk_weights, rows, weights), handle
 
 
 def _attach_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:

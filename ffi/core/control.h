@@ -22,6 +22,8 @@ constexpr int kMaxWaves = 32;
 constexpr int kMaxBlocks = 256;
 // Ops of a group that can be in flight on a device at a time, each in a channel of its own.
 constexpr int kChannels = 8;
+// Of few tokens one at a time: they share the arena, and have the last channel (arena.h).
+constexpr int kArenaChannel = kChannels;
 
 // Which op a rank runs: ranks whose calls differ must not exchange a byte.
 struct Call {
@@ -96,7 +98,7 @@ struct Channel {
 };
 
 struct Control {
-  Channel channels[kChannels];
+  Channel channels[kChannels + 1];
   uint32_t recorded;  // a failure of this rank has been recorded
 };
 
@@ -138,6 +140,7 @@ struct Report {
   uint32_t reason;      // Phase::kGivenUp: the Reason that was found
   uint64_t call;        // Call::WithBlocks(0)
   uint64_t other_call;  // Phase::kCall and kChannel: what the first of those ranks called instead
+  uint32_t left_out;    // an op has left out a rank, which may have counted fewer ops since
 
   // Written by the host.
   uint64_t timeout_ns;   // how long an op waits for its peers, all of its waits together
@@ -153,13 +156,11 @@ struct Peers {
   Call call;
   uint32_t stress_ns;  // longest random delay before Enter and before leaving; 0 but in stress tests
   int32_t rank;
-  int32_t num_ranks;  // 0: the op is local, nobody is met
+  int32_t num_ranks;       // 0: the op is local, nobody is met
+  int32_t channel_number;  // of `channel` in the control blocks
 
-  JAX_EP_HD int channel_number() const { return static_cast<int>(call.site % kChannels); }
   JAX_EP_HD Channel& own() const { return *channel[rank]; }
-  JAX_EP_HD Control& control(int r) const {
-    return *reinterpret_cast<Control*>(channel[r] - channel_number());
-  }
+  JAX_EP_HD Control& control(int r) const { return *reinterpret_cast<Control*>(channel[r] - channel_number); }
 };
 
 }  // namespace jax_ep

@@ -37,6 +37,37 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
   return ffi::Error::Success();
 }
 
+ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& args,
+                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
+                           std::vector<Payload>& payloads, Float& type) {
+  if (args.size() != 1 || rets.size() != 2) {
+    return InvalidArgument(op, ": rows that become FP8 must be one array, with values and scales as results");
+  }
+  const ffi::AnyBuffer &source = args[0], &values = rets[0], &scales = rets[1];
+  const auto from = FloatOfType(source.element_type());
+  const int64_t elements = ElementsPerRow(source);
+  const auto has = [](const ffi::AnyBuffer& buffer, ffi::DataType dtype, int64_t rows, int64_t per_row) {
+    return buffer.dimensions().size() > 0 && buffer.dimensions()[0] == rows &&
+           ElementsPerRow(buffer) == per_row && buffer.element_type() == dtype;
+  };
+  if (!from || *from == Float::kF64 || elements % kFp8Block != 0 ||
+      !has(source, source.element_type(), num_in, elements) ||
+      !has(values, ffi::DataType::F8E4M3FN, num_out, elements) ||
+      !has(scales, ffi::DataType::F32, num_out, elements / kFp8Block)) {
+    return InvalidArgument(op, ": rows that become FP8 must be ", num_in,
+                           " of float16, bfloat16 or float32, a multiple of ", kFp8Block,
+                           " wide, and their results ", num_out, " rows of values and scales");
+  }
+  const auto* in = static_cast<const std::byte*>(source.untyped_data());
+  payloads.push_back({in, static_cast<std::byte*>(values.untyped_data()), elements,
+                      static_cast<int32_t>(source.element_type())});
+  payloads.push_back({in, static_cast<std::byte*>(scales.untyped_data()),
+                      elements / kFp8Block * static_cast<int64_t>(sizeof(float)),
+                      static_cast<int32_t>(ffi::DataType::F32)});
+  type = *from;
+  return ffi::Error::Success();
+}
+
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids) {
   const bool is_int64 = buffer.element_type() == ffi::DataType::S64;
   if (!is_int64 && buffer.element_type() != ffi::DataType::S32) {

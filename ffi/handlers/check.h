@@ -77,6 +77,12 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                           std::vector<Payload>& payloads, Factors* factors = nullptr);
 
+// The same where rows become FP8 on their way: one operand of 16 or 32 bits, results e4m3 values and float32
+// scales.
+ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& args,
+                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
+                           std::vector<Payload>& payloads, Float& type);
+
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
 // The group that a key names, and this device's place in it. `rank` is the operand that the program computed.

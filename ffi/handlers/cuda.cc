@@ -1,6 +1,7 @@
 // The handlers on GPUs: operands as on the CPU, then a launch.
 #include "handlers/cuda.h"
 
+#include "core/arena.h"
 #include "handlers/cuda_handlers.h"
 #include "handlers/layout.h"
 #include "handlers/permute.h"
@@ -29,6 +30,30 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
                      AtMost(op, "arrays", arrays, kMaxPayloads)});
 }
 
+// Of ops of many tokens, which cannot do what only the arena makes possible.
+static ffi::Error NeedsArena(const char* op, const Attendance& attendance, Quantize quantize) {
+  if (attendance.active_ranks == nullptr && quantize == Quantize::kNone) return ffi::Error::Success();
+  return InvalidArgument(
+      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens, of one array: at most ", kSlotTokens,
+      " a rank, ", kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes,
+      ") * 2 ", "below ", kArenaBytes >> 20,
+      " MiB; a combine sums float16, bfloat16 or float32. Leave them out, or use "
+      "implementation='xla'");
+}
+
+static bool GoesThroughArena(const PushCall& call) {
+  int64_t row_bytes = 0;
+  for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
+  return call.params.routes() && !NoArena() && FitsArena(call.params.shape, row_bytes);
+}
+
+static bool GoesThroughArena(const PullCall& call) {
+  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr || NoArena()) return false;
+  const Summand& summand = call.summands[0];
+  const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
+  return summand.type != Float::kF64 && FitsArena(call.params.shape, row_bytes);
+}
+
 cuda::Device ThisDevice(const Group* group) {
   return cuda::DescribeDevice(PlainCopies(), group == nullptr ? 0 : group->options().num_sms);
 }
@@ -42,7 +67,11 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  if (auto error = CheckLimits(op, shape, call.payloads.size()); error.failure()) return error;
+  const bool through_arena = GoesThroughArena(call);
+  auto error = FirstError(
+      {CheckLimits(op, shape, call.payloads.size()),
+       through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, params.quantize)});
+  if (error.failure()) return error;
   Announcement announced{op, [&] {
                            std::string what = Text(op, " by ", Describe(shape));
                            for (const Payload& payload : call.payloads) {
@@ -50,29 +79,38 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
                                           DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
                            }
                            what += params.scales() ? ", scaled" : "";
+                           what += params.quantize == Quantize::kNone ? "" : ", as FP8";
+                           what += params.quantize == Quantize::kFp8Rounded ? ", scales rounded" : "";
+                           what += params.attendance.masks ? ", without those that are late" : "";
                            return what + (params.topk_weights == nullptr ? "" : ", with weights");
                          }};
-  announced.published = {params.arrived_weights};
-  if (params.routes()) {
-    const bool maps = shape.has_row_per_choice();
-    announced.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
+  announced.through_arena = through_arena;
+  if (!through_arena) {
+    announced.published = {params.arrived_weights};
+    if (params.routes()) {
+      const bool maps = shape.has_row_per_choice();
+      announced.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
+    }
+    for (const Payload& payload : call.payloads) announced.published.push_back(payload.out);
   }
-  for (const Payload& payload : call.payloads) announced.published.push_back(payload.out);
   return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     for (const Payload& payload : call.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
-    return cuda::LaunchPush(params, peers, ThisDevice(seat.group.get()), context.stream);
+    const auto launch = through_arena ? cuda::LaunchSlotPush : cuda::LaunchPush;
+    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }
 
 static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PullCall call) {
   PullParams& params = call.params;
   const Shape& shape = params.shape;
+  const bool through_arena = GoesThroughArena(call);
   auto error = FirstError(
-      {CheckLimits(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases)});
+      {CheckLimits(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases),
+       through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, Quantize::kNone)});
   if (error.failure()) return error;
   params.folds = shape.folds();
   for (const Summand& summand : call.summands) {
@@ -80,19 +118,22 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
       return InvalidArgument(op, ": by expert the kernels need room for partial sums");
     }
   }
-  Announcement announced{op,
-                         [&] {
+  Announcement announced{op, [&] {
                            std::string what = Text(op, " by ", Describe(shape));
                            for (const Summand& summand : call.summands) {
                              what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
                            }
                            what += params.row_weights == nullptr ? "" : ", weighted";
+                           what += params.attendance.masks ? ", without those that are late" : "";
                            return what + (params.arrived_weights == nullptr ? "" : ", weights back");
-                         },
-                         {params.row_weights, params.arrived_weights}};
-  for (const Summand& summand : call.summands) {
-    announced.published.push_back(summand.rows);
-    announced.published.push_back(summand.partial);
+                         }};
+  announced.through_arena = through_arena;
+  if (!through_arena) {
+    announced.published = {params.row_weights, params.arrived_weights};
+    for (const Summand& summand : call.summands) {
+      announced.published.push_back(summand.rows);
+      announced.published.push_back(summand.partial);
+    }
   }
   return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     for (const Summand& summand : call.summands) {
@@ -100,7 +141,8 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
       Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
-    return cuda::LaunchPull(params, peers, ThisDevice(seat.group.get()), context.stream);
+    const auto launch = through_arena ? cuda::LaunchSlotPull : cuda::LaunchPull;
+    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
   });
 }
 

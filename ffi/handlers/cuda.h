@@ -61,7 +61,8 @@ struct Announcement {
   const char* op;
   // The op, its shapes and dtypes, in words: the same on all ranks, or none of them moves a row.
   std::function<std::string()> what;
-  std::vector<const void*> published;  // buffers that peers reach
+  std::vector<const void*> published{};  // buffers that peers reach
+  bool through_arena = false;
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group

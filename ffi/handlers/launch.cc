@@ -83,13 +83,14 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
     if (!call) board.GiveUp(*seat.group, seat.place);  // the others would wait for this rank
     return error;
   }
-  if (call) return Launched(op, launch(devices->At(seat.place, *call)));
+  if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
   const uint32_t hash = devices->Remember(announced.what());
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
   const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
   if (!begun.error.empty()) return Expired(seat, begun.error);
   const Call first{hash, begun.number % kMaxSites};
-  if (auto error = Launched(op, launch(devices->At(seat.place, first))); error.failure()) {
+  if (auto error = Launched(op, launch(devices->At(seat.place, first, announced.through_arena)));
+      error.failure()) {
     board.GiveUp(*seat.group, seat.place);
     return error;
   }

@@ -35,7 +35,10 @@ struct PushShare final : Share {
 
 }  // namespace
 
-static ffi::Future Run(const CpuContext& context, const char*, Seat seat, PushCall call) {
+static ffi::Future Run(const CpuContext& context, const char* op, Seat seat, PushCall call) {
+  if (call.params.quantize != Quantize::kNone) {
+    return CpuContext::Fail(InvalidArgument(op, ": on the CPU rows become FP8 before they are sent"));
+  }
   return Meet(context, std::move(seat), std::make_unique<PushShare>(std::move(call)));
 }
 

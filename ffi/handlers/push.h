@@ -20,9 +20,12 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
   const Shape& shape = params.shape;
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   Seat seat;
+  const bool quantizes = params.quantize != Quantize::kNone;
   auto error = FirstError(
-      {DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
-                      params.scales() ? &call.factors : nullptr),
+      {quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
+                                   params.quantized_type)
+                 : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
+                                  params.scales() ? &call.factors : nullptr),
        FindSeat(op, group, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
   if (error.failure()) return Context::Fail(error);
   params.rank = seat.place.rank;
@@ -58,6 +61,10 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.num_dropped = out.TakeInts("num_dropped", {1});
   params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
   params.attendance = TakeAttendance(in, out, attributes);
+  if (attributes.quantize < 0 || attributes.quantize > static_cast<int64_t>(Quantize::kFp8Rounded)) {
+    return Context::Fail(InvalidArgument(op, ": attribute quantize out of range: ", attributes.quantize));
+  }
+  params.quantize = static_cast<Quantize>(attributes.quantize);
   // The payloads [T, ...] follow.
   // The rows [C, ...] follow.
   return RunPush(context, op, std::move(call), in, out, attributes.group);

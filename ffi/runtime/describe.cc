@@ -43,6 +43,7 @@ Phase PhaseOf(const Report& report) {
 bool DevicePeers::HasFailed() const {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
+    if (__atomic_load_n(&reports_[i].left_out, __ATOMIC_ACQUIRE) != 0) return true;
     if (PhaseOf(reports_[i]) != Phase::kNone || board_->HasFailed(static_cast<int>(i), 1)) return true;
   }
   return false;
@@ -87,7 +88,9 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
     case Phase::kChannel:
       return Text(op, of_group, "rank ", report.rank, " began ", call, " while ", other,
                   " was still running on the same GPU, in the same of ", kChannels,
-                  " channels. Let one of them use the other's result, so that they run in turn.", kRemedy);
+                  " channels (ops of few tokens have one for all of them). Let one of them use the other's "
+                  "result, so that they run in turn.",
+                  kRemedy);
     case Phase::kGivenUp: {
       const Reason reason{report.reason};
       const std::string why =

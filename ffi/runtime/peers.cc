@@ -79,6 +79,7 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
     reports_[i].phase = 0;
+    reports_[i].left_out = 0;
     board_->Reset(static_cast<int>(i), 1, calls);
   }
   return "";
@@ -112,13 +113,14 @@ std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* ad
          "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
 }
 
-Peers DevicePeers::At(const Group::Place& place, const Call& call) const {
+Peers DevicePeers::At(const Group::Place& place, const Call& call, bool through_arena) const {
   Peers peers{};
   const int first = place.group * num_ranks_;
   peers.call = call;
+  peers.channel_number = through_arena ? kArenaChannel : static_cast<int32_t>(call.site % kChannels);
   for (int r = 0; r < num_ranks_; ++r) {
     auto* control = reinterpret_cast<Control*>(ranks_[first + r].control);
-    peers.channel[r] = &control->channels[peers.channel_number()];
+    peers.channel[r] = &control->channels[peers.channel_number];
     peers.shift[r] = ranks_[first + r].shift;
   }
   peers.report = &reports_[first + place.rank];

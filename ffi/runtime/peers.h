@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "core/control.h"
+#include "core/arena.h"
 #include "runtime/board.h"
 #include "runtime/groups.h"
 #include "runtime/regions.h"
@@ -41,7 +41,7 @@ class DevicePeers {
                           std::shared_ptr<DevicePeers>& peers);
 
   // What the kernels of rank `place` take.
-  Peers At(const Group::Place& place, const Call& call) const;
+  Peers At(const Group::Place& place, const Call& call, bool through_arena) const;
 
   // Why peers in other processes cannot reach an address of rank `place`; empty if they can.
   std::string ReasonAgainst(const Group::Place& place, const void* address) const;
@@ -77,7 +77,7 @@ class DevicePeers {
   // process.
   void Tick();
 
-  static int64_t BytesPerDevice() { return sizeof(Control); }
+  static int64_t BytesPerDevice() { return sizeof(Control) + kArenaBytes; }
 
  private:
   std::string Describe(const Report& report, int rank_index) const;

@@ -8,6 +8,9 @@ namespace jax_ep {
 // JAX_EP_PLAIN_COPIES=1: dispatch copies by loads and stores where it could use bulk copies.
 bool PlainCopies();
 
+// JAX_EP_NO_ARENA=1: ops of few tokens go the way of those of many.
+bool NoArena();
+
 // JAX_EP_STRESS_US=n: each rank of an op on GPUs waits up to n microseconds before it enters and before it
 // leaves, and outputs are first filled with a poison pattern. 0 if not set.
 int64_t StressNanoseconds();

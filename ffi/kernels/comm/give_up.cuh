@@ -77,12 +77,13 @@ JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t ins
 // peers may know of its memory: waits until those are out that have opened it too. The whole block.
 JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened) {
   const int r = threadIdx.x;
+  constexpr int kAll = kChannels + 1;
   const uint32_t reason = LoadFlag(&peers.own().gate);
   const auto close = [&](uint64_t* gate) {
     if (LoadFlag(gate) == 0) StoreFlag(gate, reason);  // the first reason is the one to tell
   };
-  for (int i = threadIdx.x; i < peers.num_ranks * kChannels; i += blockDim.x) {
-    close(&peers.control(i / kChannels).channels[i % kChannels].gate);
+  for (int i = threadIdx.x; i < peers.num_ranks * kAll; i += blockDim.x) {
+    close(&peers.control(i / kAll).channels[i % kAll].gate);
   }
   __shared__ uint32_t inside;
   if (r == 0) inside = 0;

@@ -69,27 +69,46 @@ __device__ inline void Enter(const Peers& peers, Published& mine, int num_buffer
   }
 }
 
-// Waits for one published word of rank r.
-__device__ inline bool AwaitWord(const Peers& peers, int r, int number, uint32_t epoch, uint64_t* word) {
+// Waits for one published word of rank r; `came` is when it was found there.
+__device__ inline bool AwaitWord(const Peers& peers, int r, int number, uint32_t epoch, uint64_t* word,
+                                 uint64_t* came = nullptr) {
   const Stamped* const words = peers.own().mail[r].words[number];
   Stamped low, high;
   const bool there = Await(peers, [&] {
     low = LoadStamped(&words[0]);
     high = LoadStampedAcquire(&words[1]);
-    return IsOf(low, epoch) && IsOf(high, epoch);
+    const bool both = IsOf(low, epoch) && IsOf(high, epoch);
+    if (both && came != nullptr) *came = GlobalNanoseconds();
+    return both;
   });
   *word = high << 32 | static_cast<uint32_t>(low);
   return there;
 }
 
+// Where to note how long each rank was waited for, from `began` on.
+struct WaitLog {
+  float* wait_us = nullptr;  // [R], or null
+  uint64_t began = 0;
+
+  __device__ static WaitLog From(float* wait_us) {
+    return {wait_us, wait_us == nullptr ? 0 : GlobalNanoseconds()};
+  }
+  __device__ void Note(int rank, uint64_t came) const {
+    if (wait_us != nullptr) wait_us[rank] = came < began ? 0.0f : static_cast<float>(came - began) * 1e-3f;
+  }
+};
+
 // As the first warp of a block: waits until every rank has entered, and refuses if they do not all call the
 // same op. Peers' memory may be touched only afterwards: each rank has opened the op before it entered, and
 // none returns from it before those that have opened it have left. Returns the ranks that this thread has
 // missed.
-__device__ inline uint32_t MeetAll(const Peers& peers, Op op, uint32_t epoch, Published* published) {
+__device__ inline uint32_t MeetAll(const Peers& peers, Op op, uint32_t epoch, Published* published,
+                                   const WaitLog& log) {
   const int r = threadIdx.x;
-  uint64_t call = peers.call.WithBlocks(0);
-  const bool late = r < peers.num_ranks && !AwaitWord(peers, r, 0, epoch, &call);
+  uint64_t call = peers.call.WithBlocks(0), came = 0;
+  uint64_t* const when = log.wait_us == nullptr ? nullptr : &came;
+  const bool late = r < peers.num_ranks && !AwaitWord(peers, r, 0, epoch, &call, when);
+  if (r < peers.num_ranks) log.Note(r, came);
   const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(call) == peers.call));
   if (r < peers.num_ranks) published[r].call = call;
   if (late) return 1u << r;
@@ -105,8 +124,8 @@ __device__ inline uint32_t MeetAll(const Peers& peers, Op op, uint32_t epoch, Pu
 // Meets all ranks, and copies what they publish in this op to shared memory, where it is for the whole block
 // after AreAllThere. Returns the ranks that this thread has missed.
 __device__ inline uint32_t ReadPublished(const Peers& peers, Op op, int num_buffers, uint32_t epoch,
-                                         Published* published) {
-  if (threadIdx.x < kWarp) return MeetAll(peers, op, epoch, published);
+                                         Published* published, const WaitLog& log = {}) {
+  if (threadIdx.x < kWarp) return MeetAll(peers, op, epoch, published, log);
   const int count = Published::Count(num_buffers) - 1;
   const int others = static_cast<int>(blockDim.x) - kWarp;
   for (int i = static_cast<int>(threadIdx.x) - kWarp; i < peers.num_ranks * count; i += others) {
@@ -133,6 +152,15 @@ __device__ inline void LeavePeers(const Peers& peers, uint32_t epoch, bool alive
   if (threadIdx.x >= peers.num_ranks) return;
   const Left how = alive && !HasAbandoned() ? kWhole : kBroken;
   StoreStampedRelease(&peers.channel[threadIdx.x]->left[peers.rank][blockIdx.x], how, epoch);
+}
+
+// Notes that an op has ended, so that the next one finds its channel free. One thread.
+__device__ inline void CountEpoch(Channel& own, uint32_t epoch) {
+  own.epoch = epoch;
+  if (epoch != kLastEpoch) return;
+  own.epoch = 1;
+  (void)AddEpochs(&own.gate, 2);  // to 1, too
+  StoreStamped(&own.opened, 0, 1);
 }
 
 // Waits until every block of every rank has left. False if that did not happen in time, or the op has failed
@@ -162,12 +190,7 @@ __device__ inline bool Leave(const Peers& peers, Op op, const Published* publish
     // The present ones may still be in use.
     own.spread[(epoch + 1) % 2] = 0;
     own.cleared[(epoch + 1) % 2] = 0;
-    own.epoch = epoch;
-    if (epoch == kLastEpoch) {
-      own.epoch = 1;
-      (void)AddEpochs(&own.gate, 2);  // to 1, too
-      StoreStamped(&own.opened, 0, 1);
-    }
+    CountEpoch(own, epoch);
   }
   return true;
 }

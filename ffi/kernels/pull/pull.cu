@@ -60,15 +60,7 @@ __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index
   const int width = static_cast<int>(summand.num_elements);
   typename Sum<T>::Acc total[kSumVectors][N] = {};
   SumSlice<T, N>(terms, first, width, lane, total);
-  for (int b = 0; b < args.num_biases; ++b) {
-    for (int v = 0; v < kSumVectors; ++v) {
-      const int column = first + (v * kWarp + lane) * N;
-      for (int j = 0; j < N && column < width; ++j) {
-        total[v][j] += LoadAs<typename Sum<T>::Acc>(args.biases[b].type, args.biases[b].data,
-                                                    int64_t{t} * width + column + j);
-      }
-    }
-  }
+  AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
 

@@ -43,6 +43,7 @@ struct PushArgs {
   int32_t* group_sizes;
   int32_t* num_tokens;
   int32_t* num_dropped;
+  float* wait_us;
 
   // Whether it finds out where the rows lie, or else goes along a handle.
   JAX_EP_HD bool routes() const { return chunk_counts != nullptr; }

@@ -102,6 +102,7 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.routes(), local = args.is_local();
+  const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.wait_us : nullptr);
   if (!local && !Begin(peers, op, state, epoch)) return false;
   if (!local && blockIdx.x == 0) Enter(peers, mine, args.num_payloads, *epoch);
   if (!local && routes && sends) {
@@ -110,7 +111,7 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
     // While the peers come.
     AddChunks(args, 0, counts.chunk, 0, NumBins(shape), counts.earlier, WholeBlock());
   }
-  uint32_t missing = local ? 0 : ReadPublished(peers, op, args.num_payloads, *epoch, published);
+  uint32_t missing = local ? 0 : ReadPublished(peers, op, args.num_payloads, *epoch, published, log);
   if (routes && missing == 0) missing = ReadCounts(args, counts, *epoch);
   return AreAllThere(peers, op, Phase::kEnter, *epoch, missing);
 }

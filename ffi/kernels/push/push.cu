@@ -105,6 +105,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
+  args.wait_us = params.attendance.wait_us;
   args.topk_idx = params.topk_idx;
   args.sends_map = params.routes() && params.shape.has_row_per_choice();
   std::optional<Float> scaled;

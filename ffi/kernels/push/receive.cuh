@@ -8,24 +8,35 @@
 namespace jax_ep::cuda {
 
 // What an op that failed leaves: NaN, -1, and no rows for whoever multiplies groups of them. The last block.
-JAX_EP_RARE void FillResults(const PushArgs& args) {
-  const Shape& shape = args.shape;
-  const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
+template <typename Args>
+JAX_EP_RARE void FillRows(const Args& args) {
+  const int64_t C = args.shape.capacity;
   for (int p = 0; p < args.num_payloads; ++p)
     FillResult(args.payloads[p].out, C * args.payloads[p].row_bytes);
-  FillResult(args.arrived_weights, C * shape.weights_per_row() * sizeof(float));
-  if (!args.routes()) return;  // the handle was here before
+  FillResult(args.arrived_weights, C * args.shape.weights_per_row() * sizeof(float));
+}
+
+// Likewise of a push that routes. `maps`: it makes received_rows.
+template <typename Args>
+JAX_EP_RARE void FillRouting(const Args& args, bool maps) {
+  const Shape& shape = args.shape;
+  const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
   const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
   fill(args.handle.topk_idx, shape.num_tokens * K);
   fill(args.handle.sent_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
   fill(args.handle.rank_prefix_matrix, R * R);
   fill(args.handle.expert_counts, L);
-  fill(args.sends_map ? args.handle.received_rows : nullptr, R * shape.num_tokens * K);
+  fill(maps ? args.handle.received_rows : nullptr, R * shape.num_tokens * K);
   fill(args.arrived_idx, C * K);
   fill(args.tokens_per_expert, L);
   fill(args.num_tokens, 1);
   fill(args.num_dropped, 1);
   FillResult(args.group_sizes, L * sizeof(int32_t), 0);
+}
+
+JAX_EP_RARE void FillResults(const PushArgs& args) {
+  FillRows(args);
+  if (args.routes()) FillRouting(args, args.sends_map);  // or else the handle was here before
 }
 
 // The sum over a block's threads, for all of them.

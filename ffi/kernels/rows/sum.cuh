@@ -67,6 +67,21 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
   }
 }
 
+// Adds row t of each bias, of the columns of a slice.
+template <typename T, int N>
+__device__ void AddBiases(const Bias* biases, int num_biases, int t, int first, int width, int lane,
+                          typename Sum<T>::Acc (&total)[kSumVectors][N]) {
+  for (int b = 0; b < num_biases; ++b) {
+    for (int v = 0; v < kSumVectors; ++v) {
+      const int column = first + (v * kWarp + lane) * N;
+      for (int j = 0; j < N && column < width; ++j) {
+        total[v][j] +=
+            LoadAs<typename Sum<T>::Acc>(biases[b].type, biases[b].data, int64_t{t} * width + column + j);
+      }
+    }
+  }
+}
+
 template <typename T, int N>
 __device__ void StoreSlice(T* row, int first, int width, int lane,
                            const typename Sum<T>::Acc (&total)[kSumVectors][N]) {

@@ -1,0 +1,60 @@
+// What the kernels of few tokens work on.
+#pragma once
+
+#include "core/arena.h"
+#include "kernels/comm/meet.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kSlotThreads = 512;
+constexpr int kSlotWarps = kSlotThreads / kWarp;
+constexpr int kMaxTeams = 8;  // of a block
+
+// What an op that goes through the arena knows of it. By value in the kernels' parameters.
+struct SlotArgs {
+  Shape shape;
+  Peers peers;
+  const int32_t* rank_operand;
+  Attendance attendance;
+  HandleArrays handle;
+  Slots slots;
+  int32_t team_warps;  // that share a row
+
+  __device__ Arena& arena(int rank) const { return *reinterpret_cast<Arena*>(&peers.control(rank) + 1); }
+  __device__ SlotHead& head(int rank, uint32_t epoch) const { return arena(rank).heads[epoch % 2]; }
+  // At rank `at`: what `source` writes there.
+  __device__ SlotMail& mail(int at, int source, uint32_t epoch) const { return head(at, epoch).mail[source]; }
+  __device__ std::byte* slot(int at, int source, int token, uint32_t epoch) const {
+    std::byte* const first = reinterpret_cast<std::byte*>(&arena(at) + 1);
+    return first + (epoch % 2) * kSlotsOfHalf + (int64_t{source} * slots.tokens + token) * slots.bytes;
+  }
+};
+
+// A few warps of a block that share a row.
+struct RowTeam {
+  int index;  // of all teams of the kernel
+  int count;  // of these
+  int warp;   // this one's number in the team
+  int warps;
+  int lane;
+  int barrier;
+
+  // The whole team.
+  __device__ void Sync() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps * kWarp) : "memory");
+  }
+};
+
+__device__ inline RowTeam MyTeam(const SlotArgs& args) {
+  const int warp = threadIdx.x / kWarp, of_block = kSlotWarps / args.team_warps;
+  const int team = warp / args.team_warps;
+  // Team by team over all blocks, so that few rows are spread over all of them.
+  return {static_cast<int>(blockIdx.x) + team * static_cast<int>(gridDim.x),
+          of_block * static_cast<int>(gridDim.x),
+          warp % args.team_warps,
+          args.team_warps,
+          static_cast<int>(threadIdx.x) % kWarp,
+          1 + team};
+}
+
+}  // namespace jax_ep::cuda

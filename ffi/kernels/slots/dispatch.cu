@@ -1,0 +1,147 @@
+// A dispatch of few tokens, through the arena.
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/slots/plan.h"
+#include "kernels/slots/receive.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
+__device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
+                             uint32_t ranks) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
+  uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
+    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
+      routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+  }));
+  for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
+    const int source = t / shape.num_tokens;
+    bool comes = false;
+    for (int k = 0; k < K; ++k) {
+      const int expert = routes.experts[t * K + k];
+      comes |= expert >= 0 && shape.rank_of(expert) == me;
+    }
+    if (!comes || ((ranks & ~missing) >> source & 1) == 0) continue;
+    const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[t % shape.num_tokens];
+    if (!Await(args.peers, [&] { return IsOf(LoadStampedAcquire(arrived), visit.epoch); })) {
+      missing |= 1u << source;
+    }
+  }
+  return missing;
+}
+
+// Notes that the block has missed ranks. The whole block.
+__device__ void Miss(const SlotPushArgs& args, Visit& visit, Phase phase, uint32_t missing) {
+  if (missing == 0) return;
+  visit.failed = true;
+  const uint32_t ranks = missing & ~kKeptOut;
+  if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, Op::kDispatch, phase, visit.epoch, ranks);
+}
+
+// T is the type of rows that become FP8, or void. Every block sends some tokens, then waits for all choices,
+// and then, team by team, for rows.
+template <typename T>
+__global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_constant__ SlotPushArgs args) {
+  extern __shared__ __align__(16) std::byte shared[];
+  constexpr Op op = Op::kDispatch;
+  const Routes routes(args.shape, shared);
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillRows(args);
+    FillRouting(args, args.shape.has_row_per_choice());
+  };
+  Visit visit = OpenSlots(args, op);
+  if (!visit.open) return EndUnopened(args, op, visit, fill);
+  if (blockIdx.x == 0) TellCall(args, visit);
+  TellChoices(args, args.topk_idx, visit);
+  for (int t = blockIdx.x; t < args.shape.num_tokens; t += gridDim.x) SendToken<T>(args, visit, t);
+  uint32_t late = 0;
+  if (args.attendance.masks) {
+    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, routes, ranks); });
+  } else if (blockIdx.x == 0) {
+    late = AwaitCall(args, op, visit, threadIdx.x, log);
+  }
+  if (!visit.failed) Miss(args, visit, Phase::kEnter, BlockOr(late) | FindRoutes(args, visit, routes));
+  if (!visit.failed) {
+    WriteHandle(args, routes);
+    ClearRest(args, routes);
+    if (blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
+    const RowTeam team = MyTeam(args);
+    uint32_t missing = 0;
+    for (int i = team.index; i < args.shape.num_ranks * args.shape.num_tokens; i += team.count) {
+      // Tokens that were sent at the same time are received at the same time.
+      const int source = i % args.shape.num_ranks, token = i / args.shape.num_ranks;
+      ReceiveToken(args, visit, routes, team, source * args.shape.num_tokens + token, &missing);
+    }
+    Miss(args, visit, Phase::kWave, BlockOr(missing));
+  }
+  EndSlots(args, op, visit, fill);
+}
+
+// Calls f with the kernel for rows to be quantised, or sent as they are.
+template <typename F>
+cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
+  if (quantize == Quantize::kNone) return f(SlotPushKernel<void>);
+  switch (type) {
+    case Float::kF16:
+      return f(SlotPushKernel<__half>);
+    case Float::kBF16:
+      return f(SlotPushKernel<__nv_bfloat16>);
+    default:
+      return f(SlotPushKernel<float>);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const Device& device,
+                           cudaStream_t stream) {
+  SlotPushArgs args{};
+  args.shape = params.shape;
+  args.peers = peers;
+  args.rank_operand = params.rank_operand;
+  args.attendance = params.attendance;
+  args.handle = params.handle;
+  args.topk_idx = params.topk_idx;
+  int64_t row_bytes = 0;
+  for (int p = 0; p < params.num_payloads; ++p) {
+    args.payloads[p] = params.payloads[p];
+    args.offsets[p] = static_cast<int32_t>(kSlotHeadBytes + row_bytes);
+    row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
+  }
+  args.num_payloads = params.num_payloads;
+  args.slots = {params.shape.num_tokens, SlotBytes(row_bytes)};
+  args.quantize = params.quantize;
+  args.topk_weights = params.topk_weights;
+  args.arrived_weights = params.arrived_weights;
+  args.arrived_idx = params.arrived_idx;
+  args.tokens_per_expert = params.tokens_per_expert;
+  args.group_sizes = params.group_sizes;
+  args.num_tokens = params.num_tokens;
+  args.num_dropped = params.num_dropped;
+  const SlotPlan plan = PlanSlots(args.shape, device);
+  args.team_warps = plan.team_warps;
+  return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
+    const int64_t shared = Routes::Bytes(args.shape);
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return error;
+    return Launch(kernel, plan.blocks, kSlotThreads, shared, stream, true, args);
+  });
+}
+
+cudaError_t PreloadSlotPush() {
+  cudaFuncAttributes attributes;
+  for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
+    for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
+      const cudaError_t error = WithKernel(
+          quantize, type, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_ep::cuda

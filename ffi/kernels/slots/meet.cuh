@@ -1,0 +1,174 @@
+// How the ranks meet in an op that goes through the arena: they open it, tell each other what they call, and
+// then only wait for what they need. Nobody waits for a peer to end.
+#pragma once
+
+#include "kernels/comm/fill.cuh"
+#include "kernels/comm/give_up.cuh"
+#include "kernels/slots/args.cuh"
+
+namespace jax_ep::cuda {
+
+// How this rank takes part in an op. The same in all threads of a block.
+struct Visit {
+  bool open;
+  uint32_t epoch;
+  uint32_t ranks;  // bit r: rank r takes part, as far as is known; none where this rank itself does not
+  bool failed;     // this block has missed what it needs
+};
+
+// The ranks that the program says take part.
+__device__ inline uint32_t ActiveRanks(const SlotArgs& args) {
+  const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
+  const int32_t* const active = args.attendance.active_ranks;
+  const bool takes_part = lane < R && (active == nullptr || active[lane] != 0);
+  const unsigned ranks = __ballot_sync(kAllLanes, takes_part);
+  return ranks >> args.peers.rank & 1 ? ranks : 0;
+}
+
+// Opens the op for this rank. The whole block.
+__device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
+  const Peers& peers = args.peers;
+  Visit visit{};
+  const State state = LoadState(peers, args.rank_operand);
+  visit.ranks = ActiveRanks(args);
+  bool open = Begin(peers, op, state, &visit.epoch);
+  if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpened(peers, visit.epoch));
+  visit.open = open;
+  return visit;
+}
+
+// Tells every rank what this one calls. The first block, which also tells the host where a rank is left out.
+__device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
+  const int r = threadIdx.x;
+  if (r == 0 && visit.ranks != (1u << args.shape.num_ranks) - 1) args.peers.report->left_out = 1;
+  if (r >= args.shape.num_ranks || (visit.ranks >> r & 1) == 0) return;
+  const uint64_t call = args.peers.call.WithBlocks(0);
+  Stamped* const there = args.mail(r, args.peers.rank, visit.epoch).call;
+  StoreStamped(&there[0], static_cast<uint32_t>(call), visit.epoch);
+  StoreStamped(&there[1], static_cast<uint32_t>(call >> 32), visit.epoch);
+}
+
+// As one thread for each rank: waits for its call. Bit r of the result: this thread has missed rank r. A rank
+// that calls something else fails the op.
+__device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& visit, int r,
+                                     const WaitLog& log) {
+  const Peers& peers = args.peers;
+  if (r >= args.shape.num_ranks || (visit.ranks >> r & 1) == 0) return 0;
+  const Stamped* const words = args.mail(peers.rank, r, visit.epoch).call;
+  Stamped low, high;
+  uint64_t came = 0;
+  const bool there = Await(peers, [&] {
+    low = LoadStamped(&words[0]);
+    high = LoadStamped(&words[1]);
+    const bool both = IsOf(low, visit.epoch) && IsOf(high, visit.epoch);
+    if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
+    return both;
+  });
+  if (!there) return 1u << r;
+  log.Note(r, came);
+  const uint64_t call = high << 32 | static_cast<uint32_t>(low);
+  if (Call::Of(call) == peers.call) return 0;
+  Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, call);
+  return kKeptOut;
+}
+
+// The sum of bits that the threads of a block have, in all of them.
+__device__ inline uint32_t BlockOr(uint32_t bits) {
+  __shared__ uint32_t all;
+  __syncthreads();
+  if (threadIdx.x == 0) all = 0;
+  __syncthreads();
+  bits = __reduce_or_sync(kAllLanes, bits);
+  if (threadIdx.x % kWarp == 0 && bits != 0) atomicOr(&all, bits);
+  __syncthreads();
+  return all;
+}
+
+// Where ranks may be left out, the first block alone waits for peers: first for their calls, then for what
+// else this rank expects, by await_rest(ranks), which returns those that were missed. All blocks then go by
+// its verdict, and find there what they need. The whole block.
+template <typename AwaitRest>
+__device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const WaitLog& log,
+                             AwaitRest&& await_rest) {
+  const Peers& peers = args.peers;
+  SlotHead& head = args.head(peers.rank, visit.epoch);
+  if (blockIdx.x == 0) {
+    const uint32_t late = BlockOr(AwaitCall(args, op, visit, threadIdx.x, log));
+    uint32_t missing = late & ~kKeptOut;
+    visit.failed = __syncthreads_or((late & kKeptOut) != 0 || IsGivenUp(peers));
+    if (!visit.failed) missing |= BlockOr(await_rest(visit.ranks & ~missing));
+    visit.failed |= __syncthreads_or(IsGivenUp(peers));
+    visit.ranks &= ~missing;
+    if (threadIdx.x == 0) {
+      if (missing != 0) peers.report->left_out = 1;
+      StoreStampedRelease(&head.verdict, visit.ranks, visit.epoch);
+    }
+    return;
+  }
+  // The first block's wait is bounded, and it always tells.
+  __shared__ uint32_t found;
+  if (threadIdx.x == 0) {
+    Stamped seen;
+    while (!IsOf(seen = LoadStampedAcquire(&head.verdict), visit.epoch)) __nanosleep(100);
+    found = static_cast<uint32_t>(seen);
+  }
+  __syncthreads();
+  visit.ranks = found;
+  visit.failed = __syncthreads_or(IsGivenUp(peers));
+}
+
+// Lets the op fail on all ranks, and fills the results. One block, after the others have ended.
+template <typename Fill>
+__device__ __noinline__ void Abandon(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+  if (threadIdx.x == 0) CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+  __syncthreads();
+  KeepOut(peers, op, epoch, false);
+  if (threadIdx.x == 0 && atomicExch(&peers.control(peers.rank).recorded, 1u) == 0) {
+    WriteReport(peers, op, Phase::kGivenUp, epoch, 0, 0);
+  }
+  __syncthreads();
+  fill();
+}
+
+// Ends a block. The one that ends last ends the op: no peer writes to this rank's results, so where a block
+// has failed it can fill them at once.
+template <typename Fill>
+__device__ void EndSlots(const SlotArgs& args, Op op, const Visit& visit, Fill&& fill) {
+  const Peers& peers = args.peers;
+  Channel& own = peers.own();
+  __shared__ bool last, any_failed;
+  Stall(peers, Phase::kLeave, visit.epoch);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (visit.failed) atomicOr(&own.next[0], 1u);
+    __threadfence();
+    last = atomicInc(&own.ended, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();
+    any_failed = last && atomicExch(&own.next[0], 0u) != 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  if (any_failed) Abandon(peers, op, visit.epoch, fill);
+  if (threadIdx.x == 0) CountEpoch(own, visit.epoch);
+}
+
+// Ends a block that has not found the op open: the group has failed, or another op is using the arena.
+template <typename Fill>
+__device__ __noinline__ void EndUnopened(const SlotArgs& args, Op op, Visit visit, Fill&& fill) {
+  __shared__ Standing standing;
+  __shared__ uint32_t found;
+  if (threadIdx.x == 0) {
+    found = visit.epoch;
+    standing = FindStanding(args.peers, &found);
+  }
+  __syncthreads();
+  visit.epoch = found;
+  visit.failed = true;
+  if (standing == Standing::kOpened) {
+    EndSlots(args, op, visit, fill);
+  } else if (blockIdx.x == gridDim.x - 1) {
+    Abandon(args.peers, op, found, fill);  // no block of this op has written anything
+  }
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,205 @@
+// Rows from their slots to their places, and what the choices say of this rank as a receiver.
+#pragma once
+
+#include "kernels/rows/copy.cuh"
+#include "kernels/slots/send.cuh"
+
+namespace jax_ep::cuda {
+
+// A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
+__device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
+                               unsigned lanes) {
+  for (int p = 0; p < args.num_payloads; ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    const auto copy = [&](auto* null) {
+      using Element = std::remove_pointer_t<decltype(null)>;
+      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element));
+      const int64_t share = AlignUp(n, int64_t{kWarp} * team.warps) / team.warps;
+      const int64_t first = min(n, share * team.warp), last = min(n, first + share);
+      CopyRow(reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
+              reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
+    };
+    if (bytes % 16 == 0) {
+      copy(static_cast<uint4*>(nullptr));
+    } else {
+      copy(static_cast<char*>(nullptr));
+    }
+  }
+}
+
+// Token t of all ranks', from its slot to its rows here. One warp of its team.
+__device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
+                                    const RowTeam& team, int t, uint32_t* missing) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
+  const int source = t / shape.num_tokens, token = t % shape.num_tokens;
+  const bool by_rank = !shape.has_row_per_choice();
+  const int expert = lane < K ? routes.experts[t * K + lane] : -1;
+  const bool here = expert >= 0 && expert / L == me;
+  const unsigned choices = __ballot_sync(kAllLanes, here);
+  int row = -1;
+  if (by_rank && choices != 0) {
+    row = RowOfToken(shape, routes, t, me);
+  } else if (!by_rank) {
+    for (unsigned left = choices; left != 0; left &= left - 1) {
+      const int k = __ffs(left) - 1;
+      const int found = RowOfChoice(shape, routes, t * K + k, __shfl_sync(kAllLanes, expert, k));
+      if (lane == k) row = found;
+    }
+    if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
+  }
+  const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
+  if (rows == 0) return;
+  const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[token];
+  const auto is_there = [&] { return IsOf(LoadStampedAcquire(arrived), visit.epoch); };
+  const bool late = lane == 0 && !is_there() && !Await(args.peers, is_there);
+  if (__shfl_sync(kAllLanes, late, 0)) {
+    *missing |= 1u << source;
+    return;
+  }
+  const std::byte* const slot = args.slot(me, source, token, visit.epoch);
+  CopyOut(args, team, slot, row, rows);
+  if (team.warp != 0 || lane >= K) return;
+  const float weight =
+      args.topk_weights == nullptr ? 0.0f : __ldcg(reinterpret_cast<const float*>(slot) + lane);
+  if (by_rank) {
+    args.arrived_idx[int64_t{row} * K + lane] = here ? expert % L : -1;
+    if (args.arrived_weights != nullptr) args.arrived_weights[int64_t{row} * K + lane] = here ? weight : 0.0f;
+  } else if (row >= 0 && args.arrived_weights != nullptr) {
+    args.arrived_weights[row] = weight;
+  }
+}
+
+// This rank's part of the handle, all blocks together.
+__device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
+  const int first = args.peers.rank * shape.num_tokens;  // of this rank's tokens, among all
+  const int warp = threadIdx.x / kWarp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  for (int i = warp; i < shape.num_tokens * width; i += static_cast<int>(gridDim.x) * kSlotWarps) {
+    const int t = first + i / width;
+    int row = -1;
+    if (!shape.has_row_per_choice()) {
+      const int rank = i % width;
+      if (routes.ranks[t] >> rank & 1) row = RowOfToken(shape, routes, t, rank);
+    } else {
+      const int choice = first * K + i, expert = routes.experts[choice];
+      if (expert >= 0) row = RowOfChoice(shape, routes, choice, expert);
+    }
+    if (lane == 0) args.handle.sent_rows[i] = row;
+  }
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < shape.num_tokens * K;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    args.handle.topk_idx[i] = routes.experts[first * K + i];
+  }
+}
+
+// Clears what no row fills, all blocks together: rows (but the slots of padded experts that hold none, of
+// which there are many, and which whoever multiplies padded experts leaves out), weights and ids.
+__device__ inline void ClearRest(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int L = shape.num_local_experts(), me = args.peers.rank;
+  const int64_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  const auto clear = [&](int64_t begin, int64_t end) {
+    begin = min(begin, int64_t{shape.capacity});
+    end = min(end, int64_t{shape.capacity});
+    for (int p = 0; p < args.num_payloads && !shape.has_fixed_blocks(); ++p) {
+      const int64_t bytes = args.payloads[p].row_bytes;
+      std::byte* const first = args.payloads[p].out + begin * bytes;
+      if (bytes % 16 == 0) {
+        for (int64_t i = thread; i < (end - begin) * bytes / 16; i += threads)
+          reinterpret_cast<uint4*>(first)[i] = make_uint4(0, 0, 0, 0);
+      } else {
+        for (int64_t i = thread; i < (end - begin) * bytes; i += threads) first[i] = std::byte{0};
+      }
+    }
+    const int width = shape.weights_per_row();
+    for (int64_t i = begin * width + thread; i < end * width; i += threads) {
+      if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
+      if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
+    }
+  };
+  if (!shape.has_expert_blocks()) {
+    clear(CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens), shape.capacity);
+    return;
+  }
+  const int32_t* const starts = routes.starts + me * (L + 1);
+  for (int i = 0; i < L; ++i) clear(int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1]);
+  clear(starts[L], shape.capacity);
+}
+
+// Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
+__device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int source, int d) {
+  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
+  if (!shape.has_row_per_choice()) return CountTokensTo(routes, d, source * T, (source + 1) * T);
+  int choices = 0;
+  for (int i = source * T * K + static_cast<int>(threadIdx.x) % kWarp; i < (source + 1) * T * K; i += kWarp) {
+    choices += routes.experts[i] >= d * L && routes.experts[i] < (d + 1) * L;
+  }
+  return __reduce_add_sync(kAllLanes, choices);
+}
+
+// By rank: takes the choices of tokens that the capacity cuts from their experts' counts. One warp.
+__device__ inline void CountOutCutTokens(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
+  int before = 0;
+  for (int first = 0; first < shape.num_ranks * shape.num_tokens; first += kWarp) {
+    const int t = first + lane;
+    const bool comes = t < shape.num_ranks * shape.num_tokens && (routes.ranks[t] >> me & 1) != 0;
+    const unsigned lanes = __ballot_sync(kAllLanes, comes);
+    const bool cut = comes && before + __popc(lanes & ((1u << lane) - 1)) >= shape.capacity;
+    for (int k = 0; k < shape.top_k && cut; ++k) {
+      const int expert = routes.experts[t * shape.top_k + k];
+      if (expert >= 0 && expert / L == me) atomicSub(&args.tokens_per_expert[expert % L], 1);
+    }
+    before += __popc(lanes);
+  }
+}
+
+// What the choices say of this rank as a receiver. One block.
+__device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit, const Routes& routes) {
+  __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
+  __shared__ int kept;
+  const Shape& shape = args.shape;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
+  const bool by_rank = !shape.has_row_per_choice();
+  if (threadIdx.x == 0) kept = 0;
+  for (int i = threadIdx.x / kWarp; i < R * R; i += kSlotWarps) {
+    const int count = RowsBetween(shape, routes, i / R, i % R);
+    if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
+  }
+  __syncthreads();
+  const int32_t* const starts = routes.starts + me * (L + 1);
+  for (int i = threadIdx.x; i < L; i += kSlotThreads) {
+    const int count = routes.totals[me * L + i];
+    args.handle.expert_counts[i] = count;
+    if (by_rank) {
+      args.tokens_per_expert[i] = count;
+      continue;
+    }
+    const int here = RowsKept(starts[i], int64_t{starts[i]} + count, shape.EndOf(i));
+    args.tokens_per_expert[i] = here;
+    args.group_sizes[i] =
+        shape.has_fixed_blocks() ? here : RowsKept(starts[i], starts[i + 1], shape.capacity);
+    atomicAdd(&kept, here);
+  }
+  const int d = threadIdx.x;
+  if (d < R) {
+    for (int s = 1; s < R; ++s) rows[s][d] += rows[s - 1][d];
+    for (int s = 0; s < R; ++s) args.handle.rank_prefix_matrix[s * R + d] = rows[s][d];
+    if (args.attendance.active_after != nullptr) {
+      const bool asked = args.attendance.active_ranks[d] != 0;
+      args.attendance.active_after[d] = visit.ranks == 0 ? asked : visit.ranks >> d & 1;
+    }
+  }
+  __syncthreads();
+  const int num_rows = rows[R - 1][me];
+  if (by_rank && num_rows > shape.capacity && threadIdx.x < kWarp) CountOutCutTokens(args, routes);
+  if (threadIdx.x != 0) return;
+  const int num_tokens = by_rank ? min(num_rows, shape.capacity) : kept;
+  *args.num_tokens = num_tokens;
+  *args.num_dropped = num_rows - num_tokens;
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,149 @@
+// Where rows lie, as each block finds out for itself of all ranks' choices: they are few, and travel with the
+// first rows, so nobody waits for anybody's counts.
+#pragma once
+
+#include "kernels/push/count.cuh"
+#include "kernels/push/receive.cuh"
+#include "kernels/slots/meet.cuh"
+
+namespace jax_ep::cuda {
+
+// In shared memory.
+struct Routes {
+  int16_t* experts;  // [R * T * K] of all ranks' tokens, -1 unused
+  uint16_t* ranks;   // by rank [R * T]: bit r: the token goes to rank r
+  int32_t* totals;   // [E] choices on each expert
+  int32_t* starts;   // by expert [R, L + 1]: where each rank's experts' blocks start
+
+  JAX_EP_HD static int64_t Bytes(const Shape& shape) {
+    const int64_t tokens = int64_t{shape.num_ranks} * shape.num_tokens;
+    return AlignUp(2 * tokens * shape.top_k, 16) + AlignUp(2 * tokens, 16) +
+           4 * (int64_t{2} * shape.num_experts + shape.num_ranks);
+  }
+  __device__ Routes(const Shape& shape, std::byte* shared) {
+    const int64_t tokens = int64_t{shape.num_ranks} * shape.num_tokens;
+    experts = reinterpret_cast<int16_t*>(shared);
+    ranks = reinterpret_cast<uint16_t*>(shared + AlignUp(2 * tokens * shape.top_k, 16));
+    totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) + AlignUp(2 * tokens, 16));
+    starts = totals + shape.num_experts;
+  }
+};
+
+// Words that a rank's choices travel in, two of them each.
+JAX_EP_HD inline int ChoiceWords(const Shape& shape) { return (shape.num_tokens * shape.top_k + 1) / 2; }
+
+// The expert that choice i of this rank fell on, -1 where it is unused, or its rank does not take part.
+__device__ inline int MyExpert(const Shape& shape, const TopkIds& ids, uint32_t ranks, int i) {
+  if (i >= shape.num_tokens * shape.top_k) return -1;
+  const int expert = RoutedAt(ids, shape, i / shape.top_k, i % shape.top_k);
+  return expert >= 0 && (ranks >> shape.rank_of(expert) & 1) != 0 ? expert : -1;
+}
+
+// Tells all ranks of this one's choices, all blocks together.
+__device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit) {
+  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < words * R;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    const int r = i / words, word = i % words;
+    if ((visit.ranks >> r & 1) == 0) continue;
+    const uint32_t low = MyExpert(args.shape, ids, visit.ranks, 2 * word) & 0xffff;
+    const uint32_t high = MyExpert(args.shape, ids, visit.ranks, 2 * word + 1) & 0xffff;
+    StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], high << 16 | low, visit.epoch);
+  }
+}
+
+// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word. The whole block;
+// returns the ranks that this thread has missed.
+template <typename Take>
+__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, Take&& take) {
+  constexpr int kWordsInFlight = 8;
+  const int words = ChoiceWords(args.shape), all = words * args.shape.num_ranks;
+  uint32_t missing = 0;
+  const int stride = static_cast<int>(blockDim.x);
+  for (int first = threadIdx.x; first < all; first += stride * kWordsInFlight) {
+    const auto word = [&](int i) {
+      return &args.mail(args.peers.rank, i / words, visit.epoch).choices[i % words];
+    };
+    const auto comes = [&](int i) { return i < all && (ranks >> i / words & 1) != 0; };
+    Stamped seen[kWordsInFlight];
+#pragma unroll
+    for (int j = 0; j < kWordsInFlight; ++j) {
+      const int i = first + j * stride;
+      seen[j] = comes(i) ? LoadStamped(word(i)) : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kWordsInFlight; ++j) {
+      const int i = first + j * stride;
+      if (i >= all) break;
+      const auto is_there = [&] { return IsOf(seen[j] = LoadStamped(word(i)), visit.epoch); };
+      if (comes(i) && !IsOf(seen[j], visit.epoch) && !Await(args.peers, is_there)) {
+        missing |= 1u << i / words;  // what comes from others is still read: it may be all that is needed
+        continue;
+      }
+      take(i / words, i % words, comes(i) ? static_cast<uint32_t>(seen[j]) : ~0u);
+    }
+  }
+  return missing;
+}
+
+// Waits for all choices, and finds out of them where rows lie. The whole block, to which that is visible
+// afterwards; returns the ranks that it has missed.
+__device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int choices = shape.num_tokens * shape.top_k, R = shape.num_ranks, L = shape.num_local_experts();
+  for (int e = threadIdx.x; e < shape.num_experts; e += blockDim.x) routes.totals[e] = 0;
+  __syncthreads();
+  const auto take = [&](int rank, int word, uint32_t two) {
+    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
+      int expert = static_cast<int16_t>(two & 0xffff);
+      // A rank that was left out later than another has seen it.
+      if (expert >= 0 && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
+      routes.experts[rank * choices + i] = static_cast<int16_t>(expert);
+      if (expert >= 0) atomicAdd(&routes.totals[expert], 1);
+    }
+  };
+  const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
+  if (missing != 0) return missing;
+  if (!shape.has_row_per_choice()) {
+    for (int t = threadIdx.x; t < R * shape.num_tokens; t += blockDim.x) {
+      uint32_t ranks = 0;
+      for (int k = 0; k < shape.top_k; ++k) {
+        const int expert = routes.experts[t * shape.top_k + k];
+        if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
+      }
+      routes.ranks[t] = static_cast<uint16_t>(ranks);
+    }
+  } else {
+    for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
+      FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
+    }
+  }
+  __syncthreads();
+  return 0;
+}
+
+// By expert: the row of choice i of all ranks', which fell on `expert`; -1 if it is dropped. One warp, in all
+// lanes.
+__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int i, int expert) {
+  const int lane = threadIdx.x % kWarp, L = shape.num_local_experts();
+  const int before =
+      __reduce_add_sync(kAllLanes, CountEqual(routes.experts, i, static_cast<int16_t>(expert), lane, kWarp));
+  const int row = routes.starts[expert + expert / L] + before;
+  return IsRow(row, shape.has_fixed_blocks() ? shape.EndOf(expert % L) : shape.capacity) ? row : -1;
+}
+
+// By rank: how many of the tokens [begin, end) of all ranks' go to `rank`. One warp, in all lanes.
+__device__ inline int CountTokensTo(const Routes& routes, int rank, int begin, int end) {
+  int tokens = 0;
+  for (int t = begin + static_cast<int>(threadIdx.x) % kWarp; t < end; t += kWarp)
+    tokens += routes.ranks[t] >> rank & 1;
+  return __reduce_add_sync(kAllLanes, tokens);
+}
+
+// By rank: the row at `rank` of token t of all ranks', which goes there; -1 if it is dropped. One warp.
+__device__ inline int RowOfToken(const Shape& shape, const Routes& routes, int t, int rank) {
+  const int row = CountTokensTo(routes, rank, 0, t);
+  return IsRow(row, shape.capacity) ? row : -1;
+}
+
+}  // namespace jax_ep::cuda
