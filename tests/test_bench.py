@@ -1,19 +1,21 @@
 """The benchmark's routings and programs."""
 
+import argparse
 import dataclasses
 
 import jax
 import numpy as np
 import oracle
 import pytest
-from cases import count_calls, floats
+from cases import assert_close, count_calls, floats, ranks
 from conftest import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import programs
+from jax_ep.bench import programs, run
+from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, route
-from jax_ep.bench.shapes import Shape
+from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 
 SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16, inner=8)
 
@@ -36,10 +38,12 @@ def test_choices_of_a_token_differ(kind):
         assert counts[0] > 4 * counts[15]
 
 
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_bytes_are_those_of_the_busiest_receiver(order):
     ids = route("zipf", SHAPE, 4)
-    received = oracle.dispatch(np.zeros((4, 12, 1)), ids.reshape(4, 12, 3), None, 16, order)
+    received = oracle.dispatch(
+        np.zeros((4, 12, 1)), ids.reshape(4, 12, 3), None, 16, "rank" if order == "rank" else "expert"
+    )
     rows = [[s for s in one.sources if s is not None] for one in received]
     total = max(map(len, rows))
     wire = max(len({s[:2] for s in own if s[0] != rank}) for rank, own in enumerate(rows))
@@ -53,20 +57,21 @@ CALLS = {
     "layout": {"layout": 3},
     "unpermute": {"unpermute": 3},
     "round trip": {"route": 3, "pull": 3},
+    "chained pair": {"route": 3, "pull": 3},
     "forward + backward": {"route": 3, "push": 3, "pull": 6},
 }
 
 
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("op", programs.OPS)
 def test_no_step_is_merged_or_dropped(op, order):
     with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
         shape = dataclasses.replace(SHAPE, hidden=128)
         prepare = programs.of_ours(op, order, group, shape, "ffi")
-        run = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
         arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
-        assert count_calls(run.lower(*arguments).compile().as_text()) == CALLS[op]
-        assert np.isfinite(np.asarray(jax.device_get(run(*arguments)), np.float32)).all()
+        assert count_calls(repeated.lower(*arguments).compile().as_text()) == CALLS[op]
+        assert np.isfinite(np.asarray(jax.device_get(repeated(*arguments)), np.float32)).all()
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -77,3 +82,39 @@ def test_a_capacity_of_one_is_what_a_uniform_routing_needs(order):
     mean = np.mean([one.num_tokens[0] for one in received])
     assert abs(capacity_of(1.0, shape, 4, order) - mean) < 0.02 * mean
     assert capacity_of(None, shape, 4, order) is None
+
+
+def test_padded_experts_have_room_for_all():
+    assert capacity_of(1.5, SHAPE, 4, "expert_padded") is None
+
+
+def test_a_chained_pair_is_weighted_by_expert():
+    """Of experts that do nothing: each token times the sum of its weights, once a layer."""
+    on = ranks(R)
+    x, ids = floats((R * 12, 8)), route("uniform", SHAPE, R)
+    weights = np.random.default_rng(2).random(ids.shape, np.float32)
+    for order in ("expert", "expert_padded"):
+        prepare = programs.of_ours("chained pair", order, on.group, SHAPE, "ffi")
+        (got,) = on.run(
+            lambda *a, prepare=prepare: (prepare(*a)[1](a[0]),), *(a[None] for a in (x, ids, weights))
+        )
+        assert_close(got.reshape(x.shape), x * weights.sum(axis=1, keepdims=True), terms=3)
+
+
+def test_the_decode_shapes_are_one_model():
+    shapes = {name: shape for name, shape in SHAPES.items() if name.startswith("deepseek_v3")}
+    assert [shape.tokens for shape in shapes.values()] == [4096, 128, 16, 1]
+    assert len({dataclasses.replace(shape, tokens=1) for shape in shapes.values()}) == 1
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(MOST_PADDED_TOKENS, True), (MOST_PADDED_TOKENS + 1, False)])
+def test_padded_experts_are_for_few_tokens(tokens, padded):
+    options = argparse.Namespace(orders=ORDERS)
+    shape = dataclasses.replace(SHAPE, tokens=tokens)
+    for op in programs.OPS:
+        found = run.orders_of(options, op, shape)
+        if op in programs.ORDERLESS:
+            assert found == [""]
+        else:
+            assert found[:2] == ["rank", "expert"]
+            assert ("expert_padded" in found) == (padded and op != "forward + backward")

@@ -31,6 +31,28 @@ def test_a_short_run(tmp_path):
     assert all(r["end_to_end_us"] > 0 for r in report["results"])
 
 
+def test_padded_experts(tmp_path):
+    done = bench(
+        tmp_path, "--orders", "expert_padded", "--devices", "2", "--capacity", "2", "--json", "out.json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    timed = {r["op"]: r for r in results if r["order"] == "expert_padded"}
+    assert set(timed) == {"dispatch", "dispatch FP8", "combine", "round trip", "chained pair"}
+    assert {r["capacity"] for r in timed.values()} == {None}
+    assert timed["chained pair"]["wire_bytes"] == 2 * timed["dispatch"]["wire_bytes"]
+
+
+def test_a_sweep_of_tokens_begins_with_one(tmp_path):
+    """And leaves out padded experts where there are too many."""
+    done = bench(
+        tmp_path, "--sweep", "tokens", "--orders", "expert_padded", "--devices", "2", "--json", "out.json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [r["shape"]["tokens"] for r in results] == [1, 4, 16, 64]
+
+
 def test_products_and_layers(tmp_path):
     done = bench(tmp_path, "--parts", "layer", "--devices", "2", "--json", "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,6 +129,10 @@ def test_a_number_that_is_not_positive(tmp_path):
         (["--capacity", "1e300"], "must be more than 0 and at most 1000, got 1e300"),
         (["--capacity", "much"], "must be a number, got 'much'"),
         (["--num-sms", "1"], "must be at least 2, got 1"),
+        (
+            ["--shapes", "cpu", "--orders", "expert_padded"],
+            "up to 128 tokens a rank, and cpu has 1024; choose",
+        ),
         (["--repeats", "1.5"], "must be a whole number, got '1.5'"),
     ],
 )

@@ -13,9 +13,9 @@ from jax_ep._cli import (
     set_up_virtual_devices,
 )
 from jax_ep.bench.routings import ROUTINGS
-from jax_ep.bench.shapes import SHAPES
+from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 
-ORDERS = ("rank", "expert")
+ORDERS = ("rank", "expert", "expert_padded")
 PARTS = ("communication", "layer")
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
@@ -34,7 +34,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="communication: dispatch, combine and what belongs to them; layer: expert products beside dense "
         "ones, and the whole layer beside its parts (default: both on GPUs, communication elsewhere)",
     )
-    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS, help="default: both")
+    parser.add_argument(
+        "--orders",
+        nargs="+",
+        choices=ORDERS,
+        default=ORDERS,
+        help=f"default: all; expert_padded with up to {MOST_PADDED_TOKENS} tokens a rank only, which is also "
+        "the most that its buffers are made for",
+    )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")
     parser.add_argument(
         "--peers",

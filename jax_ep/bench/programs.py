@@ -1,8 +1,12 @@
 """What is timed: programs that run one op many times over, each after the one before.
 
-A step takes what the step before has made. Of a round trip that is the rows; of other ops a small index
-array, made to depend on their result: that costs next to nothing, and keeps XLA from merging or dropping a
-step.
+A step takes what the step before has made. Of a round trip and a chained pair that is the rows; of other ops
+a small index array, made to depend on their result: that costs next to nothing, and keeps XLA from merging or
+dropping a step.
+
+A chained pair is a layer's communication at inference, as a model's program has it: the weights travel beside
+the rows, and combine applies them. By rank they would be the experts' to apply. Instead of experts there is
+nothing: an op on the rows would measure memory, of padded experts above all, whose slots are mostly empty.
 """
 
 import dataclasses
@@ -17,8 +21,18 @@ import jax_ep
 from jax_ep.bench import peers
 from jax_ep.bench.shapes import Shape
 
-OPS = ("dispatch", "dispatch FP8", "combine", "layout", "unpermute", "round trip", "forward + backward")
+OPS = (
+    "dispatch",
+    "dispatch FP8",
+    "combine",
+    "layout",
+    "unpermute",
+    "round trip",
+    "chained pair",
+    "forward + backward",
+)
 ORDERLESS = ("layout", "unpermute")
+LAYERS = 8  # of the program of chained pairs
 PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
 
 Step = Callable[[jax.Array], jax.Array]
@@ -68,7 +82,7 @@ def of_ours(
         )
 
     def combine(sent: Any, handle: Any) -> jax.Array:
-        row_weights = sent.row_weights if order == "expert" and op != "round trip" else None
+        row_weights = sent.row_weights if order != "rank" and op != "round trip" else None
         return jax_ep.combine(sent.x, handle, row_weights=row_weights, implementation=implementation)
 
     def prepare(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
@@ -90,6 +104,10 @@ def of_ours(
             sent = dispatch(x, ids)
             return combine(sent, sent.handle)
 
+        def pair(x: jax.Array) -> jax.Array:
+            sent = dispatch(x, ids, weights)
+            return combine(sent, sent.handle)
+
         if op == "unpermute":
             count = shape.tokens * shape.top_k
             rows = jnp.tile(x, (shape.top_k, 1))
@@ -108,8 +126,8 @@ def of_ours(
                 return _after(sent_rows, combine(sent, handle))
 
             return sent.handle.sent_rows, combine_again
-        if op == "round trip":
-            return x, round_trip
+        if op in ("round trip", "chained pair"):
+            return x, round_trip if op == "round trip" else pair
         steps: dict[str, Step] = {
             "dispatch": lambda ids: _after(ids, dispatch(x, ids).x),
             "dispatch FP8": lambda ids: _after(ids, dispatch(x, ids, quantize="fp8").x.values),

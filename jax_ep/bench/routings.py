@@ -30,7 +30,7 @@ def route(kind: str, shape: Shape, ranks: int, seed: int = 0) -> np.ndarray:
 def bytes_received(ids: np.ndarray, shape: Shape, ranks: int, order: str) -> tuple[int, int]:
     """Of bfloat16 rows, by the rank that receives most: all that it gets, and those that must cross a link.
 
-    The latter are one row for each token of another rank that has an expert there, in either order.
+    The latter are one row for each token of another rank that has an expert there, in every order.
     """
     owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
     sources = np.repeat(np.arange(ranks), shape.tokens)
@@ -44,8 +44,11 @@ def bytes_received(ids: np.ndarray, shape: Shape, ranks: int, order: str) -> tup
 
 
 def capacity_of(factor: float | None, shape: Shape, ranks: int, order: str) -> int | None:
-    """Rows of a receive buffer: `factor` times those that arrive if every expert is as likely; None: all."""
-    if factor is None:
+    """Rows of a receive buffer: `factor` times those that arrive if every expert is as likely; None: all.
+
+    Padded experts have room for all, whatever the factor.
+    """
+    if factor is None or order == "expert_padded":
         return None
     rows = shape.tokens * shape.top_k
     if order == "rank":

@@ -16,7 +16,7 @@ from rich.progress import Progress
 import jax_ep
 from jax_ep.bench import ceilings, layers, measure, processes, programs, report
 from jax_ep.bench.routings import bytes_received, capacity_of, route
-from jax_ep.bench.shapes import SHAPES, Shape
+from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
 
 # How often a step's rows travel.
@@ -27,6 +27,7 @@ JOURNEYS = {
     "layout": 0,
     "unpermute": 0,
     "round trip": 2,
+    "chained pair": 2,
     "forward + backward": 4,
 }
 # Kernels of an op that XLA adds something to, so that it can be taken again and again.
@@ -55,7 +56,7 @@ class Case:
 def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
     """The shape and ranks themselves, or what a sweep makes of them."""
     if swept == "tokens":
-        for tokens in (4**i for i in range(2, 8)):
+        for tokens in (4**i for i in range(8)):
             if tokens <= 4 * shape.tokens:
                 yield dataclasses.replace(shape, tokens=tokens), ranks
     elif swept == "ranks":
@@ -85,6 +86,14 @@ def parts_of(options: argparse.Namespace) -> list[str]:
     return options.parts or (["communication", "layer"] if on_gpus() else ["communication"])
 
 
+def orders_of(options: argparse.Namespace, op: str, shape: Shape) -> list[str]:
+    """Padded experts are for decoding: few tokens, no gradients."""
+    if op in programs.ORDERLESS:
+        return [""]
+    padded = shape.tokens <= MOST_PADDED_TOKENS and op != "forward + backward"
+    return [order for order in options.orders if order != "expert_padded" or padded]
+
+
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
     on_gpu = on_gpus()
     ops = ["round trip"] if options.sweep else programs.OPS
@@ -92,7 +101,7 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
         for shape, count in swept_shapes(SHAPES[name], ranks, options.sweep):
             for op in ops:
                 implementations = ["ffi", "xla"] if options.peers and op == "round trip" else ["ffi"]
-                for order in options.orders if op not in programs.ORDERLESS else [""]:
+                for order in orders_of(options, op, shape):
                     for sms in SMS if options.sweep == "sms" else [options.num_sms]:
                         yield from (Case(name, shape, count, op, order, by, sms) for by in implementations)
             # XLA:CPU has no ragged_all_to_all.
@@ -119,7 +128,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
 
 def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | None]) -> report.Result:
     on_gpu = on_gpus()
-    steps = 16 if on_gpu else 4
+    steps = programs.LAYERS if case.op == "chained pair" else 16 if on_gpu else 4
     mesh = mesh_of(case.ranks)
     ids = route(options.routing, case.shape, case.ranks)
     arguments = inputs(case.shape, ids, mesh)
@@ -181,6 +190,12 @@ def run(options: argparse.Namespace) -> int:
             raise SystemExit(
                 f"bench: {ranks} devices do not divide the {experts} experts of {name}; "
                 "choose another number with --devices"
+            )
+        few = SHAPES[name].tokens <= MOST_PADDED_TOKENS or options.sweep == "tokens"
+        if set(options.orders) == {"expert_padded"} and not few and "communication" in parts_of(options):
+            raise SystemExit(
+                f"bench: expert_padded is timed with up to {MOST_PADDED_TOKENS} tokens a rank, and {name} "
+                f"has {SHAPES[name].tokens}; choose another of --shapes, deepseek_v3_decode for example"
             )
     with jax_ep.Group(mesh_of(ranks), "ep") as group:
         reason = group.stats().reason

@@ -14,9 +14,16 @@ class Shape:
     inner: int
 
 
+# Padded experts have as many slots each as all ranks have tokens: with more, buffers outgrow a GPU's memory.
+MOST_PADDED_TOKENS = 128
+
+_DEEPSEEK_V3 = Shape(tokens=4096, hidden=7168, top_k=8, experts=256, inner=2048)
+
 SHAPES = {
-    "deepseek_v3": Shape(tokens=4096, hidden=7168, top_k=8, experts=256, inner=2048),
-    "deepseek_v3_decode": Shape(tokens=128, hidden=7168, top_k=8, experts=256, inner=2048),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v3_decode": dataclasses.replace(_DEEPSEEK_V3, tokens=128),
+    "deepseek_v3_decode_16": dataclasses.replace(_DEEPSEEK_V3, tokens=16),
+    "deepseek_v3_decode_1": dataclasses.replace(_DEEPSEEK_V3, tokens=1),
     "mixtral_8x7b": Shape(tokens=4096, hidden=4096, top_k=2, experts=8, inner=14336),
     "qwen3_moe_235b": Shape(tokens=4096, hidden=4096, top_k=8, experts=128, inner=1536),
     "cpu": Shape(tokens=1024, hidden=1024, top_k=8, experts=64, inner=512),

@@ -14,6 +14,7 @@ CARRIERS = {
     "dispatch FP8": ("push",),
     "combine": ("pull",),
     "round trip": ("push", "pull"),
+    "chained pair": ("push", "pull"),
     "forward + backward": ("push", "pull"),
 }
 
@@ -31,13 +32,13 @@ def sms_of(
     if module is None or device.platform != "gpu" or op not in CARRIERS:
         return None
     kernels = CARRIERS[op]
-    if op == "forward + backward" and order == "expert":
+    if op == "forward + backward" and order != "rank":
         kernels = (*kernels, "scaled push")
     if capacity is None:
         local = shape.experts // ranks
         capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
-    by_expert, budget = order == "expert", num_sms or 0
+    by_expert, budget = order != "rank", num_sms or 0
     row_bytes = bytes_of(op, 2.0 * shape.hidden)
     return max(
         sum(module.plan_sms(kernel, by_expert, sizes, row_bytes, device.core_count, budget))
