@@ -11,12 +11,12 @@ __device__ inline uint4 LoadElement(const uint4* address, bool wanted) { return 
 __device__ inline char LoadElement(const char* address, bool wanted) { return wanted ? __ldcg(address) : 0; }
 
 // A row of 16-byte vectors (or bytes) to all its places. Called by a warp; `target` is the lane's own row.
-template <typename Element>
+template <int kVectors, typename Element>
 __device__ void CopyRow(const Element* source, int64_t n, unsigned lanes, Element* target, int lane) {
-  for (int64_t first = 0; first < n; first += kWarp * kCopyVectors) {
-    Element values[kCopyVectors];
+  for (int64_t first = 0; first < n; first += kWarp * kVectors) {
+    Element values[kVectors];
 #pragma unroll
-    for (int v = 0; v < kCopyVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const int64_t i = first + v * kWarp + lane;
       values[v] = LoadElement(source + i, i < n);
     }
@@ -24,7 +24,7 @@ __device__ void CopyRow(const Element* source, int64_t n, unsigned lanes, Elemen
       Element* to = reinterpret_cast<Element*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(target), __ffs(left) - 1));
 #pragma unroll
-      for (int v = 0; v < kCopyVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         const int64_t i = first + v * kWarp + lane;
         if (i < n) to[i] = values[v];
       }
@@ -36,10 +36,11 @@ __device__ void CopyRow(const Element* source, int64_t n, unsigned lanes, Elemen
 __device__ inline void CopyBytes(const std::byte* source, int64_t bytes, unsigned lanes, std::byte* target,
                                  int lane) {
   if (bytes % 16 == 0) {
-    CopyRow(reinterpret_cast<const uint4*>(source), bytes / 16, lanes, reinterpret_cast<uint4*>(target),
-            lane);
+    CopyRow<kCopyVectors>(reinterpret_cast<const uint4*>(source), bytes / 16, lanes,
+                          reinterpret_cast<uint4*>(target), lane);
   } else {
-    CopyRow(reinterpret_cast<const char*>(source), bytes, lanes, reinterpret_cast<char*>(target), lane);
+    CopyRow<kCopyVectors>(reinterpret_cast<const char*>(source), bytes, lanes,
+                          reinterpret_cast<char*>(target), lane);
   }
 }
 

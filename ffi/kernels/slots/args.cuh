@@ -10,6 +10,19 @@ constexpr int kSlotThreads = 512;
 constexpr int kSlotWarps = kSlotThreads / kWarp;
 constexpr int kMaxTeams = 8;  // of a block
 
+// Which pieces of some work a warp takes: those from `index` on, every `count`-th.
+struct Portion {
+  int index;
+  int count;
+};
+
+// Of the warps of all blocks from `first` on.
+__device__ inline Portion WarpOf(int first) {
+  const int blocks = static_cast<int>(gridDim.x) - first;
+  return {static_cast<int>(threadIdx.x) / kWarp * blocks + static_cast<int>(blockIdx.x) - first,
+          blocks * kSlotWarps};
+}
+
 // What an op that goes through the arena knows of it. By value in the kernels' parameters.
 struct SlotArgs {
   Shape shape;
@@ -18,8 +31,15 @@ struct SlotArgs {
   Attendance attendance;
   HandleArrays handle;
   Slots slots;
-  int32_t team_warps;  // that share a row
+  int32_t team_warps;     // that share a row
+  int32_t num_receivers;  // the first blocks; the others write down what is known of the routing
 
+  // Where there are no others, all blocks do both.
+  __device__ bool receives() const { return static_cast<int>(blockIdx.x) < num_receivers; }
+  __device__ bool keeps_books() const { return !receives() || num_receivers == static_cast<int>(gridDim.x); }
+  __device__ Portion Books() const {
+    return WarpOf(num_receivers == static_cast<int>(gridDim.x) ? 0 : num_receivers);
+  }
   __device__ Arena& arena(int rank) const { return *reinterpret_cast<Arena*>(&peers.control(rank) + 1); }
   __device__ SlotHead& head(int rank, uint32_t epoch) const { return arena(rank).heads[epoch % 2]; }
   // At rank `at`: what `source` writes there.
@@ -49,8 +69,8 @@ __device__ inline RowTeam MyTeam(const SlotArgs& args) {
   const int warp = threadIdx.x / kWarp, of_block = kSlotWarps / args.team_warps;
   const int team = warp / args.team_warps;
   // Team by team over all blocks, so that few rows are spread over all of them.
-  return {static_cast<int>(blockIdx.x) + team * static_cast<int>(gridDim.x),
-          of_block * static_cast<int>(gridDim.x),
+  return {static_cast<int>(blockIdx.x) + team * args.num_receivers,
+          of_block * args.num_receivers,
           warp % args.team_warps,
           args.team_warps,
           static_cast<int>(threadIdx.x) % kWarp,

@@ -103,8 +103,8 @@ template <typename T, int N>
 __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
   const int slices = (width + kSlice<N> - 1) / kSlice<N>;
-  const int warp = threadIdx.x / kWarp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  for (int i = warp; i < args.shape.num_tokens * slices; i += static_cast<int>(gridDim.x) * kSlotWarps) {
+  const Portion share = WarpOf(0);
+  for (int i = share.index; i < args.shape.num_tokens * slices; i += share.count) {
     const int t = i / slices, first = i % slices * kSlice<N>;
     const Sender sender = FindSender(args, visit.ranks, t, lane);
     const uint32_t missing = AwaitSums(args, visit, sender, lane);
@@ -198,8 +198,9 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;
-  const SlotPlan plan = PlanSlots(args.shape, device);
+  const SlotPlan plan = PlanSlots(args.shape, 0, device);
   args.team_warps = plan.team_warps;
+  args.num_receivers = plan.receivers;
   return WithKernel(args.summand.type, [&](auto* kernel) {
     return Launch(kernel, plan.blocks, kSlotThreads, 0, stream, true, args);
   });

@@ -7,6 +7,8 @@
 namespace jax_ep::cuda {
 namespace {
 
+constexpr int kBookKeepers = 4;  // blocks that write down where rows lie, beside those that receive them
+
 // Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
 __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
                              uint32_t ranks) {
@@ -65,12 +67,16 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   }
   if (!visit.failed) Miss(args, visit, Phase::kEnter, BlockOr(late) | FindRoutes(args, visit, routes));
   if (!visit.failed) {
-    WriteHandle(args, routes);
-    ClearRest(args, routes);
-    if (blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
+    ClearTail(args, routes);
+    if (args.keeps_books()) {
+      WriteHandle(args, routes);
+      ClearPadding(args, routes);
+      if (blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
+    }
     const RowTeam team = MyTeam(args);
+    const int tokens = args.receives() ? args.shape.num_ranks * args.shape.num_tokens : 0;
     uint32_t missing = 0;
-    for (int i = team.index; i < args.shape.num_ranks * args.shape.num_tokens; i += team.count) {
+    for (int i = team.index; i < tokens; i += team.count) {
       // Tokens that were sent at the same time are received at the same time.
       const int source = i % args.shape.num_ranks, token = i / args.shape.num_ranks;
       ReceiveToken(args, visit, routes, team, source * args.shape.num_tokens + token, &missing);
@@ -121,8 +127,9 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  const SlotPlan plan = PlanSlots(args.shape, device);
+  const SlotPlan plan = PlanSlots(args.shape, kBookKeepers, device);
   args.team_warps = plan.team_warps;
+  args.num_receivers = plan.receivers;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
     const int64_t shared = Routes::Bytes(args.shape);
     const cudaError_t error =

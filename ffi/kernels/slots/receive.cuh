@@ -6,6 +6,8 @@
 
 namespace jax_ep::cuda {
 
+constexpr int kSlotVectors = 8;  // 16-byte loads in flight a thread
+
 // A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
 __device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
                                unsigned lanes) {
@@ -16,8 +18,9 @@ __device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, co
       const int64_t n = bytes / static_cast<int64_t>(sizeof(Element));
       const int64_t share = AlignUp(n, int64_t{kWarp} * team.warps) / team.warps;
       const int64_t first = min(n, share * team.warp), last = min(n, first + share);
-      CopyRow(reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
-              reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
+      CopyRow<kSlotVectors>(
+          reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
+          reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
     };
     if (bytes % 16 == 0) {
       copy(static_cast<uint4*>(nullptr));
@@ -41,11 +44,7 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
   if (by_rank && choices != 0) {
     row = RowOfToken(shape, routes, t, me);
   } else if (!by_rank) {
-    for (unsigned left = choices; left != 0; left &= left - 1) {
-      const int k = __ffs(left) - 1;
-      const int found = RowOfChoice(shape, routes, t * K + k, __shfl_sync(kAllLanes, expert, k));
-      if (lane == k) row = found;
-    }
+    row = RowOfChoice(shape, routes, t * K + lane, expert, choices);
     if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
@@ -70,62 +69,73 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
   }
 }
 
-// This rank's part of the handle, all blocks together.
+// This rank's part of the handle. The blocks that keep books, together.
 __device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
   const int first = args.peers.rank * shape.num_tokens;  // of this rank's tokens, among all
-  const int warp = threadIdx.x / kWarp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  for (int i = warp; i < shape.num_tokens * width; i += static_cast<int>(gridDim.x) * kSlotWarps) {
-    const int t = first + i / width;
-    int row = -1;
+  const Portion books = args.Books();
+  for (int token = books.index; token < shape.num_tokens; token += books.count) {
+    const int t = first + token, expert = lane < K ? routes.experts[t * K + lane] : -1;
+    if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
     if (!shape.has_row_per_choice()) {
-      const int rank = i % width;
-      if (routes.ranks[t] >> rank & 1) row = RowOfToken(shape, routes, t, rank);
+      for (int rank = 0; rank < width; ++rank) {
+        const bool goes = (routes.ranks[t] >> rank & 1) != 0;
+        const int row = goes ? RowOfToken(shape, routes, t, rank) : -1;
+        if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
+      }
     } else {
-      const int choice = first * K + i, expert = routes.experts[choice];
-      if (expert >= 0) row = RowOfChoice(shape, routes, choice, expert);
+      const int row = RowOfChoice(shape, routes, t * K + lane, expert, __ballot_sync(kAllLanes, expert >= 0));
+      if (lane < K) args.handle.sent_rows[token * K + lane] = row;
     }
-    if (lane == 0) args.handle.sent_rows[i] = row;
-  }
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < shape.num_tokens * K;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
-    args.handle.topk_idx[i] = routes.experts[first * K + i];
   }
 }
 
-// Clears what no row fills, all blocks together: rows (but the slots of padded experts that hold none, of
-// which there are many, and which whoever multiplies padded experts leaves out), weights and ids.
-__device__ inline void ClearRest(const SlotPushArgs& args, const Routes& routes) {
+// What a warp clears: rows [begin, end) of the results, of which it takes its share. Of padded experts not
+// the rows, of which there are many, and which whoever multiplies padded experts leaves out.
+__device__ inline void ClearRows(const SlotPushArgs& args, int64_t begin, int64_t end, const Portion& share) {
   const Shape& shape = args.shape;
-  const int L = shape.num_local_experts(), me = args.peers.rank;
-  const int64_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-  const auto clear = [&](int64_t begin, int64_t end) {
-    begin = min(begin, int64_t{shape.capacity});
-    end = min(end, int64_t{shape.capacity});
-    for (int p = 0; p < args.num_payloads && !shape.has_fixed_blocks(); ++p) {
-      const int64_t bytes = args.payloads[p].row_bytes;
-      std::byte* const first = args.payloads[p].out + begin * bytes;
-      if (bytes % 16 == 0) {
-        for (int64_t i = thread; i < (end - begin) * bytes / 16; i += threads)
-          reinterpret_cast<uint4*>(first)[i] = make_uint4(0, 0, 0, 0);
-      } else {
-        for (int64_t i = thread; i < (end - begin) * bytes; i += threads) first[i] = std::byte{0};
-      }
+  const int64_t thread = share.index * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t threads = share.count * kWarp;
+  begin = min(begin, int64_t{shape.capacity});
+  end = min(end, int64_t{shape.capacity});
+  for (int p = 0; p < args.num_payloads && !shape.has_fixed_blocks(); ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    std::byte* const first = args.payloads[p].out + begin * bytes;
+    if (bytes % 16 == 0) {
+      for (int64_t i = thread; i < (end - begin) * bytes / 16; i += threads)
+        reinterpret_cast<uint4*>(first)[i] = make_uint4(0, 0, 0, 0);
+    } else {
+      for (int64_t i = thread; i < (end - begin) * bytes; i += threads) first[i] = std::byte{0};
     }
-    const int width = shape.weights_per_row();
-    for (int64_t i = begin * width + thread; i < end * width; i += threads) {
-      if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
-      if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
-    }
-  };
-  if (!shape.has_expert_blocks()) {
-    clear(CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens), shape.capacity);
-    return;
   }
+  if (args.arrived_weights == nullptr && args.arrived_idx == nullptr) return;
+  const int width = shape.weights_per_row();
+  for (int64_t i = begin * width + thread; i < end * width; i += threads) {
+    if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
+    if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
+  }
+}
+
+// Clears the padding of each expert's block, a warp one. The blocks that keep books, together.
+__device__ inline void ClearPadding(const SlotPushArgs& args, const Routes& routes) {
+  if (!args.shape.has_expert_blocks()) return;
+  const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = routes.starts + me * (L + 1);
-  for (int i = 0; i < L; ++i) clear(int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1]);
-  clear(starts[L], shape.capacity);
+  const Portion books = args.Books();
+  for (int i = books.index; i < L; i += books.count) {
+    ClearRows(args, int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1], {0, 1});
+  }
+}
+
+// Clears what lies behind all rows. All blocks together, for this may be most of the buffer.
+__device__ inline void ClearTail(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int me = args.peers.rank, L = shape.num_local_experts();
+  const int tail = shape.has_expert_blocks()
+                       ? routes.starts[me * (L + 1) + L]
+                       : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
+  ClearRows(args, tail, shape.capacity, WarpOf(0));
 }
 
 // Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.

@@ -122,12 +122,25 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
   return 0;
 }
 
-// By expert: the row of choice i of all ranks', which fell on `expert`; -1 if it is dropped. One warp, in all
-// lanes.
-__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int i, int expert) {
-  const int lane = threadIdx.x % kWarp, L = shape.num_local_experts();
-  const int before =
-      __reduce_add_sync(kAllLanes, CountEqual(routes.experts, i, static_cast<int16_t>(expert), lane, kWarp));
+// By expert: the row of choice i of all ranks', which fell on `expert`, each lane its own; -1 if it is
+// dropped, or where the lane is not among those `wanted`. One warp, whose lanes share the counting.
+__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int i, int expert,
+                                  unsigned wanted) {
+  if (wanted == 0) return -1;
+  const int lane = threadIdx.x % kWarp, L = shape.num_local_experts(), choices = __popc(wanted);
+  int mates = kWarp;  // lanes that count for one choice
+  while (mates * choices > kWarp) mates /= 2;
+  unsigned left = wanted;
+  for (int before = lane / mates; before > 0 && left != 0; --before) left &= left - 1;
+  const int from = left == 0 ? 0 : __ffs(left) - 1;  // the lane whose choice this one counts for
+  const int its_i = __shfl_sync(kAllLanes, i, from), its_expert = __shfl_sync(kAllLanes, expert, from);
+  int count = 0;
+  if (left != 0) {
+    count = CountEqual(routes.experts, its_i, static_cast<int16_t>(its_expert), lane % mates, mates);
+  }
+  for (int step = mates / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
+  const int before = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) * mates % kWarp);
+  if ((wanted >> lane & 1) == 0) return -1;
   const int row = routes.starts[expert + expert / L] + before;
   return IsRow(row, shape.has_fixed_blocks() ? shape.EndOf(expert % L) : shape.capacity) ? row : -1;
 }
