@@ -8,7 +8,9 @@ namespace jax_ep::cuda {
 
 constexpr int kSlotThreads = 512;
 constexpr int kSlotWarps = kSlotThreads / kWarp;
-constexpr int kMaxTeams = 8;  // of a block
+// The first warps of a block begin with sending, while the others find out what comes.
+constexpr int kSendingWarps = 8;
+constexpr int kFirstTeamBarrier = 4;  // after that of all, those of the halves, and that of what is found
 
 // Which pieces of some work a warp takes: those from `index` on, every `count`-th.
 struct Portion {
@@ -50,6 +52,13 @@ struct SlotArgs {
   }
 };
 
+// The halves of a block.
+__device__ inline bool Sends() { return threadIdx.x < kSendingWarps * kWarp; }
+__device__ inline Team Senders() { return {static_cast<int>(threadIdx.x), kSendingWarps * kWarp, 1}; }
+__device__ inline Team Routers() {
+  return {static_cast<int>(threadIdx.x) - kSendingWarps * kWarp, kSlotThreads - kSendingWarps * kWarp, 2};
+}
+
 // A few warps of a block that share a row.
 struct RowTeam {
   int index;  // of all teams of the kernel
@@ -65,16 +74,12 @@ struct RowTeam {
   }
 };
 
-__device__ inline RowTeam MyTeam(const SlotArgs& args) {
-  const int warp = threadIdx.x / kWarp, of_block = kSlotWarps / args.team_warps;
-  const int team = warp / args.team_warps;
-  // Team by team over all blocks, so that few rows are spread over all of them.
-  return {static_cast<int>(blockIdx.x) + team * args.num_receivers,
-          of_block * args.num_receivers,
-          warp % args.team_warps,
-          args.team_warps,
-          static_cast<int>(threadIdx.x) % kWarp,
-          1 + team};
+// Of `of_block` warps of each of `blocks` blocks, of which this one is number `warp`. Team by team over all
+// blocks, so that few rows are spread over all of them.
+__device__ inline RowTeam TeamOf(int warp, int of_block, int warps, int blocks) {
+  const int team = warp / warps;
+  return {static_cast<int>(blockIdx.x) + team * blocks, of_block / warps * blocks, warp % warps, warps,
+          static_cast<int>(threadIdx.x) % kWarp,        kFirstTeamBarrier + team};
 }
 
 }  // namespace jax_ep::cuda

@@ -9,6 +9,9 @@
 namespace jax_ep::cuda {
 namespace {
 
+// Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
+constexpr int kSummingWarps = 12;
+
 // By value in the kernel's parameters.
 struct SlotPullArgs : SlotArgs {
   Summand summand;
@@ -45,18 +48,29 @@ __device__ Terms<T> FindRowsHere(const SlotPullArgs& args, int source, int index
   return terms;
 }
 
-// Sums what this rank holds of each token, and sends the sums. Team by team.
+// The slot that a team fills in its n-th turn: of which rank, and which one. Ranks behind this one come
+// first, so that the ranks do not all write to the same one.
+struct Target {
+  int rank;
+  int index;
+};
+
+__device__ Target TargetOf(const SlotPullArgs& args, int i) {
+  const int R = args.shape.num_ranks, behind = args.peers.rank + 1 + i % R;
+  return {behind < R ? behind : behind - R, i / R};
+}
+
+// Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps; the rows of
+// a team's first token were found before.
 template <typename T, int N>
-__device__ void SendSums(const SlotPullArgs& args, const Visit& visit) {
-  const RowTeam team = MyTeam(args);
-  const int R = args.shape.num_ranks, me = args.peers.rank;
-  const int width = static_cast<int>(args.summand.num_elements);
-  for (int i = team.index; i < R * args.shape.num_tokens; i += team.count) {
-    const int behind = me + 1 + i % R, source = behind < R ? behind : behind - R, index = i / R;
-    if ((visit.ranks >> source & 1) == 0) continue;
-    const Terms<T> terms = FindRowsHere<T>(args, source, index, team.lane);
-    if (terms.lanes == 0) continue;
-    T* const slot = RowIn<T>(args.slot(source, me, index, visit.epoch));
+__device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const RowTeam& team, Terms<T> terms) {
+  const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
+  const int tokens = args.shape.num_ranks * args.shape.num_tokens;
+  for (int i = team.index; i < tokens; i += team.count) {
+    const Target target = TargetOf(args, i);
+    if (i > team.index) terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
+    if (terms.lanes == 0 || (visit.ranks >> target.rank & 1) == 0) continue;
+    T* const slot = RowIn<T>(args.slot(target.rank, me, target.index, visit.epoch));
     for (int first = team.warp * kSlice<N>; first < width; first += team.warps * kSlice<N>) {
       typename Sum<T>::Acc total[kSumVectors][N] = {};
       SumSlice<T, N>(terms, first, width, team.lane, total);
@@ -64,7 +78,7 @@ __device__ void SendSums(const SlotPullArgs& args, const Visit& visit) {
     }
     team.Sync();
     if (team.warp == 0 && team.lane == 0) {
-      StoreStampedRelease(&args.mail(source, me, visit.epoch).arrived[index], 1, visit.epoch);
+      StoreStampedRelease(&args.mail(target.rank, me, visit.epoch).arrived[target.index], 1, visit.epoch);
     }
   }
 }
@@ -97,14 +111,16 @@ __device__ uint32_t AwaitSums(const SlotPullArgs& args, const Visit& visit, cons
   return is_there() || Await(args.peers, is_there) ? 0 : 1u << lane;
 }
 
-// Adds up what arrives, in the order of the ranks, a slice of a token a warp. Returns the ranks that this
-// thread has missed.
+// Adds up what arrives, in the order of the ranks: of every gridDim-th slice of a token, a warp the one that
+// it gets a ticket for. Returns the ranks that this thread has missed.
 template <typename T, int N>
-__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit) {
+__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const Dealer& dealer) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
   const int slices = (width + kSlice<N> - 1) / kSlice<N>;
-  const Portion share = WarpOf(0);
-  for (int i = share.index; i < args.shape.num_tokens * slices; i += share.count) {
+  while (true) {
+    const int ticket = Dealer::Show(dealer.Take(lane));
+    const int i = static_cast<int>(blockIdx.x) + ticket * static_cast<int>(gridDim.x);
+    if (i >= args.shape.num_tokens * slices) return 0;
     const int t = i / slices, first = i % slices * kSlice<N>;
     const Sender sender = FindSender(args, visit.ranks, t, lane);
     const uint32_t missing = AwaitSums(args, visit, sender, lane);
@@ -116,7 +132,6 @@ __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit) {
     AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
     StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{t} * width, first, width, lane, total);
   }
-  return 0;
 }
 
 // Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
@@ -130,31 +145,45 @@ __device__ uint32_t AwaitAll(const SlotPullArgs& args, const Visit& visit, uint3
   return missing;
 }
 
+// The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
+// all do the latter.
 template <typename T>
 __global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_constant__ SlotPullArgs args) {
   constexpr Op op = Op::kCombine;
+  __shared__ unsigned next;
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillResult(summand.out, int64_t{args.shape.num_tokens} * summand.num_elements * sizeof(T));
   };
+  const int warp = threadIdx.x / kWarp;
+  const RowTeam team = TeamOf(warp, kSummingWarps, args.team_warps, args.num_receivers);
+  const bool sums = warp < kSummingWarps;
+  Terms<T> terms{};
+  if (sums && team.index < args.shape.num_ranks * args.shape.num_tokens) {
+    const Target first = TargetOf(args, team.index);
+    terms = FindRowsHere<T>(args, first.rank, first.index, team.lane);
+  }
+  if (threadIdx.x == 0) next = 0;
   Visit visit = OpenSlots(args, op);
   if (!visit.open) return EndUnopened(args, op, visit, fill);
   if (blockIdx.x == 0) TellCall(args, visit);
-  WithVector<T>(summand.num_elements,
-                [&](auto vector) { SendSums<T, decltype(vector)::value>(args, visit); });
+  if (sums) {
+    WithVector<T>(summand.num_elements,
+                  [&](auto vector) { SendSums<T, decltype(vector)::value>(args, visit, team, terms); });
+  }
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    __syncthreads();
     AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, ranks); });
-  } else if (blockIdx.x == 0) {
+  } else if (blockIdx.x == 0 && warp == kSlotWarps - 1) {
     // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
-    missing = AwaitCall(args, op, visit, threadIdx.x, log);
+    missing = AwaitCall(args, op, visit, threadIdx.x % kWarp, log);
     __syncwarp();
   }
   if (!visit.failed) {
-    WithVector<T>(summand.num_elements,
-                  [&](auto vector) { missing |= AddUp<T, decltype(vector)::value>(args, visit); });
+    WithVector<T>(summand.num_elements, [&](auto vector) {
+      missing |= AddUp<T, decltype(vector)::value>(args, visit, Dealer{&next});
+    });
   }
   missing = BlockOr(missing);
   if (missing != 0) {
@@ -198,7 +227,7 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;
-  const SlotPlan plan = PlanSlots(args.shape, 0, device);
+  const SlotPlan plan = PlanSlots(args.shape, kSummingWarps, 0, device);
   args.team_warps = plan.team_warps;
   args.num_receivers = plan.receivers;
   return WithKernel(args.summand.type, [&](auto* kernel) {

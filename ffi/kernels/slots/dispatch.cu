@@ -14,10 +14,11 @@ __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const
                              uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
-    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
-      routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
-  }));
+  uint32_t missing =
+      BlockOr(AwaitChoices(args, visit, ranks, WholeBlock(), [&](int rank, int word, uint32_t two) {
+        for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
+          routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+      }));
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
     const int source = t / shape.num_tokens;
     bool comes = false;
@@ -34,7 +35,7 @@ __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const
   return missing;
 }
 
-// Notes that the block has missed ranks. The whole block.
+// Notes that the block has missed ranks. All of its threads.
 __device__ void Miss(const SlotPushArgs& args, Visit& visit, Phase phase, uint32_t missing) {
   if (missing == 0) return;
   visit.failed = true;
@@ -42,47 +43,81 @@ __device__ void Miss(const SlotPushArgs& args, Visit& visit, Phase phase, uint32
   if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, Op::kDispatch, phase, visit.epoch, ranks);
 }
 
-// T is the type of rows that become FP8, or void. Every block sends some tokens, then waits for all choices,
-// and then, team by team, for rows.
+// Lets the senders wait for what the routers have found, who go on.
+__device__ void ShowToSenders() {
+  constexpr int kFound = 3;
+  if (Sends()) {
+    asm volatile("bar.sync %0, %1;" ::"n"(kFound), "n"(kSlotThreads) : "memory");
+  } else {
+    asm volatile("bar.arrive %0, %1;" ::"n"(kFound), "n"(kSlotThreads) : "memory");
+  }
+}
+
+// T is the type of rows that become FP8, or void. The first warps of a block send its tokens. Meanwhile the
+// others tell of this rank's choices, wait for those of all, and find out where rows lie. Then teams of both
+// wait for rows, those of the latter first.
 template <typename T>
 __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_constant__ SlotPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
+  __shared__ uint32_t late;  // ranks that the routers have missed
   constexpr Op op = Op::kDispatch;
-  const Routes routes(args.shape, shared);
+  const Shape& shape = args.shape;
+  const Routes routes(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillRows(args);
-    FillRouting(args, args.shape.has_row_per_choice());
+    FillRouting(args, shape.has_row_per_choice());
   };
+  EarlyToken token{};
+  uint32_t choices = 0;
+  if (Sends()) {
+    token = LoadToken<T>(args, blockIdx.x);
+  } else {
+    const int words = ChoiceWords(shape), first = FirstWord(Routers());
+    if (first < words * shape.num_ranks) choices = LoadChoices(shape, args.topk_idx, first % words);
+  }
+  for (int e = threadIdx.x; e < shape.num_experts; e += kSlotThreads) routes.totals[e] = 0;
+  if (threadIdx.x == 0) late = 0;
   Visit visit = OpenSlots(args, op);
   if (!visit.open) return EndUnopened(args, op, visit, fill);
   if (blockIdx.x == 0) TellCall(args, visit);
-  TellChoices(args, args.topk_idx, visit);
-  for (int t = blockIdx.x; t < args.shape.num_tokens; t += gridDim.x) SendToken<T>(args, visit, t);
-  uint32_t late = 0;
+  if (Sends()) {
+    SendTokens<T>(args, visit, token);
+  } else {
+    TellChoices(args, args.topk_idx, visit, Routers(), choices);
+  }
   if (args.attendance.masks) {
     AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, routes, ranks); });
-  } else if (blockIdx.x == 0) {
-    late = AwaitCall(args, op, visit, threadIdx.x, log);
   }
-  if (!visit.failed) Miss(args, visit, Phase::kEnter, BlockOr(late) | FindRoutes(args, visit, routes));
+  if (!Sends()) {
+    if (blockIdx.x == 0 && !args.attendance.masks) {
+      const uint32_t missed = AwaitCall(args, op, visit, Routers().thread, log);
+      if (missed != 0) atomicOr(&late, missed);
+      __syncwarp();
+    }
+    FindRoutes(args, visit, routes, Routers(), &late);
+  }
+  ShowToSenders();
+  Miss(args, visit, Phase::kEnter, late);
+  uint32_t missing = 0;
   if (!visit.failed) {
     ClearTail(args, routes);
     if (args.keeps_books()) {
       WriteHandle(args, routes);
       ClearPadding(args, routes);
-      if (blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
     }
-    const RowTeam team = MyTeam(args);
-    const int tokens = args.receives() ? args.shape.num_ranks * args.shape.num_tokens : 0;
-    uint32_t missing = 0;
+    const int warp = (threadIdx.x / kWarp + kSendingWarps) % kSlotWarps;
+    const RowTeam team = TeamOf(warp, kSlotWarps, args.team_warps, args.num_receivers);
+    const int tokens = args.receives() ? shape.num_ranks * shape.num_tokens : 0;
     for (int i = team.index; i < tokens; i += team.count) {
       // Tokens that were sent at the same time are received at the same time.
-      const int source = i % args.shape.num_ranks, token = i / args.shape.num_ranks;
-      ReceiveToken(args, visit, routes, team, source * args.shape.num_tokens + token, &missing);
+      const int source = i % shape.num_ranks, index = i / shape.num_ranks;
+      ReceiveToken(args, visit, routes, team, source * shape.num_tokens + index, &missing);
     }
-    Miss(args, visit, Phase::kWave, BlockOr(missing));
   }
+  missing = BlockOr(missing);
+  if (!visit.failed && blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
+  Miss(args, visit, Phase::kWave, missing);
   EndSlots(args, op, visit, fill);
 }
 
@@ -127,7 +162,7 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  const SlotPlan plan = PlanSlots(args.shape, kBookKeepers, device);
+  const SlotPlan plan = PlanSlots(args.shape, kSendingWarps, kBookKeepers, device);
   args.team_warps = plan.team_warps;
   args.num_receivers = plan.receivers;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {

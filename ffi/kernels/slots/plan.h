@@ -14,21 +14,18 @@ struct SlotPlan {
   int team_warps;
 };
 
-// A block for each token to send, and teams for all ranks' tokens to receive, as large as there are warps for
-// them; and `others`, where there is room. SMs are left to other kernels as by the other ops (core/plan.h).
-inline SlotPlan PlanSlots(const Shape& shape, int others, const Device& device) {
+// A block for each of all ranks' tokens, whose `warps` warps share it, or fewer blocks whose warps form
+// smaller teams; and `others`, where there is room. SMs are left to other kernels as by the other ops
+// (core/plan.h).
+inline SlotPlan PlanSlots(const Shape& shape, int warps, int others, const Device& device) {
+  constexpr int kSmallestTeam = 2;
   const bool limited = device.sm_budget > 0 && device.sm_budget < device.num_sms;
   const int most = limited ? device.sm_budget : std::max(device.num_sms * 3 / 4, 1);
   if (most < 4 * others) others = 0;
-  const int most_receivers = most - others;
-  const int tokens = shape.num_tokens * shape.num_ranks;
-  int team_warps = kSlotWarps;
-  while (team_warps * kMaxTeams > kSlotWarps && tokens * team_warps > most_receivers * kSlotWarps) {
-    team_warps /= 2;
-  }
-  const int teams = kSlotWarps / team_warps;
-  const int receivers = std::min(std::max(shape.num_tokens, (tokens + teams - 1) / teams), most_receivers);
-  return {receivers + others, receivers, team_warps};
+  const int tokens = shape.num_tokens * shape.num_ranks, receivers = std::min(tokens, most - others);
+  int team = warps;
+  while (team > kSmallestTeam && (warps % team != 0 || tokens > receivers * (warps / team))) --team;
+  return {receivers + others, receivers, team};
 }
 
 }  // namespace jax_ep::cuda

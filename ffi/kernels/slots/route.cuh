@@ -32,35 +32,44 @@ struct Routes {
 // Words that a rank's choices travel in, two of them each.
 JAX_EP_HD inline int ChoiceWords(const Shape& shape) { return (shape.num_tokens * shape.top_k + 1) / 2; }
 
-// The expert that choice i of this rank fell on, -1 where it is unused, or its rank does not take part.
-__device__ inline int MyExpert(const Shape& shape, const TopkIds& ids, uint32_t ranks, int i) {
-  if (i >= shape.num_tokens * shape.top_k) return -1;
-  const int expert = RoutedAt(ids, shape, i / shape.top_k, i % shape.top_k);
-  return expert >= 0 && (ranks >> shape.rank_of(expert) & 1) != 0 ? expert : -1;
+// Choices 2 * word and the next of this rank, as they travel.
+__device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, int word) {
+  const int choices = shape.num_tokens * shape.top_k;
+  uint32_t two = ~0u;
+  for (int i = min(2 * word + 1, choices - 1); i >= 2 * word; --i) {
+    two = two << 16 | (static_cast<uint32_t>(RoutedAt(ids, shape, 0, i)) & 0xffff);
+  }
+  return two;
 }
 
-// Tells all ranks of this one's choices, all blocks together.
-__device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit) {
+// The words of its choices that a thread of those that tell of them begins with.
+__device__ inline int FirstWord(const Team& routers) {
+  return static_cast<int>(blockIdx.x) * routers.threads + routers.thread;
+}
+
+// Tells all ranks of this one's choices, the routers of all blocks together. `first` are those of the first
+// word.
+__device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit,
+                                   const Team& routers, uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
-  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < words * R;
-       i += static_cast<int>(gridDim.x * blockDim.x)) {
+  const int begin = FirstWord(routers);
+  for (int i = begin; i < words * R; i += static_cast<int>(gridDim.x) * routers.threads) {
     const int r = i / words, word = i % words;
     if ((visit.ranks >> r & 1) == 0) continue;
-    const uint32_t low = MyExpert(args.shape, ids, visit.ranks, 2 * word) & 0xffff;
-    const uint32_t high = MyExpert(args.shape, ids, visit.ranks, 2 * word + 1) & 0xffff;
-    StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], high << 16 | low, visit.epoch);
+    const uint32_t two = i == begin ? first : LoadChoices(args.shape, ids, word);
+    StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], two, visit.epoch);
   }
 }
 
-// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word. The whole block;
+// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word. The whole team;
 // returns the ranks that this thread has missed.
 template <typename Take>
-__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, Take&& take) {
+__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, const Team& team,
+                                 Take&& take) {
   constexpr int kWordsInFlight = 8;
   const int words = ChoiceWords(args.shape), all = words * args.shape.num_ranks;
   uint32_t missing = 0;
-  const int stride = static_cast<int>(blockDim.x);
-  for (int first = threadIdx.x; first < all; first += stride * kWordsInFlight) {
+  for (int first = team.thread; first < all; first += team.threads * kWordsInFlight) {
     const auto word = [&](int i) {
       return &args.mail(args.peers.rank, i / words, visit.epoch).choices[i % words];
     };
@@ -68,12 +77,12 @@ __device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint3
     Stamped seen[kWordsInFlight];
 #pragma unroll
     for (int j = 0; j < kWordsInFlight; ++j) {
-      const int i = first + j * stride;
+      const int i = first + j * team.threads;
       seen[j] = comes(i) ? LoadStamped(word(i)) : 0;
     }
 #pragma unroll
     for (int j = 0; j < kWordsInFlight; ++j) {
-      const int i = first + j * stride;
+      const int i = first + j * team.threads;
       if (i >= all) break;
       const auto is_there = [&] { return IsOf(seen[j] = LoadStamped(word(i)), visit.epoch); };
       if (comes(i) && !IsOf(seen[j], visit.epoch) && !Await(args.peers, is_there)) {
@@ -86,26 +95,26 @@ __device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint3
   return missing;
 }
 
-// Waits for all choices, and finds out of them where rows lie. The whole block, to which that is visible
-// afterwards; returns the ranks that it has missed.
-__device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
+// Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole team, to
+// which that is visible afterwards; ranks that it has missed are in `late`, in shared memory.
+__device__ inline void FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes,
+                                  const Team& team, uint32_t* late) {
   const Shape& shape = args.shape;
   const int choices = shape.num_tokens * shape.top_k, R = shape.num_ranks, L = shape.num_local_experts();
-  for (int e = threadIdx.x; e < shape.num_experts; e += blockDim.x) routes.totals[e] = 0;
-  __syncthreads();
+  const bool all_there = visit.ranks == (1u << R) - 1;
   const auto take = [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
       int expert = static_cast<int16_t>(two & 0xffff);
-      // A rank that was left out later than another has seen it.
-      if (expert >= 0 && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
+      if (expert >= 0 && !all_there && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
       routes.experts[rank * choices + i] = static_cast<int16_t>(expert);
       if (expert >= 0) atomicAdd(&routes.totals[expert], 1);
     }
   };
-  const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
-  if (missing != 0) return missing;
+  const uint32_t missing = AwaitChoices(args, visit, visit.ranks, team, take);
+  if (missing != 0) atomicOr(late, missing);
+  team.Sync();
   if (!shape.has_row_per_choice()) {
-    for (int t = threadIdx.x; t < R * shape.num_tokens; t += blockDim.x) {
+    for (int t = team.thread; t < R * shape.num_tokens; t += team.threads) {
       uint32_t ranks = 0;
       for (int k = 0; k < shape.top_k; ++k) {
         const int expert = routes.experts[t * shape.top_k + k];
@@ -114,12 +123,11 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
       routes.ranks[t] = static_cast<uint16_t>(ranks);
     }
   } else {
-    for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
+    for (int r = team.thread / kWarp; r < R; r += team.threads / kWarp) {
       FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
     }
   }
-  __syncthreads();
-  return 0;
+  team.Sync();
 }
 
 // By expert: the row of choice i of all ranks', which fell on `expert`, each lane its own; -1 if it is

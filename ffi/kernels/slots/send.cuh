@@ -22,13 +22,6 @@ struct SlotPushArgs : SlotArgs {
   int32_t* num_dropped;
 };
 
-// The ranks, of those that take part, that token t goes to, in all lanes. One warp.
-__device__ inline uint32_t DestinationsOf(const SlotPushArgs& args, const Visit& visit, int t) {
-  const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
-  const int expert = lane < K ? MyExpert(args.shape, args.topk_idx, visit.ranks, t * K + lane) : -1;
-  return __reduce_or_sync(kAllLanes, expert < 0 ? 0 : 1u << args.shape.rank_of(expert));
-}
-
 // Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
 // not all write to the same one.
 template <typename Store>
@@ -40,75 +33,149 @@ __device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32
   }
 }
 
-// A row as it is: vectors of 16 bytes, or bytes where it is no multiple of that.
-template <typename Element>
-__device__ void SendAs(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks, int payload) {
-  constexpr int kInFlight = 2;
-  const int n = static_cast<int>(args.payloads[payload].row_bytes / sizeof(Element));
-  const Element* const row =
-      reinterpret_cast<const Element*>(args.payloads[payload].in + t * args.payloads[payload].row_bytes);
-  for (int first = threadIdx.x; first < n; first += kInFlight * kSlotThreads) {
-    Element values[kInFlight];
+constexpr int kSendThreads = kSendingWarps * kWarp;
+constexpr int kSendVectors = 4;  // 16-byte loads in flight a thread
+
+// What a sending thread needs of a token, which is loaded before the op is open: of this lane's choice the
+// expert, -1 unused; the weight of choice threadIdx.x; and the first vectors of the row, where it has such.
+struct EarlyToken {
+  int expert;
+  float weight;
+  uint4 row[kSendVectors];
+};
+
+// Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
+template <typename T>
+__device__ int VectorsOf(const SlotPushArgs& args) {
+  const int64_t bytes = args.payloads[0].row_bytes *
+                        (std::is_void_v<T> ? 1 : sizeof(std::conditional_t<std::is_void_v<T>, char, T>));
+  return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
+}
+
+template <typename T>
+__device__ const uint4* RowOf(const SlotPushArgs& args, int t) {
+  return reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * VectorsOf<T>(args);
+}
+
+template <typename T>
+__device__ EarlyToken LoadToken(const SlotPushArgs& args, int t) {
+  EarlyToken token{-1, 0.0f, {}};
+  if (t >= args.shape.num_tokens) return token;
+  const int lane = threadIdx.x % kWarp, K = args.shape.top_k, n = VectorsOf<T>(args);
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (first + j * kSlotThreads < n) values[j] = __ldg(row + first + j * kSlotThreads);
-    }
+  for (int j = 0; j < kSendVectors; ++j) {
+    const int i = threadIdx.x + j * kSendThreads;
+    if (i < n) token.row[j] = __ldg(RowOf<T>(args, t) + i);
+  }
+  if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
+  if (args.topk_weights != nullptr && threadIdx.x < K) token.weight = args.topk_weights[t * K + threadIdx.x];
+  return token;
+}
+
+// A row of vectors as it is.
+__device__ inline void SendVectors(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                                   const EarlyToken& token) {
+  const int n = VectorsOf<void>(args);
+  uint4 values[kSendVectors];
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) values[j] = token.row[j];
+  for (int first = threadIdx.x; first < n; first += kSendVectors * kSendThreads) {
     ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
-      Element* const to = reinterpret_cast<Element*>(slot + args.offsets[payload]);
+      uint4* const to = reinterpret_cast<uint4*>(slot + args.offsets[0]);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        if (first + j * kSlotThreads < n) to[first + j * kSlotThreads] = values[j];
+      for (int j = 0; j < kSendVectors; ++j) {
+        if (first + j * kSendThreads < n) to[first + j * kSendThreads] = values[j];
       }
     });
+#pragma unroll
+    for (int j = 0; j < kSendVectors; ++j) {
+      const int next = first + (j + kSendVectors) * kSendThreads;
+      if (next < n) values[j] = __ldg(RowOf<void>(args, t) + next);
+    }
   }
 }
 
-template <typename T>
-__device__ void SendQuantized(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks) {
-  using Q = Quantized<T>;
-  const int width = static_cast<int>(args.payloads[0].row_bytes), vectors = width / Q::kElements;
-  const T* const row = reinterpret_cast<const T*>(args.payloads[0].in) + int64_t{t} * width;
-  // Whole warps go round: they find the largest of a block together.
-  for (int i = threadIdx.x; i < AlignUp(vectors, kWarp); i += kSlotThreads) {
-    const bool wanted = i < vectors;
-    const auto vector = Vector<T, Q::kElements>::Load(row + int64_t{i} * Q::kElements, wanted);
-    const Q q = QuantizeVector<T>(vector, args.quantize == Quantize::kFp8Rounded);
-    if (!wanted) continue;
-    using Bits = std::conditional_t<Q::kElements == 8, uint2, uint32_t>;
-    Bits bits;
-    memcpy(&bits, q.values, sizeof(bits));
-    ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
-      reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = bits;
-      if (i % Q::kLanes == 0) reinterpret_cast<float*>(slot + args.offsets[1])[i / Q::kLanes] = q.scale;
-    });
-  }
-}
-
-// Sends token t, and tells its ranks that it is there. The whole block.
-template <typename T>
-__device__ void SendToken(const SlotPushArgs& args, const Visit& visit, int t) {
-  const uint32_t ranks = DestinationsOf(args, visit, t);
-  if (ranks == 0) return;
-  if constexpr (!std::is_void_v<T>) {
-    SendQuantized<T>(args, visit, t, ranks);
+// Any row as it is.
+__device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                                 int payload) {
+  const int64_t n = args.payloads[payload].row_bytes;
+  const std::byte* const row = args.payloads[payload].in + t * n;
+  if (n % 16 == 0) {
+    for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
+      const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
+      ForSlots(args, visit, t, ranks,
+               [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
+    }
   } else {
-    for (int p = 0; p < args.num_payloads; ++p) {
-      if (args.payloads[p].row_bytes % 16 == 0) {
-        SendAs<uint4>(args, visit, t, ranks, p);
-      } else {
-        SendAs<char>(args, visit, t, ranks, p);
-      }
+    for (int i = threadIdx.x; i < n; i += kSendThreads) {
+      const std::byte value = row[i];
+      ForSlots(args, visit, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
     }
+  }
+}
+
+// One vector of a row as FP8. Whole warps: their lanes find the largest of a block together.
+template <typename T>
+__device__ void SendQuantized(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks, int i,
+                              const uint4& vector, bool wanted) {
+  using Q = Quantized<T>;
+  using Bits = std::conditional_t<Q::kElements == 8, uint2, uint32_t>;
+  const Q q = QuantizeVector<T>({vector}, args.quantize == Quantize::kFp8Rounded);
+  if (!wanted) return;
+  Bits bits;
+  memcpy(&bits, q.values, sizeof(bits));
+  ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
+    reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = bits;
+    if (i % Q::kLanes == 0) reinterpret_cast<float*>(slot + args.offsets[1])[i / Q::kLanes] = q.scale;
+  });
+}
+
+// A row as FP8.
+template <typename T>
+__device__ void SendAsFp8(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                          const EarlyToken& token) {
+  const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) {
+    const int i = threadIdx.x + j * kSendThreads;
+    if (i < whole) SendQuantized<T>(args, visit, t, ranks, i, token.row[j], i < n);
+  }
+  for (int i = threadIdx.x + kSendVectors * kSendThreads; i < whole; i += kSendThreads) {
+    const uint4 vector = i < n ? __ldg(RowOf<T>(args, t) + i) : uint4{};
+    SendQuantized<T>(args, visit, t, ranks, i, vector, i < n);
+  }
+}
+
+// Sends token t, and tells its ranks that it is there. The sending warps.
+template <typename T>
+__device__ void SendToken(const SlotPushArgs& args, const Visit& visit, int t, const EarlyToken& token) {
+  const bool goes = token.expert >= 0 && (visit.ranks >> args.shape.rank_of(token.expert) & 1) != 0;
+  const uint32_t ranks = __reduce_or_sync(kAllLanes, goes ? 1u << args.shape.rank_of(token.expert) : 0);
+  if (ranks == 0) return;
+  if constexpr (std::is_void_v<T>) {
+    const bool in_vectors = VectorsOf<void>(args) > 0;
+    if (in_vectors) SendVectors(args, visit, t, ranks, token);
+    for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
+  } else {
+    SendAsFp8<T>(args, visit, t, ranks, token);
   }
   if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
-    const float weight = args.topk_weights[t * args.shape.top_k + threadIdx.x];
     ForSlots(args, visit, t, ranks,
-             [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = weight; });
+             [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
   }
-  __syncthreads();
+  Senders().Sync();
   const int r = threadIdx.x;
   if (r >= args.shape.num_ranks || (ranks >> r & 1) == 0) return;
   StoreStampedRelease(&args.mail(r, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
+}
+
+// Sends every token of this block, of which the first was loaded early. The sending warps.
+template <typename T>
+__device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken token) {
+  for (int t = blockIdx.x; t < args.shape.num_tokens; t += gridDim.x) {
+    SendToken<T>(args, visit, t, token);
+    token = LoadToken<T>(args, t + static_cast<int>(gridDim.x));
+  }
 }
 
 }  // namespace jax_ep::cuda
