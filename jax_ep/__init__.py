@@ -29,6 +29,12 @@ from jax_ep._remat import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
 from jax_ep._remat import CHECKPOINT_ROWS as CHECKPOINT_ROWS
 from jax_ep._remat import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHTS
 from jax_ep._remat import save_ep_residuals as save_ep_residuals
+from jax_ep._start_done import PendingCombine as PendingCombine
+from jax_ep._start_done import PendingDispatch as PendingDispatch
+from jax_ep._start_done import combine_done as combine_done
+from jax_ep._start_done import combine_start as combine_start
+from jax_ep._start_done import dispatch_done as dispatch_done
+from jax_ep._start_done import dispatch_start as dispatch_start
 
 __all__ = [
     "CHECKPOINT_HANDLE",
@@ -43,11 +49,17 @@ __all__ = [
     "Handle",
     "MoEStats",
     "PeerTimeoutError",
+    "PendingCombine",
+    "PendingDispatch",
     "Permuted",
     "QuantizedArray",
     "combine",
+    "combine_done",
+    "combine_start",
     "dequantize_fp8",
     "dispatch",
+    "dispatch_done",
+    "dispatch_start",
     "get_dispatch_layout",
     "grouped_dot",
     "moe",

@@ -1,0 +1,188 @@
+"""dispatch and combine in two steps, a start and a done, with room for other work between them.
+
+On GPUs an op then runs on XLA's stream for communication: XLA makes a start and a done of it, and places what
+does not use its results in between. It is still one kernel: no array of XLA's can hold the rows of an op that
+is half done (docs/howto/overlap.md).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import jax
+from jax.experimental import compute_on
+from jax.extend.core import jaxpr_as_fun
+
+from jax_ep._combine import combine
+from jax_ep._dispatch import DispatchedByExpert, DispatchedByRank, dispatch
+from jax_ep._group import Group
+from jax_ep._handle import Handle, Order
+
+Result = TypeVar("Result")
+
+# XLA's name of the stream that its own collectives run on.
+_STREAM = "gpu_stream:collective"
+# The function has had either name. A context manager of the second name annotates every op by itself.
+_run_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PendingDispatch(Generic[Result]):
+    """A dispatch that has been started: for `dispatch_done`, which returns what it brings. A pytree."""
+
+    _result: Result
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PendingCombine(Generic[Result]):
+    """A combine that has been started: for `combine_done`, which returns its sums. A pytree."""
+
+    _result: Result
+
+
+@overload
+def dispatch_start(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["expert", "expert_padded"] = "expert",
+    implementation: str | None = None,
+    **options: Any,
+) -> PendingDispatch[DispatchedByExpert]: ...
+@overload
+def dispatch_start(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["rank"],
+    implementation: str | None = None,
+    **options: Any,
+) -> PendingDispatch[DispatchedByRank]: ...
+def dispatch_start(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Order = "expert",
+    implementation: str | None = None,
+    **options: Any,
+) -> PendingDispatch[Any]:
+    """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
+
+    What does not use its results may run meanwhile, on GPUs. Its gradient, a combine, has a start and a done
+    too. On other devices, and with implementation="xla", it is a dispatch like any other.
+
+    Args:
+      x: [T, ...] rows, as for `dispatch`; so are all arguments.
+      topk_idx: [T, K] expert ids.
+      topk_weights: [T, K], or None.
+      group: the ranks.
+      num_experts: E.
+      order: "expert", "rank" or "expert_padded".
+      implementation: None, "ffi" or "xla".
+      **options: what else `dispatch` takes.
+
+    Returns:
+      What `dispatch_done` takes.
+
+    Raises:
+      ValueError, TypeError: as `dispatch`.
+    """
+    run = lambda: dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        order=order,
+        implementation=implementation,
+        **options,
+    )
+    return PendingDispatch(_begin(run, group, implementation))
+
+
+def dispatch_done(pending: PendingDispatch[Result]) -> Result:
+    """What the dispatch brought, the same bits as from `dispatch`.
+
+    Args:
+      pending: of `dispatch_start`.
+
+    Returns:
+      `DispatchedByExpert` or `DispatchedByRank`, as the order says.
+
+    Raises:
+      TypeError: `pending` does not come from `dispatch_start`.
+    """
+    if not isinstance(pending, PendingDispatch):
+        raise TypeError(
+            f"dispatch_done: pending must be what dispatch_start returned, got {type(pending).__name__}"
+        )
+    return pending._result
+
+
+def combine_start(
+    y: Any, handle: Handle, *, implementation: str | None = None, **options: Any
+) -> PendingCombine[Any]:
+    """Starts a `combine`, beside which other work can run until `combine_done`, as `dispatch_start` does.
+
+    Args:
+      y: [C, ...] rows, as for `combine`; so are all arguments.
+      handle: of the dispatch.
+      implementation: None, "ffi" or "xla".
+      **options: what else `combine` takes.
+
+    Returns:
+      What `combine_done` takes.
+
+    Raises:
+      ValueError, TypeError: as `combine`.
+    """
+    run = lambda: combine(y, handle, implementation=implementation, **options)
+    group = handle.routing.group._open_equal() if isinstance(handle, Handle) else None
+    return PendingCombine(_begin(run, group, implementation))
+
+
+def combine_done(pending: PendingCombine[Result]) -> Result:
+    """The sums, the same bits as from `combine`.
+
+    Args:
+      pending: of `combine_start`.
+
+    Returns:
+      What `combine` returns.
+
+    Raises:
+      TypeError: `pending` does not come from `combine_start`.
+    """
+    if not isinstance(pending, PendingCombine):
+        raise TypeError(
+            f"combine_done: pending must be what combine_start returned, got {type(pending).__name__}"
+        )
+    return pending._result
+
+
+def _begin(run: Callable[[], Result], group: Any, implementation: str | None) -> Result:
+    """What run() returns, computed on the stream for communication where there is one."""
+    if not _has_stream(group, implementation):
+        return run()
+    # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
+    # function that is called in it, too.
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)()
+    call = _run_on(jaxpr_as_fun(traced), compute_type=_STREAM, out_memory_spaces=jax.memory.Space.Device)
+    return jax.tree.unflatten(jax.tree.structure(shapes), call())
+
+
+def _has_stream(group: Any, implementation: str | None) -> bool:
+    """With "xla" the collectives are XLA's own, which it starts apart by itself."""
+    on_gpus = isinstance(group, Group) and group._platform == "gpu"
+    return on_gpus and group._resolve(implementation) == "ffi"

@@ -1,0 +1,307 @@
+"""dispatch and combine by a start and a done: the same bits, and on GPUs other work between the two.
+
+Off GPUs there is no stream for communication. Some of the tests ask for it there all the same: XLA:CPU takes
+no notice of the annotation, but JAX transforms the annotated op as it does for a GPU.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import count_calls, floats, ranks, routing, same_bits
+from conftest import most_ranks, need_gpu
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _extension, _start_done
+
+R, T, K, E, H = most_ranks(), 8, 3, 16, 128
+L = E // R
+ORDERS = ["rank", "expert", "expert_padded"]
+
+
+@pytest.fixture(params=[False, True], ids=["", "annotated"])
+def annotated(request, monkeypatch):
+    """Whether the op is annotated for the stream also where there is none."""
+    if request.param:
+        if jax.default_backend() == "gpu":
+            pytest.skip("annotated anyway")
+        monkeypatch.setattr(_start_done, "_has_stream", lambda *arguments: True)
+    return request.param
+
+
+def arrays():
+    """Rows, ids, weights, rows for something else, and how many tokens are valid."""
+    ids = routing("sprinkled", R, T, K, E).reshape(-1, K)
+    counts = np.arange(R, dtype=np.int32) % (T + 1)
+    return floats((R * T, H)), ids, floats((R * T, K), seed=2), floats((R * T, H), seed=3), counts
+
+
+def together(x, ids, weights, **options):
+    return jax_ep.dispatch(x, ids, weights, num_experts=E, **options)
+
+
+def apart(x, ids, weights, **options):
+    return jax_ep.dispatch_done(jax_ep.dispatch_start(x, ids, weights, num_experts=E, **options))
+
+
+def combined_together(y, handle, **options):
+    return jax_ep.combine(y, handle, **options)
+
+
+def combined_apart(y, handle, **options):
+    return jax_ep.combine_done(jax_ep.combine_start(y, handle, **options))
+
+
+WAYS = {"together": (together, combined_together), "apart": (apart, combined_apart)}
+
+
+def layer(way, group, x, ids, weights, other, counts, implementation=None, **options):
+    """Experts that double. All that is not an op is exact, however XLA fuses it."""
+    dispatch, combine = WAYS[way]
+    sent = dispatch(
+        x, ids, weights, group=group, num_valid_tokens=counts, implementation=implementation, **options
+    )
+    y = sent.x * 2
+    weighted = {} if options.get("order") == "rank" else {"row_weights": sent.row_weights}
+    return combine(y, sent.handle, bias=other, implementation=implementation, **weighted)
+
+
+def mapped(function, check_vma=True):
+    on = ranks(R)
+    shard = functools.partial(function, on.group)
+    return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+
+
+def assert_same(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_results_are_the_same(annotated, implementation, order, quantize):
+    options = {"order": order, "quantize": quantize, "implementation": implementation}
+
+    def shard(way, group, x, ids, weights, _, counts):
+        sent = WAYS[way][0](x, ids, weights, group=group, num_valid_tokens=counts, **options)
+        if order == "expert_padded":  # slots that no row fills may hold anything
+            clear = lambda leaf: jnp.where(sent.is_row()[:, :, None], leaf, jnp.zeros((), leaf.dtype))
+            return jax.tree.map(clear, sent.x), sent.row_weights, sent.group_sizes, sent.handle
+        return sent
+
+    run = lambda way: jax.jit(mapped(functools.partial(shard, way)))(*arrays())
+    assert_same(run("apart"), run("together"))
+
+
+def plainly(step):
+    return step
+
+
+def rematerialised(step):
+    return jax.checkpoint(step, policy=jax_ep.save_ep_residuals)
+
+
+def computed_again(step):
+    return jax.checkpoint(step)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("around", "scanned"), [(plainly, False), (rematerialised, True), (computed_again, True)]
+)
+def test_gradients_are_the_same(annotated, order, around, scanned):
+    x, ids, weights, other, counts = arrays()
+
+    def shard(way, group, x, ids, weights, other, counts):
+        def step(x, _):
+            return layer(way, group, x, ids, weights, other, counts, order=order), None
+
+        return jax.lax.scan(around(step), x, length=2)[0] if scanned else around(step)(x, None)[0]
+
+    def run(way):
+        function = mapped(functools.partial(shard, way))
+        loss = lambda x, weights, other: jnp.sum(function(x, ids, weights, other, counts) ** 2)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, weights, other)
+
+    got, want = run("apart"), run("together")
+    assert_same(got, want)
+    d_x, d_weights, d_other = (np.asarray(gradient) for gradient in got[1])
+    assert d_x.any()
+    assert d_other.any()
+    assert d_weights.any() == (order != "rank")  # by rank nobody applies them here
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_rows_that_travel_as_fp8(annotated, check_vma):
+    x, ids, weights, other, counts = arrays()
+
+    def run(way):
+        function = mapped(
+            lambda group, *a: layer(way, group, *a, order="rank", quantize="fp8_dequantize"), check_vma
+        )
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(function(x, ids, weights, other, counts))))(x)
+
+    assert_same(run("apart"), run("together"))
+
+
+def test_pending_is_a_pytree(annotated):
+    """It may leave the function that started the op, by jit and scan too."""
+    x, ids, weights, _, _ = arrays()
+
+    def shard(group, x, ids, weights):
+        start = jax.jit(lambda x: jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E))
+
+        def step(pending, _):
+            sent = jax_ep.dispatch_done(pending)
+            again = jax_ep.combine_start(sent.x, sent.handle, row_weights=sent.row_weights)
+            return start(jax_ep.combine_done(again)), None
+
+        return jax_ep.dispatch_done(jax.lax.scan(step, start(x), length=2)[0]).x
+
+    def expected(group, x, ids, weights):
+        for _ in range(2):
+            sent = together(x, ids, weights, group=group)
+            x = jax_ep.combine(sent.x, sent.handle, row_weights=sent.row_weights)
+        return together(x, ids, weights, group=group).x
+
+    assert_same(jax.jit(mapped(shard))(x, ids, weights), jax.jit(mapped(expected))(x, ids, weights))
+
+
+@pytest.fixture
+def gpu_group(open_group, monkeypatch):
+    """A group as it would be on GPUs that are not here."""
+    group = open_group(ranks(R).mesh, "ep")
+    monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    return group
+
+
+def lowered_for_gpus(group, implementation):
+    """The program of a layer and its gradient."""
+    x, *rest = arrays()
+
+    def shard(x, *rest):
+        step = lambda x: layer("apart", group, x, *rest, implementation=implementation)
+        return rematerialised(step)(x)
+
+    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(function(x, *rest))))
+    return gradient.trace(x).lower(lowering_platforms=("cuda",))
+
+
+def test_each_op_is_annotated_once_and_so_is_its_gradient(gpu_group):
+    lowered = lowered_for_gpus(gpu_group, "ffi")
+    assert count_calls(lowered.as_text("hlo")) == {"pull": 2, "push": 1, "route": 1}
+    text = lowered.as_text()
+    annotated = re.findall(r'call @(\w+)\(.*_xla_stream_annotation = "collective"', text)
+    bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
+    ops = [re.findall(r"@jax_ep_(\w+)\(", bodies[name]) for name in annotated]
+    assert sorted(ops) == [["pull"], ["pull"], ["push"], ["route"]]
+    assert text.count("_xla_stream_annotation") == len(annotated)
+
+
+def test_xla_starts_its_own_collectives(gpu_group):
+    assert "_xla_stream_annotation" not in lowered_for_gpus(gpu_group, "xla").as_text()
+
+
+def computation_of(text, line):
+    """The lines of the computation that has a line, in the order in which they run."""
+    (found,) = [part for part in text.split("\n}") if line in part.splitlines()]
+    return found.splitlines()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_other_work_runs_between_start_and_done(backward):
+    """A product that does not use the op's results lies between the two in what XLA has scheduled."""
+    need_gpu()
+    if ranks(R).group.stats().implementation != "ffi":
+        pytest.skip("the handlers do not run here")
+    x, ids, weights, other, _ = arrays()
+    square = floats((R * H, H), seed=4)
+
+    def beside(other, square):
+        for _ in range(4):
+            with jax.named_scope("beside"):
+                other = jnp.tanh(other @ square)
+        return other
+
+    def shard(group, x, ids, weights, other, square):
+        pending = jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E)
+        shared = beside(other, square)
+        sent = jax_ep.dispatch_done(pending)
+        pending = jax_ep.combine_start(sent.x * 2, sent.handle, row_weights=sent.row_weights)
+        # Not before the first op is done.
+        shared = beside(shared + sent.num_tokens.astype(jnp.float32), square)
+        return jax_ep.combine_done(pending) + shared
+
+    run = mapped(shard)
+    if backward:
+        loss = lambda x, weights, other: jnp.sum(run(x, ids, weights, other, square) ** 2)
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, weights, other)
+    else:
+        program = jax.jit(run).lower(x, ids, weights, other, square)
+    text = program.compile().as_text()
+    assert "is_scheduled=true" in text
+    starts = re.findall(r"^.*%(\S+) = .* (?:custom-call|call|async)-start\(.*$", text, re.MULTILINE)
+    filled = 0
+    for name in starts:
+        (start,) = [line for line in text.splitlines() if re.search(rf"%{re.escape(name)} = ", line)]
+        lines = computation_of(text, start)
+        begin = lines.index(start)
+        (end,) = [i for i, line in enumerate(lines) if re.search(rf"-done\(.*%{re.escape(name)}\)", line)]
+        filled += any("beside" in line for line in lines[begin:end])
+    print("\n".join(line[:160] for line in text.splitlines() if re.search(r"-(?:start|done)\(|beside", line)))
+    assert len(starts) >= (4 if backward else 2), "the ops are not started and done apart"
+    assert filled >= 2, f"{filled} of {len(starts)} pairs have other work between start and done"
+
+
+@pytest.mark.parametrize(
+    ("done", "other", "text"),
+    [
+        (jax_ep.dispatch_done, jax_ep.PendingCombine(None), "dispatch_start returned, got PendingCombine"),
+        (jax_ep.combine_done, jax_ep.PendingDispatch(None), "combine_start returned, got PendingDispatch"),
+        (jax_ep.combine_done, np.ones(3), "combine_start returned, got ndarray"),
+    ],
+)
+def test_what_was_not_started(done, other, text):
+    with pytest.raises(TypeError, match=text):
+        done(other)
+
+
+def test_a_pending_op_has_no_rows():
+    """Nor anything else that could be taken for a result."""
+    pending = jax_ep.PendingDispatch(None)
+    with pytest.raises(AttributeError):
+        _ = pending.x  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        jnp.sum(pending)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "text"),
+    [
+        (
+            lambda group, x, ids: jax_ep.dispatch_start(x, ids, group=group, num_experts=E + 1),
+            ValueError,
+            "multiple",
+        ),
+        (
+            lambda group, x, ids: jax_ep.dispatch_start(x, ids, group=None, num_experts=E),
+            TypeError,
+            "group must be",
+        ),
+        (
+            lambda group, x, ids: jax_ep.dispatch_start(x, ids, group=group, num_experts=E, ordre="rank"),
+            TypeError,
+            "unexpected keyword argument 'ordre'",
+        ),
+        (lambda group, x, ids: jax_ep.combine_start(x, ids), TypeError, "combine: handle must be"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_start(annotated, start, error, text):
+    with pytest.raises(error, match=text):
+        jax.jit(mapped(start))(*arrays()[:2])
