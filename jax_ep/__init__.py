@@ -35,6 +35,7 @@ from jax_ep._start_done import combine_done as combine_done
 from jax_ep._start_done import combine_start as combine_start
 from jax_ep._start_done import dispatch_done as dispatch_done
 from jax_ep._start_done import dispatch_start as dispatch_start
+from jax_ep._statistics import DispatchStatistics as DispatchStatistics
 
 __all__ = [
     "CHECKPOINT_HANDLE",
@@ -42,6 +43,7 @@ __all__ = [
     "CHECKPOINT_WEIGHTS",
     "DISABLE_JAX_EXPORT_CHECKS",
     "DispatchLayout",
+    "DispatchStatistics",
     "DispatchedByExpert",
     "DispatchedByRank",
     "Group",

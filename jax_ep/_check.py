@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from jax_ep._handle import Handle
 from jax_ep._numbers import integer
+from jax_ep._results import Attendance
 
 # Counts of rows are int32.
 MOST_ROWS = 2**31 - 1
@@ -66,6 +67,30 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
         if not 0 <= number <= ids.shape[0]:
             raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < given.reshape(()), ids, jnp.asarray(-1, ids.dtype))
+
+
+def attendance(
+    op: str, active_ranks: Any, on_timeout: Any, num_ranks: int, waits: bool = False
+) -> Attendance:
+    """Who takes part in an op; `active_ranks` is None there where nobody may be missing."""
+    if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
+        raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
+    masks = on_timeout == "mask"
+    if active_ranks is None:
+        return Attendance(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, waits)
+    given = array(op, "active_ranks", active_ranks)
+    kinds = (jnp.integer, jnp.bool_)
+    if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
+        raise ValueError(
+            f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
+            f"{shape_text(given)}"
+        )
+    if not isinstance(given, Tracer) and not np.isin(np.asarray(given), (0, 1)).all():
+        raise ValueError(
+            f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, not "
+            f"their numbers, got {np.asarray(given).tolist()}"
+        )
+    return Attendance((given != 0).astype(jnp.int32), masks, waits)
 
 
 def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:

@@ -9,7 +9,8 @@ from jax_ep import _check
 from jax_ep._dtypes import summable
 from jax_ep._handle import Handle
 from jax_ep._manual import vary_alike, whole
-from jax_ep._push_pull import open_handle, pull, pull_scaled
+from jax_ep._push_pull import open_handle, pull, pull_attended, pull_scaled
+from jax_ep._results import OnTimeout
 
 
 def combine(
@@ -18,6 +19,8 @@ def combine(
     *,
     row_weights: Any = None,
     bias: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
     implementation: str | None = None,
 ) -> Any:
     """Sums each token's rows and returns them to the token's rank. Call it inside `jax.shard_map`.
@@ -38,15 +41,21 @@ def combine(
         multiplied by its weight in float32. Differentiable.
       bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
         rounding. Differentiable.
+      active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank
+        that is itself marked 0 gets the sums of no rows. As there, no gradient goes through a combine with
+        active_ranks or on_timeout="mask", it must not be rematerialised, and on GPUs it takes few tokens.
+      on_timeout: "raise" or "mask", as for `dispatch`: nothing comes from a rank that is too late.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      [T, ...] of y's structure and dtypes.
+      [T, ...] of y's structure and dtypes. With active_ranks, or on_timeout="mask", `(sums, active_ranks)`:
+      those and int32 [R], 1 for each rank that took part, as this rank knows.
 
     Raises:
       ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias with a pytree, or
         no shard_map binds the axis of the handle's group.
-      TypeError: a leaf of y or a bias is not floating.
+      TypeError: a leaf of y or a bias is not floating, or a gradient was asked for through a combine that
+        ranks may miss.
     """
     handle, chosen = open_handle("combine", handle, implementation)
     routing = handle.routing
@@ -68,16 +77,22 @@ def combine(
         weights = weights.reshape(routing.capacity)
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
+    attendance = _check.attendance("combine", active_ranks, on_timeout, routing.num_ranks)
+
     rows = tuple(summable(leaf) for leaf in leaves)
-    operands = whole((handle, rows, weights, biases))
-    handle, rows, weights, biases = vary_alike(operands, routing.group._axes)
+    operands = whole((handle, rows, weights, biases, attendance.active_ranks))
+    handle, rows, weights, biases, active = vary_alike(operands, routing.group._axes)
+    attendance = attendance._replace(active_ranks=active)
     with jax.named_scope("jax_ep.combine"):
-        if weights is None and not biases:
+        if active is not None:
+            sums, active = pull_attended(chosen, handle, rows, weights, biases, attendance)
+        elif weights is None and not biases:
             sums, _ = pull(chosen, handle, rows, None)
         else:
             sums = pull_scaled(chosen, handle, rows, weights, biases)
     out = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
-    return jax.tree.unflatten(tree, out)
+    result = jax.tree.unflatten(tree, out)
+    return result if active is None else (result, active)
 
 
 def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:

@@ -12,6 +12,8 @@ from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
 from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._results import OnTimeout
+from jax_ep._statistics import DispatchStatistics, add_to, check_statistics
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +36,11 @@ class DispatchedByRank:
     """int32 [1] rows dropped at this rank for want of capacity."""
     handle: Handle
     """Where everything went: for `combine` and `redispatch`."""
+    active_ranks: jax.Array | None
+    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
+    on_timeout="mask"."""
+    statistics: DispatchStatistics | None
+    """Those that were passed, and this dispatch's added; None if none were."""
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +67,11 @@ class DispatchedByExpert:
     """int32 [1] rows dropped at this rank for want of capacity."""
     handle: Handle
     """Where everything went: for `combine` and `redispatch`."""
+    active_ranks: jax.Array | None
+    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
+    on_timeout="mask"."""
+    statistics: DispatchStatistics | None
+    """Those that were passed, and this dispatch's added; None if none were."""
 
     def row_experts(self) -> jax.Array:
         """int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
@@ -100,6 +112,9 @@ def dispatch(
     quantize: Quantize | None = None,
     round_scale: bool = False,
     num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
     implementation: str | None = None,
 ) -> DispatchedByExpert: ...
 @overload
@@ -116,6 +131,9 @@ def dispatch(
     quantize: Quantize | None = None,
     round_scale: bool = False,
     num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
     implementation: str | None = None,
 ) -> DispatchedByRank: ...
 @overload
@@ -132,6 +150,9 @@ def dispatch(
     quantize: Quantize | None = None,
     round_scale: bool = False,
     num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
     implementation: str | None = None,
 ) -> DispatchedByRank | DispatchedByExpert: ...
 def dispatch(
@@ -147,6 +168,9 @@ def dispatch(
     quantize: Quantize | None = None,
     round_scale: bool = False,
     num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
     implementation: str | None = None,
 ) -> DispatchedByRank | DispatchedByExpert:
     """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
@@ -178,6 +202,17 @@ def dispatch(
         then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
         for a batch that has fewer tokens than the shapes of the program. None: T.
+      active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is
+        skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and nobody
+        waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
+        dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
+        other ranks might take part the second time. On GPUs such a dispatch takes at most 128 tokens and 4096
+        choices a rank, and R * T rows with 128 bytes each besides must fit twice into 32 MiB.
+      on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
+        the others go on without it, and it is marked 0 in the result, which the next op should be given; a
+        rank that comes too late finds all others marked 0. The collectives of "xla" wait for every rank,
+        however long, and give active_ranks back as they were.
+      statistics: what earlier dispatches added up, or None.
       implementation: None, "ffi" or "xla".
 
     Returns:
@@ -186,8 +221,9 @@ def dispatch(
     Raises:
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
         group's axis.
-      TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, or a gradient
-        was asked for through rows of quantize="fp8".
+      TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, statistics are
+        no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8" or through a
+        dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
     chosen = group._resolve(implementation)
@@ -222,22 +258,30 @@ def dispatch(
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
     routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment)
-    operands = vary_alike(whole((tuple(leaves), ids, weights)), group._axes)
+    if statistics is not None:
+        check_statistics(statistics, routing)
+    attendance = _check.attendance("dispatch", active_ranks, on_timeout, group.size, statistics is not None)
+    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks, statistics))
+    leaves, ids, weights, active, statistics = vary_alike(operands, group._axes)
+    attendance = attendance._replace(active_ranks=active)
     with jax.named_scope("jax_ep.dispatch"):
-        leaves, ids, weights = operands
         chosen = for_tokens(chosen, routing)
+        sent = (leaves, ids, weights, attendance)
         if quantize is None:
-            out = attach(chosen, route(chosen, routing, leaves, ids, weights), leaves, weights)
+            out = attach(chosen, route(chosen, routing, *sent), leaves, weights)
             rows = jax.tree.unflatten(tree, name_all(out.rows, CHECKPOINT_ROWS))
         else:
-            rows, out = route_fp8(chosen, routing, *operands, quantize, round_scale)
+            rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
     rows, arrived = in_slots(routing, (rows, arrived))
-    counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped, out.handle)
+    if statistics is not None:
+        statistics = add_to(statistics, out)
+    counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped)
+    rest = (*counts, out.handle, out.attended.active_ranks, statistics)
     if out.topk_idx is not None:
-        return DispatchedByRank(rows, out.topk_idx, arrived, *counts)
+        return DispatchedByRank(rows, out.topk_idx, arrived, *rest)
     assert out.group_sizes is not None  # by expert
-    return DispatchedByExpert(rows, arrived, out.group_sizes, *counts)
+    return DispatchedByExpert(rows, arrived, out.group_sizes, *rest)
 
 
 @overload

@@ -9,12 +9,17 @@ from jax_ep import _check, _ffi
 from jax_ep._dtypes import is_differentiable
 from jax_ep._extension import Implementation
 from jax_ep._handle import Routing
-from jax_ep._push_pull import attach, route
+from jax_ep._push_pull import attach, route, without_gradient
 from jax_ep._quantize import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
-from jax_ep._results import Leaves, Routed
+from jax_ep._results import Attendance, Leaves, Routed
 
 Quantize = Literal["fp8", "fp8_dequantize"]
+
+_NO_GRADIENT = (
+    "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
+    "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
+)
 
 
 def check_quantize(quantize: Any, tree: Any, leaves: list[jax.Array]) -> None:
@@ -41,19 +46,20 @@ def route_fp8(
     leaves: Leaves,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
+    attendance: Attendance,
     quantize: Quantize,
     round_scale: bool,
 ) -> tuple[Any, Routed]:
     """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
     (x,) = leaves
     if implementation == "ffi" and _ffi.quantizes(routing, x):
-        sent = _route_as_fp8(routing, x, topk_idx, topk_weights, round_scale)
+        sent = _route_as_fp8(routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
-        sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights)
+        sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         out = attach(implementation, sent._replace(rows=()), (), topk_weights)
-        return _without_gradient(x, packed), out
+        return without_gradient(_NO_GRADIENT, x, packed), out
     # With the weights under their name, too, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
@@ -67,11 +73,12 @@ def _route_as_fp8(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     round_scale: bool,
+    attendance: Attendance,
 ) -> Routed:
     """`route` of rows that the kernel packs while it sends them."""
     x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
     (values, scales), weights, *indices = _ffi.route(
-        routing, (x,), topk_idx, topk_weights, quantize=2 if round_scale else 1
+        routing, (x,), topk_idx, topk_weights, attendance, quantize=2 if round_scale else 1
     )
     rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
@@ -86,23 +93,3 @@ def _pack(x: jax.Array, round_scale: bool) -> Leaves:
 def _unpack(rows: Leaves) -> QuantizedArray:
     values, scales = rows
     return QuantizedArray(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
-
-
-@jax.custom_vjp
-def _without_gradient(x: jax.Array, rows: QuantizedArray) -> QuantizedArray:
-    """The rows, which x was made into: x may not be differentiated through them."""
-    return rows
-
-
-def _forward(x: jax.Array, rows: QuantizedArray) -> tuple[QuantizedArray, None]:
-    return rows, None
-
-
-def _backward(saved: None, cotangent: Any) -> Any:
-    raise TypeError(
-        "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
-        "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
-    )
-
-
-_without_gradient.defvjp(_forward, _backward)

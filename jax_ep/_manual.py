@@ -53,13 +53,17 @@ def axes_of(entry: Any) -> set[str]:
     return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
-def require_manual(op: str, group: Group) -> None:
-    """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
+def require_group(op: str, group: Any) -> None:
     if not isinstance(group, Group):
         raise TypeError(
             f"{op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
             f"jax_ep.Group(mesh, axis_name); got {type(group).__name__}"
         )
+
+
+def require_manual(op: str, group: Group) -> None:
+    """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
+    require_group(op, group)
     group._require_open(op)
     try:
         size = jax.lax.axis_size(group.axis_name)

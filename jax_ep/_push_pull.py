@@ -18,7 +18,7 @@ from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, row_experts
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
-from jax_ep._results import Leaves, Routed
+from jax_ep._results import Attendance, Leaves, Routed
 
 
 def backend(implementation: Implementation) -> ModuleType:
@@ -44,12 +44,35 @@ def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:
     return functools.partial(jax.custom_vjp, nondiff_argnums=positions)
 
 
+@static_arguments(0)
+def without_gradient(error: str, sources: Any, results: Any) -> Any:
+    """The results, which were made of the sources: who differentiates these through them gets a TypeError."""
+    return results
+
+
+def _without_gradient_forward(error: str, sources: Any, results: Any) -> Any:
+    return results, None
+
+
+def _without_gradient_backward(error: str, saved: None, cotangents: Any) -> Any:
+    raise TypeError(error)
+
+
+without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+_MISSED = (
+    "with active_ranks or on_timeout='mask' it has no gradient, for the ranks that take part in the backward "
+    "pass may be others; train without them, or pass jax.lax.stop_gradient of its arguments"
+)
+
+
 def route(
     implementation: Implementation,
     routing: Routing,
     leaves: Leaves,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
+    attendance: Attendance,
 ) -> Routed:
     """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there, without gradients.
 
@@ -59,7 +82,9 @@ def route(
     """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
     rows, weights, *indices = move_bits(
-        implementation, lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights), fixed
+        implementation,
+        lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights, attendance),
+        fixed,
     )
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
@@ -67,8 +92,15 @@ def route(
 def attach(
     implementation: Implementation, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None
 ) -> Routed:
-    """The same, its rows and weights with the gradients of a push of `leaves` and `topk_weights`."""
-    rows, weights = _attach(implementation, routed.handle, leaves, topk_weights, routed.rows, routed.weights)
+    """The same, its rows and weights with the gradients of a push of `leaves` and `topk_weights`.
+
+    A push that ranks may miss has none.
+    """
+    arrived = (routed.rows, routed.weights)
+    if routed.attended.active_ranks is None:
+        rows, weights = _attach(implementation, routed.handle, leaves, topk_weights, *arrived)
+    else:
+        rows, weights = without_gradient(f"dispatch: {_MISSED}", (leaves, topk_weights), arrived)
     return routed._replace(rows=rows, weights=weights)
 
 
@@ -185,6 +217,21 @@ def _pull_scaled_backward(implementation: Implementation, residuals: Any, cotang
 
 
 pull_scaled.defvjp(_pull_scaled_forward, _pull_scaled_backward)
+
+
+def pull_attended(
+    implementation: Implementation,
+    handle: Handle,
+    rows: Leaves,
+    row_weights: jax.Array | None,
+    biases: Leaves,
+    attendance: Attendance,
+) -> tuple[Leaves, jax.Array | None]:
+    """`pull_scaled` that ranks may miss, without gradients; and which ranks took part."""
+    sources = (rows, row_weights, biases)
+    fixed = jax.lax.stop_gradient(sources)
+    sums, _, attended = backend(implementation).pull(handle, *fixed, None, attendance)
+    return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
 @static_arguments(0)

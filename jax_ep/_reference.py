@@ -97,6 +97,9 @@ def route(
     ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
     me = _rank(routing)
     my_ids = routed_experts(topk_idx, routing.num_experts)
+    if attendance.active_ranks is not None:
+        active = attendance.active_ranks * attendance.active_ranks[me]
+        my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
     ids = _gather(routing, my_ids).reshape(-1, routing.top_k)
     pairs = _count_pairs(ids, routing.num_experts)
     in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
@@ -143,7 +146,7 @@ def route(
 
 
 def _attended(routing: Routing, attendance: Attendance) -> Attended:
-    """JAX's collectives wait for every rank, and tell nobody for how long."""
+    """JAX's collectives wait for every rank, active or not, and tell nobody for how long."""
     waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
     return Attended(attendance.active_ranks, waits)
 
@@ -209,6 +212,11 @@ def pull(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
     routing = handle.routing
     here, ids = _rows_here(handle)
+    if attendance.active_ranks is not None:
+        active = attendance.active_ranks * attendance.active_ranks[_rank(routing)]
+        active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
+        active = active.reshape(-1, *[1] * (here.ndim - 1))
+        here = jnp.where(active > 0, here, -1)
     choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
     sums = []
     for leaf in rows:

@@ -1,12 +1,13 @@
 """What both implementations of an op return to the layer above them."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from jax_ep._handle import Handle
 
 Leaves = tuple[jax.Array, ...]
+OnTimeout = Literal["raise", "mask"]
 
 
 class LayoutCounts(NamedTuple):
@@ -19,7 +20,7 @@ class LayoutCounts(NamedTuple):
 class Attendance(NamedTuple):
     """Which ranks take part in an op that some may miss."""
 
-    active_ranks: jax.Array | None = None  # int32 [R], 0: as if the rank were not there
+    active_ranks: jax.Array | None = None  # int32 [R], 0: as if it were not there. None: all must come
     masks: bool = False  # a rank that does not come in time is left out; or else the op fails
     waits: bool = False  # measure how long each rank was waited for
 

@@ -87,17 +87,20 @@ struct PushShare final : Share {
     params.group_sizes = rank.sizes.data();
     params.num_tokens = &rank.num_tokens;
     params.num_dropped = &rank.num_dropped;
-    counts = host::Count(params);
   }
 
+  void Expect(const std::vector<bool>& ranks) override { counts = host::Count(params, ranks); }
+
   void Move(const std::vector<Share*>& shares) override {
+    const host::SendCounts nothing(params.shape);
     std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all;
     for (Share* share : shares) {
-      ranks.push_back(&static_cast<PushShare*>(share)->params);
-      all.push_back(&static_cast<PushShare*>(share)->counts);
+      auto* const push = static_cast<PushShare*>(share);
+      ranks.push_back(push == nullptr ? nullptr : &push->params);
+      all.push_back(push == nullptr ? &nothing : &push->counts);
     }
-    host::Push(ranks, all, params.rank);
+    host::Push(params, ranks, all);
   }
 };
 
@@ -116,8 +119,10 @@ struct PullShare final : Share {
 
   void Move(const std::vector<Share*>& shares) override {
     std::vector<const PullParams*> ranks;
-    for (Share* share : shares) ranks.push_back(&static_cast<PullShare*>(share)->params);
-    host::Pull(ranks, params.rank);
+    for (Share* share : shares) {
+      ranks.push_back(share == nullptr ? nullptr : &static_cast<PullShare*>(share)->params);
+    }
+    host::Pull(params, ranks);
   }
 };
 
@@ -162,10 +167,10 @@ void Run(const std::shared_ptr<Group>& group, MeetingPoint& dispatch, MeetingPoi
         Rank data(order, rank, unsigned(run_id * 1000 + step));
         Waiter sent, summed;
         Delay(random);
-        dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), sent.done()});
+        dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), {}, sent.done()});
         Check(sent.Wait().empty(), "dispatch failed");
         Delay(random);
-        combine.Arrive({run_id, group, {0, rank}, std::make_unique<PullShare>(data), summed.done()});
+        combine.Arrive({run_id, group, {0, rank}, std::make_unique<PullShare>(data), {}, summed.done()});
         Check(summed.Wait().empty(), "combine failed");
         data.CheckSums();
       }
@@ -183,12 +188,54 @@ void RunWithMissingRank(const std::shared_ptr<Group>& group, int64_t run_id) {
       Waiter sent;
       // Rank 2 comes when the others have long gone.
       if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(400));
-      dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), sent.done()});
+      dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), {}, sent.done()});
       Check(sent.Wait().find("rank(s) 2 did not arrive") != std::string::npos, "missing rank not named");
     });
   }
   for (std::thread& device : devices) device.join();
   Check(group->TakeExpired().has_value(), "expired wait not recorded");
+}
+
+// Two steps, of which rank 2 comes too late to the first one, and nobody is told to wait for rank 3. Now and
+// then rank 2 comes just when the time is up.
+void RunWithMaskedRanks(const std::shared_ptr<Group>& group, int64_t run_id) {
+  MeetingPoint dispatch("dispatch"), combine("combine");
+  std::vector<std::thread> devices;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    devices.emplace_back([&, rank] {
+      std::vector<int32_t> active = {1, 1, 1, 0}, after(kRanks, -1);
+      std::vector<float> wait_us(kRanks, -1.0f);
+      for (int step = 0; step < 2; ++step) {
+        Rank data(step ? Order::kRank : Order::kExpert, rank, unsigned(run_id));
+        Waiter sent, summed;
+        if (rank == 2 && step == 0) std::this_thread::sleep_for(std::chrono::milliseconds(298 + run_id % 5));
+        dispatch.Arrive({run_id,
+                         group,
+                         {0, rank},
+                         std::make_unique<PushShare>(data),
+                         {active.data(), after.data(), true, wait_us.data()},
+                         sent.done()});
+        Check(sent.Wait().empty(), "masked dispatch failed");
+        const bool left = after == std::vector<int32_t>{1, 1, 0, 0};
+        const bool alone = after == std::vector<int32_t>{0, 0, 1, 0};
+        Check(after == active || (rank == 2 ? alone : left), "wrong active ranks");
+        for (float wait : wait_us) Check(wait >= 0, "negative wait");
+        active = after;
+        combine.Arrive({run_id,
+                        group,
+                        {0, rank},
+                        std::make_unique<PullShare>(data),
+                        {active.data(), after.data(), true, nullptr},
+                        summed.done()});
+        Check(summed.Wait().empty(), "masked combine failed");
+        Check(after == active, "a rank was lost in the combine");
+        data.CheckSums();
+        if (rank == 3) Check(data.num_tokens == 0, "rows came to a rank that is not active");
+      }
+    });
+  }
+  for (std::thread& device : devices) device.join();
+  Check(!group->TakeExpired().has_value(), "a masked wait was recorded");
 }
 
 int Main() {
@@ -205,6 +252,8 @@ int Main() {
   for (std::thread& program : programs) program.join();
   group->set_options({0.2, 0});
   RunWithMissingRank(group, 1000);
+  group->set_options({0.3, 0});
+  for (int64_t run = 0; run < 20; ++run) RunWithMaskedRanks(group, 1001 + run);
   group->set_options({60.0, 0});
   Run(group, dispatch, combine, 2000, 5);
   CloseGroup("stress");

@@ -53,6 +53,8 @@ struct Attendance {
   int32_t* active_after;        // [R] the same, and 0 for those that did not come in time; where the above is
   bool masks;                   // a rank that does not come in time is left out; or else the op fails
   float* wait_us;               // [R] microseconds until each rank had come; or null
+
+  JAX_EP_HD bool is_active(int32_t rank) const { return active_ranks == nullptr || active_ranks[rank] != 0; }
 };
 
 // Elements along a dimension of FP8 operands that share a scale, where that dimension has scales.

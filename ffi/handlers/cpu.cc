@@ -6,10 +6,12 @@ namespace jax_ep {
 
 ffi::TypeId CallSite::id = {};
 
-ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share) {
+ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share,
+                 const Attendance& attendance) {
   ffi::Promise promise;
   ffi::Future future(promise);
   context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, std::move(share),
+                                 attendance,
                                  [promise = std::move(promise)](const std::string* error) mutable {
                                    if (error == nullptr) {
                                      promise.SetAvailable();

@@ -40,7 +40,8 @@ struct CpuLocalContext {
 };
 
 // Brings this rank's share to the meeting. The future is ready when all ranks have left.
-ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share);
+ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share,
+                 const Attendance& attendance);
 
 }  // namespace jax_ep
 

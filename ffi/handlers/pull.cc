@@ -15,15 +15,18 @@ struct PullShare final : Share {
 
   void Move(const std::vector<Share*>& shares) override {
     std::vector<const PullParams*> ranks;
-    for (Share* share : shares) ranks.push_back(&static_cast<PullShare*>(share)->call.params);
-    host::Pull(ranks, call.params.rank);
+    for (Share* share : shares) {
+      ranks.push_back(share == nullptr ? nullptr : &static_cast<PullShare*>(share)->call.params);
+    }
+    host::Pull(call.params, ranks);
   }
 };
 
 }  // namespace
 
 static ffi::Future Run(const CpuContext& context, const char*, Seat seat, PullCall call) {
-  return Meet(context, std::move(seat), std::make_unique<PullShare>(std::move(call)));
+  const Attendance attendance = call.params.attendance;
+  return Meet(context, std::move(seat), std::make_unique<PullShare>(std::move(call)), attendance);
 }
 
 static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePull() {

@@ -19,17 +19,22 @@ struct PushShare final : Share {
     for (const Payload& payload : call.payloads) {
       host::PreferHugePages(payload.out, params.shape.capacity * payload.row_bytes);
     }
-    if (params.routes()) counts = host::Count(params);
+  }
+
+  void Expect(const std::vector<bool>& ranks) override {
+    if (call.params.routes()) counts = host::Count(call.params, ranks);
   }
 
   void Move(const std::vector<Share*>& shares) override {
+    const host::SendCounts nothing(call.params.shape);
     std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all_counts;
     for (Share* share : shares) {
-      ranks.push_back(&static_cast<PushShare*>(share)->call.params);
-      all_counts.push_back(&static_cast<PushShare*>(share)->counts);
+      auto* const push = static_cast<PushShare*>(share);
+      ranks.push_back(push == nullptr ? nullptr : &push->call.params);
+      all_counts.push_back(push == nullptr ? &nothing : &push->counts);
     }
-    host::Push(ranks, all_counts, call.params.rank);
+    host::Push(call.params, ranks, all_counts);
   }
 };
 
@@ -39,7 +44,8 @@ static ffi::Future Run(const CpuContext& context, const char* op, Seat seat, Pus
   if (call.params.quantize != Quantize::kNone) {
     return CpuContext::Fail(InvalidArgument(op, ": on the CPU rows become FP8 before they are sent"));
   }
-  return Meet(context, std::move(seat), std::make_unique<PushShare>(std::move(call)));
+  const Attendance attendance = call.params.attendance;
+  return Meet(context, std::move(seat), std::make_unique<PushShare>(std::move(call)), attendance);
 }
 
 static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateRoute() {

@@ -25,8 +25,8 @@ void Permute(const PermuteParams& params) {
   alone.group_sizes = params.group_sizes;
   alone.num_tokens = &num_tokens;
   alone.num_dropped = params.num_dropped;
-  const SendCounts counts = Count(alone);
-  Push({&alone}, {&counts}, 0);
+  const SendCounts counts = Count(alone, {true});
+  Push(alone, {&alone}, {&counts});
 }
 
 void Repermute(const RepermuteParams& params) {

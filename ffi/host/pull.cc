@@ -14,8 +14,16 @@ struct Source {
   int32_t k;
 };
 
+// Whether rows come from a rank: only where both take part.
+bool HasRowsFrom(const PullParams& me, const std::vector<const PullParams*>& ranks, int32_t rank) {
+  return ranks[me.rank] != nullptr && ranks[rank] != nullptr;
+}
+
 // A token's rows in the order of the sum: by rank; by expert, a rank's rows by k.
-void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std::vector<Source>& sources) {
+void FindSources(const PullParams& me, const std::vector<const PullParams*>& ranks, int32_t t,
+                 std::vector<Source>& sources) {
+  const Shape& shape = me.shape;
+  const HandleArrays& handle = me.handle;
   sources.clear();
   const int32_t width = shape.rows_per_token();
   for (int32_t i = 0; i < width; ++i) {
@@ -27,7 +35,7 @@ void FindSources(const Shape& shape, const HandleArrays& handle, int32_t t, std:
       if (!IsExpert(expert, shape.num_experts)) continue;
       rank = shape.rank_of(expert);
     }
-    sources.push_back({rank, row, i});
+    if (HasRowsFrom(me, ranks, rank)) sources.push_back({rank, row, i});
   }
   std::sort(sources.begin(), sources.end(),
             [](const Source& a, const Source& b) { return a.rank != b.rank ? a.rank < b.rank : a.k < b.k; });
@@ -76,9 +84,10 @@ void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = !shape.has_row_per_choice();
       const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
-      const float* arrived = ranks[rank]->arrived_weights;
-      if (IsRow(row, shape.capacity))
+      if (IsRow(row, shape.capacity) && HasRowsFrom(me, ranks, rank)) {
+        const float* arrived = ranks[rank]->arrived_weights;
         weight = by_rank ? arrived[int64_t{row} * shape.top_k + k] : arrived[row];
+      }
     }
     me.topk_weights[choice] = weight;
   }
@@ -86,11 +95,10 @@ void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams
 
 }  // namespace
 
-void Pull(const std::vector<const PullParams*>& ranks, int rank) {
-  const PullParams& me = *ranks[rank];
+void Pull(const PullParams& me, const std::vector<const PullParams*>& ranks) {
   std::vector<Source> sources;
   for (int32_t t = 0; t < me.shape.num_tokens; ++t) {
-    FindSources(me.shape, me.handle, t, sources);
+    FindSources(me, ranks, t, sources);
     for (int32_t index = 0; index < me.num_summands; ++index) {
       WithAccumulator(me.summands[index].type, [&](auto* null) {
         SumToken<std::remove_pointer_t<decltype(null)>>(ranks, me, index, t, sources);

@@ -120,9 +120,9 @@ std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendC
 
 // By rank: the kept (row, k) pairs of each local expert. Only the one source whose block the
 // capacity cuts has to be looked at token by token.
-void CountKeptPairs(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
-                    int rank) {
-  const PushParams& me = *ranks[rank];
+void CountKeptPairs(const PushParams& me, const std::vector<const PushParams*>& ranks,
+                    const std::vector<const SendCounts*>& counts) {
+  const int rank = me.rank;
   const Shape& shape = me.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t first_expert = rank * num_local;
@@ -153,9 +153,9 @@ void CountKeptPairs(const std::vector<const PushParams*>& ranks, const std::vect
 }
 
 // Everything about this rank as a receiver that the counts alone determine.
-void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
-                  int rank) {
-  const PushParams& me = *ranks[rank];
+void FillReceiver(const PushParams& me, const std::vector<const PushParams*>& ranks,
+                  const std::vector<const SendCounts*>& counts) {
+  const int rank = me.rank;
   const Shape& shape = me.shape;
   const int32_t R = shape.num_ranks, L = shape.num_local_experts();
   for (int32_t receiver = 0; receiver < R; ++receiver) {
@@ -177,7 +177,7 @@ void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector
   int64_t kept = 0;
   if (!shape.has_expert_blocks()) {
     kept = RowsKept(0, num_rows, shape.capacity);
-    CountKeptPairs(ranks, counts, rank);
+    CountKeptPairs(me, ranks, counts);
     std::fill(me.arrived_idx + kept * shape.top_k, me.arrived_idx + int64_t{shape.capacity} * shape.top_k,
               -1);
   } else {
@@ -195,9 +195,9 @@ void FillReceiver(const std::vector<const PushParams*>& ranks, const std::vector
 }
 
 // Finds where this rank's rows belong, and sends them.
-void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
-               int rank) {
-  const PushParams& me = *ranks[rank];
+void RouteRows(const PushParams& me, const std::vector<const PushParams*>& ranks,
+               const std::vector<const SendCounts*>& counts) {
+  const int rank = me.rank;
   const Shape& shape = me.shape;
   const bool by_rank = !shape.has_row_per_choice();
   const int32_t num_local = shape.num_local_experts();
@@ -205,8 +205,11 @@ void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<co
   const int32_t width = shape.rows_per_token();
   std::fill_n(me.handle.sent_rows, int64_t{shape.num_tokens} * width, -1);
   const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of a rank
-  for (const PushParams* peer : ranks) {
-    if (!by_rank) std::fill_n(peer->handle.received_rows + rank * choices, choices, -1);
+  for (int32_t peer = 0; peer < shape.num_ranks && !by_rank; ++peer) {
+    // A rank that takes no part leaves its place to its receivers.
+    int32_t* const received = ranks[peer] == nullptr ? me.handle.received_rows + peer * choices
+                                                     : ranks[peer]->handle.received_rows + rank * choices;
+    std::fill_n(received, choices, -1);
   }
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
     const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
@@ -232,8 +235,7 @@ void RouteRows(const std::vector<const PushParams*>& ranks, const std::vector<co
 }
 
 // Sends this rank's rows where the handle says.
-void SendRows(const std::vector<const PushParams*>& ranks, int rank) {
-  const PushParams& me = *ranks[rank];
+void SendRows(const PushParams& me, const std::vector<const PushParams*>& ranks) {
   const Shape& shape = me.shape;
   const int32_t width = shape.rows_per_token();
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
@@ -253,17 +255,19 @@ void SendRows(const std::vector<const PushParams*>& ranks, int rank) {
 
 }  // namespace
 
-SendCounts Count(const PushParams& params) {
+SendCounts Count(const PushParams& params, const std::vector<bool>& here) {
   const Shape& shape = params.shape;
   const int32_t num_local = shape.num_local_experts();
-  SendCounts counts;
-  counts.to_rank.resize(shape.num_ranks);
-  counts.to_expert.resize(shape.num_experts);
+  SendCounts counts(shape);
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
     int32_t* experts = params.handle.topk_idx + int64_t{t} * shape.top_k;
     RoutedExperts(params.topk_idx, shape, t, experts);
     for (int32_t k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0) continue;
+      if (!here[params.rank] || !here[shape.rank_of(experts[k])]) {
+        experts[k] = -1;
+        continue;
+      }
       ++counts.to_expert[experts[k]];
       if (shape.has_row_per_choice() || IsFirstOnRank(experts, k, num_local)) {
         ++counts.to_rank[shape.rank_of(experts[k])];
@@ -273,15 +277,14 @@ SendCounts Count(const PushParams& params) {
   return counts;
 }
 
-void Push(const std::vector<const PushParams*>& ranks, const std::vector<const SendCounts*>& counts,
-          int rank) {
-  const PushParams& me = *ranks[rank];
-  if (me.routes()) FillReceiver(ranks, counts, rank);
-  ClearGaps(me, rank);
+void Push(const PushParams& me, const std::vector<const PushParams*>& ranks,
+          const std::vector<const SendCounts*>& counts) {
+  if (me.routes()) FillReceiver(me, ranks, counts);
+  ClearGaps(me, me.rank);
   if (me.routes()) {
-    RouteRows(ranks, counts, rank);
+    RouteRows(me, ranks, counts);
   } else {
-    SendRows(ranks, rank);
+    SendRows(me, ranks);
   }
 }
 

@@ -15,97 +15,167 @@ namespace jax_ep {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+
+std::vector<bool> ActiveRanks(const Arrival& arrival) {
+  std::vector<bool> active(arrival.group->num_ranks());
+  for (size_t rank = 0; rank < active.size(); ++rank) active[rank] = arrival.attendance.is_active(rank);
+  return active;
+}
+
+void WriteActive(const std::vector<bool>& active, const Attendance& attendance) {
+  if (attendance.active_after != nullptr) std::copy(active.begin(), active.end(), attendance.active_after);
+}
+
+// The op of a rank that does not meet the others: it has come too late, and takes part alone, or is not
+// active.
+void MoveAlone(Arrival arrival, std::vector<bool> active) {
+  const int rank = arrival.place.rank;
+  std::vector<Share*> shares(active.size());
+  if (active[rank]) {
+    active.assign(active.size(), false);
+    active[rank] = true;
+    shares[rank] = arrival.share.get();
+  }
+  WriteActive(active, arrival.attendance);
+  if (arrival.attendance.wait_us != nullptr) std::fill_n(arrival.attendance.wait_us, active.size(), 0.0f);
+  arrival.share->Expect(active);
+  arrival.share->Move(shares);
+  arrival.done(nullptr);
+}
+
+}  // namespace
+
 class Meeting : public std::enable_shared_from_this<Meeting> {
  public:
-  Meeting(const std::string& op, const Arrival& first)
+  Meeting(const std::string& op, const Arrival& first, std::vector<bool> active)
       : op_(op),
         run_id_(first.run_id),
         group_(first.group),
         group_index_(first.place.group),
         deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                      std::chrono::duration<double>(first.group->timeout_s()))),
-        shares_(first.group->num_ranks()),
-        done_(first.group->num_ranks()),
+        masks_(first.attendance.masks),
+        active_(std::move(active)),
+        num_active_(std::count(active_.begin(), active_.end(), true)),
+        seats_(first.group->num_ranks()),
         present_(first.group->num_ranks(), false) {}
 
   Clock::time_point deadline() const { return deadline_; }
 
-  bool IsFor(const Arrival& arrival) const {
+  bool IsFor(const Arrival& arrival, const std::vector<bool>& active) const {
     // A group that was made anew meanwhile is another object, but the run is still the old one.
     return run_id_ == arrival.run_id && group_->key() == arrival.group->key() &&
-           group_index_ == arrival.place.group;
+           group_index_ == arrival.place.group && active_ == active;
   }
 
   // Guarded by the meeting point's mutex.
   bool HasRank(int rank) const { return present_[rank]; }
   void AddRank(int rank) { present_[rank] = true; }
-  bool IsFull() const {
-    return std::all_of(present_.begin(), present_.end(), [](bool p) { return p; });
-  }
+  bool IsFull() const { return present_ == active_; }
 
   // Takes in a rank. Returns whether it was the last one; its caller then starts the move.
   bool Join(Arrival arrival) {
     const int rank = arrival.place.rank;
-    std::string error;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (expired_.empty()) {
-        shares_[rank] = std::move(arrival.share);
-        done_[rank] = std::move(arrival.done);
-        return ++num_arrived_ == group_->num_ranks();
+        seats_[rank] = {std::move(arrival.share), arrival.attendance, std::move(arrival.done), Clock::now()};
+        return ++num_arrived_ == num_active_;
       }
-      error = expired_;
     }
-    arrival.done(&error);
+    if (masks_) {
+      MoveAlone(std::move(arrival), active_);
+    } else {
+      arrival.done(&expired_);
+    }
     return false;
   }
 
-  void StartMove(int last_rank) {
-    for (const auto& share : shares_) ranks_.push_back(share.get());
-    num_moving_ = group_->num_ranks();
-    for (int rank = 0; rank < group_->num_ranks(); ++rank) {
-      if (rank != last_rank) {
+  // Moves the parts of all that have come, the one of rank `mine` on this thread.
+  void StartMove(int mine) {
+    num_moving_ = num_arrived_;
+    end_ = Clock::now();
+    for (const Seat& seat : seats_) shares_.push_back(seat.share.get());
+    for (size_t rank = 0; rank < seats_.size(); ++rank) {
+      if (seats_[rank].is_taken() && static_cast<int>(rank) != mine) {
         RunOnOwnThread([self = shared_from_this(), rank] { self->Move(rank); });
       }
     }
-    Move(last_rank);
+    Move(mine);
   }
 
   // Ends the meeting if ranks are still missing.
   void Expire() {
-    std::vector<Done> waiting;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (num_arrived_ == group_->num_ranks() || !expired_.empty()) return;
+      if (num_arrived_ == num_active_ || !expired_.empty()) return;
       expired_ = DescribeMissing();
-      for (Done& done : done_) {
-        if (done) waiting.push_back(std::exchange(done, nullptr));
-      }
-      for (auto& share : shares_) share.reset();
+    }
+    // From here on nobody joins.
+    if (masks_) {
+      RunOnOwnThread([self = shared_from_this()] { self->GoOnWithoutMissing(); });
+      return;
     }
     group_->RecordExpired(expired_);
-    for (Done& done : waiting) {
-      RunOnOwnThread([self = shared_from_this(), done = std::move(done)] { done(&self->expired_); });
+    for (Seat& seat : seats_) {
+      if (!seat.is_taken()) continue;
+      seat.share.reset();
+      RunOnOwnThread([self = shared_from_this(), done = std::move(seat.done)] { done(&self->expired_); });
     }
   }
 
  private:
+  // What a rank that has come left here.
+  struct Seat {
+    std::unique_ptr<Share> share;
+    Attendance attendance;
+    Done done;
+    Clock::time_point arrived;
+
+    bool is_taken() const { return share != nullptr; }
+  };
+
+  void GoOnWithoutMissing() {
+    std::vector<bool> here;
+    for (const Seat& seat : seats_) here.push_back(seat.is_taken());
+    for (const Seat& seat : seats_) {
+      if (seat.is_taken()) seat.share->Expect(here);
+    }
+    StartMove(std::find(here.begin(), here.end(), true) - here.begin());
+  }
+
   void Move(int rank) {
-    ranks_[rank]->Move(ranks_);
+    WriteAttendance(seats_[rank]);
+    shares_[rank]->Move(shares_);
     // Leave: nobody goes on before every row is in place and every source has been read.
     if (num_moving_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    for (int peer = 0; peer < group_->num_ranks(); ++peer) {
-      if (peer != rank) {
-        RunOnOwnThread([self = shared_from_this(), peer] { self->done_[peer](nullptr); });
+    for (size_t peer = 0; peer < seats_.size(); ++peer) {
+      if (seats_[peer].is_taken() && static_cast<int>(peer) != rank) {
+        RunOnOwnThread([self = shared_from_this(), peer] { self->seats_[peer].done(nullptr); });
       }
     }
-    done_[rank](nullptr);
+    seats_[rank].done(nullptr);
+  }
+
+  // A rank that did not come was waited for until the end.
+  void WriteAttendance(const Seat& mine) const {
+    std::vector<bool> active;
+    for (size_t rank = 0; rank < seats_.size(); ++rank) {
+      const bool is_here = seats_[rank].is_taken();
+      active.push_back(is_here);
+      if (mine.attendance.wait_us == nullptr) continue;
+      const std::chrono::duration<float, std::micro> wait =
+          (is_here ? seats_[rank].arrived : end_) - mine.arrived;
+      mine.attendance.wait_us[rank] = active_[rank] ? std::max(wait.count(), 0.0f) : 0.0f;
+    }
+    WriteActive(active, mine.attendance);
   }
 
   std::string DescribeMissing() const {
     std::string missing;
-    for (size_t rank = 0; rank < done_.size(); ++rank) {
-      if (!done_[rank]) missing += Text(' ', rank);
+    for (size_t rank = 0; rank < seats_.size(); ++rank) {
+      if (active_[rank] && !seats_[rank].is_taken()) missing += Text(' ', rank);
     }
     const std::string which = group_index_ > 0 ? Text(" (no. ", group_index_, " of the mesh)") : "";
     return Text(op_, ": of group ", group_->name(), which, ", rank(s)", missing, " did not arrive within ",
@@ -119,15 +189,18 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   const std::shared_ptr<Group> group_;
   const int group_index_;
   const Clock::time_point deadline_;
+  const bool masks_;
+  const std::vector<bool> active_;  // those that meet
+  const int num_active_;
 
   std::mutex mutex_;
   int num_arrived_ = 0;
   std::string expired_;
-  std::vector<std::unique_ptr<Share>> shares_;
-  std::vector<Done> done_;
+  std::vector<Seat> seats_;
 
   std::vector<bool> present_;
-  std::vector<Share*> ranks_;
+  std::vector<Share*> shares_;
+  Clock::time_point end_;
   std::atomic<int> num_moving_{0};
 };
 
@@ -195,17 +268,21 @@ Watchdog& GetWatchdog() {
 
 void MeetingPoint::Arrive(Arrival arrival) {
   const int rank = arrival.place.rank;
+  const std::vector<bool> active = ActiveRanks(arrival);
+  if (!active[rank]) return MoveAlone(std::move(arrival), active);
+  arrival.share->Expect(active);
   std::shared_ptr<Meeting> meeting;
   bool is_new = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto it = std::find_if(open_.begin(), open_.end(),
-                           [&](const auto& open) { return open->IsFor(arrival) && !open->HasRank(rank); });
+    auto it = std::find_if(open_.begin(), open_.end(), [&](const auto& open) {
+      return open->IsFor(arrival, active) && !open->HasRank(rank);
+    });
     if (it == open_.end()) {
       // A meeting that expired waits here for its late ranks, until its run is long over.
       constexpr size_t kMostOpen = 1024;
       if (open_.size() >= kMostOpen) open_.pop_front();
-      it = open_.insert(open_.end(), std::make_shared<Meeting>(op_, arrival));
+      it = open_.insert(open_.end(), std::make_shared<Meeting>(op_, arrival, active));
       is_new = true;
     }
     meeting = *it;

@@ -5,7 +5,9 @@
 // callback runs on its own thread. (A blocking wait deadlocks XLA:CPU when two ops of one device
 // do not depend on each other: the waiting op holds the device's queue. Callbacks need threads of
 // their own because each runs the rest of its device's program, which may block.)
-// A watchdog ends a meeting whose time is up with an error that names the missing ranks.
+// A watchdog ends a meeting whose time is up: with an error that names the missing ranks, or without them
+// where the op masks. Ranks meet only if they agree on which of them are active, so that nobody touches the
+// memory of a rank that does not count on it.
 #pragma once
 
 #include <functional>
@@ -15,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "core/params.h"
 #include "runtime/groups.h"
 
 namespace jax_ep {
@@ -23,8 +26,12 @@ namespace jax_ep {
 class Share {
  public:
   virtual ~Share() = default;
-  // Does this rank's part of the op. Runs once for every rank, at the same time on all of them,
-  // after all have arrived; `shares` are theirs, in rank order.
+  // Says which ranks take part, before Move: those that are active, and once more if some of them do not
+  // come.
+  virtual void Expect(const std::vector<bool>& /*ranks*/) {}
+  // Does this rank's part of the op. Runs once for every rank that has come, at the same time on all of them;
+  // `shares` are those of the ranks that take part, in rank order, and null for the others. The rank itself
+  // is among the others if it is not active.
   virtual void Move(const std::vector<Share*>& shares) = 0;
 };
 
@@ -36,6 +43,7 @@ struct Arrival {
   std::shared_ptr<Group> group;
   Group::Place place;
   std::unique_ptr<Share> share;
+  Attendance attendance;
   Done done;
 };
 
