@@ -85,12 +85,13 @@ def attendance(
             f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
             f"{shape_text(given)}"
         )
-    if not isinstance(given, Tracer) and not np.isin(np.asarray(given), (0, 1)).all():
+    is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
+    if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
         raise ValueError(
             f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, not "
-            f"their numbers, got {np.asarray(given).tolist()}"
+            f"their numbers, got {np.asarray(active_ranks).tolist()}"
         )
-    return Attendance((given != 0).astype(jnp.int32), masks, waits)
+    return Attendance(given.astype(bool).astype(jnp.int32), masks, waits)
 
 
 def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:

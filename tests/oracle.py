@@ -29,6 +29,19 @@ def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_nod
     return in_rank.sum(axis=0).astype(np.int32), per_node, per_expert, in_rank
 
 
+def of_active(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: Any = None) -> np.ndarray:
+    """Ids of all ranks [R, T, K], -1 where one that is not active [R] had a part, or past num_valid [R]."""
+    num_ranks, num_tokens, _ = topk_idx.shape
+    ids = np.stack([routed(one, num_experts) for one in topk_idx])
+    for rank, tokens in enumerate(ids):
+        for t in range(num_tokens):
+            for k, expert in enumerate(tokens[t]):
+                owner = expert // (num_experts // num_ranks)
+                if not active[rank] or not active[owner] or (num_valid is not None and t >= num_valid[rank]):
+                    tokens[t, k] = -1
+    return ids
+
+
 @dataclasses.dataclass
 class Received:
     """What one rank must have after a dispatch, and where each row came from."""
@@ -52,7 +65,7 @@ def worst_case(order: str, rows: int, top_k: int, local: int, alignment: int = 1
 def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int) -> tuple[list, list]:
     """The rows that arrive at a rank if nothing is dropped, None for padding; the blocks by expert.
 
-    ids [R, T, K] are routed.
+    ids [R, T, K] are routed. Of padded experts `alignment` is the size of every block, which holds all rows.
     """
     rows: list = []
     blocks: list = []
@@ -68,7 +81,7 @@ def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int)
             for t, token in enumerate(tokens):
                 rows.extend((s, t, k) for k, e in enumerate(token) if e == expert)
         end = len(rows)
-        rows.extend([None] * (-end % alignment))
+        rows.extend([None] * (begin + alignment - end if order == "expert_padded" else -end % alignment))
         blocks.append((begin, end, len(rows)))
     return rows, blocks
 
@@ -84,6 +97,9 @@ def dispatch(
 ) -> list[Received]:
     num_ranks, num_tokens, top_k = topk_idx.shape
     local = num_experts // num_ranks
+    if order == "expert_padded":
+        alignment = num_ranks * num_tokens
+        capacity = local * alignment
     if capacity is None:
         capacity = worst_case(order, num_ranks * num_tokens, top_k, local, alignment)
     ids = np.stack([routed(one, num_experts) for one in topk_idx])
@@ -109,7 +125,7 @@ def dispatch(
                 continue
             s, t, k = row
             received.x[c] = x[s, t]
-            if order == "expert":
+            if order != "rank":
                 received.tokens_per_expert[ids[s, t, k] - rank * local] += 1
                 if topk_weights is not None:
                     received.weights[c] = topk_weights[s, t, k]
@@ -123,6 +139,8 @@ def dispatch(
         if order == "expert":
             sizes = [min(end, capacity) - min(begin, capacity) for begin, _, end in blocks]
             received.group_sizes = np.array(sizes, np.int32)
+        if order == "expert_padded":
+            received.group_sizes = np.array([end - begin for begin, end, _ in blocks], np.int32)
         out.append(received)
     return out
 
@@ -133,7 +151,7 @@ def rank_prefix_matrix(topk_idx: np.ndarray, num_experts: int, order: str) -> np
     ids = np.stack([routed(one, num_experts) for one in topk_idx])
     matrix = np.zeros((num_ranks, num_ranks), np.int32)
     for d in range(num_ranks):
-        for row in row_list(ids, order, local, d, 1)[0]:
+        for row in row_list(ids, "rank" if order == "rank" else "expert", local, d, 1)[0]:
             matrix[row[0] :, d] += 1
     return matrix
 
@@ -145,10 +163,12 @@ def combine(
     row_weights: np.ndarray | None = None,
     biases: tuple[np.ndarray, ...] = (),
     folds: bool = False,
+    active: Any = None,
 ) -> np.ndarray:
     """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
 
     `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype.
+    Nothing comes from ranks, and goes to ranks, that are not `active` [R].
     Orders agree: `received` lists a rank's rows by expert, so a token's rows there are sorted by k first.
     """
     num_ranks = len(received)
@@ -157,7 +177,7 @@ def combine(
     for rank in range(num_ranks):
         by_token: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for c, source in enumerate(received[rank].sources):
-            if source is not None:
+            if source is not None and (active is None or (active[rank] and active[source[0]])):
                 s, t, k = source
                 by_token.setdefault((s, t), []).append((k, c))
         for (s, t), rows in by_token.items():
