@@ -40,4 +40,4 @@ export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=lib
 "$python" -S -P -c "import jax_ep._C as c; assert 'sanitize-address' in c.__file__, c.__file__"
 "$python" -S -P -m pytest -p no:cacheprovider -p no:xdist --timeout 600 -k "not xla" \
   tests/test_layout.py tests/test_dispatch.py tests/test_combine.py tests/test_permute.py \
-  tests/test_group.py tests/test_errors.py tests/test_intranode.py tests/test_gradients.py
+  tests/test_group.py tests/test_errors.py tests/test_intranode.py tests/test_gradients.py tests/test_active_ranks.py

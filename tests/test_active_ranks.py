@@ -106,6 +106,10 @@ def check_dispatch(sent, want, ids, order, active, quantize):
     for rank in np.flatnonzero(active):
         np.testing.assert_array_equal(sent.handle.rank_prefix_matrix[rank], prefix)
     assert (sent.num_tokens[active == 0] == 0).all()
+    sent_rows, received_rows = rows_of(want, order)
+    np.testing.assert_array_equal(sent.handle.sent_rows, sent_rows)
+    if order != "rank":
+        np.testing.assert_array_equal(sent.handle.received_rows, received_rows)
     for rank, expected in enumerate(want):
         rows = expected.x
         if quantize is None:
@@ -127,6 +131,19 @@ def check_dispatch(sent, want, ids, order, active, quantize):
             assert weights is None
         else:
             np.testing.assert_array_equal(weights[rank].reshape(expected.weights.shape), expected.weights)
+
+
+def rows_of(want, order):
+    """What the handles of all ranks say of each row."""
+    sent_rows = np.full((R, T, R if order == "rank" else K), -1, np.int32)
+    received_rows = np.full((R, R * T, K), -1, np.int32)
+    for rank, received in enumerate(want):
+        for row, source in enumerate(received.sources):
+            if source is not None:
+                s, t, k = source
+                sent_rows[s, t, rank if order == "rank" else k] = row
+                received_rows[rank, s * T + t, k] = row
+    return sent_rows, received_rows
 
 
 def sent_by(group, x, ids, **options):
