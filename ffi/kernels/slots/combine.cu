@@ -107,8 +107,7 @@ __device__ Sender FindSender(const SlotPullArgs& args, uint32_t ranks, int t, in
 __device__ uint32_t AwaitSums(const SlotPullArgs& args, const Visit& visit, const Sender& sender, int lane) {
   if (!sender.sends) return 0;
   const Stamped* const arrived = &args.mail(args.peers.rank, lane, visit.epoch).arrived[sender.index];
-  const auto is_there = [&] { return IsOf(LoadStampedAcquire(arrived), visit.epoch); };
-  return is_there() || Await(args.peers, is_there) ? 0 : 1u << lane;
+  return AwaitWordOf(args.peers, arrived, visit.epoch) ? 0 : 1u << lane;
 }
 
 // Adds up what arrives, in the order of the ranks: of every gridDim-th slice of a token, a warp the one that

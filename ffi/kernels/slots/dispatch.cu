@@ -28,7 +28,7 @@ __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const
     }
     if (!comes || ((ranks & ~missing) >> source & 1) == 0) continue;
     const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[t % shape.num_tokens];
-    if (!Await(args.peers, [&] { return IsOf(LoadStampedAcquire(arrived), visit.epoch); })) {
+    if (!AwaitWordOf(args.peers, arrived, visit.epoch)) {
       missing |= 1u << source;
     }
   }

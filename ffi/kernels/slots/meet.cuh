@@ -37,6 +37,18 @@ __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   return visit;
 }
 
+// Waits as one thread for a word of the present op. Many warps wait at the same time: they ask seldom, so
+// that what they wait for is not held up, and what comes with the word is acquired once, when it is there.
+__device__ inline bool AwaitWordOf(const Peers& peers, const Stamped* word, uint32_t epoch) {
+  constexpr unsigned kPauseNs = 20;
+  const auto is_there = [&] {
+    const bool there = IsOf(LoadStamped(word), epoch);
+    if (!there) __nanosleep(kPauseNs);
+    return there;
+  };
+  return Await(peers, is_there) && IsOf(LoadStampedAcquire(word), epoch);
+}
+
 // Tells every rank what this one calls. The first block, which also tells the host where a rank is left out.
 __device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
   const int r = threadIdx.x;

@@ -50,8 +50,7 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
   if (rows == 0) return;
   const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[token];
-  const auto is_there = [&] { return IsOf(LoadStampedAcquire(arrived), visit.epoch); };
-  const bool late = lane == 0 && !is_there() && !Await(args.peers, is_there);
+  const bool late = lane == 0 && !AwaitWordOf(args.peers, arrived, visit.epoch);
   if (__shfl_sync(kAllLanes, late, 0)) {
     *missing |= 1u << source;
     return;

@@ -110,6 +110,16 @@ __device__ inline void FindRoutes(const SlotArgs& args, const Visit& visit, cons
       if (expert >= 0) atomicAdd(&routes.totals[expert], 1);
     }
   };
+  // Where they are many, a thread for each rank first waits for its last word; then most of the others are
+  // there. If all threads asked for what has not come yet, they would hold it up.
+  const int words = ChoiceWords(shape);
+  if (words * R > team.threads) {
+    if (const int r = team.thread; r < R && (visit.ranks >> r & 1) != 0) {
+      (void)AwaitWordOf(args.peers, &args.mail(args.peers.rank, r, visit.epoch).choices[words - 1],
+                        visit.epoch);
+    }
+    team.Sync();
+  }
   const uint32_t missing = AwaitChoices(args, visit, visit.ranks, team, take);
   if (missing != 0) atomicOr(late, missing);
   team.Sync();
