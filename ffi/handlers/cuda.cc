@@ -41,14 +41,22 @@ static ffi::Error NeedsArena(const char* op, const Attendance& attendance, Quant
       "implementation='xla'");
 }
 
-static bool GoesThroughArena(const PushCall& call) {
-  int64_t row_bytes = 0;
-  for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
-  return call.params.routes() && !NoArena() && FitsArena(call.params.shape, row_bytes);
+// Some blocks send, others receive.
+constexpr int kLeastSmsOfArena = 8;
+
+static bool HasArena(const Group& group) {
+  const int budget = group.options().num_sms;
+  return !NoArena() && (budget == 0 || budget >= kLeastSmsOfArena);
 }
 
-static bool GoesThroughArena(const PullCall& call) {
-  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr || NoArena()) return false;
+static bool GoesThroughArena(const Group& group, const PushCall& call) {
+  int64_t row_bytes = 0;
+  for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
+  return call.params.routes() && HasArena(group) && FitsArena(call.params.shape, row_bytes);
+}
+
+static bool GoesThroughArena(const Group& group, const PullCall& call) {
+  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr || !HasArena(group)) return false;
   const Summand& summand = call.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
   return summand.type != Float::kF64 && FitsArena(call.params.shape, row_bytes);
@@ -67,7 +75,7 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(call);
+  const bool through_arena = GoesThroughArena(*seat.group, call);
   auto error = FirstError(
       {CheckLimits(op, shape, call.payloads.size()),
        through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, params.quantize)});
@@ -107,7 +115,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
 static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PullCall call) {
   PullParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(call);
+  const bool through_arena = GoesThroughArena(*seat.group, call);
   auto error = FirstError(
       {CheckLimits(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases),
        through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, Quantize::kNone)});

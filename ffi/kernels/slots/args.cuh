@@ -8,21 +8,16 @@ namespace jax_ep::cuda {
 
 constexpr int kSlotThreads = 512;
 constexpr int kSlotWarps = kSlotThreads / kWarp;
-// The first warps of a block begin with sending, while the others find out what comes.
-constexpr int kSendingWarps = 8;
-constexpr int kFirstTeamBarrier = 4;  // after that of all, those of the halves, and that of what is found
-
 // Which pieces of some work a warp takes: those from `index` on, every `count`-th.
 struct Portion {
   int index;
   int count;
 };
 
-// Of the warps of all blocks from `first` on.
-__device__ inline Portion WarpOf(int first) {
-  const int blocks = static_cast<int>(gridDim.x) - first;
-  return {static_cast<int>(threadIdx.x) / kWarp * blocks + static_cast<int>(blockIdx.x) - first,
-          blocks * kSlotWarps};
+// Of the warps of blocks [first, last).
+__device__ inline Portion WarpOf(int first, int last) {
+  return {static_cast<int>(threadIdx.x) / kWarp * (last - first) + static_cast<int>(blockIdx.x) - first,
+          (last - first) * kSlotWarps};
 }
 
 // What an op that goes through the arena knows of it. By value in the kernels' parameters.
@@ -33,15 +28,21 @@ struct SlotArgs {
   Attendance attendance;
   HandleArrays handle;
   Slots slots;
-  int32_t team_warps;     // that share a row
-  int32_t num_receivers;  // the first blocks; the others write down what is known of the routing
+  // The blocks, in this order: those that send, those that receive, and, in a dispatch, those that tell of
+  // this rank's choices and write down what is found out of all of them. What an SM loads waits behind what
+  // it stores to peers, so nobody does both.
+  int32_t num_senders;
+  int32_t num_receivers;
+  int32_t team_warps;  // that share a row
 
-  // Where there are no others, all blocks do both.
-  __device__ bool receives() const { return static_cast<int>(blockIdx.x) < num_receivers; }
-  __device__ bool keeps_books() const { return !receives() || num_receivers == static_cast<int>(gridDim.x); }
-  __device__ Portion Books() const {
-    return WarpOf(num_receivers == static_cast<int>(gridDim.x) ? 0 : num_receivers);
-  }
+  __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
+  __device__ bool receives() const { return !sends() && static_cast<int>(blockIdx.x) < first_keeper(); }
+  __device__ bool keeps_books() const { return static_cast<int>(blockIdx.x) >= first_keeper(); }
+  __device__ int first_keeper() const { return num_senders + num_receivers; }
+  // The one that hears of all ranks' calls, and says where ranks are left out.
+  __device__ bool presides() const { return blockIdx.x == gridDim.x - 1; }
+  __device__ Portion Books() const { return WarpOf(first_keeper(), static_cast<int>(gridDim.x)); }
+
   __device__ Arena& arena(int rank) const { return *reinterpret_cast<Arena*>(&peers.control(rank) + 1); }
   __device__ SlotHead& head(int rank, uint32_t epoch) const { return arena(rank).heads[epoch % 2]; }
   // At rank `at`: what `source` writes there.
@@ -52,16 +53,9 @@ struct SlotArgs {
   }
 };
 
-// The halves of a block.
-__device__ inline bool Sends() { return threadIdx.x < kSendingWarps * kWarp; }
-__device__ inline Team Senders() { return {static_cast<int>(threadIdx.x), kSendingWarps * kWarp, 1}; }
-__device__ inline Team Routers() {
-  return {static_cast<int>(threadIdx.x) - kSendingWarps * kWarp, kSlotThreads - kSendingWarps * kWarp, 2};
-}
-
 // A few warps of a block that share a row.
 struct RowTeam {
-  int index;  // of all teams of the kernel
+  int index;  // of the teams of blocks [first, last)
   int count;  // of these
   int warp;   // this one's number in the team
   int warps;
@@ -74,12 +68,15 @@ struct RowTeam {
   }
 };
 
-// Of `of_block` warps of each of `blocks` blocks, of which this one is number `warp`. Team by team over all
-// blocks, so that few rows are spread over all of them.
-__device__ inline RowTeam TeamOf(int warp, int of_block, int warps, int blocks) {
-  const int team = warp / warps;
-  return {static_cast<int>(blockIdx.x) + team * blocks, of_block / warps * blocks, warp % warps, warps,
-          static_cast<int>(threadIdx.x) % kWarp,        kFirstTeamBarrier + team};
+// Team by team over all blocks, so that few rows are spread over all of them.
+__device__ inline RowTeam TeamOf(int first, int last, int warps) {
+  const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
+  return {static_cast<int>(blockIdx.x) - first + team * blocks,
+          kSlotWarps / warps * blocks,
+          warp % warps,
+          warps,
+          static_cast<int>(threadIdx.x) % kWarp,
+          1 + team};
 }
 
 }  // namespace jax_ep::cuda

@@ -7,18 +7,17 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kBookKeepers = 4;  // blocks that write down where rows lie, beside those that receive them
+constexpr int kKeepers = 4;  // blocks that keep books
 
 // Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
 __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
                              uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  uint32_t missing =
-      BlockOr(AwaitChoices(args, visit, ranks, WholeBlock(), [&](int rank, int word, uint32_t two) {
-        for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
-          routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
-      }));
+  uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
+    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
+      routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+  }));
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
     const int source = t / shape.num_tokens;
     bool comes = false;
@@ -43,23 +42,34 @@ __device__ void Miss(const SlotPushArgs& args, Visit& visit, Phase phase, uint32
   if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, Op::kDispatch, phase, visit.epoch, ranks);
 }
 
-// Lets the senders wait for what the routers have found, who go on.
-__device__ void ShowToSenders() {
-  constexpr int kFound = 3;
-  if (Sends()) {
-    asm volatile("bar.sync %0, %1;" ::"n"(kFound), "n"(kSlotThreads) : "memory");
-  } else {
-    asm volatile("bar.arrive %0, %1;" ::"n"(kFound), "n"(kSlotThreads) : "memory");
+// Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
+// rows were missed. A block that does not send.
+__device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes& routes, uint32_t late) {
+  const Shape& shape = args.shape;
+  late |= FindRoutes(args, visit, routes);
+  Miss(args, visit, Phase::kEnter, BlockOr(late));
+  if (visit.failed) return 0;
+  ClearTail(args, routes);
+  if (args.keeps_books()) {
+    WriteHandle(args, routes);
+    ClearPadding(args, routes);
+    if (args.presides()) WriteCounts(args, visit, routes);
+    return 0;
   }
+  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), args.team_warps);
+  uint32_t missing = 0;
+  for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
+    // Tokens that were sent at the same time are received at the same time.
+    const int source = i % shape.num_ranks, token = i / shape.num_ranks;
+    ReceiveToken(args, visit, routes, team, source * shape.num_tokens + token, &missing);
+  }
+  return missing;
 }
 
-// T is the type of rows that become FP8, or void. The first warps of a block send its tokens. Meanwhile the
-// others tell of this rank's choices, wait for those of all, and find out where rows lie. Then teams of both
-// wait for rows, those of the latter first.
+// T is the type of rows that become FP8, or void.
 template <typename T>
 __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_constant__ SlotPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
-  __shared__ uint32_t late;  // ranks that the routers have missed
   constexpr Op op = Op::kDispatch;
   const Shape& shape = args.shape;
   const Routes routes(shape, shared);
@@ -70,54 +80,30 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   };
   EarlyToken token{};
   uint32_t choices = 0;
-  if (Sends()) {
+  if (args.sends()) {
     token = LoadToken<T>(args, blockIdx.x);
   } else {
-    const int words = ChoiceWords(shape), first = FirstWord(Routers());
-    if (first < words * shape.num_ranks) choices = LoadChoices(shape, args.topk_idx, first % words);
+    for (int e = threadIdx.x; e < shape.num_experts; e += kSlotThreads) routes.totals[e] = 0;
+    const int words = ChoiceWords(shape);
+    if (args.keeps_books() && FirstWord(args) < words * shape.num_ranks) {
+      choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
+    }
   }
-  for (int e = threadIdx.x; e < shape.num_experts; e += kSlotThreads) routes.totals[e] = 0;
-  if (threadIdx.x == 0) late = 0;
   Visit visit = OpenSlots(args, op);
   if (!visit.open) return EndUnopened(args, op, visit, fill);
-  if (blockIdx.x == 0) TellCall(args, visit);
-  if (Sends()) {
-    SendTokens<T>(args, visit, token);
-  } else {
-    TellChoices(args, args.topk_idx, visit, Routers(), choices);
-  }
+  if (args.presides()) TellCall(args, visit);
+  if (args.keeps_books()) TellChoices(args, args.topk_idx, visit, choices);
+  if (args.sends()) SendTokens<T>(args, visit, token);
+  uint32_t missing = 0;
   if (args.attendance.masks) {
     AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, routes, ranks); });
+  } else if (args.presides()) {
+    missing = AwaitCall(args, op, visit, threadIdx.x, log);
   }
-  if (!Sends()) {
-    if (blockIdx.x == 0 && !args.attendance.masks) {
-      const uint32_t missed = AwaitCall(args, op, visit, Routers().thread, log);
-      if (missed != 0) atomicOr(&late, missed);
-      __syncwarp();
-    }
-    FindRoutes(args, visit, routes, Routers(), &late);
+  if (!args.sends() && !visit.failed) {
+    missing = Receive(args, visit, routes, missing);
+    Miss(args, visit, Phase::kWave, BlockOr(missing));
   }
-  ShowToSenders();
-  Miss(args, visit, Phase::kEnter, late);
-  uint32_t missing = 0;
-  if (!visit.failed) {
-    ClearTail(args, routes);
-    if (args.keeps_books()) {
-      WriteHandle(args, routes);
-      ClearPadding(args, routes);
-    }
-    const int warp = (threadIdx.x / kWarp + kSendingWarps) % kSlotWarps;
-    const RowTeam team = TeamOf(warp, kSlotWarps, args.team_warps, args.num_receivers);
-    const int tokens = args.receives() ? shape.num_ranks * shape.num_tokens : 0;
-    for (int i = team.index; i < tokens; i += team.count) {
-      // Tokens that were sent at the same time are received at the same time.
-      const int source = i % shape.num_ranks, index = i / shape.num_ranks;
-      ReceiveToken(args, visit, routes, team, source * shape.num_tokens + index, &missing);
-    }
-  }
-  missing = BlockOr(missing);
-  if (!visit.failed && blockIdx.x == gridDim.x - 1) WriteCounts(args, visit, routes);
-  Miss(args, visit, Phase::kWave, missing);
   EndSlots(args, op, visit, fill);
 }
 
@@ -162,15 +148,17 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.group_sizes = params.group_sizes;
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
-  const SlotPlan plan = PlanSlots(args.shape, kSendingWarps, kBookKeepers, device);
-  args.team_warps = plan.team_warps;
-  args.num_receivers = plan.receivers;
+  const int most = MostBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
+  args.num_senders = std::min(args.shape.num_tokens, (most - kKeepers) / 2);
+  args.num_receivers = std::min(tokens, most - kKeepers - args.num_senders);
+  args.team_warps = TeamWarps(tokens, args.num_receivers, kSlotWarps);
+  const int blocks = args.num_senders + args.num_receivers + kKeepers;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
     const int64_t shared = Routes::Bytes(args.shape);
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return error;
-    return Launch(kernel, plan.blocks, kSlotThreads, shared, stream, true, args);
+    return Launch(kernel, blocks, kSlotThreads, shared, stream, true, args);
   });
 }
 

@@ -37,19 +37,18 @@ __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   return visit;
 }
 
-// Waits as one thread for a word of the present op. Many warps wait at the same time: they ask seldom, so
-// that what they wait for is not held up, and what comes with the word is acquired once, when it is there.
+// Waits as one thread for a word of the present op. Many warps wait at the same time: they pause in between,
+// so that what they wait for is not held up.
 __device__ inline bool AwaitWordOf(const Peers& peers, const Stamped* word, uint32_t epoch) {
   constexpr unsigned kPauseNs = 20;
-  const auto is_there = [&] {
-    const bool there = IsOf(LoadStamped(word), epoch);
+  return Await(peers, [&] {
+    const bool there = IsOf(LoadStampedAcquire(word), epoch);
     if (!there) __nanosleep(kPauseNs);
     return there;
-  };
-  return Await(peers, is_there) && IsOf(LoadStampedAcquire(word), epoch);
+  });
 }
 
-// Tells every rank what this one calls. The first block, which also tells the host where a rank is left out.
+// Tells every rank what this one calls. One block, which also tells the host where a rank is left out.
 __device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
   const int r = threadIdx.x;
   if (r == 0 && visit.ranks != (1u << args.shape.num_ranks) - 1) args.peers.report->left_out = 1;
@@ -96,15 +95,15 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
   return all;
 }
 
-// Where ranks may be left out, the first block alone waits for peers: first for their calls, then for what
-// else this rank expects, by await_rest(ranks), which returns those that were missed. All blocks then go by
-// its verdict, and find there what they need. The whole block.
+// Where ranks may be left out, the block that presides alone waits for peers: first for their calls, then for
+// what else this rank expects, by await_rest(ranks), which returns those that were missed. All blocks then go
+// by its verdict, and find there what they need. The whole block.
 template <typename AwaitRest>
 __device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const WaitLog& log,
                              AwaitRest&& await_rest) {
   const Peers& peers = args.peers;
   SlotHead& head = args.head(peers.rank, visit.epoch);
-  if (blockIdx.x == 0) {
+  if (args.presides()) {
     const uint32_t late = BlockOr(AwaitCall(args, op, visit, threadIdx.x, log));
     uint32_t missing = late & ~kKeptOut;
     visit.failed = __syncthreads_or((late & kKeptOut) != 0 || IsGivenUp(peers));
@@ -117,7 +116,7 @@ __device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const Wa
     }
     return;
   }
-  // The first block's wait is bounded, and it always tells.
+  // That block's wait is bounded, and it always tells.
   __shared__ uint32_t found;
   if (threadIdx.x == 0) {
     Stamped seen;

@@ -56,10 +56,11 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
     return;
   }
   const std::byte* const slot = args.slot(me, source, token, visit.epoch);
-  CopyOut(args, team, slot, row, rows);
-  if (team.warp != 0 || lane >= K) return;
+  const bool writes = team.warp == 0 && lane < K;
   const float weight =
-      args.topk_weights == nullptr ? 0.0f : __ldcg(reinterpret_cast<const float*>(slot) + lane);
+      writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
+  CopyOut(args, team, slot, row, rows);
+  if (!writes) return;
   if (by_rank) {
     args.arrived_idx[int64_t{row} * K + lane] = here ? expert % L : -1;
     if (args.arrived_weights != nullptr) args.arrived_weights[int64_t{row} * K + lane] = here ? weight : 0.0f;
@@ -127,14 +128,14 @@ __device__ inline void ClearPadding(const SlotPushArgs& args, const Routes& rout
   }
 }
 
-// Clears what lies behind all rows. All blocks together, for this may be most of the buffer.
+// Clears what lies behind all rows. All blocks but the senders, for this may be most of the buffer.
 __device__ inline void ClearTail(const SlotPushArgs& args, const Routes& routes) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
   const int tail = shape.has_expert_blocks()
                        ? routes.starts[me * (L + 1) + L]
                        : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
-  ClearRows(args, tail, shape.capacity, WarpOf(0));
+  ClearRows(args, tail, shape.capacity, WarpOf(args.num_senders, static_cast<int>(gridDim.x)));
 }
 
 // Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.

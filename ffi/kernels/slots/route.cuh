@@ -42,18 +42,18 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
   return two;
 }
 
-// The words of its choices that a thread of those that tell of them begins with.
-__device__ inline int FirstWord(const Team& routers) {
-  return static_cast<int>(blockIdx.x) * routers.threads + routers.thread;
+// The word of its choices that a thread of the blocks that keep books begins with.
+__device__ inline int FirstWord(const SlotArgs& args) {
+  return (static_cast<int>(blockIdx.x) - args.first_keeper()) * kSlotThreads + static_cast<int>(threadIdx.x);
 }
 
-// Tells all ranks of this one's choices, the routers of all blocks together. `first` are those of the first
+// Tells all ranks of this one's choices. The blocks that keep books, together; `first` are those of the first
 // word.
 __device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit,
-                                   const Team& routers, uint32_t first) {
-  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
-  const int begin = FirstWord(routers);
-  for (int i = begin; i < words * R; i += static_cast<int>(gridDim.x) * routers.threads) {
+                                   uint32_t first) {
+  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
+  const int stride = (static_cast<int>(gridDim.x) - args.first_keeper()) * kSlotThreads;
+  for (int i = begin; i < words * R; i += stride) {
     const int r = i / words, word = i % words;
     if ((visit.ranks >> r & 1) == 0) continue;
     const uint32_t two = i == begin ? first : LoadChoices(args.shape, ids, word);
@@ -61,46 +61,48 @@ __device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, con
   }
 }
 
-// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word. The whole team;
-// returns the ranks that this thread has missed.
+// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word, a warp the words
+// of one rank. The whole block; returns the ranks that this thread has missed.
 template <typename Take>
-__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, const Team& team,
-                                 Take&& take) {
-  constexpr int kWordsInFlight = 8;
-  const int words = ChoiceWords(args.shape), all = words * args.shape.num_ranks;
+__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, Take&& take) {
+  constexpr int kWordsInFlight = 4;
+  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
+  const int warp = threadIdx.x / kWarp, sharing = max(kSlotWarps / R, 1);  // warps for a rank
+  const int stride = sharing * kWarp;
   uint32_t missing = 0;
-  for (int first = team.thread; first < all; first += team.threads * kWordsInFlight) {
-    const auto word = [&](int i) {
-      return &args.mail(args.peers.rank, i / words, visit.epoch).choices[i % words];
-    };
-    const auto comes = [&](int i) { return i < all && (ranks >> i / words & 1) != 0; };
-    Stamped seen[kWordsInFlight];
+  for (int r = warp / sharing; r < R; r += kSlotWarps / sharing) {
+    const Stamped* const from = args.mail(args.peers.rank, r, visit.epoch).choices;
+    const bool comes = (ranks >> r & 1) != 0;
+    for (int first = warp % sharing * kWarp + static_cast<int>(threadIdx.x) % kWarp; first < words;
+         first += stride * kWordsInFlight) {
+      Stamped seen[kWordsInFlight];
 #pragma unroll
-    for (int j = 0; j < kWordsInFlight; ++j) {
-      const int i = first + j * team.threads;
-      seen[j] = comes(i) ? LoadStamped(word(i)) : 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kWordsInFlight; ++j) {
-      const int i = first + j * team.threads;
-      if (i >= all) break;
-      const auto is_there = [&] { return IsOf(seen[j] = LoadStamped(word(i)), visit.epoch); };
-      if (comes(i) && !IsOf(seen[j], visit.epoch) && !Await(args.peers, is_there)) {
-        missing |= 1u << i / words;  // what comes from others is still read: it may be all that is needed
-        continue;
+      for (int j = 0; j < kWordsInFlight; ++j) {
+        const int word = first + j * stride;
+        seen[j] = comes && word < words ? LoadStamped(&from[word]) : 0;
       }
-      take(i / words, i % words, comes(i) ? static_cast<uint32_t>(seen[j]) : ~0u);
+#pragma unroll
+      for (int j = 0; j < kWordsInFlight; ++j) {
+        const int word = first + j * stride;
+        if (word >= words) break;
+        if (comes && !IsOf(seen[j], visit.epoch)) {
+          // What comes from other ranks is still read after that: it may be all that is needed.
+          if (!AwaitWordOf(args.peers, &from[word], visit.epoch)) missing |= 1u << r;
+          seen[j] = LoadStamped(&from[word]);
+        }
+        take(r, word, comes ? static_cast<uint32_t>(seen[j]) : ~0u);
+      }
     }
   }
   return missing;
 }
 
-// Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole team, to
-// which that is visible afterwards; ranks that it has missed are in `late`, in shared memory.
-__device__ inline void FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes,
-                                  const Team& team, uint32_t* late) {
+// Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole block,
+// to which that is visible afterwards; returns the ranks that it has missed.
+__device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
   const Shape& shape = args.shape;
-  const int choices = shape.num_tokens * shape.top_k, R = shape.num_ranks, L = shape.num_local_experts();
+  const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
+  const int L = shape.num_local_experts();
   const bool all_there = visit.ranks == (1u << R) - 1;
   const auto take = [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
@@ -110,34 +112,24 @@ __device__ inline void FindRoutes(const SlotArgs& args, const Visit& visit, cons
       if (expert >= 0) atomicAdd(&routes.totals[expert], 1);
     }
   };
-  // Where they are many, a thread for each rank first waits for its last word; then most of the others are
-  // there. If all threads asked for what has not come yet, they would hold it up.
-  const int words = ChoiceWords(shape);
-  if (words * R > team.threads) {
-    if (const int r = team.thread; r < R && (visit.ranks >> r & 1) != 0) {
-      (void)AwaitWordOf(args.peers, &args.mail(args.peers.rank, r, visit.epoch).choices[words - 1],
-                        visit.epoch);
-    }
-    team.Sync();
-  }
-  const uint32_t missing = AwaitChoices(args, visit, visit.ranks, team, take);
-  if (missing != 0) atomicOr(late, missing);
-  team.Sync();
+  const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
+  if (missing != 0) return missing;
   if (!shape.has_row_per_choice()) {
-    for (int t = team.thread; t < R * shape.num_tokens; t += team.threads) {
+    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSlotThreads) {
       uint32_t ranks = 0;
-      for (int k = 0; k < shape.top_k; ++k) {
-        const int expert = routes.experts[t * shape.top_k + k];
+      for (int k = 0; k < K; ++k) {
+        const int expert = routes.experts[t * K + k];
         if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
       }
       routes.ranks[t] = static_cast<uint16_t>(ranks);
     }
   } else {
-    for (int r = team.thread / kWarp; r < R; r += team.threads / kWarp) {
+    for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
       FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
     }
   }
-  team.Sync();
+  __syncthreads();
+  return 0;
 }
 
 // By expert: the row of choice i of all ranks', which fell on `expert`, each lane its own; -1 if it is

@@ -33,8 +33,7 @@ __device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32
   }
 }
 
-constexpr int kSendThreads = kSendingWarps * kWarp;
-constexpr int kSendVectors = 4;  // 16-byte loads in flight a thread
+constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
 
 // What a sending thread needs of a token, which is loaded before the op is open: of this lane's choice the
 // expert, -1 unused; the weight of choice threadIdx.x; and the first vectors of the row, where it has such.
@@ -64,7 +63,7 @@ __device__ EarlyToken LoadToken(const SlotPushArgs& args, int t) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, n = VectorsOf<T>(args);
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSendThreads;
+    const int i = threadIdx.x + j * kSlotThreads;
     if (i < n) token.row[j] = __ldg(RowOf<T>(args, t) + i);
   }
   if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
@@ -79,17 +78,17 @@ __device__ inline void SendVectors(const SlotPushArgs& args, const Visit& visit,
   uint4 values[kSendVectors];
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) values[j] = token.row[j];
-  for (int first = threadIdx.x; first < n; first += kSendVectors * kSendThreads) {
+  for (int first = threadIdx.x; first < n; first += kSendVectors * kSlotThreads) {
     ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
       uint4* const to = reinterpret_cast<uint4*>(slot + args.offsets[0]);
 #pragma unroll
       for (int j = 0; j < kSendVectors; ++j) {
-        if (first + j * kSendThreads < n) to[first + j * kSendThreads] = values[j];
+        if (first + j * kSlotThreads < n) to[first + j * kSlotThreads] = values[j];
       }
     });
 #pragma unroll
     for (int j = 0; j < kSendVectors; ++j) {
-      const int next = first + (j + kSendVectors) * kSendThreads;
+      const int next = first + (j + kSendVectors) * kSlotThreads;
       if (next < n) values[j] = __ldg(RowOf<void>(args, t) + next);
     }
   }
@@ -101,13 +100,13 @@ __device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, i
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
-    for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
+    for (int i = threadIdx.x; i < n / 16; i += kSlotThreads) {
       const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
       ForSlots(args, visit, t, ranks,
                [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
     }
   } else {
-    for (int i = threadIdx.x; i < n; i += kSendThreads) {
+    for (int i = threadIdx.x; i < n; i += kSlotThreads) {
       const std::byte value = row[i];
       ForSlots(args, visit, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
     }
@@ -137,16 +136,16 @@ __device__ void SendAsFp8(const SlotPushArgs& args, const Visit& visit, int t, u
   const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSendThreads;
+    const int i = threadIdx.x + j * kSlotThreads;
     if (i < whole) SendQuantized<T>(args, visit, t, ranks, i, token.row[j], i < n);
   }
-  for (int i = threadIdx.x + kSendVectors * kSendThreads; i < whole; i += kSendThreads) {
+  for (int i = threadIdx.x + kSendVectors * kSlotThreads; i < whole; i += kSlotThreads) {
     const uint4 vector = i < n ? __ldg(RowOf<T>(args, t) + i) : uint4{};
     SendQuantized<T>(args, visit, t, ranks, i, vector, i < n);
   }
 }
 
-// Sends token t, and tells its ranks that it is there. The sending warps.
+// Sends token t, and tells its ranks that it is there. The whole block.
 template <typename T>
 __device__ void SendToken(const SlotPushArgs& args, const Visit& visit, int t, const EarlyToken& token) {
   const bool goes = token.expert >= 0 && (visit.ranks >> args.shape.rank_of(token.expert) & 1) != 0;
@@ -163,18 +162,18 @@ __device__ void SendToken(const SlotPushArgs& args, const Visit& visit, int t, c
     ForSlots(args, visit, t, ranks,
              [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
   }
-  Senders().Sync();
+  __syncthreads();
   const int r = threadIdx.x;
   if (r >= args.shape.num_ranks || (ranks >> r & 1) == 0) return;
   StoreStampedRelease(&args.mail(r, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
 }
 
-// Sends every token of this block, of which the first was loaded early. The sending warps.
+// Sends every token of this block, of which the first was loaded early. The whole block.
 template <typename T>
 __device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken token) {
-  for (int t = blockIdx.x; t < args.shape.num_tokens; t += gridDim.x) {
+  for (int t = blockIdx.x; t < args.shape.num_tokens; t += args.num_senders) {
     SendToken<T>(args, visit, t, token);
-    token = LoadToken<T>(args, t + static_cast<int>(gridDim.x));
+    token = LoadToken<T>(args, t + args.num_senders);
   }
 }
 
