@@ -148,14 +148,20 @@ def test_how_long_each_rank_was_waited_for():
         assert (wait[:, 3] == 0).all()  # nor is it waited for
 
 
-def test_ranks_that_disagree_about_who_is_active_do_not_meet():
-    """Each sees its own view through: two count on all ranks, and two on each other only."""
+@pytest.mark.parametrize(
+    ("missing", "in_their_view"), [([2, 3], [0, 0, 1, 1]), ([3], [1, 1, 1, 0])], ids=["others", "itself"]
+)
+def test_ranks_that_disagree_about_who_is_active_do_not_meet(missing, in_their_view):
+    """Each sees its own view through: the first ones count on all ranks, but the last ones do not."""
     program = Program()
     with program.open(30) as group:
         run = program.compile(group)
         program.require(run(), ALL, ALL)
-    views = np.array([[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1]], np.int32)
-    left = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]], np.int32)
+    views, left = ALL.copy(), ALL.copy()
+    views[missing] = in_their_view
+    left[:, missing] = 0
+    left[missing] = in_their_view
+    text = rf"rank\(s\) {' '.join(map(str, missing))} did not arrive"
     with program.open() as group:
         program.require(run(active=views), left, left)
         group.check()
@@ -164,11 +170,11 @@ def test_ranks_that_disagree_about_who_is_active_do_not_meet():
             return jax_ep.dispatch(x, ids, group=group, num_experts=E, active_ranks=active).x
 
         run = jax.jit(jax.shard_map(shard, mesh=program.mesh, in_specs=P("mask"), out_specs=P("mask")))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"dispatch: .* rank\(s\) 2 3 did not arrive"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"dispatch: .* {text}"):
             jax.block_until_ready(
                 run(views.reshape(-1), program.x.reshape(-1, H), program.ids.reshape(-1, K))
             )
-        with pytest.raises(jax_ep.PeerTimeoutError, match=r"rank\(s\) 2 3 did not arrive"):
+        with pytest.raises(jax_ep.PeerTimeoutError, match=text):
             group.check()
 
 
