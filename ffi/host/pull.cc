@@ -14,11 +14,6 @@ struct Source {
   int32_t k;
 };
 
-// Whether rows come from a rank: only where both take part.
-bool HasRowsFrom(const PullParams& me, const std::vector<const PullParams*>& ranks, int32_t rank) {
-  return ranks[me.rank] != nullptr && ranks[rank] != nullptr;
-}
-
 // A token's rows in the order of the sum: by rank; by expert, a rank's rows by k.
 void FindSources(const PullParams& me, const std::vector<const PullParams*>& ranks, int32_t t,
                  std::vector<Source>& sources) {
@@ -35,7 +30,7 @@ void FindSources(const PullParams& me, const std::vector<const PullParams*>& ran
       if (!IsExpert(expert, shape.num_experts)) continue;
       rank = shape.rank_of(expert);
     }
-    if (HasRowsFrom(me, ranks, rank)) sources.push_back({rank, row, i});
+    if (ranks[rank] != nullptr) sources.push_back({rank, row, i});
   }
   std::sort(sources.begin(), sources.end(),
             [](const Source& a, const Source& b) { return a.rank != b.rank ? a.rank < b.rank : a.k < b.k; });
@@ -84,7 +79,7 @@ void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = !shape.has_row_per_choice();
       const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
-      if (IsRow(row, shape.capacity) && HasRowsFrom(me, ranks, rank)) {
+      if (IsRow(row, shape.capacity) && ranks[rank] != nullptr) {
         const float* arrived = ranks[rank]->arrived_weights;
         weight = by_rank ? arrived[int64_t{row} * shape.top_k + k] : arrived[row];
       }

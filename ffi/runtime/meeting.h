@@ -30,8 +30,8 @@ class Share {
   // come.
   virtual void Expect(const std::vector<bool>& /*ranks*/) {}
   // Does this rank's part of the op. Runs once for every rank that has come, at the same time on all of them;
-  // `shares` are those of the ranks that take part, in rank order, and null for the others. The rank itself
-  // is among the others if it is not active.
+  // `shares` are those of the ranks that take part, in rank order, and null for the others. All are null if
+  // the rank is not active.
   virtual void Move(const std::vector<Share*>& shares) = 0;
 };
 
