@@ -93,6 +93,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
                            return what + (params.topk_weights == nullptr ? "" : ", with weights");
                          }};
   announced.through_arena = through_arena;
+  announced.may_miss_ranks = params.attendance.active_ranks != nullptr;
   if (!through_arena) {
     announced.published = {params.arrived_weights};
     if (params.routes()) {
@@ -136,6 +137,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
                            return what + (params.arrived_weights == nullptr ? "" : ", weights back");
                          }};
   announced.through_arena = through_arena;
+  announced.may_miss_ranks = params.attendance.active_ranks != nullptr;
   if (!through_arena) {
     announced.published = {params.row_weights, params.arrived_weights};
     for (const Summand& summand : call.summands) {

@@ -63,12 +63,14 @@ struct Announcement {
   std::function<std::string()> what;
   std::vector<const void*> published{};  // buffers that peers reach
   bool through_arena = false;
+  bool may_miss_ranks = false;  // some ranks need not call it
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group
 // meet before and after the launch: what others load late on one device holds locks of the driver, and could
 // hold up a kernel that its peers wait for. An error if an earlier op of the group failed, if the ranks call
-// different ops, or if the group's other processes cannot reach a buffer.
+// different ops, or if the group's other processes cannot reach a buffer. Where ranks may be missing they do
+// not meet: who does not come would hold up the others, and nobody says here who is to come.
 ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
                           const std::function<cudaError_t(const Peers&)>& launch);
 

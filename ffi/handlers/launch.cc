@@ -85,6 +85,12 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   }
   if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
   const uint32_t hash = devices->Remember(announced.what());
+  if (announced.may_miss_ranks) {
+    // One at a time, the ops of the arena need no numbers of their own to be told apart.
+    const Call alone{hash, hash % kMaxSites};
+    context.site->Add(context.device, alone, devices);
+    return Launched(op, launch(devices->At(seat.place, alone, announced.through_arena)));
+  }
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
   const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
   if (!begun.error.empty()) return Expired(seat, begun.error);

@@ -64,7 +64,9 @@ __device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
 __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& visit, int r,
                                      const WaitLog& log) {
   const Peers& peers = args.peers;
-  if (r >= args.shape.num_ranks || (visit.ranks >> r & 1) == 0) return 0;
+  if (r >= args.shape.num_ranks) return 0;
+  log.Note(r, 0);
+  if ((visit.ranks >> r & 1) == 0) return 0;
   const Stamped* const words = args.mail(peers.rank, r, visit.epoch).call;
   Stamped low, high;
   uint64_t came = 0;
@@ -75,8 +77,9 @@ __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& v
     if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
     return both;
   });
-  if (!there) return 1u << r;
+  if (!there && log.wait_us != nullptr) came = GlobalNanoseconds();
   log.Note(r, came);
+  if (!there) return 1u << r;
   const uint64_t call = high << 32 | static_cast<uint32_t>(low);
   if (Call::Of(call) == peers.call) return 0;
   Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, call);
