@@ -68,11 +68,12 @@ struct RowTeam {
   }
 };
 
-// Team by team over all blocks, so that few rows are spread over all of them.
-__device__ inline RowTeam TeamOf(int first, int last, int warps) {
+// Of the first `of_block` warps of blocks [first, last). Team by team over all blocks, so that few rows are
+// spread over all of them.
+__device__ inline RowTeam TeamOf(int first, int last, int warps, int of_block = kSlotWarps) {
   const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
   return {static_cast<int>(blockIdx.x) - first + team * blocks,
-          kSlotWarps / warps * blocks,
+          of_block / warps * blocks,
           warp % warps,
           warps,
           static_cast<int>(threadIdx.x) % kWarp,

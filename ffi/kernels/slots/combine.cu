@@ -9,6 +9,9 @@
 namespace jax_ep::cuda {
 namespace {
 
+// Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
+constexpr int kSummingWarps = 12;
+
 // By value in the kernel's parameters.
 struct SlotPullArgs : SlotArgs {
   Summand summand;
@@ -57,8 +60,8 @@ __device__ Target TargetOf(const SlotPullArgs& args, int i) {
   return {behind < R ? behind : behind - R, i / R};
 }
 
-// Sums what this rank holds of each token, and sends the sums. Team by team of the blocks that send; the rows
-// of a team's first token were found before.
+// Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps; the rows of
+// a team's first token were found before.
 template <typename T, int N>
 __device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const RowTeam& team, Terms<T> terms) {
   const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
@@ -107,14 +110,16 @@ __device__ uint32_t AwaitSums(const SlotPullArgs& args, const Visit& visit, cons
   return AwaitWordOf(args.peers, arrived, visit.epoch) ? 0 : 1u << lane;
 }
 
-// Adds up what arrives, in the order of the ranks, a slice of a token a warp of the blocks that receive.
-// Returns the ranks that this thread has missed.
+// Adds up what arrives, in the order of the ranks: of every gridDim-th slice of a token, a warp the one that
+// it gets a ticket for. Returns the ranks that this thread has missed.
 template <typename T, int N>
-__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit) {
+__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const Dealer& dealer) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
   const int slices = (width + kSlice<N> - 1) / kSlice<N>;
-  const Portion share = WarpOf(args.num_senders, args.first_keeper());
-  for (int i = share.index; i < args.shape.num_tokens * slices; i += share.count) {
+  while (true) {
+    const int ticket = Dealer::Show(dealer.Take(lane));
+    const int i = static_cast<int>(blockIdx.x) + ticket * static_cast<int>(gridDim.x);
+    if (i >= args.shape.num_tokens * slices) return 0;
     const int t = i / slices, first = i % slices * kSlice<N>;
     const Sender sender = FindSender(args, visit.ranks, t, lane);
     const uint32_t missing = AwaitSums(args, visit, sender, lane);
@@ -126,7 +131,6 @@ __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit) {
     AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
     StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{t} * width, first, width, lane, total);
   }
-  return 0;
 }
 
 // Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
@@ -140,38 +144,45 @@ __device__ uint32_t AwaitAll(const SlotPullArgs& args, const Visit& visit, uint3
   return missing;
 }
 
+// The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
+// all do the latter.
 template <typename T>
 __global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_constant__ SlotPullArgs args) {
   constexpr Op op = Op::kCombine;
+  __shared__ unsigned next;
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillResult(summand.out, int64_t{args.shape.num_tokens} * summand.num_elements * sizeof(T));
   };
-  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps);
+  const int warp = threadIdx.x / kWarp;
+  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
+  const bool sums = warp < kSummingWarps;
   Terms<T> terms{};
-  if (args.sends() && team.index < args.shape.num_ranks * args.shape.num_tokens) {
+  if (sums && team.index < args.shape.num_ranks * args.shape.num_tokens) {
     const Target first = TargetOf(args, team.index);
     terms = FindRowsHere<T>(args, first.rank, first.index, team.lane);
   }
+  if (threadIdx.x == 0) next = 0;
   Visit visit = OpenSlots(args, op);
   if (!visit.open) return EndUnopened(args, op, visit, fill);
   if (args.presides()) TellCall(args, visit);
-  if (args.sends()) {
+  if (sums) {
     WithVector<T>(summand.num_elements,
                   [&](auto vector) { SendSums<T, decltype(vector)::value>(args, visit, team, terms); });
   }
   uint32_t missing = 0;
   if (args.attendance.masks) {
     AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, ranks); });
-  } else if (args.presides()) {
+  } else if (args.presides() && warp == kSlotWarps - 1) {
     // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
-    missing = AwaitCall(args, op, visit, threadIdx.x, log);
+    missing = AwaitCall(args, op, visit, threadIdx.x % kWarp, log);
     __syncwarp();
   }
-  if (!args.sends() && !visit.failed) {
-    WithVector<T>(summand.num_elements,
-                  [&](auto vector) { missing |= AddUp<T, decltype(vector)::value>(args, visit); });
+  if (!visit.failed) {
+    WithVector<T>(summand.num_elements, [&](auto vector) {
+      missing |= AddUp<T, decltype(vector)::value>(args, visit, Dealer{&next});
+    });
   }
   missing = BlockOr(missing);
   if (missing != 0) {
@@ -215,15 +226,11 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;
-  const int most = MostBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
-  constexpr int kElementsOfWarp = 512;
-  const int64_t elements = args.shape.num_tokens * args.summand.num_elements;
-  args.num_senders = std::min(tokens, most * 3 / 5);
-  args.num_receivers = static_cast<int>(
-      std::clamp<int64_t>(elements / (kElementsOfWarp * kSlotWarps) + 1, 1, most - args.num_senders));
-  args.team_warps = TeamWarps(tokens, args.num_senders, kSlotWarps);
+  const int tokens = args.shape.num_ranks * args.shape.num_tokens;
+  args.num_senders = std::min(tokens, MostBlocks(device));
+  args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
   return WithKernel(args.summand.type, [&](auto* kernel) {
-    return Launch(kernel, args.num_senders + args.num_receivers, kSlotThreads, 0, stream, true, args);
+    return Launch(kernel, args.num_senders, kSlotThreads, 0, stream, true, args);
   });
 }
 

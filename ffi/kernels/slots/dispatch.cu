@@ -16,13 +16,13 @@ __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
   uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
-      routes.experts[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+      routes.experts[rank * routes.stride + i] = static_cast<int16_t>(two & 0xffff);
   }));
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
     const int source = t / shape.num_tokens;
     bool comes = false;
     for (int k = 0; k < K; ++k) {
-      const int expert = routes.experts[t * K + k];
+      const int expert = routes.expert(shape, source, t % shape.num_tokens, k);
       comes |= expert >= 0 && shape.rank_of(expert) == me;
     }
     if (!comes || ((ranks & ~missing) >> source & 1) == 0) continue;
@@ -81,9 +81,10 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   EarlyToken token{};
   uint32_t choices = 0;
   if (args.sends()) {
-    token = LoadToken<T>(args, blockIdx.x);
+    if (threadIdx.x < kSendThreads) token = LoadToken<T>(args, blockIdx.x);
   } else {
-    for (int e = threadIdx.x; e < shape.num_experts; e += kSlotThreads) routes.totals[e] = 0;
+    for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSlotThreads)
+      routes.totals[i] = 0;  // and what follows
     const int words = ChoiceWords(shape);
     if (args.keeps_books() && FirstWord(args) < words * shape.num_ranks) {
       choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   if (!visit.open) return EndUnopened(args, op, visit, fill);
   if (args.presides()) TellCall(args, visit);
   if (args.keeps_books()) TellChoices(args, args.topk_idx, visit, choices);
-  if (args.sends()) SendTokens<T>(args, visit, token);
+  if (args.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, visit, token);
+  if (args.sends() && threadIdx.x >= kSendThreads) FlagTokens(args, visit);
   uint32_t missing = 0;
   if (args.attendance.masks) {
     AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, routes, ranks); });

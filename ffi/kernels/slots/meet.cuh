@@ -86,16 +86,17 @@ __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& v
   return kKeptOut;
 }
 
-// The sum of bits that the threads of a block have, in all of them.
+// The bits that any thread of a block has, in all of them. Nearly always there are none.
 __device__ inline uint32_t BlockOr(uint32_t bits) {
+  if (!__syncthreads_or(bits != 0)) return 0;
   __shared__ uint32_t all;
-  __syncthreads();
   if (threadIdx.x == 0) all = 0;
   __syncthreads();
-  bits = __reduce_or_sync(kAllLanes, bits);
-  if (threadIdx.x % kWarp == 0 && bits != 0) atomicOr(&all, bits);
+  if (bits != 0) atomicOr(&all, bits);
   __syncthreads();
-  return all;
+  const uint32_t found = all;
+  __syncthreads();
+  return found;
 }
 
 // Where ranks may be left out, the block that presides alone waits for peers: first for their calls, then for

@@ -13,10 +13,10 @@ inline int MostBlocks(const Device& device) {
   return device.sm_budget > 0 ? std::min(device.sm_budget, device.num_sms) : device.num_sms * 3 / 4;
 }
 
-// Warps that share one of `rows`, as many as there are for them in so many blocks; powers of two.
-inline int TeamWarps(int rows, int blocks, int most) {
-  int warps = most;
-  while (warps > 2 && rows * warps > blocks * kSlotWarps) warps /= 2;
+// Warps that share one of `rows`, as many as there are for them in so many blocks of `of_block` warps.
+inline int TeamWarps(int rows, int blocks, int of_block) {
+  int warps = of_block;
+  while (warps > 2 && (of_block % warps != 0 || rows * warps > blocks * of_block)) --warps;
   return warps;
 }
 

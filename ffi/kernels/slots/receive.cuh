@@ -37,14 +37,15 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
   const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
   const int source = t / shape.num_tokens, token = t % shape.num_tokens;
   const bool by_rank = !shape.has_row_per_choice();
-  const int expert = lane < K ? routes.experts[t * K + lane] : -1;
-  const bool here = expert >= 0 && expert / L == me;
+  const int expert = lane < K ? routes.expert(shape, source, token, lane) : -1;
+  const bool here = expert >= me * L && expert < (me + 1) * L;
   const unsigned choices = __ballot_sync(kAllLanes, here);
   int row = -1;
   if (by_rank && choices != 0) {
     row = RowOfToken(shape, routes, t, me);
   } else if (!by_rank) {
-    row = RowOfChoice(shape, routes, t * K + lane, expert, choices);
+    const int before = here ? routes.here[source * L + expert - me * L] : 0;
+    row = RowOfChoice(shape, routes, source, token * K + lane, expert, before, choices);
     if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
@@ -73,10 +74,10 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
 __device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
-  const int first = args.peers.rank * shape.num_tokens;  // of this rank's tokens, among all
+  const int me = args.peers.rank, first = me * shape.num_tokens;  // of this rank's tokens, among all
   const Portion books = args.Books();
   for (int token = books.index; token < shape.num_tokens; token += books.count) {
-    const int t = first + token, expert = lane < K ? routes.experts[t * K + lane] : -1;
+    const int t = first + token, expert = lane < K ? routes.expert(shape, me, token, lane) : -1;
     if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
     if (!shape.has_row_per_choice()) {
       for (int rank = 0; rank < width; ++rank) {
@@ -85,7 +86,9 @@ __device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& route
         if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
       }
     } else {
-      const int row = RowOfChoice(shape, routes, t * K + lane, expert, __ballot_sync(kAllLanes, expert >= 0));
+      const int before = expert >= 0 ? routes.mine[expert] : 0;
+      const unsigned wanted = __ballot_sync(kAllLanes, expert >= 0);
+      const int row = RowOfChoice(shape, routes, me, token * K + lane, expert, before, wanted);
       if (lane < K) args.handle.sent_rows[token * K + lane] = row;
     }
   }
@@ -128,14 +131,18 @@ __device__ inline void ClearPadding(const SlotPushArgs& args, const Routes& rout
   }
 }
 
-// Clears what lies behind all rows. All blocks but the senders, for this may be most of the buffer.
+// Clears what lies behind all rows. The blocks that keep books, or all but the senders where it is much.
 __device__ inline void ClearTail(const SlotPushArgs& args, const Routes& routes) {
+  constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
+  const bool much = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
+  if (!much && !args.keeps_books()) return;
   const int tail = shape.has_expert_blocks()
                        ? routes.starts[me * (L + 1) + L]
                        : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
-  ClearRows(args, tail, shape.capacity, WarpOf(args.num_senders, static_cast<int>(gridDim.x)));
+  const int first = much ? args.num_senders : args.first_keeper();
+  ClearRows(args, tail, shape.capacity, WarpOf(first, static_cast<int>(gridDim.x)));
 }
 
 // Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
@@ -143,8 +150,9 @@ __device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int 
   const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
   if (!shape.has_row_per_choice()) return CountTokensTo(routes, d, source * T, (source + 1) * T);
   int choices = 0;
-  for (int i = source * T * K + static_cast<int>(threadIdx.x) % kWarp; i < (source + 1) * T * K; i += kWarp) {
-    choices += routes.experts[i] >= d * L && routes.experts[i] < (d + 1) * L;
+  const int16_t* const experts = routes.experts + source * routes.stride;
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
+    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
   }
   return __reduce_add_sync(kAllLanes, choices);
 }
@@ -160,7 +168,7 @@ __device__ inline void CountOutCutTokens(const SlotPushArgs& args, const Routes&
     const unsigned lanes = __ballot_sync(kAllLanes, comes);
     const bool cut = comes && before + __popc(lanes & ((1u << lane) - 1)) >= shape.capacity;
     for (int k = 0; k < shape.top_k && cut; ++k) {
-      const int expert = routes.experts[t * shape.top_k + k];
+      const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
       if (expert >= 0 && expert / L == me) atomicSub(&args.tokens_per_expert[expert % L], 1);
     }
     before += __popc(lanes);

@@ -10,22 +10,34 @@ namespace jax_ep::cuda {
 
 // In shared memory.
 struct Routes {
-  int16_t* experts;  // [R * T * K] of all ranks' tokens, -1 unused
+  int16_t* experts;  // [R][stride] of all ranks' tokens' choices, -1 unused
   uint16_t* ranks;   // by rank [R * T]: bit r: the token goes to rank r
   int32_t* totals;   // [E] choices on each expert
+  int32_t* mine;     // [E] those of ranks before this one
+  int32_t* here;     // [R, L] each rank's on the experts here, then those of the ranks before it
   int32_t* starts;   // by expert [R, L + 1]: where each rank's experts' blocks start
+  int stride;        // a rank's choices, in whole vectors
 
-  JAX_EP_HD static int64_t Bytes(const Shape& shape) {
-    const int64_t tokens = int64_t{shape.num_ranks} * shape.num_tokens;
-    return AlignUp(2 * tokens * shape.top_k, 16) + AlignUp(2 * tokens, 16) +
-           4 * (int64_t{2} * shape.num_experts + shape.num_ranks);
+  JAX_EP_HD static int Stride(const Shape& shape) {
+    return static_cast<int>(AlignUp(int64_t{shape.num_tokens} * shape.top_k, 8));
   }
-  __device__ Routes(const Shape& shape, std::byte* shared) {
-    const int64_t tokens = int64_t{shape.num_ranks} * shape.num_tokens;
+  JAX_EP_HD static int64_t Bytes(const Shape& shape) {
+    const int64_t R = shape.num_ranks;
+    return 2 * R * Stride(shape) + AlignUp(2 * R * shape.num_tokens, 16) +
+           4 * (int64_t{4} * shape.num_experts + R);
+  }
+  __device__ Routes(const Shape& shape, std::byte* shared) : stride(Stride(shape)) {
     experts = reinterpret_cast<int16_t*>(shared);
-    ranks = reinterpret_cast<uint16_t*>(shared + AlignUp(2 * tokens * shape.top_k, 16));
-    totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) + AlignUp(2 * tokens, 16));
-    starts = totals + shape.num_experts;
+    ranks = reinterpret_cast<uint16_t*>(experts + shape.num_ranks * stride);
+    totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) +
+                                        AlignUp(2 * shape.num_ranks * shape.num_tokens, 16));
+    mine = totals + shape.num_experts;
+    here = mine + shape.num_experts;
+    starts = here + shape.num_experts;
+  }
+  // Choice k of token `token` of rank `source`.
+  __device__ int16_t& expert(const Shape& shape, int source, int token, int k) const {
+    return experts[source * stride + token * shape.top_k + k];
   }
 };
 
@@ -102,14 +114,17 @@ __device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint3
 __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
-  const int L = shape.num_local_experts();
+  const int L = shape.num_local_experts(), me = args.peers.rank, first = me * L;
   const bool all_there = visit.ranks == (1u << R) - 1;
   const auto take = [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
       int expert = static_cast<int16_t>(two & 0xffff);
       if (expert >= 0 && !all_there && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
-      routes.experts[rank * choices + i] = static_cast<int16_t>(expert);
-      if (expert >= 0) atomicAdd(&routes.totals[expert], 1);
+      routes.experts[rank * routes.stride + i] = static_cast<int16_t>(expert);
+      if (expert < 0) continue;
+      atomicAdd(&routes.totals[expert], 1);
+      if (rank < me) atomicAdd(&routes.mine[expert], 1);
+      if (expert >= first && expert < first + L) atomicAdd(&routes.here[rank * L + expert - first], 1);
     }
   };
   const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
@@ -118,7 +133,7 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
     for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSlotThreads) {
       uint32_t ranks = 0;
       for (int k = 0; k < K; ++k) {
-        const int expert = routes.experts[t * K + k];
+        const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
         if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
       }
       routes.ranks[t] = static_cast<uint16_t>(ranks);
@@ -127,31 +142,41 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
     for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
       FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
     }
+    for (int i = kSlotThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kSlotThreads) {
+      int before = 0;
+      for (int r = 0; r < R; ++r) {
+        const int choices_of_rank = routes.here[r * L + i];
+        routes.here[r * L + i] = before;
+        before += choices_of_rank;
+      }
+    }
   }
   __syncthreads();
   return 0;
 }
 
-// By expert: the row of choice i of all ranks', which fell on `expert`, each lane its own; -1 if it is
-// dropped, or where the lane is not among those `wanted`. One warp, whose lanes share the counting.
-__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int i, int expert,
-                                  unsigned wanted) {
+// By expert: the row of choice i of rank `source`, which fell on `expert`, each lane its own; `before` are
+// the choices of earlier ranks on that expert. -1 if it is dropped, or where the lane is not among those
+// `wanted`. One warp, whose lanes share the counting.
+__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int source, int i, int expert,
+                                  int before, unsigned wanted) {
   if (wanted == 0) return -1;
   const int lane = threadIdx.x % kWarp, L = shape.num_local_experts(), choices = __popc(wanted);
   int mates = kWarp;  // lanes that count for one choice
   while (mates * choices > kWarp) mates /= 2;
   unsigned left = wanted;
-  for (int before = lane / mates; before > 0 && left != 0; --before) left &= left - 1;
+  for (int skipped = lane / mates; skipped > 0 && left != 0; --skipped) left &= left - 1;
   const int from = left == 0 ? 0 : __ffs(left) - 1;  // the lane whose choice this one counts for
   const int its_i = __shfl_sync(kAllLanes, i, from), its_expert = __shfl_sync(kAllLanes, expert, from);
   int count = 0;
   if (left != 0) {
-    count = CountEqual(routes.experts, its_i, static_cast<int16_t>(its_expert), lane % mates, mates);
+    count = CountEqual(routes.experts + source * routes.stride, its_i, static_cast<int16_t>(its_expert),
+                       lane % mates, mates);
   }
   for (int step = mates / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
-  const int before = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) * mates % kWarp);
+  count = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) * mates % kWarp);
   if ((wanted >> lane & 1) == 0) return -1;
-  const int row = routes.starts[expert + expert / L] + before;
+  const int row = routes.starts[expert + expert / L] + before + count;
   return IsRow(row, shape.has_fixed_blocks() ? shape.EndOf(expert % L) : shape.capacity) ? row : -1;
 }
 

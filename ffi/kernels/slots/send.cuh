@@ -33,6 +33,8 @@ __device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32
   }
 }
 
+// The last warp of a block that sends tells of what was sent.
+constexpr int kSendThreads = kSlotThreads - kWarp;
 constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
 
 // What a sending thread needs of a token, which is loaded before the op is open: of this lane's choice the
@@ -63,7 +65,7 @@ __device__ EarlyToken LoadToken(const SlotPushArgs& args, int t) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, n = VectorsOf<T>(args);
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSlotThreads;
+    const int i = threadIdx.x + j * kSendThreads;
     if (i < n) token.row[j] = __ldg(RowOf<T>(args, t) + i);
   }
   if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
@@ -78,17 +80,17 @@ __device__ inline void SendVectors(const SlotPushArgs& args, const Visit& visit,
   uint4 values[kSendVectors];
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) values[j] = token.row[j];
-  for (int first = threadIdx.x; first < n; first += kSendVectors * kSlotThreads) {
+  for (int first = threadIdx.x; first < n; first += kSendVectors * kSendThreads) {
     ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
       uint4* const to = reinterpret_cast<uint4*>(slot + args.offsets[0]);
 #pragma unroll
       for (int j = 0; j < kSendVectors; ++j) {
-        if (first + j * kSlotThreads < n) to[first + j * kSlotThreads] = values[j];
+        if (first + j * kSendThreads < n) to[first + j * kSendThreads] = values[j];
       }
     });
 #pragma unroll
     for (int j = 0; j < kSendVectors; ++j) {
-      const int next = first + (j + kSendVectors) * kSlotThreads;
+      const int next = first + (j + kSendVectors) * kSendThreads;
       if (next < n) values[j] = __ldg(RowOf<void>(args, t) + next);
     }
   }
@@ -100,13 +102,13 @@ __device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, i
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
-    for (int i = threadIdx.x; i < n / 16; i += kSlotThreads) {
+    for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
       const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
       ForSlots(args, visit, t, ranks,
                [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
     }
   } else {
-    for (int i = threadIdx.x; i < n; i += kSlotThreads) {
+    for (int i = threadIdx.x; i < n; i += kSendThreads) {
       const std::byte value = row[i];
       ForSlots(args, visit, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
     }
@@ -136,44 +138,67 @@ __device__ void SendAsFp8(const SlotPushArgs& args, const Visit& visit, int t, u
   const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSlotThreads;
+    const int i = threadIdx.x + j * kSendThreads;
     if (i < whole) SendQuantized<T>(args, visit, t, ranks, i, token.row[j], i < n);
   }
-  for (int i = threadIdx.x + kSendVectors * kSlotThreads; i < whole; i += kSlotThreads) {
+  for (int i = threadIdx.x + kSendVectors * kSendThreads; i < whole; i += kSendThreads) {
     const uint4 vector = i < n ? __ldg(RowOf<T>(args, t) + i) : uint4{};
     SendQuantized<T>(args, visit, t, ranks, i, vector, i < n);
   }
 }
 
-// Sends token t, and tells its ranks that it is there. The whole block.
-template <typename T>
-__device__ void SendToken(const SlotPushArgs& args, const Visit& visit, int t, const EarlyToken& token) {
-  const bool goes = token.expert >= 0 && (visit.ranks >> args.shape.rank_of(token.expert) & 1) != 0;
-  const uint32_t ranks = __reduce_or_sync(kAllLanes, goes ? 1u << args.shape.rank_of(token.expert) : 0);
-  if (ranks == 0) return;
-  if constexpr (std::is_void_v<T>) {
-    const bool in_vectors = VectorsOf<void>(args) > 0;
-    if (in_vectors) SendVectors(args, visit, t, ranks, token);
-    for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
-  } else {
-    SendAsFp8<T>(args, visit, t, ranks, token);
-  }
-  if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
-    ForSlots(args, visit, t, ranks,
-             [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
-  }
-  __syncthreads();
-  const int r = threadIdx.x;
-  if (r >= args.shape.num_ranks || (ranks >> r & 1) == 0) return;
-  StoreStampedRelease(&args.mail(r, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
+// Named barriers of a sending block, two of each kind by turns: a token's stores are issued; and the flags of
+// the one before the last are.
+constexpr int kStored = 1, kFlagged = 3;
+
+__device__ inline void Arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
+}
+__device__ inline void Wait(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
 }
 
-// Sends every token of this block, of which the first was loaded early. The whole block.
+// The ranks that a token goes to, of those that take part, in all lanes; each has the expert of a choice.
+__device__ inline uint32_t RanksOf(const Shape& shape, const Visit& visit, int expert) {
+  const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
+  return __reduce_or_sync(kAllLanes, rank) & visit.ranks;
+}
+
+// Sends every token of this block, of which the first was loaded early. The sending warps.
 template <typename T>
 __device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken token) {
-  for (int t = blockIdx.x; t < args.shape.num_tokens; t += args.num_senders) {
-    SendToken<T>(args, visit, t, token);
+  for (int t = blockIdx.x, turn = 0; t < args.shape.num_tokens; t += args.num_senders, ++turn) {
+    const uint32_t ranks = RanksOf(args.shape, visit, token.expert);
+    if (turn >= 2) Wait(kFlagged + turn % 2);
+    if constexpr (std::is_void_v<T>) {
+      const bool in_vectors = VectorsOf<void>(args) > 0;
+      if (in_vectors) SendVectors(args, visit, t, ranks, token);
+      for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
+    } else {
+      SendAsFp8<T>(args, visit, t, ranks, token);
+    }
+    if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
+      ForSlots(args, visit, t, ranks,
+               [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
+    }
+    Arrive(kStored + turn % 2);
     token = LoadToken<T>(args, t + args.num_senders);
+  }
+}
+
+// Tells the ranks of each token that it is there. The last warp: what it waits for, that a token's stores are
+// done, does not hold up those of the next one.
+__device__ inline void FlagTokens(const SlotPushArgs& args, const Visit& visit) {
+  const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
+  for (int t = blockIdx.x, turn = 0; t < T; t += args.num_senders, ++turn) {
+    const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
+    const uint32_t ranks = RanksOf(args.shape, visit, expert);
+    Wait(kStored + turn % 2);
+    if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
+      StoreStampedRelease(&args.mail(lane, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
+    }
+    __syncwarp();
+    if (t + 2 * args.num_senders < T) Arrive(kFlagged + turn % 2);
   }
 }
 
