@@ -112,14 +112,16 @@ def check_dispatch(sent, want, ids, order, active, quantize):
         np.testing.assert_array_equal(sent.handle.received_rows, received_rows)
     for rank, expected in enumerate(want):
         rows = expected.x
+        is_row = np.array([source is not None for source in expected.sources])
+        # Empty slots of padded experts hold anything.
+        told = is_row if order == "expert_padded" else slice(None)
         if quantize is None:
-            assert same_bits(sent.x[rank].reshape(rows.shape), rows)
+            assert same_bits(sent.x[rank].reshape(rows.shape)[told], rows[told])
         else:
             packed = jax.device_get(jax_ep.quantize_fp8(rows))
-            is_row = np.array([source is not None for source in expected.sources])
             scales = np.where(is_row[:, None], packed.scales, 0)
-            assert same_bits(sent.x.values[rank].reshape(rows.shape), packed.values)
-            assert same_bits(sent.x.scales[rank].reshape(scales.shape), scales)
+            assert same_bits(sent.x.values[rank].reshape(rows.shape)[told], packed.values[told])
+            assert same_bits(sent.x.scales[rank].reshape(scales.shape)[told], scales[told])
         for name in ("tokens_per_expert", "num_tokens", "num_dropped"):
             np.testing.assert_array_equal(getattr(sent, name)[rank], getattr(expected, name))
         if order == "rank":

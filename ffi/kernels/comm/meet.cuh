@@ -108,7 +108,7 @@ __device__ inline uint32_t MeetAll(const Peers& peers, Op op, uint32_t epoch, Pu
   uint64_t call = peers.call.WithBlocks(0), came = 0;
   uint64_t* const when = log.wait_us == nullptr ? nullptr : &came;
   const bool late = r < peers.num_ranks && !AwaitWord(peers, r, 0, epoch, &call, when);
-  if (r < peers.num_ranks) log.Note(r, came);
+  if (r < peers.num_ranks) log.Note(r, r == peers.rank ? 0 : came);  // nobody waits for itself
   const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(call) == peers.call));
   if (r < peers.num_ranks) published[r].call = call;
   if (late) return 1u << r;

@@ -78,7 +78,7 @@ __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& v
     return both;
   });
   if (!there && log.wait_us != nullptr) came = GlobalNanoseconds();
-  log.Note(r, came);
+  if (r != peers.rank) log.Note(r, came);  // nobody waits for itself
   if (!there) return 1u << r;
   const uint64_t call = high << 32 | static_cast<uint32_t>(low);
   if (Call::Of(call) == peers.call) return 0;
