@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fault_masks
 import fault_mismatch
 import jax
 import numpy as np
 from fault_canaries import Canaries
 from fault_rig import (
     FEW,
+    FEW_ENOUGH_FOR_SLOTS,
     SEVERAL_WAVES,
     SLACK_S,
     Program,
@@ -51,8 +53,11 @@ class Seen:
         return "; ".join(part for part in parts if part)
 
 
-def tokens_of(rig: Rig) -> int:
-    return SEVERAL_WAVES if rig.on_gpus and rig.rng.random() < 0.25 else FEW
+def tokens_of(rig: Rig, how: str = "inside") -> int:
+    number = rig.rng.random()
+    if how != "inside" and number > 0.6:
+        return FEW_ENOUGH_FOR_SLOTS  # nobody waits for a rank that is inside of such an op
+    return SEVERAL_WAVES if rig.on_gpus and number < 0.25 else FEW
 
 
 def keep_waiting(rig: Rig, how: str) -> tuple[int, float]:
@@ -123,7 +128,8 @@ def late(rig: Rig, repeats: int, kinds: list[str], ways: tuple[str, ...]) -> Ite
         seen = Seen()
 
         def once(kind: str = kind, seen: Seen = seen) -> str:
-            late_once(rig, rig.program(kind, tokens_of(rig)), str(rig.rng.choice(ways)), seen)
+            how = str(rig.rng.choice(ways))
+            late_once(rig, rig.program(kind, tokens_of(rig, how)), how, seen)
             if rig.on_gpus and len(seen.reused) >= 10:
                 require(max(seen.reused) > 0, "no canary lies where results lay: nothing is shown")
             return str(seen)
@@ -232,6 +238,18 @@ def delete(rig: Rig, repeats: int, kinds: list[str]) -> Iterator[Part]:
         yield kind, repeats, once
 
 
+def masked(rig: Rig, repeats: int) -> Iterator[Part]:
+    for order in fault_masks.ORDERS if rig.on_gpus else ():  # on the CPU: tests/test_faults_mask.py
+        program: list[fault_masks.Masked] = []
+
+        def once(order: str = order, program: list[fault_masks.Masked] = program) -> str:
+            if not program:
+                program.append(fault_masks.Masked(rig, order))
+            return fault_masks.masked_once(program[0])
+
+        yield order, repeats, once
+
+
 def cases(rig: Rig, repeats: int, kinds: list[str]) -> dict[str, Callable[[], Iterator[Part]]]:
     def patient(parts: Callable[[], Iterator[Part]]) -> Iterator[Part]:
         """Nothing may time out here, on a busy machine neither."""
@@ -242,6 +260,7 @@ def cases(rig: Rig, repeats: int, kinds: list[str]) -> dict[str, Callable[[], It
         "late": lambda: late(rig, repeats, kinds, ("busy", "stall") if rig.on_gpus else ("sleep",)),
         "inside": lambda: late(rig, repeats, kinds if rig.on_gpus else [], ("inside",)),
         "mismatch": lambda: mismatch(rig, repeats),
+        "masked": lambda: masked(rig, repeats),
         "second": lambda: patient(lambda: second(rig, repeats, kinds)),
         "delete": lambda: patient(lambda: delete(rig, repeats, kinds)),
     }

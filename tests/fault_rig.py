@@ -19,7 +19,8 @@ import jax_ep
 from jax_ep import _extension
 
 K, EXPERTS, WIDTH = 4, 64, 512
-FEW, SEVERAL_WAVES = 64, 1200
+# Few enough for the slots of the arena, where nobody touches a peer's arrays; not so few; and many.
+FEW_ENOUGH_FOR_SLOTS, FEW, SEVERAL_WAVES = 64, 160, 1200
 KINDS = tuple(f"{op} {order}" for op in ("dispatch", "combine", "gradient") for order in ("rank", "expert"))
 SLACK_S = 0.25
 UNIT_S = 0.025  # what a piece of work takes that keeps a GPU busy

@@ -9,6 +9,7 @@ import time
 import traceback
 
 import faults
+import numpy as np
 
 task, address = sys.argv[1:3]
 processes, process = map(int, sys.argv[3:5])
@@ -21,6 +22,7 @@ import jax  # noqa: E402
 if processes > 1:
     jax.distributed.initialize(address, processes, process, local_device_ids=[process])
 
+import fault_masks  # noqa: E402
 from fault_canaries import Canaries  # noqa: E402
 from fault_rig import (  # noqa: E402
     FEW,
@@ -91,6 +93,23 @@ def be_killed(rig: Rig) -> None:
     print("seen", give_up(rig, [program], [settings["victim"]], 1.0), flush=True)
 
 
+def be_left(rig: Rig) -> None:
+    """The victim ends, and the others go on without it, first by a time-out, then at once."""
+    program = fault_masks.Masked(rig, fault_masks.ORDERS[settings["seed"] % len(fault_masks.ORDERS)])
+    multihost_utils.sync_global_devices("all have run")
+    if process == settings["victim"]:
+        os.kill(os.getpid(), 9)
+    others = [rank for rank in range(rig.size) if rank != settings["victim"]]
+    begin = time.monotonic()
+    program.require_right(program.run(), others, others)
+    took = time.monotonic() - begin
+    views = np.ones((rig.size, rig.size), np.int32)
+    views[:, settings["victim"]] = 0
+    begin = time.monotonic()
+    program.require_right(program.run(views), others, others)
+    print(f"seen without it after {took:.2f} s, then after {time.monotonic() - begin:.3f} s", flush=True)
+
+
 def launch_in_other_order(rig: Rig) -> None:
     """Every second process launches two programs the other way round; then all go on with a new group."""
     programs = [rig.program("dispatch rank", FEW), rig.program("combine expert", FEW)]
@@ -125,7 +144,7 @@ def be_stuck(rig: Rig) -> None:
 
 
 def main() -> None:
-    tasks = {"killed": be_killed, "order": launch_in_other_order, "stuck": be_stuck}
+    tasks = {"killed": be_killed, "left": be_left, "order": launch_in_other_order, "stuck": be_stuck}
     try:
         tasks[task](make_rig())
     except (Exception, jax_ep.PeerTimeoutError):

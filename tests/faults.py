@@ -11,9 +11,11 @@ late      a rank enters after the others have given up
 inside    a rank stalls inside an op, longer than the time-out, less than twice
 stuck     longer than twice: the process ends (processes of their own)
 mismatch  ranks call different ops, shapes or dtypes
+masked    a rank comes late to ops with on_timeout="mask", without which the others go on
 second    other groups are made in a thread while ops run
 delete    all live arrays are deleted
 killed    a process is killed before an op or inside one (processes of their own, several at a time)
+left      a process is killed, and the others go on by ops with on_timeout="mask" (likewise)
 order     two processes launch two programs in different orders (likewise)
 
 On the CPU `late`, `mismatch`, `second` and `delete` run, without what only GPUs do.
@@ -34,8 +36,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-IN_PROCESS = ("late", "inside", "mismatch", "second", "delete")
-IN_OTHERS = ("stuck", "killed", "order")
+IN_PROCESS = ("late", "inside", "mismatch", "masked", "second", "delete")
+IN_OTHERS = ("stuck", "killed", "left", "order")
 WORKER = pathlib.Path(__file__).with_name("fault_worker.py")
 LIMIT_S = 90  # of one set of processes
 
@@ -163,7 +165,7 @@ def judge_set(task: str, settings: dict[str, Any], results: list[tuple[int | Non
     """What the processes of a set have seen; raises if one of them broke a promise."""
     seen = []
     for process, (status, output) in enumerate(results):
-        if task == "killed" and process == settings["victim"]:
+        if task in ("killed", "left") and process == settings["victim"]:
             assert status == -9, f"the victim was not killed, but ended with {status}:\n{output[-3000:]}"
             continue
         assert status is not None, f"process {process} hangs:\n{output[-3000:]}"

@@ -236,7 +236,7 @@ def test_other_work_runs_between_start_and_done(backward):
         sent = jax_ep.dispatch_done(pending)
         pending = jax_ep.combine_start(sent.x * 2, sent.handle, row_weights=sent.row_weights)
         # Not before the first op is done.
-        shared = beside(shared + sent.num_tokens.astype(jnp.float32), square)
+        shared = beside(shared + sent.num_tokens.astype(jnp.float32)[:, None], square)
         return jax_ep.combine_done(pending) + shared
 
     run = mapped(shard)

@@ -20,6 +20,10 @@ struct SlotPullArgs : SlotArgs {
   int32_t num_biases;
 };
 
+// What the sum in a slot is yet to be multiplied by: a rank's only row of a token travels as it is, so that
+// its product is not rounded.
+__device__ float& FactorIn(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
+
 template <typename T>
 __device__ T* RowIn(std::byte* slot) {
   return reinterpret_cast<T*>(slot + kSlotHeadBytes);
@@ -70,11 +74,17 @@ __device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const Row
     const Target target = TargetOf(args, i);
     if (i > team.index) terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
     if (terms.lanes == 0 || (visit.ranks >> target.rank & 1) == 0) continue;
-    T* const slot = RowIn<T>(args.slot(target.rank, me, target.index, visit.epoch));
+    std::byte* const slot = args.slot(target.rank, me, target.index, visit.epoch);
+    if ((terms.lanes & (terms.lanes - 1)) == 0) {
+      if (team.warp == 0 && terms.row != nullptr) FactorIn(slot) = terms.factor;
+      terms.factor = 1.0f;
+    } else if (team.warp == 0 && team.lane == 0) {
+      FactorIn(slot) = 1.0f;
+    }
     for (int first = team.warp * kSlice<N>; first < width; first += team.warps * kSlice<N>) {
       typename Sum<T>::Acc total[kSumVectors][N] = {};
       SumSlice<T, N>(terms, first, width, team.lane, total);
-      StoreSlice<T, N>(slot, first, width, team.lane, total);
+      StoreSlice<T, N>(RowIn<T>(slot), first, width, team.lane, total);
     }
     team.Sync();
     if (team.warp == 0 && team.lane == 0) {
@@ -125,7 +135,10 @@ __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const De
     const uint32_t missing = AwaitSums(args, visit, sender, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
     Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
-    if (sender.sends) terms.row = RowIn<T>(args.slot(args.peers.rank, lane, sender.index, visit.epoch));
+    if (sender.sends) {
+      std::byte* const slot = args.slot(args.peers.rank, lane, sender.index, visit.epoch);
+      terms = {RowIn<T>(slot), __ldcg(&FactorIn(slot)), terms.lanes};
+    }
     typename Sum<T>::Acc total[kSumVectors][N] = {};
     SumSlice<T, N>(terms, first, width, lane, total);
     AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
