@@ -15,14 +15,17 @@ test: $(VENV)/.built
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
-# what moves rows once more, by plain loads and stores instead of bulk copies.
+# what moves rows once more, few tokens the way of many, and by plain loads and stores instead of bulk copies.
 # (Not the documentation, which runs on the CPU; nor the recipes and adapters: grouped_dot multiplies as tf32 there,
 # and they are compared with float32.)
 GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
 test-gpu:
 	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py docs.py \
 		recipes.py adapters.py) -k "not eager" $(ARGS)
-	JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py permute.py intranode.py gradients.py) $(ARGS)
+	JAX_EP_NO_ARENA=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py dispatch_padded.py dispatch_fp8.py combine.py \
+		gradients.py) -k "not eager" $(ARGS)
+	JAX_EP_NO_ARENA=1 JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py permute.py intranode.py \
+		gradients.py) $(ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

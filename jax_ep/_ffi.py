@@ -1,7 +1,8 @@
-"""Calls of this package's FFI handlers: implementation="ffi". Only this file calls the targets of ops.
+"""Calls of this package's FFI handlers: implementation="ffi". Those of expert products are in `_ffi_products.py`;
+nothing else calls the targets of ops.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for `gather`,
-which the benchmark measures the links with, and `grouped_dot_fp8`. They and `grouped_dot` run on GPUs only.
+which the benchmark measures the links with, on GPUs only.
 """
 
 import math
@@ -25,7 +26,7 @@ Result = tuple[tuple[int, ...], Any]  # shape, dtype
 INT = jnp.int32
 
 
-def _call(
+def call(
     target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
 ) -> list[jax.Array]:
     operands = vary_alike(operands)
@@ -139,7 +140,7 @@ def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node
         ((num_experts,), INT),
         ((topk_idx.shape[0], num_ranks), jnp.bool_),
     ]
-    return LayoutCounts(*_call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
+    return LayoutCounts(*call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
 
 
 def route(
@@ -174,7 +175,7 @@ def route(
         *_attended(routing, attendance),
         *_rows_like(leaves if quantize == 0 else _as_fp8(*leaves), routing.capacity),
     ]
-    out = _call(
+    out = call(
         "route",
         [_rank(routing), topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves],
         results,
@@ -228,7 +229,7 @@ def _push(
     """What arrives beside the rows (weights, or dot products), and the rows."""
     routing = handle.routing
     weighs = topk_weights is not None or row_weights is not None
-    weights, *moved = _call(
+    weights, *moved = call(
         "push",
         [
             _rank(routing),
@@ -257,7 +258,7 @@ def pull(
     # By expert the kernels first sum each token's rows where they lie.
     folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
-    topk_weights, active_ranks, wait_us, *sums = _call(
+    topk_weights, active_ranks, wait_us, *sums = call(
         "pull",
         [
             _rank(routing),
@@ -297,7 +298,7 @@ def permute(
         _scratch(topk_idx.shape[0], num_local_experts, 1, extra=topk_idx.size),
         *_rows_like(leaves, capacity),
     ]
-    row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = _call(
+    row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = call(
         "permute",
         [topk_idx, _or_empty(topk_weights), *leaves],
         results,
@@ -311,7 +312,7 @@ def permute(
 
 def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
     results = _rows_like([leaf], num_permuted)
-    (moved,) = _call("repermute", [row_map, leaf], results, num_permuted=np.int64(num_permuted))
+    (moved,) = call("repermute", [row_map, leaf], results, num_permuted=np.int64(num_permuted))
     return moved
 
 
@@ -330,7 +331,7 @@ def unpermute(
         _or_empty(bias),
         row_map if topk_idx is None else topk_idx,
     ]
-    (out,) = _call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
+    (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
     return out
 
 
@@ -338,46 +339,5 @@ def gather(group: Group, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
     rank = jax.lax.axis_index(group.axis_name).astype(INT)
     shape = (group.size * x.shape[0], *x.shape[1:])
-    (out,) = _call("gather", [rank, x], [(shape, x.dtype)], group=group._key, num_ranks=np.int64(group.size))
+    (out,) = call("gather", [rank, x], [(shape, x.dtype)], group=group._key, num_ranks=np.int64(group.size))
     return out
-
-
-def grouped_dot(
-    product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
-) -> jax.Array:
-    """`product` is 0: rows times matrices, 1: times their transposes, 2: rows^T times rows; see params.h."""
-    if product == 2:
-        shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
-    else:
-        shape = (rows.shape[0], others.shape[2 if product == 0 else 1])
-    out, _ = _call(
-        "grouped_dot",
-        [rows, others, group_sizes],
-        [(shape, rows.dtype), _products_scratch(group_sizes)],
-        product=np.int64(product),
-        num_sms=np.int64(num_sms),
-    )
-    return out
-
-
-def grouped_dot_fp8(
-    rows: jax.Array,
-    row_scales: jax.Array,
-    matrices: jax.Array,
-    matrix_scales: jax.Array,
-    group_sizes: jax.Array,
-    num_sms: int,
-) -> jax.Array:
-    """Rows [C, M] times matrices that lie transposed [L, N, M], in bfloat16."""
-    out, _ = _call(
-        "grouped_dot_fp8",
-        [rows, row_scales, matrices, matrix_scales, group_sizes],
-        [((rows.shape[0], matrices.shape[1]), jnp.bfloat16), _products_scratch(group_sizes)],
-        num_sms=np.int64(num_sms),
-    )
-    return out
-
-
-def _products_scratch(group_sizes: jax.Array) -> Result:
-    """As GroupedDotScratchBytes in ffi/core/params.h."""
-    return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _check, _extension, _ffi, _numbers, _reference
+from jax_ep import _check, _extension, _ffi_products, _numbers, _reference
 from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
 
@@ -112,7 +112,7 @@ def _product(
     @jax.custom_batching.sequential_vmap
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if _on_gpu() and rows.dtype in _KERNEL_DTYPES:
-            return _ffi.grouped_dot(product, rows, others, group_sizes, num_sms)
+            return _ffi_products.grouped_dot(product, rows, others, group_sizes, num_sms)
         return _reference.grouped_dot(product, rows, others, group_sizes)
 
     return _sharded(product, one, rows, others, group_sizes)
@@ -152,7 +152,7 @@ def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
     ) -> jax.Array:
         if _on_gpu() and _extension.has_fp8_products():
             transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
-            return _ffi.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
+            return _ffi_products.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
         wide = (
             dequantize_fp8(QuantizedArray(*pair), jnp.float32)
             for pair in ((rows, scales), (matrices, matrix_scales))
