@@ -1,5 +1,6 @@
-"""Calls of this package's FFI handlers: implementation="ffi". Those of expert products are in `_ffi_products.py`;
-nothing else calls the targets of ops.
+"""Calls of this package's FFI handlers: implementation="ffi".
+
+Those of expert products are in `_ffi_products.py`; nothing else calls the targets of ops.
 
 `_reference.py` has the same functions from `jax.lax`, with the same arguments and results; but for `gather`,
 which the benchmark measures the links with, on GPUs only.
