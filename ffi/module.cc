@@ -18,7 +18,6 @@
 #include "runtime/gpus.h"
 #include "runtime/peers.h"
 #include "runtime/regions.h"
-#include "runtime/switches.h"
 #include "runtime/watch.h"
 #endif
 
@@ -125,12 +124,15 @@ uint32_t LastCall(const std::string& key) {
   return peers == nullptr ? 0 : peers->LastCall();
 }
 
-bool FitsArenaOf(int num_ranks, int num_tokens, int top_k, int64_t row_bytes) {
+bool FitsArenaOf(const std::string& key, int num_ranks, int num_tokens, int top_k, int num_experts,
+                 int64_t row_bytes) {
+  const auto group = FindGroup(key);
   Shape shape{};
   shape.num_ranks = num_ranks;
   shape.num_tokens = num_tokens;
   shape.top_k = top_k;
-  return !NoArena() && FitsArena(shape, row_bytes);
+  shape.num_experts = num_experts;
+  return group != nullptr && FitsArena(*group, shape, row_bytes);
 }
 
 std::string ResetDeviceGroup(const std::string& key, uint32_t epoch, uint32_t calls) {
@@ -258,8 +260,9 @@ NB_MODULE(_C, m) {
         Unlocked(), "Maps another process's allocation for GPUs of this one; its base here");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
         "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
-  m.def("fits_arena", &FitsArenaOf, nb::arg("num_ranks"), nb::arg("num_tokens"), nb::arg("top_k"),
-        nb::arg("row_bytes"), "Whether an op of so many tokens goes through the arena");
+  m.def("fits_arena", &FitsArenaOf, nb::arg("key"), nb::arg("num_ranks"), nb::arg("num_tokens"),
+        nb::arg("top_k"), nb::arg("num_experts"), nb::arg("row_bytes"),
+        "Whether an op of so many tokens goes through the arena");
   m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");
 #endif
 }

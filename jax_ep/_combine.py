@@ -27,8 +27,8 @@ def combine(
 
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
     rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
-    rank's part of a 16-bit sum is rounded too before it travels.) Padding, tail and dropped rows are never
-    read and get zero gradient.
+    rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows.) Padding, tail,
+    empty slots and dropped rows are never read and get zero gradient.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
     that it then applies no weights: by rank, multiply y by them before.
@@ -43,7 +43,8 @@ def combine(
         rounding. Differentiable.
       active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank
         that is itself marked 0 gets the sums of no rows. As there, no gradient goes through a combine with
-        active_ranks or on_timeout="mask", it must not be rematerialised, and on GPUs it takes few tokens.
+        active_ranks or on_timeout="mask", it must not be rematerialised, and on GPUs it takes few tokens, in
+        one array that is not float64.
       on_timeout: "raise" or "mask", as for `dispatch`: nothing comes from a rank that is too late.
       implementation: None, "ffi" or "xla".
 

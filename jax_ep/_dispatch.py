@@ -49,11 +49,13 @@ class DispatchedByExpert:
     """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank.
 
     With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
+    On GPUs what x holds in empty slots is anything, also NaN, unless the dispatch is differentiated; `is_row`
+    is the mask, and `row_weights` are 0 there.
     """
 
     x: Any
     """[C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
-    k; zero in padding and tail. A `QuantizedArray` with quantize="fp8"."""
+    k; zero in padding and tail (of padded experts see above). A `QuantizedArray` with quantize="fp8"."""
     row_weights: jax.Array | None
     """float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were passed."""
     group_sizes: jax.Array
@@ -189,7 +191,7 @@ def dispatch(
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
         in an array [L, R * T, ...] with R * T slots for each expert, for products that take a mask, of few
-        tokens; without a capacity.
+        tokens; without a capacity. On GPUs empty slots are not cleared: what x holds there may be NaN.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. At least a.
@@ -207,11 +209,13 @@ def dispatch(
         waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
         dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
         other ranks might take part the second time. On GPUs such a dispatch takes at most 128 tokens and 4096
-        choices a rank, and R * T rows with 128 bytes each besides must fit twice into 32 MiB.
+        choices a rank, and a group with num_sms of 8 or more; R * T rows with 128 bytes each besides must fit
+        twice into 32 MiB; and its first call does not wait on the host until all ranks have come to it.
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
         the others go on without it, and it is marked 0 in the result, which the next op should be given; a
-        rank that comes too late finds all others marked 0. The collectives of "xla" wait for every rank,
-        however long, and give active_ranks back as they were.
+        rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had
+        sent before they gave up. It then counts these ranks as present, and its next op marks them.) The
+        collectives of "xla" wait for every rank, however long, and give active_ranks back as they were.
       statistics: what earlier dispatches added up, or None.
       implementation: None, "ffi" or "xla".
 

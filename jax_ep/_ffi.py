@@ -94,7 +94,8 @@ def quantizes(routing: Routing, x: jax.Array) -> bool:
     if routing.group._platform != "gpu" or module is None or jax.dtypes.itemsize_bits(x.dtype) == 64:
         return False
     row_bytes = sum(-(-math.prod(part.shape[1:]) * part.dtype.itemsize // 16) * 16 for part in _as_fp8(x))
-    return module.fits_arena(routing.num_ranks, routing.num_tokens, routing.top_k, row_bytes)
+    sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
+    return module.fits_arena(routing.group._key, *sizes, row_bytes)
 
 
 def _as_fp8(x: jax.Array) -> list[jax.ShapeDtypeStruct]:

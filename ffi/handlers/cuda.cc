@@ -34,32 +34,30 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 static ffi::Error NeedsArena(const char* op, const Attendance& attendance, Quantize quantize) {
   if (attendance.active_ranks == nullptr && quantize == Quantize::kNone) return ffi::Error::Success();
   return InvalidArgument(
-      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens, of one array: at most ", kSlotTokens,
-      " a rank, ", kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes,
-      ") * 2 ", "below ", kArenaBytes >> 20,
-      " MiB; a combine sums float16, bfloat16 or float32. Leave them out, or use "
-      "implementation='xla'");
+      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
+      kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
+      kArenaBytes >> 20,
+      " MiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
+      "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }
 
-// Some blocks send, others receive.
-constexpr int kLeastSmsOfArena = 8;
-
-static bool HasArena(const Group& group) {
+bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
+  constexpr int kLeastSms = 8;  // some blocks send, others receive
   const int budget = group.options().num_sms;
-  return !NoArena() && (budget == 0 || budget >= kLeastSmsOfArena);
+  return !NoArena() && (budget == 0 || budget >= kLeastSms) && FitsArena(shape, row_bytes);
 }
 
 static bool GoesThroughArena(const Group& group, const PushCall& call) {
   int64_t row_bytes = 0;
   for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
-  return call.params.routes() && HasArena(group) && FitsArena(call.params.shape, row_bytes);
+  return call.params.routes() && FitsArena(group, call.params.shape, row_bytes);
 }
 
 static bool GoesThroughArena(const Group& group, const PullCall& call) {
-  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr || !HasArena(group)) return false;
+  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr) return false;
   const Summand& summand = call.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
-  return summand.type != Float::kF64 && FitsArena(call.params.shape, row_bytes);
+  return summand.type != Float::kF64 && FitsArena(group, call.params.shape, row_bytes);
 }
 
 cuda::Device ThisDevice(const Group* group) {
@@ -87,6 +85,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
                                           DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
                            }
                            what += params.scales() ? ", scaled" : "";
+                           what += through_arena ? ", through the arena" : "";
                            what += params.quantize == Quantize::kNone ? "" : ", as FP8";
                            what += params.quantize == Quantize::kFp8Rounded ? ", scales rounded" : "";
                            what += params.attendance.masks ? ", without those that are late" : "";
@@ -133,6 +132,7 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
                              what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
                            }
                            what += params.row_weights == nullptr ? "" : ", weighted";
+                           what += through_arena ? ", through the arena" : "";
                            what += params.attendance.masks ? ", without those that are late" : "";
                            return what + (params.arrived_weights == nullptr ? "" : ", weights back");
                          }};

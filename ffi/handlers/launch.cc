@@ -86,8 +86,9 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
   const uint32_t hash = devices->Remember(announced.what());
   if (announced.may_miss_ranks) {
-    // One at a time, the ops of the arena need no numbers of their own to be told apart.
-    const Call alone{hash, hash % kMaxSites};
+    // A number for this call site, which says nothing to other ranks.
+    static std::atomic<uint32_t> sites{0};
+    const Call alone{hash, sites.fetch_add(1) % kMaxSites};
     context.site->Add(context.device, alone, devices);
     return Launched(op, launch(devices->At(seat.place, alone, announced.through_arena)));
   }

@@ -72,7 +72,13 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     text = on_all("clearing the control block", [&](const RankMemory& rank) {
       const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
                                            sizeof(Control), cudaMemcpyHostToDevice);
-      return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+      if (error != cudaSuccess) return error;
+      // No op is under way, so every rank may write to the others' arenas again.
+      uint32_t heard[kMaxRanks];
+      std::fill_n(heard, kMaxRanks, epoch);
+      auto* const arena = reinterpret_cast<Arena*>(rank.control + sizeof(Control));
+      const cudaError_t told = cudaMemcpy(arena->heard, heard, sizeof(heard), cudaMemcpyHostToDevice);
+      return told == cudaSuccess ? cudaDeviceSynchronize() : told;
     });
   }
   if (!text.empty()) return text;

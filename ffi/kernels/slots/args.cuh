@@ -49,7 +49,7 @@ struct SlotArgs {
   __device__ SlotMail& mail(int at, int source, uint32_t epoch) const { return head(at, epoch).mail[source]; }
   __device__ std::byte* slot(int at, int source, int token, uint32_t epoch) const {
     std::byte* const first = reinterpret_cast<std::byte*>(&arena(at) + 1);
-    return first + (epoch % 2) * kSlotsOfHalf + (int64_t{source} * slots.tokens + token) * slots.bytes;
+    return first + (epoch % 2) * kSlotsOfHalf + slots.offset(source, token);
   }
 };
 

@@ -73,7 +73,7 @@ __device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const Row
   for (int i = team.index; i < tokens; i += team.count) {
     const Target target = TargetOf(args, i);
     if (i > team.index) terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
-    if (terms.lanes == 0 || (visit.ranks >> target.rank & 1) == 0) continue;
+    if (terms.lanes == 0 || (visit.writable >> target.rank & 1) == 0) continue;
     std::byte* const slot = args.slot(target.rank, me, target.index, visit.epoch);
     if ((terms.lanes & (terms.lanes - 1)) == 0) {
       if (team.warp == 0 && terms.row != nullptr) FactorIn(slot) = terms.factor;
@@ -134,6 +134,7 @@ __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const De
     const Sender sender = FindSender(args, visit.ranks, t, lane);
     const uint32_t missing = AwaitSums(args, visit, sender, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
+    __syncwarp();  // what each lane has acquired is there for all
     Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
     if (sender.sends) {
       std::byte* const slot = args.slot(args.peers.rank, lane, sender.index, visit.epoch);
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_c
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillResult(summand.out, int64_t{args.shape.num_tokens} * summand.num_elements * sizeof(T));
+    FillAttendance(args);
   };
   const int warp = threadIdx.x / kWarp;
   const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
@@ -234,8 +236,7 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   args.attendance = params.attendance;
   args.handle = params.handle;
   args.summand = params.summands[0];
-  args.slots = {params.shape.num_tokens,
-                SlotBytes(AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16))};
+  args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   args.num_biases = params.num_biases;

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   const auto fill = [&] {
     FillRows(args);
     FillRouting(args, shape.has_row_per_choice());
+    FillAttendance(args);
   };
   EarlyToken token{};
   uint32_t choices = 0;
@@ -141,7 +142,7 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
     row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
   }
   args.num_payloads = params.num_payloads;
-  args.slots = {params.shape.num_tokens, SlotBytes(row_bytes)};
+  args.slots = SlotsOf(args.shape, row_bytes);
   args.quantize = params.quantize;
   args.topk_weights = params.topk_weights;
   args.arrived_weights = params.arrived_weights;
@@ -156,11 +157,7 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.team_warps = TeamWarps(tokens, args.num_receivers, kSlotWarps);
   const int blocks = args.num_senders + args.num_receivers + kKeepers;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
-    const int64_t shared = Routes::Bytes(args.shape);
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return error;
-    return Launch(kernel, blocks, kSlotThreads, shared, stream, true, args);
+    return Launch(kernel, blocks, kSlotThreads, RouteBytes(args.shape), stream, true, args);
   });
 }
 
@@ -168,8 +165,12 @@ cudaError_t PreloadSlotPush() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
-      const cudaError_t error = WithKernel(
-          quantize, type, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      const cudaError_t error = WithKernel(quantize, type, [&](auto* kernel) {
+        const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel);
+        if (loaded != cudaSuccess) return loaded;
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(kMostRouteBytes));
+      });
       if (error != cudaSuccess) return error;
     }
   }

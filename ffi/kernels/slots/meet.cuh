@@ -12,8 +12,9 @@ namespace jax_ep::cuda {
 struct Visit {
   bool open;
   uint32_t epoch;
-  uint32_t ranks;  // bit r: rank r takes part, as far as is known; none where this rank itself does not
-  bool failed;     // this block has missed what it needs
+  uint32_t ranks;     // bit r: rank r takes part, as far as is known; none where this rank itself does not
+  uint32_t writable;  // those of them whose arena this rank may write to
+  bool failed;        // this block has missed what it needs
 };
 
 // The ranks that the program says take part.
@@ -25,15 +26,52 @@ __device__ inline uint32_t ActiveRanks(const SlotArgs& args) {
   return ranks >> args.peers.rank & 1 ? ranks : 0;
 }
 
+// Whether a rank has begun op `epoch`, so that it has ended all before: as one thread for that rank.
+__device__ inline bool HasBegun(const SlotArgs& args, int r, uint32_t epoch) {
+  const uint32_t begun = LoadAcquire(&args.arena(args.peers.rank).begun[r]);
+  return static_cast<int32_t>(begun - epoch) >= 0;
+}
+
+// The ranks, of those that take part, that this rank may write to: those that it has heard of in the op
+// before, and others once they have begun this one. Where ranks may be left out they have a part of the time
+// for that, so that what this rank sends to others does not come too late. Each warp.
+__device__ inline uint32_t FindWritable(const SlotArgs& args, const Visit& visit, uint32_t heard) {
+  constexpr int kPart = 4;
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t doubtful = visit.ranks & ~heard;
+  if (doubtful == 0) return visit.ranks;
+  bool writable = (visit.ranks & heard) >> lane & 1;
+  if (doubtful >> lane & 1) {
+    const auto has_begun = [&] { return HasBegun(args, lane, visit.epoch); };
+    const uint64_t time = LoadFromHost(&args.peers.report->timeout_ns) / (args.attendance.masks ? kPart : 1);
+    const uint64_t until = GlobalNanoseconds() + time;
+    while (!(writable = has_begun()) && GlobalNanoseconds() < until && !IsGivenUp(args.peers)) {
+      __nanosleep(500);
+    }
+  }
+  __syncwarp();
+  return __ballot_sync(kAllLanes, writable);
+}
+
 // Opens the op for this rank. The whole block.
 __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   const Peers& peers = args.peers;
+  const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
   Visit visit{};
   const State state = LoadState(peers, args.rank_operand);
+  const uint32_t last = lane < R ? args.arena(peers.rank).heard[lane] : 0;
   visit.ranks = ActiveRanks(args);
   bool open = Begin(peers, op, state, &visit.epoch);
   if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpened(peers, visit.epoch));
   visit.open = open;
+  if (!open) return visit;
+  // Before anybody waits for this rank to have begun.
+  if (args.presides() && threadIdx.x < R && (visit.ranks >> threadIdx.x & 1) != 0) {
+    StoreRelaxed(&args.arena(threadIdx.x).begun[peers.rank], visit.epoch);
+  }
+  __syncwarp();
+  const bool was_heard = lane < R && last == visit.epoch - 1;
+  visit.writable = FindWritable(args, visit, __ballot_sync(kAllLanes, was_heard));
   return visit;
 }
 
@@ -52,7 +90,7 @@ __device__ inline bool AwaitWordOf(const Peers& peers, const Stamped* word, uint
 __device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
   const int r = threadIdx.x;
   if (r == 0 && visit.ranks != (1u << args.shape.num_ranks) - 1) args.peers.report->left_out = 1;
-  if (r >= args.shape.num_ranks || (visit.ranks >> r & 1) == 0) return;
+  if (r >= args.shape.num_ranks || (visit.writable >> r & 1) == 0) return;
   const uint64_t call = args.peers.call.WithBlocks(0);
   Stamped* const there = args.mail(r, args.peers.rank, visit.epoch).call;
   StoreStamped(&there[0], static_cast<uint32_t>(call), visit.epoch);
@@ -80,8 +118,11 @@ __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& v
   if (!there && log.wait_us != nullptr) came = GlobalNanoseconds();
   if (r != peers.rank) log.Note(r, came);  // nobody waits for itself
   if (!there) return 1u << r;
+  args.arena(peers.rank).heard[r] = visit.epoch;
   const uint64_t call = high << 32 | static_cast<uint32_t>(low);
-  if (Call::Of(call) == peers.call) return 0;
+  // The sites of ops that ranks may miss are each rank's own.
+  const bool any_site = args.attendance.active_ranks != nullptr;
+  if (any_site ? Call::Of(call).hash == peers.call.hash : Call::Of(call) == peers.call) return 0;
   Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, call);
   return kKeptOut;
 }
@@ -120,16 +161,25 @@ __device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const Wa
     }
     return;
   }
-  // That block's wait is bounded, and it always tells.
+  // That block's wait is bounded; and if it has not found the op open, that is for the gate.
   __shared__ uint32_t found;
   if (threadIdx.x == 0) {
     Stamped seen;
-    while (!IsOf(seen = LoadStampedAcquire(&head.verdict), visit.epoch)) __nanosleep(100);
-    found = static_cast<uint32_t>(seen);
+    while (!IsOf(seen = LoadStampedAcquire(&head.verdict), visit.epoch) && !IsGivenUp(peers)) {
+      __nanosleep(100);
+    }
+    found = IsOf(seen, visit.epoch) ? static_cast<uint32_t>(seen) : 0;
   }
   __syncthreads();
   visit.ranks = found;
   visit.failed = __syncthreads_or(IsGivenUp(peers));
+}
+
+// What an op that failed leaves of who took part. One block.
+JAX_EP_RARE void FillAttendance(const SlotArgs& args) {
+  const int64_t bytes = int64_t{args.shape.num_ranks} * 4;
+  FillResult(args.attendance.active_after, bytes);
+  FillResult(args.attendance.wait_us, bytes);
 }
 
 // Lets the op fail on all ranks, and fills the results. One block, after the others have ended.
@@ -173,6 +223,8 @@ __device__ __noinline__ void EndUnopened(const SlotArgs& args, Op op, Visit visi
   __shared__ Standing standing;
   __shared__ uint32_t found;
   if (threadIdx.x == 0) {
+    // Also where this block has only waited too long: the op must not be opened any more.
+    CloseGate(args.peers, Reason::Of(args.peers.rank, Phase::kGivenUp, 0));
     found = visit.epoch;
     standing = FindStanding(args.peers, &found);
   }

@@ -56,6 +56,7 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
     *missing |= 1u << source;
     return;
   }
+  __syncwarp();  // what lane 0 has acquired is there for all
   const std::byte* const slot = args.slot(me, source, token, visit.epoch);
   const bool writes = team.warp == 0 && lane < K;
   const float weight =

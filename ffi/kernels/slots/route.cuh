@@ -18,15 +18,7 @@ struct Routes {
   int32_t* starts;   // by expert [R, L + 1]: where each rank's experts' blocks start
   int stride;        // a rank's choices, in whole vectors
 
-  JAX_EP_HD static int Stride(const Shape& shape) {
-    return static_cast<int>(AlignUp(int64_t{shape.num_tokens} * shape.top_k, 8));
-  }
-  JAX_EP_HD static int64_t Bytes(const Shape& shape) {
-    const int64_t R = shape.num_ranks;
-    return 2 * R * Stride(shape) + AlignUp(2 * R * shape.num_tokens, 16) +
-           4 * (int64_t{4} * shape.num_experts + R);
-  }
-  __device__ Routes(const Shape& shape, std::byte* shared) : stride(Stride(shape)) {
+  __device__ Routes(const Shape& shape, std::byte* shared) : stride(static_cast<int>(ChoicesStride(shape))) {
     experts = reinterpret_cast<int16_t*>(shared);
     ranks = reinterpret_cast<uint16_t*>(experts + shape.num_ranks * stride);
     totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) +
@@ -67,7 +59,7 @@ __device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, con
   const int stride = (static_cast<int>(gridDim.x) - args.first_keeper()) * kSlotThreads;
   for (int i = begin; i < words * R; i += stride) {
     const int r = i / words, word = i % words;
-    if ((visit.ranks >> r & 1) == 0) continue;
+    if ((visit.writable >> r & 1) == 0) continue;
     const uint32_t two = i == begin ? first : LoadChoices(args.shape, ids, word);
     StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], two, visit.epoch);
   }
@@ -119,6 +111,8 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
   const auto take = [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
       int expert = static_cast<int16_t>(two & 0xffff);
+      // Before all calls are compared, a peer's may be those of another op.
+      if (expert >= shape.num_experts) expert = -1;
       if (expert >= 0 && !all_there && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
       routes.experts[rank * routes.stride + i] = static_cast<int16_t>(expert);
       if (expert < 0) continue;

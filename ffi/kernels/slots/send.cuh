@@ -158,10 +158,10 @@ __device__ inline void Wait(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
 }
 
-// The ranks that a token goes to, of those that take part, in all lanes; each has the expert of a choice.
+// The ranks that a token is sent to, of those that take part, in all lanes; each has the expert of a choice.
 __device__ inline uint32_t RanksOf(const Shape& shape, const Visit& visit, int expert) {
   const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
-  return __reduce_or_sync(kAllLanes, rank) & visit.ranks;
+  return __reduce_or_sync(kAllLanes, rank) & visit.writable;
 }
 
 // Sends every token of this block, of which the first was loaded early. The sending warps.
