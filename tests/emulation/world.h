@@ -191,7 +191,8 @@ class World {
     peers.call = plan.work.call;
     peers.report = &reports_[r];
     peers.stress_ns = stress_ns;
-    for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number()];
+    peers.channel_number = static_cast<int>(peers.call.site % kChannels);
+    for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number];
     run->rank_operand = plan.wrong_rank ? (r + 1) % num_ranks_ : r;
     run->gone_after = plan.gone_after;
     run->must_fail = has_failed_;
