@@ -310,7 +310,7 @@ def test_stats():
         stats = group.stats()
         assert (stats.implementation, stats.reason) == ("ffi", "")
         on_gpu = jax.default_backend() == "gpu"
-        assert stats.device_bytes <= 8 * 2**20
+        assert stats.device_bytes <= (8 + 32) * 2**20  # the control block, and the arena of few tokens
         assert (stats.device_bytes > 0) == on_gpu
     with pytest.raises(RuntimeError, match=r"stats: .* is closed"):
         group.stats()
