@@ -8,6 +8,7 @@ namespace jax_ep::cuda {
 
 constexpr int kSlotThreads = 512;
 constexpr int kSlotWarps = kSlotThreads / kWarp;
+
 // Which pieces of some work a warp takes: those from `index` on, every `count`-th.
 struct Portion {
   int index;
@@ -28,15 +29,14 @@ struct SlotArgs {
   Attendance attendance;
   HandleArrays handle;
   Slots slots;
-  // The blocks, in this order: those that send, those that receive, and, in a dispatch, those that tell of
-  // this rank's choices and write down what is found out of all of them. What an SM loads waits behind what
-  // it stores to peers, so nobody does both.
+  // The blocks of a dispatch, in this order: those that send, those that receive, and those that tell of this
+  // rank's choices and write down what is found out of all of them. What an SM loads waits behind what it
+  // stores to peers, so nobody does both. Of a combine all are senders, whose warps share the tasks.
   int32_t num_senders;
   int32_t num_receivers;
   int32_t team_warps;  // that share a row
 
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
-  __device__ bool receives() const { return !sends() && static_cast<int>(blockIdx.x) < first_keeper(); }
   __device__ bool keeps_books() const { return static_cast<int>(blockIdx.x) >= first_keeper(); }
   __device__ int first_keeper() const { return num_senders + num_receivers; }
   // The one that hears of all ranks' calls, and says where ranks are left out.
