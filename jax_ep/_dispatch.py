@@ -49,8 +49,9 @@ class DispatchedByExpert:
     """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank.
 
     With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
-    On GPUs what x holds in empty slots is anything, also NaN, unless the dispatch is differentiated; `is_row`
-    is the mask, and `row_weights` are 0 there.
+    On GPUs what x holds in empty slots is anything, also NaN, unless a gradient goes through the dispatch
+    to its rows or weights (then they are zero, but for FP8). `is_row` is the mask, and `row_weights` are 0
+    there.
     """
 
     x: Any
@@ -265,8 +266,9 @@ def dispatch(
     if statistics is not None:
         check_statistics(statistics, routing)
     attendance = _check.attendance("dispatch", active_ranks, on_timeout, group.size, statistics is not None)
-    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks, statistics))
-    leaves, ids, weights, active, statistics = vary_alike(operands, group._axes)
+    statistics = whole(statistics)
+    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
+    leaves, ids, weights, active = vary_alike(operands, group._axes)
     attendance = attendance._replace(active_ranks=active)
     with jax.named_scope("jax_ep.dispatch"):
         chosen = for_tokens(chosen, routing)
@@ -299,8 +301,8 @@ def redispatch(
 def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementation: str | None = None) -> Any:
     """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
 
-    Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding and
-    tail are zero. It is the transpose of an unweighted `combine`.
+    Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
+    and empty slots are zero. It is the transpose of an unweighted `combine`.
 
     Args:
       x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
@@ -309,8 +311,8 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
       implementation: None, "ffi" or "xla".
 
     Returns:
-      The rows [C, ...], as x is made; with topk_weights `(rows, weights)`, the weights as `dispatch` gives
-      them: [C, K] by rank, [C] by expert.
+      The rows [C, ...], or [L, R * T, ...] of padded experts, as x is made; with topk_weights
+      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, R * T] by expert.
 
     Raises:
       ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.

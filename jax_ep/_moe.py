@@ -76,7 +76,9 @@ def moe(
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
     """A Mixture-of-Experts layer: tokens to their experts, the experts, the weighted sum back.
 
-    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights.
+    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights. It is
+    `dispatch`, `expert_fn` and `combine`; call those for what they offer besides: other orders, ranks that
+    may be missing, statistics, rounded scales.
 
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.

@@ -128,7 +128,9 @@ def _attach_forward(
     if handle.routing.slots is not None:
         # What lies in empty slots may be NaN, which in a gradient of weights would not vanish times zero.
         real = row_experts(handle) >= 0
-        rows = tuple(jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, 0) for row in rows)
+        rows = tuple(
+            jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, jnp.zeros_like(row)) for row in rows
+        )
     return _attach(implementation, handle, leaves, topk_weights, rows, weights), handle
 
 

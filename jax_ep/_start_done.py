@@ -183,6 +183,12 @@ def _begin(run: Callable[[], Result], group: Any, implementation: str | None) ->
 
 
 def _has_stream(group: Any, implementation: str | None) -> bool:
-    """With "xla" the collectives are XLA's own, which it starts apart by itself."""
+    """With "xla" the collectives are XLA's own, which it starts apart by itself.
+
+    Where a mesh axis is left to automatic or explicit sharding, XLA cannot partition a call that asks for its
+    rank: the op then runs as it is.
+    """
     on_gpus = isinstance(group, Group) and group._platform == "gpu"
-    return on_gpus and group._resolve(implementation) == "ffi"
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    return on_gpus and not others and group._resolve(implementation) == "ffi"

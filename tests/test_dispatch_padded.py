@@ -15,6 +15,8 @@ from conftest import most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _ffi
+from jax_ep._handle import row_experts
 
 R, T, K, E, H = min(most_ranks(), 4), 6, 3, 8, 16
 L, SLOTS = E // R, R * T
@@ -192,3 +194,55 @@ def test_shapes_that_combine_does_not_take(y, row_weights, text):
 
     with pytest.raises(ValueError, match=text):
         mapped(shard)(*routing())
+
+
+def poison_empty_slots(monkeypatch):
+    """What GPUs may leave in slots that no row fills, on every platform."""
+    route = _ffi.route
+
+    def poisoned(routing, *arguments, **options):
+        out = route(routing, *arguments, **options)
+        real = row_experts(out.handle) >= 0
+
+        def poison(row):
+            if not jnp.issubdtype(row.dtype, jnp.floating):
+                return row
+            return jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, jnp.nan)
+
+        return out._replace(rows=tuple(map(poison, out.rows)))
+
+    monkeypatch.setattr(_ffi, "route", poisoned)
+
+
+@pytest.mark.parametrize("rematerialised", [False, True])
+@pytest.mark.parametrize("through", ["rows", "weights"])
+def test_empty_slots_are_zero_where_a_gradient_goes_through_them(through, rematerialised, monkeypatch):
+    poison_empty_slots(monkeypatch)
+    x, ids, weights = routing()
+    w = floats((E, H, H), seed=3)
+
+    def unmasked(group, x, ids, weights, w):
+        sent = sent_by(group, x, ids, weights, implementation="ffi")
+        y = jnp.einsum("lsh,lhn->lsn", sent.x, w)
+        return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, implementation="ffi")
+
+    run = mapped(jax.checkpoint(unmasked, static_argnums=0) if rematerialised else unmasked, 4)
+    loss = lambda moving, w: jnp.sum(
+        jnp.sin(run(moving, ids, weights, w) if through == "rows" else run(x, ids, moving, w))
+    )
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x if through == "rows" else weights, w)
+    for gradient in gradients:
+        assert np.isfinite(gradient).all()
+        assert np.asarray(gradient).any()
+
+
+def test_a_gradient_leaves_the_dtypes_of_a_payload_as_they_are():
+    x, ids, weights = routing()
+
+    def shard(group, x, ids, weights):
+        sent = sent_by(group, {"x": x, "is_positive": x > 0}, ids, weights, implementation="ffi")
+        assert sent.x["is_positive"].dtype == bool
+        return sent.x["x"].sum(axis=(0, 1))
+
+    run = mapped(shard)
+    assert np.isfinite(jax.grad(lambda x: run(x, ids, weights).sum())(x)).all()

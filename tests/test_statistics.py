@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import floats, ranks, routing
-from conftest import most_ranks
+from conftest import make_mesh, most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -170,3 +170,25 @@ def test_zeros_of_wrong_arguments():
         jax_ep.DispatchStatistics.zeros("ep", E)
     with pytest.raises(ValueError, match=r"^DispatchStatistics\.zeros: num_experts must be a positive"):
         jax_ep.DispatchStatistics.zeros(group, 0)
+
+
+def test_statistics_in_a_scan_beside_another_manual_axis():
+    """Tokens are sharded over both axes; what is carried keeps one type."""
+    if most_ranks() < 4:
+        pytest.skip("needs four devices")
+    mesh = make_mesh((2, 2), ("dp", "ep"))
+    experts, tokens = 4, 4
+
+    def shard(group, x, ids):
+        def step(statistics, _):
+            sent = jax_ep.dispatch(x, ids, group=group, num_experts=experts, statistics=statistics)
+            return sent.statistics, None
+
+        return jax.lax.scan(step, jax_ep.DispatchStatistics.zeros(group, experts), None, 2)[0]
+
+    both = P(("dp", "ep"))
+    with jax_ep.Group(mesh, "ep") as group:
+        run = jax.shard_map(functools.partial(shard, group), mesh=mesh, in_specs=both, out_specs=both)
+        ids = np.arange(4 * tokens, dtype=np.int32)[:, None] % experts
+        out = jax.jit(run)(floats((4 * tokens, H)), ids)
+    np.testing.assert_array_equal(out.tokens_per_expert, np.full(2 * experts, 2 * 2 * tokens // experts))

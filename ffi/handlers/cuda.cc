@@ -33,11 +33,18 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 // Of ops of many tokens, which cannot do what only the arena makes possible.
 static ffi::Error NeedsArena(const char* op, const Attendance& attendance, Quantize quantize) {
   if (attendance.active_ranks == nullptr && quantize == Quantize::kNone) return ffi::Error::Success();
+  if (attendance.active_ranks == nullptr) {
+    return InvalidArgument(
+        op,
+        ": this program was compiled so that the kernel makes FP8 of the rows, which needs "
+        "num_sms of the Group to be None, or 8 or more; compile it again");
+  }
   return InvalidArgument(
       op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
       kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
-      kArenaBytes >> 20,
-      " MiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
+      kArenaBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
+      kMostRouteBytes >> 10,
+      " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
       "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }
 

@@ -99,7 +99,8 @@ __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, con
   int64_t row_bytes = 1;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += args.payloads[p].row_bytes;
   const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
-  const bool padded = args.shape.has_expert_blocks() && args.shape.alignment > 1;
+  const bool padded =
+      args.shape.has_expert_blocks() && (args.shape.alignment > 1 || args.shape.has_fixed_blocks());
   // A handle that was tampered with may say anything.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
   const bool local = args.is_local();
