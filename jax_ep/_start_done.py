@@ -80,7 +80,8 @@ def dispatch_start(
     """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
 
     What does not use its results may run meanwhile, on GPUs. Its gradient, a combine, has a start and a done
-    too. On other devices, and with implementation="xla", it is a dispatch like any other.
+    too. On other devices, with implementation="xla", and beside mesh axes that are not manual, it is a
+    dispatch like any other.
 
     Args:
       x: [T, ...] rows, as for `dispatch`; so are all arguments.

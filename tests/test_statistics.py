@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import floats, ranks, routing
-from conftest import make_mesh, most_ranks
+from conftest import make_mesh, most_ranks, need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -174,8 +174,7 @@ def test_zeros_of_wrong_arguments():
 
 def test_statistics_in_a_scan_beside_another_manual_axis():
     """Tokens are sharded over both axes; what is carried keeps one type."""
-    if most_ranks() < 4:
-        pytest.skip("needs four devices")
+    need_devices(4)
     mesh = make_mesh((2, 2), ("dp", "ep"))
     experts, tokens = 4, 4
 

@@ -143,6 +143,8 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         names = KERNELS.get(case.op, ()) if case.by == "ffi" else ()
         device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
         group.check()
+        plan = (case.op, case.order, case.shape, case.ranks, capacity, case.num_sms)
+        sms = sms_of(group, *plan) if case.by == "ffi" else None
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (round(JOURNEYS[case.op] * bytes_of(case.op, size)) for size in received)
     ceiling, bound = rates["links"], wire
@@ -154,9 +156,7 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         **{field.name: getattr(case, field.name) for field in dataclasses.fields(case)},
         routing=options.routing,
         capacity=capacity,
-        sms=sms_of(case.op, case.order, case.shape, case.ranks, capacity, case.num_sms)
-        if case.by == "ffi"
-        else None,
+        sms=sms,
         device_us=processes.slowest(device),
         end_to_end_us=processes.slowest(end_to_end) or end_to_end,
         logical_bytes=logical,

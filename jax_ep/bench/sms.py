@@ -1,11 +1,13 @@
 """How many SMs an op takes."""
 
+import math
 from typing import Any
 
 import jax
 
 from jax_ep import _extension
 from jax_ep._dispatch import worst_case_capacity
+from jax_ep._group import Group
 from jax_ep.bench.shapes import Shape
 
 # Kernels of a step that carry rows over the links.
@@ -25,11 +27,19 @@ def bytes_of(op: str, size: float) -> float:
 
 
 def sms_of(
-    op: str, order: Any, shape: Shape, ranks: int, capacity: int | None, num_sms: int | None
+    group: Group, op: str, order: Any, shape: Shape, ranks: int, capacity: int | None, num_sms: int | None
 ) -> int | None:
-    """SMs of the largest of an op's kernels. None for local ops, which take all, and without GPUs."""
+    """SMs of the largest of an op's kernels, by the plan of many tokens.
+
+    None for local ops, which take all, for few tokens, whose kernels go by another plan, and without GPUs.
+    """
     module, device = _extension.extension(), jax.devices()[0]
     if module is None or device.platform != "gpu" or op not in CARRIERS:
+        return None
+    row_bytes = bytes_of(op, 2.0 * shape.hidden)
+    if module.fits_arena(
+        group._key, ranks, shape.tokens, shape.top_k, shape.experts, math.ceil(row_bytes / 16) * 16
+    ):
         return None
     kernels = CARRIERS[op]
     if op == "forward + backward" and order != "rank":
@@ -39,7 +49,6 @@ def sms_of(
         capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
     by_expert, budget = order != "rank", num_sms or 0
-    row_bytes = bytes_of(op, 2.0 * shape.hidden)
     return max(
         sum(module.plan_sms(kernel, by_expert, sizes, row_bytes, device.core_count, budget))
         for kernel in kernels
