@@ -41,11 +41,13 @@ JAX_EP_RARE bool IsTimeUp(const Peers& peers) {
 }
 
 // Calls ready() until it is true. False if the op's time is up, or the op was given up and it is still false.
-// The clock is read rarely: it is slower than what is waited for.
+// The clock is read rarely: it is slower than what is waited for. Loops that wait are not unrolled: long code
+// takes long to load, which is seen in ops of few tokens.
 template <typename Ready>
 __device__ bool Await(const Peers& peers, Ready&& ready) {
   constexpr int kPolls = 64;
   while (true) {
+#pragma unroll 1
     for (int i = 0; i < kPolls; ++i) {
       if (ready()) return true;
     }

@@ -61,6 +61,7 @@ __device__ inline int CountOf(const PushArgs& args, const int32_t* own, int sour
 __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32_t* starts) {
   const int L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   int begin = 0;
+#pragma unroll 1
   for (int first = 0; first < L; first += kWarp) {
     const int i = first + lane;
     // As Shape::BlockOf, in 32 bits.

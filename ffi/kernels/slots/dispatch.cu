@@ -10,17 +10,19 @@ namespace {
 constexpr int kKeepers = 4;  // blocks that keep books
 
 // Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
-__device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
-                             uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAll(const SlotPushArgs& args, const Visit visit, const Routes routes,
+                              uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
   uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
       routes.experts[rank * routes.stride + i] = static_cast<int16_t>(two & 0xffff);
   }));
+#pragma unroll 1
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
     const int source = t / shape.num_tokens;
     bool comes = false;
+#pragma unroll 1
     for (int k = 0; k < K; ++k) {
       const int expert = routes.expert(shape, source, t % shape.num_tokens, k);
       comes |= expert >= 0 && shape.rank_of(expert) == me;
@@ -34,20 +36,12 @@ __device__ uint32_t AwaitAll(const SlotPushArgs& args, const Visit& visit, const
   return missing;
 }
 
-// Notes that the block has missed ranks. All of its threads.
-__device__ void Miss(const SlotPushArgs& args, Visit& visit, Phase phase, uint32_t missing) {
-  if (missing == 0) return;
-  visit.failed = true;
-  const uint32_t ranks = missing & ~kKeptOut;
-  if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, Op::kDispatch, phase, visit.epoch, ranks);
-}
-
 // Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
 // rows were missed. A block that does not send.
 __device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes& routes, uint32_t late) {
   const Shape& shape = args.shape;
   late |= FindRoutes(args, visit, routes);
-  Miss(args, visit, Phase::kEnter, BlockOr(late));
+  Miss(args, Op::kDispatch, visit, Phase::kEnter, BlockOr(late));
   if (visit.failed) return 0;
   ClearTail(args, routes);
   if (args.keeps_books()) {
@@ -58,6 +52,7 @@ __device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes
   }
   const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), args.team_warps);
   uint32_t missing = 0;
+#pragma unroll 1
   for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
     // Tokens that were sent at the same time are received at the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
@@ -79,7 +74,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
     FillRouting(args, shape.has_row_per_choice());
     FillAttendance(args);
   };
-  EarlyToken token{};
+  EarlyToken<T> token{};
   uint32_t choices = 0;
   if (args.sends()) {
     if (threadIdx.x < kSendThreads) token = LoadToken<T>(args, blockIdx.x);
@@ -105,7 +100,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
   }
   if (!args.sends() && !visit.failed) {
     missing = Receive(args, visit, routes, missing);
-    Miss(args, visit, Phase::kWave, BlockOr(missing));
+    Miss(args, op, visit, Phase::kWave, BlockOr(missing));
   }
   EndSlots(args, op, visit, fill);
 }

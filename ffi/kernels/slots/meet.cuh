@@ -20,8 +20,7 @@ struct Visit {
 // The ranks that the program says take part.
 __device__ inline uint32_t ActiveRanks(const SlotArgs& args) {
   const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
-  const int32_t* const active = args.attendance.active_ranks;
-  const bool takes_part = lane < R && (active == nullptr || active[lane] != 0);
+  const bool takes_part = lane < R && args.attendance.is_active(lane);
   const unsigned ranks = __ballot_sync(kAllLanes, takes_part);
   return ranks >> args.peers.rank & 1 ? ranks : 0;
 }
@@ -53,6 +52,19 @@ __device__ inline uint32_t FindWritable(const SlotArgs& args, const Visit& visit
   return __ballot_sync(kAllLanes, writable);
 }
 
+// Waits until the first block has opened this op. False if it does not: the gate is closed, or this block has
+// begun while another op of the rank was ending, and so has taken this one for an earlier one. The wait needs
+// no time-out, because the first block waits for nobody before that; and a rank that stalls there must only
+// be late for the others, not let the op fail.
+__device__ inline bool AwaitOpening(const Peers& peers, uint32_t epoch) {
+  while (true) {
+    const Stamped opened = LoadStamped(&peers.own().opened);
+    if (opened == Stamp(peers.call.site + 1, epoch)) return true;
+    const bool is_later = static_cast<int32_t>(static_cast<uint32_t>(opened >> 32) - epoch) > 0;
+    if (is_later || IsGivenUp(peers)) return false;
+  }
+}
+
 // Opens the op for this rank. The whole block.
 __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   const Peers& peers = args.peers;
@@ -62,7 +74,7 @@ __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   const uint32_t last = lane < R ? args.arena(peers.rank).heard[lane] : 0;
   visit.ranks = ActiveRanks(args);
   bool open = Begin(peers, op, state, &visit.epoch);
-  if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpened(peers, visit.epoch));
+  if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpening(peers, visit.epoch));
   visit.open = open;
   if (!open) return visit;
   // Before anybody waits for this rank to have begun.
@@ -140,6 +152,14 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
   return found;
 }
 
+// Notes that a block has missed ranks; the bits are the same in all of its threads.
+__device__ inline void Miss(const SlotArgs& args, Op op, Visit& visit, Phase phase, uint32_t missing) {
+  if (missing == 0) return;
+  visit.failed = true;
+  const uint32_t ranks = missing & ~kKeptOut;
+  if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, op, phase, visit.epoch, ranks);
+}
+
 // Where ranks may be left out, the block that presides alone waits for peers: first for their calls, then for
 // what else this rank expects, by await_rest(ranks), which returns those that were missed. All blocks then go
 // by its verdict, and find there what they need. The whole block.
@@ -175,6 +195,14 @@ __device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const Wa
   visit.failed = __syncthreads_or(IsGivenUp(peers));
 }
 
+// Tells who took part: as the program said, where this rank itself did not. As a thread for each rank.
+__device__ inline void WriteActive(const SlotArgs& args, const Visit& visit) {
+  const int r = threadIdx.x;
+  if (r >= args.shape.num_ranks || args.attendance.active_after == nullptr) return;
+  const bool asked = args.attendance.is_active(r);
+  args.attendance.active_after[r] = visit.ranks == 0 ? asked : visit.ranks >> r & 1;
+}
+
 // What an op that failed leaves of who took part. One block.
 JAX_EP_RARE void FillAttendance(const SlotArgs& args) {
   const int64_t bytes = int64_t{args.shape.num_ranks} * 4;
@@ -185,7 +213,12 @@ JAX_EP_RARE void FillAttendance(const SlotArgs& args) {
 // Lets the op fail on all ranks, and fills the results. One block, after the others have ended.
 template <typename Fill>
 __device__ __noinline__ void Abandon(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  if (threadIdx.x == 0) CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+  constexpr uint64_t kSoon = 1'000'000;  // nanoseconds, after which all that blocks had stored is in memory
+  if (threadIdx.x == 0) {
+    CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+    for (const uint64_t until = GlobalNanoseconds() + kSoon; GlobalNanoseconds() < until;) {
+    }
+  }
   __syncthreads();
   KeepOut(peers, op, epoch, false);
   if (threadIdx.x == 0 && atomicExch(&peers.control(peers.rank).recorded, 1u) == 0) {
@@ -196,20 +229,21 @@ __device__ __noinline__ void Abandon(const Peers& peers, Op op, uint32_t epoch, 
 }
 
 // Ends a block. The one that ends last ends the op: no peer writes to this rank's results, so where a block
-// has failed it can fill them at once.
+// has failed it can fill them at once. The blocks' stores are not fenced before they are counted: only an op
+// that has failed needs to know that they have come, and can wait for it.
 template <typename Fill>
 __device__ void EndSlots(const SlotArgs& args, Op op, const Visit& visit, Fill&& fill) {
+  constexpr uint32_t kFailed = 1u << 16;  // counts blocks that have failed, above those that have ended
   const Peers& peers = args.peers;
   Channel& own = peers.own();
   __shared__ bool last, any_failed;
   Stall(peers, Phase::kLeave, visit.epoch);
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (visit.failed) atomicOr(&own.next[0], 1u);
-    __threadfence();
-    last = atomicInc(&own.ended, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
-    any_failed = last && atomicExch(&own.next[0], 0u) != 0;
+    const uint32_t ended = atomicAdd(&own.ended, visit.failed ? kFailed + 1 : 1);
+    last = ended % kFailed == gridDim.x - 1;
+    any_failed = visit.failed || ended >= kFailed;
+    if (last) own.ended = 0;
   }
   __syncthreads();
   if (!last) return;

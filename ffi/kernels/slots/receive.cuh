@@ -115,6 +115,7 @@ __device__ inline void ClearRows(const SlotPushArgs& args, int64_t begin, int64_
   }
   if (args.arrived_weights == nullptr && args.arrived_idx == nullptr) return;
   const int width = shape.weights_per_row();
+#pragma unroll 1
   for (int64_t i = begin * width + thread; i < end * width; i += threads) {
     if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
     if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
@@ -152,6 +153,7 @@ __device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int 
   if (!shape.has_row_per_choice()) return CountTokensTo(routes, d, source * T, (source + 1) * T);
   int choices = 0;
   const int16_t* const experts = routes.experts + source * routes.stride;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
     choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
   }
@@ -190,6 +192,7 @@ __device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit,
   }
   __syncthreads();
   const int32_t* const starts = routes.starts + me * (L + 1);
+#pragma unroll 1
   for (int i = threadIdx.x; i < L; i += kSlotThreads) {
     const int count = routes.totals[me * L + i];
     args.handle.expert_counts[i] = count;
@@ -205,13 +208,12 @@ __device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit,
   }
   const int d = threadIdx.x;
   if (d < R) {
+#pragma unroll 1
     for (int s = 1; s < R; ++s) rows[s][d] += rows[s - 1][d];
+#pragma unroll 1
     for (int s = 0; s < R; ++s) args.handle.rank_prefix_matrix[s * R + d] = rows[s][d];
-    if (args.attendance.active_after != nullptr) {
-      const bool asked = args.attendance.active_ranks[d] != 0;
-      args.attendance.active_after[d] = visit.ranks == 0 ? asked : visit.ranks >> d & 1;
-    }
   }
+  WriteActive(args, visit);
   __syncthreads();
   const int num_rows = rows[R - 1][me];
   if (by_rank && num_rows > shape.capacity && threadIdx.x < kWarp) CountOutCutTokens(args, routes);

@@ -40,6 +40,7 @@ JAX_EP_HD inline int ChoiceWords(const Shape& shape) { return (shape.num_tokens 
 __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, int word) {
   const int choices = shape.num_tokens * shape.top_k;
   uint32_t two = ~0u;
+#pragma unroll 1
   for (int i = min(2 * word + 1, choices - 1); i >= 2 * word; --i) {
     two = two << 16 | (static_cast<uint32_t>(RoutedAt(ids, shape, 0, i)) & 0xffff);
   }
@@ -109,6 +110,7 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
   const int L = shape.num_local_experts(), me = args.peers.rank, first = me * L;
   const bool all_there = visit.ranks == (1u << R) - 1;
   const auto take = [&](int rank, int word, uint32_t two) {
+#pragma unroll 1
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
       int expert = static_cast<int16_t>(two & 0xffff);
       // Before all calls are compared, a peer's may be those of another op.
@@ -126,6 +128,7 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
   if (!shape.has_row_per_choice()) {
     for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSlotThreads) {
       uint32_t ranks = 0;
+#pragma unroll 1
       for (int k = 0; k < K; ++k) {
         const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
         if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
@@ -177,6 +180,7 @@ __device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int 
 // By rank: how many of the tokens [begin, end) of all ranks' go to `rank`. One warp, in all lanes.
 __device__ inline int CountTokensTo(const Routes& routes, int rank, int begin, int end) {
   int tokens = 0;
+#pragma unroll 1
   for (int t = begin + static_cast<int>(threadIdx.x) % kWarp; t < end; t += kWarp)
     tokens += routes.ranks[t] >> rank & 1;
   return __reduce_add_sync(kAllLanes, tokens);

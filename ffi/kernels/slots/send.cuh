@@ -27,6 +27,7 @@ struct SlotPushArgs : SlotArgs {
 template <typename Store>
 __device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32_t ranks, Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
+#pragma unroll 1
   for (int i = 1; i <= R; ++i) {
     const int r = me + i < R ? me + i : me + i - R;
     if (ranks >> r & 1) store(args.slot(r, me, t, visit.epoch));
@@ -37,12 +38,27 @@ __device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32
 constexpr int kSendThreads = kSlotThreads - kWarp;
 constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
 
-// What a sending thread needs of a token, which is loaded before the op is open: of this lane's choice the
-// expert, -1 unused; the weight of choice threadIdx.x; and the first vectors of the row, where it has such.
+// What travels of 16 bytes of a row of T: they themselves, if T is void, or else FP8 values, and the scale of
+// their block.
+template <typename T>
+struct Part {
+  static constexpr int kLanes = Quantized<T>::kLanes;  // that hold a block
+  using Bits = std::conditional_t<Quantized<T>::kElements == 8, uint2, uint32_t>;
+  Bits bits;
+  float scale;
+};
+template <>
+struct Part<void> {
+  uint4 bits;
+};
+
+// What a sending thread needs of a token, which is made before the op is open: of this lane's choice the
+// expert, -1 unused; the weight of choice threadIdx.x; and the first parts of the row, where it has such.
+template <typename T>
 struct EarlyToken {
   int expert;
   float weight;
-  uint4 row[kSendVectors];
+  Part<T> row[kSendVectors];
 };
 
 // Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
@@ -53,46 +69,65 @@ __device__ int VectorsOf(const SlotPushArgs& args) {
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
 }
 
+// Parts `first`, `first` + kSendThreads, ... of token t's row, which has n. Whole warps: lanes find the
+// largest number of a block together.
 template <typename T>
-__device__ const uint4* RowOf(const SlotPushArgs& args, int t) {
-  return reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * VectorsOf<T>(args);
+__device__ void LoadParts(const SlotPushArgs& args, int t, int first, int n, Part<T> (&parts)[kSendVectors]) {
+  const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
+  uint4 vectors[kSendVectors];
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) {
+    const int i = first + j * kSendThreads;
+    vectors[j] = i < n ? __ldg(row + i) : uint4{};
+  }
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) {
+    if constexpr (std::is_void_v<T>) {
+      parts[j].bits = vectors[j];
+    } else {
+      const auto q = QuantizeVector<T>({vectors[j]}, args.quantize == Quantize::kFp8Rounded);
+      memcpy(&parts[j].bits, q.values, sizeof(parts[j].bits));
+      parts[j].scale = q.scale;
+    }
+  }
 }
 
 template <typename T>
-__device__ EarlyToken LoadToken(const SlotPushArgs& args, int t) {
-  EarlyToken token{-1, 0.0f, {}};
+__device__ EarlyToken<T> LoadToken(const SlotPushArgs& args, int t) {
+  EarlyToken<T> token{-1, 0.0f, {}};
   if (t >= args.shape.num_tokens) return token;
-  const int lane = threadIdx.x % kWarp, K = args.shape.top_k, n = VectorsOf<T>(args);
-#pragma unroll
-  for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSendThreads;
-    if (i < n) token.row[j] = __ldg(RowOf<T>(args, t) + i);
-  }
+  const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
   if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
   if (args.topk_weights != nullptr && threadIdx.x < K) token.weight = args.topk_weights[t * K + threadIdx.x];
+  const int n = VectorsOf<T>(args);
+  if (n > 0) LoadParts<T>(args, t, threadIdx.x, n, token.row);
   return token;
 }
 
-// A row of vectors as it is.
-__device__ inline void SendVectors(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
-                                   const EarlyToken& token) {
-  const int n = VectorsOf<void>(args);
-  uint4 values[kSendVectors];
-#pragma unroll
-  for (int j = 0; j < kSendVectors; ++j) values[j] = token.row[j];
-  for (int first = threadIdx.x; first < n; first += kSendVectors * kSendThreads) {
+// A row of vectors, of which this thread has its first parts.
+template <typename T>
+__device__ void SendRow(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                        Part<T> (&parts)[kSendVectors]) {
+  const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
+#pragma unroll 1
+  for (int first = threadIdx.x; first < whole;) {
     ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
-      uint4* const to = reinterpret_cast<uint4*>(slot + args.offsets[0]);
 #pragma unroll
       for (int j = 0; j < kSendVectors; ++j) {
-        if (first + j * kSendThreads < n) to[first + j * kSendThreads] = values[j];
+        const int i = first + j * kSendThreads;
+        if (i >= n) break;
+        using Bits = decltype(parts[j].bits);
+        reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = parts[j].bits;
+        if constexpr (!std::is_void_v<T>) {
+          constexpr int kLanes = Part<T>::kLanes;
+          if (i % kLanes == 0) {
+            reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = parts[j].scale;
+          }
+        }
       }
     });
-#pragma unroll
-    for (int j = 0; j < kSendVectors; ++j) {
-      const int next = first + (j + kSendVectors) * kSendThreads;
-      if (next < n) values[j] = __ldg(RowOf<void>(args, t) + next);
-    }
+    first += kSendVectors * kSendThreads;
+    if (first < whole) LoadParts<T>(args, t, first, n, parts);
   }
 }
 
@@ -115,38 +150,6 @@ __device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, i
   }
 }
 
-// One vector of a row as FP8. Whole warps: their lanes find the largest of a block together.
-template <typename T>
-__device__ void SendQuantized(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks, int i,
-                              const uint4& vector, bool wanted) {
-  using Q = Quantized<T>;
-  using Bits = std::conditional_t<Q::kElements == 8, uint2, uint32_t>;
-  const Q q = QuantizeVector<T>({vector}, args.quantize == Quantize::kFp8Rounded);
-  if (!wanted) return;
-  Bits bits;
-  memcpy(&bits, q.values, sizeof(bits));
-  ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
-    reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = bits;
-    if (i % Q::kLanes == 0) reinterpret_cast<float*>(slot + args.offsets[1])[i / Q::kLanes] = q.scale;
-  });
-}
-
-// A row as FP8.
-template <typename T>
-__device__ void SendAsFp8(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
-                          const EarlyToken& token) {
-  const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
-#pragma unroll
-  for (int j = 0; j < kSendVectors; ++j) {
-    const int i = threadIdx.x + j * kSendThreads;
-    if (i < whole) SendQuantized<T>(args, visit, t, ranks, i, token.row[j], i < n);
-  }
-  for (int i = threadIdx.x + kSendVectors * kSendThreads; i < whole; i += kSendThreads) {
-    const uint4 vector = i < n ? __ldg(RowOf<T>(args, t) + i) : uint4{};
-    SendQuantized<T>(args, visit, t, ranks, i, vector, i < n);
-  }
-}
-
 // Named barriers of a sending block, two of each kind by turns: a token's stores are issued; and the flags of
 // the one before the last are.
 constexpr int kStored = 1, kFlagged = 3;
@@ -166,16 +169,14 @@ __device__ inline uint32_t RanksOf(const Shape& shape, const Visit& visit, int e
 
 // Sends every token of this block, of which the first was loaded early. The sending warps.
 template <typename T>
-__device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken token) {
+__device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken<T> token) {
   for (int t = blockIdx.x, turn = 0; t < args.shape.num_tokens; t += args.num_senders, ++turn) {
     const uint32_t ranks = RanksOf(args.shape, visit, token.expert);
     if (turn >= 2) Wait(kFlagged + turn % 2);
+    const bool in_vectors = VectorsOf<T>(args) > 0;
+    if (in_vectors) SendRow<T>(args, visit, t, ranks, token.row);
     if constexpr (std::is_void_v<T>) {
-      const bool in_vectors = VectorsOf<void>(args) > 0;
-      if (in_vectors) SendVectors(args, visit, t, ranks, token);
       for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
-    } else {
-      SendAsFp8<T>(args, visit, t, ranks, token);
     }
     if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
       ForSlots(args, visit, t, ranks,
