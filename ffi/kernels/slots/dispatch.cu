@@ -38,7 +38,8 @@ JAX_EP_RARE uint32_t AwaitAll(const SlotPushArgs& args, const Visit visit, const
 
 // Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
 // rows were missed. A block that does not send.
-__device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes& routes, uint32_t late) {
+__device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes& routes, const RowTeam& team,
+                            uint32_t late) {
   const Shape& shape = args.shape;
   late |= FindRoutes(args, visit, routes);
   Miss(args, Op::kDispatch, visit, Phase::kEnter, BlockOr(late));
@@ -50,13 +51,12 @@ __device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes
     if (args.presides()) WriteCounts(args, visit, routes);
     return 0;
   }
-  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), args.team_warps);
   uint32_t missing = 0;
 #pragma unroll 1
   for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
     // Tokens that were sent at the same time are received at the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
-    ReceiveToken(args, visit, routes, team, source * shape.num_tokens + token, &missing);
+    missing |= ReceiveToken(args, visit, routes, team, source, token);
   }
   return missing;
 }
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
     FillRouting(args, shape.has_row_per_choice());
     FillAttendance(args);
   };
+  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), args.team_warps);
   EarlyToken<T> token{};
   uint32_t choices = 0;
   if (args.sends()) {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_c
     missing = AwaitCall(args, op, visit, threadIdx.x, log);
   }
   if (!args.sends() && !visit.failed) {
-    missing = Receive(args, visit, routes, missing);
+    missing = Receive(args, visit, routes, team, missing);
     Miss(args, op, visit, Phase::kWave, BlockOr(missing));
   }
   EndSlots(args, op, visit, fill);
@@ -150,6 +151,11 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.num_senders = std::min(args.shape.num_tokens, (most - kKeepers) / 2);
   args.num_receivers = std::min(tokens, most - kKeepers - args.num_senders);
   args.team_warps = TeamWarps(tokens, args.num_receivers, kSlotWarps);
+  for (int p = 0; p < params.num_payloads; ++p) {
+    const int64_t bytes = params.payloads[p].row_bytes, warps = args.team_warps;
+    args.shares[p] =
+        static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
+  }
   const int blocks = args.num_senders + args.num_receivers + kKeepers;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
     return Launch(kernel, blocks, kSlotThreads, RouteBytes(args.shape), stream, true, args);

@@ -82,7 +82,8 @@ __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
     StoreRelaxed(&args.arena(threadIdx.x).begun[peers.rank], visit.epoch);
   }
   __syncwarp();
-  const bool was_heard = lane < R && last == visit.epoch - 1;
+  // A block that comes late may find that the last one has heard of the peer in this op already.
+  const bool was_heard = lane < R && (last == visit.epoch - 1 || last == visit.epoch);
   visit.writable = FindWritable(args, visit, __ballot_sync(kAllLanes, was_heard));
   return visit;
 }

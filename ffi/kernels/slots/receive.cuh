@@ -15,9 +15,10 @@ __device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, co
     const int64_t bytes = args.payloads[p].row_bytes;
     const auto copy = [&](auto* null) {
       using Element = std::remove_pointer_t<decltype(null)>;
-      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element));
-      const int64_t share = AlignUp(n, int64_t{kWarp} * team.warps) / team.warps;
-      const int64_t first = min(n, share * team.warp), last = min(n, first + share);
+      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
+      // The short rows of a second array, as scales are, by the warps that have least of the first one's.
+      const int warp = p % 2 == 0 ? team.warp : team.warps - 1 - team.warp;
+      const int64_t first = min(n, share * warp), last = min(n, first + share);
       CopyRow<kSlotVectors>(
           reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
           reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
@@ -30,12 +31,13 @@ __device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, co
   }
 }
 
-// Token t of all ranks', from its slot to its rows here. One warp of its team.
-__device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
-                                    const RowTeam& team, int t, uint32_t* missing) {
+// A token of rank `source`, from its slot to its rows here. One warp of its team; returns the ranks that were
+// missed.
+__device__ inline uint32_t ReceiveToken(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
+                                        const RowTeam& team, int source, int token) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
-  const int source = t / shape.num_tokens, token = t % shape.num_tokens;
+  const int t = source * shape.num_tokens + token;
   const bool by_rank = !shape.has_row_per_choice();
   const int expert = lane < K ? routes.expert(shape, source, token, lane) : -1;
   const bool here = expert >= me * L && expert < (me + 1) * L;
@@ -44,31 +46,31 @@ __device__ inline void ReceiveToken(const SlotPushArgs& args, const Visit& visit
   if (by_rank && choices != 0) {
     row = RowOfToken(shape, routes, t, me);
   } else if (!by_rank) {
-    const int before = here ? routes.here[source * L + expert - me * L] : 0;
-    row = RowOfChoice(shape, routes, source, token * K + lane, expert, before, choices);
+    const int local = here ? expert - me * L : 0;
+    const int first = routes.starts[me * (L + 1) + local] + routes.here[source * L + local];
+    const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
+    row = RowOfChoice(routes, source, token * K + lane, expert, first, end, choices);
     if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
-  if (rows == 0) return;
+  if (rows == 0) return 0;
   const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[token];
   const bool late = lane == 0 && !AwaitWordOf(args.peers, arrived, visit.epoch);
-  if (__shfl_sync(kAllLanes, late, 0)) {
-    *missing |= 1u << source;
-    return;
-  }
+  if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
   __syncwarp();  // what lane 0 has acquired is there for all
   const std::byte* const slot = args.slot(me, source, token, visit.epoch);
   const bool writes = team.warp == 0 && lane < K;
   const float weight =
       writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
   CopyOut(args, team, slot, row, rows);
-  if (!writes) return;
+  if (!writes) return 0;
   if (by_rank) {
-    args.arrived_idx[int64_t{row} * K + lane] = here ? expert % L : -1;
+    args.arrived_idx[int64_t{row} * K + lane] = here ? expert - me * L : -1;
     if (args.arrived_weights != nullptr) args.arrived_weights[int64_t{row} * K + lane] = here ? weight : 0.0f;
   } else if (row >= 0 && args.arrived_weights != nullptr) {
     args.arrived_weights[row] = weight;
   }
+  return 0;
 }
 
 // This rank's part of the handle. The blocks that keep books, together.
@@ -87,9 +89,12 @@ __device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& route
         if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
       }
     } else {
-      const int before = expert >= 0 ? routes.mine[expert] : 0;
+      const int rank = expert >= 0 ? shape.rank_of(expert) : 0;
+      const int local = expert - rank * shape.num_local_experts();
+      const int begin = expert >= 0 ? routes.starts[expert + rank] + routes.mine[expert] : 0;
+      const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
       const unsigned wanted = __ballot_sync(kAllLanes, expert >= 0);
-      const int row = RowOfChoice(shape, routes, me, token * K + lane, expert, before, wanted);
+      const int row = RowOfChoice(routes, me, token * K + lane, expert, begin, end, wanted);
       if (lane < K) args.handle.sent_rows[token * K + lane] = row;
     }
   }

@@ -152,29 +152,28 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
   return 0;
 }
 
-// By expert: the row of choice i of rank `source`, which fell on `expert`, each lane its own; `before` are
-// the choices of earlier ranks on that expert. -1 if it is dropped, or where the lane is not among those
-// `wanted`. One warp, whose lanes share the counting.
-__device__ inline int RowOfChoice(const Shape& shape, const Routes& routes, int source, int i, int expert,
-                                  int before, unsigned wanted) {
+// By expert: the row of choice i of rank `source`, which fell on `expert`, each lane its own; that rank's
+// rows of the expert lie from `begin` on, and those from `end` on are dropped. -1 if it is, or where the lane
+// is not among those `wanted`. One warp, whose lanes share the counting.
+__device__ inline int RowOfChoice(const Routes& routes, int source, int i, int expert, int begin, int end,
+                                  unsigned wanted) {
   if (wanted == 0) return -1;
-  const int lane = threadIdx.x % kWarp, L = shape.num_local_experts(), choices = __popc(wanted);
-  int mates = kWarp;  // lanes that count for one choice
-  while (mates * choices > kWarp) mates /= 2;
+  const int lane = threadIdx.x % kWarp;
+  const int shift = __clz(__popc(wanted) - 1) - 27, mates = 1 << shift;  // lanes that count for one choice
   unsigned left = wanted;
-  for (int skipped = lane / mates; skipped > 0 && left != 0; --skipped) left &= left - 1;
+#pragma unroll 1
+  for (int skipped = lane >> shift; skipped > 0 && left != 0; --skipped) left &= left - 1;
   const int from = left == 0 ? 0 : __ffs(left) - 1;  // the lane whose choice this one counts for
   const int its_i = __shfl_sync(kAllLanes, i, from), its_expert = __shfl_sync(kAllLanes, expert, from);
   int count = 0;
   if (left != 0) {
     count = CountEqual(routes.experts + source * routes.stride, its_i, static_cast<int16_t>(its_expert),
-                       lane % mates, mates);
+                       lane & (mates - 1), mates);
   }
+#pragma unroll 1
   for (int step = mates / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
-  count = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) * mates % kWarp);
-  if ((wanted >> lane & 1) == 0) return -1;
-  const int row = routes.starts[expert + expert / L] + before + count;
-  return IsRow(row, shape.has_fixed_blocks() ? shape.EndOf(expert % L) : shape.capacity) ? row : -1;
+  count = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) << shift & (kWarp - 1));
+  return (wanted >> lane & 1) != 0 && IsRow(begin + count, end) ? begin + count : -1;
 }
 
 // By rank: how many of the tokens [begin, end) of all ranks' go to `rank`. One warp, in all lanes.

@@ -11,6 +11,7 @@ struct SlotPushArgs : SlotArgs {
   TopkIds topk_idx;
   Payload payloads[kMaxPayloads];
   int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
+  int32_t shares[kMaxPayloads];   // of each payload's row what one warp of a team copies, in vectors or bytes
   int32_t num_payloads;
   Quantize quantize;
   const float* topk_weights;
