@@ -111,25 +111,51 @@ __device__ inline void CopyShared(const PushArgs& args, int p, const Spread& spr
   CopyBytes(out + first * bytes, min(size, bytes - offset), others, out + spread.row * bytes, lane);
 }
 
-// Copies a token's row to its others by bulk copies.
-__device__ inline void CopyInBulk(const PushArgs& args, int p, const Spread& spread, Stages& stages,
-                                  int lane) {
-  const unsigned others = spread.lanes & (spread.lanes - 1);
-  const int64_t bytes = args.payloads[p].row_bytes, stage_bytes = args.bulk.stage_bytes;
-  std::byte* const out = args.payloads[p].out;
-  const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-  for (int64_t offset = 0; offset < bytes && others != 0; offset += stage_bytes, ++stages.used) {
-    const int stage = stages.used % 2;
-    std::byte* const staged = stages.bytes + stage * stage_bytes;
-    const uint32_t size = static_cast<uint32_t>(min(stage_bytes, bytes - offset));
-    WaitForStoresRead<1>();
-    __syncwarp();
-    if (lane == 0) BulkLoad(staged, out + first * bytes + offset, size, &stages.barriers[stage]);
-    WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
-    if (others >> lane & 1) BulkStore(out + spread.row * bytes + offset, staged, size);
-    CommitStores();
+// Copies rows to their others by bulk copies: one is being loaded while the one before it is stored. One
+// warp.
+class BulkSpreader {
+ public:
+  __device__ BulkSpreader(const PushArgs& args, Stages& stages, int lane)
+      : args_(args), stages_(stages), lane_(lane) {}
+
+  // Begins to copy array p of a token's row.
+  __device__ void Begin(int p, const Spread& spread) {
+    const unsigned others = spread.lanes & (spread.lanes - 1);
+    const int64_t bytes = args_.payloads[p].row_bytes, stage_bytes = args_.bulk.stage_bytes;
+    std::byte* const out = args_.payloads[p].out;
+    const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
+    for (int64_t offset = 0; offset < bytes && others != 0; offset += stage_bytes) {
+      const uint32_t size = static_cast<uint32_t>(min(stage_bytes, bytes - offset));
+      const int stage = stages_.used % 2;
+      WaitForStoresRead();  // the last of them was from this stage
+      __syncwarp();
+      if (lane_ == 0) BulkLoad(Staged(stage), out + first * bytes + offset, size, &stages_.barriers[stage]);
+      End();
+      ++stages_.used;
+      size_ = size;
+      to_ = (others >> lane_ & 1) != 0 ? out + spread.row * bytes + offset : nullptr;
+    }
   }
-}
+
+  // Stores what has been loaded last.
+  __device__ void End() {
+    if (size_ == 0) return;
+    const int last = stages_.used - 1;
+    WaitForLoad(&stages_.barriers[last % 2], last / 2 % 2);
+    if (to_ != nullptr) BulkStore(to_, Staged(last % 2), size_);
+    CommitStores();
+    size_ = 0;
+  }
+
+ private:
+  __device__ std::byte* Staged(int stage) const { return stages_.bytes + stage * args_.bulk.stage_bytes; }
+
+  const PushArgs& args_;
+  Stages& stages_;
+  int lane_;
+  uint32_t size_ = 0;  // of what has been loaded last and is yet to be stored
+  std::byte* to_;      // this lane's place for it
+};
 
 // All tokens of all ranks in their order, dealt out to the warps that have nothing to send or to clear any
 // more. `Scale` is the type of rows to be scaled, or void. In bulk only the warps spread that have stages.
@@ -141,12 +167,16 @@ __device__ void SpreadRows(const PushArgs& args, Op op, Stages& stages, uint32_t
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
   const Dealer dealer{&args.peers.own().spread[epoch % 2]};
+  BulkSpreader spreader(args, stages, lane);
   int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  unsigned asked = dealer.Take(lane);
   while (true) {
-    const int ticket = Dealer::Show(dealer.Take(lane));
+    const int ticket = Dealer::Show(asked);
     const int i = ticket / kMates, t = i / shape.num_ranks;
     if (t >= shape.num_tokens) break;
+    asked = dealer.Take(lane);  // the next one comes meanwhile
     if (args.waves.Of(t) != come) {
+      if (kInBulk) spreader.End();
       come = args.waves.Of(t);
       if (!WaitForWave(args.peers, op, come, epoch)) break;
       if (kInBulk) FenceBulk();
@@ -158,13 +188,16 @@ __device__ void SpreadRows(const PushArgs& args, Op op, Stages& stages, uint32_t
       if constexpr (kScales) {
         ScaleArray<Scale>(args, p, spread, lane);
       } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
-        CopyInBulk(args, p, spread, stages, lane);
+        spreader.Begin(p, spread);
       } else {
         CopyShared(args, p, spread, ticket % kMates, kMates, lane);
       }
     }
   }
-  if (kInBulk) WaitForStores();
+  if (kInBulk) {
+    spreader.End();
+    WaitForStores();
+  }
 }
 
 }  // namespace jax_ep::cuda

@@ -7,9 +7,12 @@ namespace jax_ep::cuda {
 
 constexpr int kSumRows = 4;     // rows whose loads are in flight at a time
 constexpr int kSumVectors = 2;  // 16-byte loads a row and thread
+// The same of sums that mostly have few rows: as many loads are in flight with two.
+constexpr int kFewRows = 2;
+constexpr int kFewRowsVectors = 4;
 
-template <int N>
-constexpr int kSlice = kWarp * kSumVectors * N;  // columns
+template <int N, int kVectors = kSumVectors>
+constexpr int kSlice = kWarp * kVectors * N;  // columns
 
 // The rows of one sum, in the order of the lanes that hold their addresses and factors.
 template <typename T>
@@ -27,35 +30,35 @@ struct NoShift {
   }
 };
 
-// Sums the part of the rows that begins at column `first`, one slice. shift(lane, column, value) is what
-// stands for an element of the row of that lane.
-template <typename T, int N, typename Shift = NoShift>
+// Sums the part of the rows that begins at column `first`, one slice, kRows rows at a time. shift(lane,
+// column, value) is what stands for an element of the row of that lane.
+template <typename T, int N, int kRows = kSumRows, int kVectors = kSumVectors, typename Shift = NoShift>
 __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
-                         typename Sum<T>::Acc (&total)[kSumVectors][N], Shift shift = {}) {
+                         typename Sum<T>::Acc (&total)[kVectors][N], Shift shift = {}) {
   using Acc = typename Sum<T>::Acc;
   for (unsigned left = terms.lanes; left != 0;) {
-    Vector<T, N> vectors[kSumRows][kSumVectors];
+    Vector<T, N> vectors[kRows][kVectors];
     unsigned next = left;
 #pragma unroll
-    for (int i = 0; i < kSumRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const bool more = next != 0;
       const T* row = reinterpret_cast<const T*>(__shfl_sync(
           kAllLanes, reinterpret_cast<unsigned long long>(terms.row), more ? __ffs(next) - 1 : 0));
       next &= next - 1;
 #pragma unroll
-      for (int v = 0; v < kSumVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         const int column = first + (v * kWarp + lane) * N;
         vectors[i][v] = Vector<T, N>::Load(row + column, more && column < width);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kSumRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       if (left == 0) break;
       const int from = __ffs(left) - 1;
       const Acc factor = __shfl_sync(kAllLanes, terms.factor, from);
       left &= left - 1;
 #pragma unroll
-      for (int v = 0; v < kSumVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           const int column = first + (v * kWarp + lane) * N + j;
@@ -68,11 +71,11 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
 }
 
 // Adds row t of each bias, of the columns of a slice.
-template <typename T, int N>
+template <typename T, int N, int kVectors = kSumVectors>
 __device__ void AddBiases(const Bias* biases, int num_biases, int t, int first, int width, int lane,
-                          typename Sum<T>::Acc (&total)[kSumVectors][N]) {
+                          typename Sum<T>::Acc (&total)[kVectors][N]) {
   for (int b = 0; b < num_biases; ++b) {
-    for (int v = 0; v < kSumVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const int column = first + (v * kWarp + lane) * N;
       for (int j = 0; j < N && column < width; ++j) {
         total[v][j] +=
@@ -82,11 +85,11 @@ __device__ void AddBiases(const Bias* biases, int num_biases, int t, int first, 
   }
 }
 
-template <typename T, int N>
+template <typename T, int N, int kVectors = kSumVectors>
 __device__ void StoreSlice(T* row, int first, int width, int lane,
-                           const typename Sum<T>::Acc (&total)[kSumVectors][N]) {
+                           const typename Sum<T>::Acc (&total)[kVectors][N]) {
 #pragma unroll
-  for (int v = 0; v < kSumVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
     const int column = first + (v * kWarp + lane) * N;
     if (column < width) Vector<T, N>::Store(row + column, total[v]);
   }
