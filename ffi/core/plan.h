@@ -21,12 +21,17 @@ struct SmPlan {
   int32_t total() const { return links + local; }
 };
 
-// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that folds or scales
-// rows, or copies them. The last two are half of what it can do, so that the links need not wait for it.
+// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that scales, folds or
+// copies rows. The last two are less than what it can do, so that the links need not wait for it.
 constexpr double kLinkRate = 320e3;
 constexpr double kClearRate = 48e3;
-constexpr double kLocalRate = 15e3;
+constexpr double kScaleRate = 15e3;
+constexpr double kFoldRate = 21e3;
 constexpr double kCopyRate = 30e3;
+// By how much less: this counts where SMs are short, and all wait for each other. Blocks that have sent all
+// rows help to copy.
+constexpr double kFoldSlack = 1.7;
+constexpr double kCopySlack = 3;
 // SMs that carry rows. Twelve fill the links, ten do not. By expert a sender tells the peers of what has
 // arrived, which is the later the more is under way. A pull sums as it goes, the rank's own rows too; by
 // expert the folds beside it slow it down.
@@ -35,6 +40,7 @@ constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
+constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
 // Few tokens are a matter of latency: a token a warp.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
@@ -47,19 +53,26 @@ inline double ExpectedTokens(const Shape& shape) {
   return ranks * shape.num_tokens * (1 - std::pow(1 - 1 / ranks, shape.top_k));
 }
 
-// `local_us` is for one SM. `budget` 0 means no limit but that of the device.
-inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, double local_us, int32_t num_sms,
+// What one SM takes for the work in device memory, in microseconds: with slack, and at least.
+struct LocalWork {
+  double us;
+  double least_us;
+};
+
+// `budget` 0 means no limit but that of the device.
+inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, LocalWork work, int32_t num_sms,
                       int32_t budget) {
   const double wire = ExpectedTokens(shape) * (shape.num_ranks - 1) / shape.num_ranks * row_bytes;
   const double link_us = std::max(wire / kLinkRate, kLeastMicroseconds);
-  SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(local_us / link_us), 1e6))};
+  SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(work.us / link_us), 1e6))};
   const bool limited = budget > 0 && budget < num_sms;
   // The others are left to kernels that run beside this one: a collective that finds no SM on one rank, and
   // keeps this op's blocks from theirs on another, would hold up both.
   const int32_t most = limited ? budget : std::max(num_sms * 3 / 4, 2);
   if (plan.total() <= most) return plan;
   if (plan.local > 0) {
-    const int32_t share = static_cast<int32_t>(int64_t{most} * plan.local / plan.total());
+    const double least = work.least_us / link_us;
+    const int32_t share = static_cast<int32_t>(most * least / (links + least));
     // Where nothing limits the op, the links keep theirs.
     plan.local = std::clamp(limited ? share : most - links, 1, most - 1);
   }
@@ -71,18 +84,21 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, doubl
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool scales, int32_t num_sms, int32_t budget) {
   const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
-  double local_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
-  local_us += scales ? rows * row_bytes / kLocalRate : (rows - tokens) * row_bytes / kCopyRate;
+  const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
+  const double rows_us = scales ? rows * row_bytes / kScaleRate : (rows - tokens) * row_bytes / kCopyRate;
+  LocalWork work{std::max(clear_us + rows_us, 1.0), clear_us + rows_us / (scales ? 1 : kCopySlack)};
   int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
-  return PlanSms(shape, row_bytes, links, std::max(local_us, 1.0), num_sms, budget);
+  return PlanSms(shape, row_bytes, links, work, num_sms, budget);
 }
 
 inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
   const double rows = 1.0 * shape.num_tokens * shape.top_k;
-  int32_t links = (folds ? kFoldingPullers : kPullers) * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
+  const int32_t folding = shape.num_ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
+  int32_t links = (folds ? folding : kPullers) * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
-  return PlanSms(shape, row_bytes, links, folds ? rows * row_bytes / kLocalRate : 0, num_sms, budget);
+  const double fold_us = folds ? rows * row_bytes / kFoldRate : 0;
+  return PlanSms(shape, row_bytes, links, {fold_us, fold_us / kFoldSlack}, num_sms, budget);
 }
 
 }  // namespace jax_ep

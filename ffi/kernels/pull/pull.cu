@@ -52,28 +52,29 @@ __device__ Terms<T> FindTerms(const PullArgs& args, const Published* published, 
   return terms;
 }
 
-// Pulls one slice of a token's sum.
-template <typename T, int N>
+// Pulls one slice of a token's sum. kRows, kVectors: as those of SumSlice.
+template <typename T, int N, int kRows, int kVectors>
 __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index, int t, int first,
                           int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
-  typename Sum<T>::Acc total[kSumVectors][N] = {};
-  SumSlice<T, N>(terms, first, width, lane, total);
+  typename Sum<T>::Acc total[kVectors][N] = {};
+  SumSlice<T, N, kRows>(terms, first, width, lane, total);
   AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
 
 // The tokens in their order, a ticket of the dealer after the other. `asked` is the first that this warp has
 // asked for.
-template <typename T, int N>
+template <typename T, int N, int kRows, int kVectors>
 __device__ void PullArray(const PullArgs& args, const Published* published, int index, unsigned asked,
                           uint32_t epoch) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
   // Warps that share the slices of a token: few enough for the search of its rows not to count.
   const int most = kTickets * args.num_pullers / max(num_tokens, 1);
-  const int mates = max(1, min((width + kSlice<N> - 1) / kSlice<N>, most));
+  constexpr int kColumns = kSlice<N, kVectors>;
+  const int mates = max(1, min((width + kColumns - 1) / kColumns, most));
   const Dealer dealer{&args.peers.own().next[index]};
   int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   while (true) {
@@ -86,8 +87,8 @@ __device__ void PullArray(const PullArgs& args, const Published* published, int 
       if (!WaitForWave(args.peers, Op::kCombine, folded, epoch)) return;
     }
     const Terms<T> terms = FindTerms<T>(args, published, index, t, lane);
-    for (int first = ticket % mates * kSlice<N>; first < width; first += mates * kSlice<N>) {
-      PullSlice<T, N>(args, terms, index, t, first, lane);
+    for (int first = ticket % mates * kColumns; first < width; first += mates * kColumns) {
+      PullSlice<T, N, kRows, kVectors>(args, terms, index, t, first, lane);
     }
   }
 }
@@ -128,8 +129,9 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
   }
 }
 
-// Sums arrays of one type: each type then has the registers to itself.
-template <typename T>
+// Sums arrays of one type, of which a token has at most kFewRows rows or more: each kind then has the
+// registers to itself.
+template <typename T, bool kFew>
 __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant__ PullArgs args) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = args.peers;
@@ -167,7 +169,9 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
     for (int i = 0; i < args.num_summands; ++i) {
       if (i > 0 || !taken) asked = take(i);
       WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
-        PullArray<T, decltype(vector)::value>(args, published, i, asked, epoch);
+        constexpr int N = decltype(vector)::value;
+        PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(args, published, i,
+                                                                                          asked, epoch);
       });
     }
     if (args.arrived_weights != nullptr) ReturnWeights(args, published);
@@ -181,10 +185,13 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
 
 }  // namespace
 
-// Calls f with the kernel for arrays of a type.
+// Calls f with the kernel for arrays of a type, and so many ranks.
 template <typename F>
-static cudaError_t WithKernel(Float type, F&& f) {
-  return WithType(type, [&](auto* null) { return f(PullKernel<std::remove_pointer_t<decltype(null)>>); });
+static cudaError_t WithKernel(Float type, int num_ranks, F&& f) {
+  return WithType(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    return num_ranks <= kFewRows ? f(PullKernel<T, true>) : f(PullKernel<T, false>);
+  });
 }
 
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
@@ -217,8 +224,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     }
     const SmPlan plan = PlanPull(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
-    const cudaError_t error = WithKernel(
-        type, [&](auto* kernel) { return Launch(kernel, plan.total(), kThreads, 0, stream, true, args); });
+    const cudaError_t error = WithKernel(type, args.shape.num_ranks, [&](auto* kernel) {
+      return Launch(kernel, plan.total(), kThreads, 0, stream, true, args);
+    });
     if (error != cudaSuccess) return error;
     args.arrived_weights = nullptr;
   }
@@ -227,13 +235,14 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
 
 cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaSuccess;
   for (Float type : kTypes) {
-    if (error == cudaSuccess) {
-      error = WithKernel(type, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+    for (int num_ranks : {kFewRows, kFewRows + 1}) {
+      const cudaError_t error = WithKernel(
+          type, num_ranks, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      if (error != cudaSuccess) return error;
     }
   }
-  return error;
+  return cudaSuccess;
 }
 
 }  // namespace jax_ep::cuda
