@@ -9,10 +9,11 @@ from jax_ep import _check, _ffi
 from jax_ep._dtypes import is_differentiable
 from jax_ep._extension import Implementation
 from jax_ep._handle import Routing
-from jax_ep._push_pull import attach, route, without_gradient
+from jax_ep._push_pull import attach, route
 from jax_ep._quantize import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import Attendance, Leaves, Routed
+from jax_ep._reverse_mode import without_gradient
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 

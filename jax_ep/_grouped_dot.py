@@ -10,6 +10,12 @@ import numpy as np
 from jax_ep import _check, _extension, _ffi_products, _numbers, _reference
 from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
+from jax_ep._reverse_mode import no_forward_mode, reverse_mode
+
+_NO_GRADIENT = (
+    "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
+    "bfloat16 operands, or define the gradient yourself (jax.custom_vjp)"
+)
 
 
 def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
@@ -51,7 +57,7 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
             return vary_alike([nothing, rows.values, weights.values])[0]
         _check_blocks(rows, weights)
         operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
-        return _fp8_product(num_sms, *vary_alike(operands))
+        return _fp8_product(num_sms, *no_forward_mode(_NO_GRADIENT, vary_alike(operands)))
     rows, weights = jnp.asarray(rows), jnp.asarray(weights)
     if not _check.is_float(rows.dtype) or rows.dtype != weights.dtype:
         raise TypeError(
@@ -98,7 +104,7 @@ def _check_blocks(rows: QuantizedArray, weights: QuantizedArray) -> None:
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@reverse_mode("grouped_dot", 0, 1)
 def _product(
     product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
@@ -168,10 +174,7 @@ def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
 
 
 def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
-    raise TypeError(
-        "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a "
-        "product of bfloat16 operands, or define the gradient yourself (jax.custom_vjp)"
-    )
+    raise TypeError(_NO_GRADIENT)
 
 
 _fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)

@@ -13,8 +13,9 @@ from jax_ep._dispatch import worst_case_capacity
 from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype, summable
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike, whole
-from jax_ep._push_pull import backend, move_bits, static_arguments
+from jax_ep._push_pull import backend, move_bits
 from jax_ep._results import Permutation
+from jax_ep._reverse_mode import reverse_mode
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +89,7 @@ def permute(
     )
 
 
-@static_arguments(0)
+@reverse_mode("permute", 0)
 def _permute(
     how: tuple[Implementation, int, int, int],
     leaves: tuple[jax.Array, ...],
@@ -132,7 +133,7 @@ def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
 
-@static_arguments(0, 1)
+@reverse_mode("the gradient of unpermute", 0, 1)
 def _repermute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
@@ -226,7 +227,7 @@ def unpermute(
         return _unpermute(chosen, summed, *operands).astype(out_dtype)
 
 
-@static_arguments(0, 1)
+@reverse_mode("unpermute (also as the gradient of permute)", 0, 1)
 def _unpermute(
     implementation: Implementation,
     out_dtype: Any,

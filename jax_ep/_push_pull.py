@@ -4,8 +4,7 @@ A push differentiates into a pull and a pull into a push, always through the han
 pass: nothing is routed twice.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax_ep._handle import Handle, Routing, flat_real_rows, row_experts
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Attendance, Leaves, Routed
+from jax_ep._reverse_mode import reverse_mode, without_gradient
 
 
 def backend(implementation: Implementation) -> ModuleType:
@@ -38,27 +38,6 @@ def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle
     require_manual(op, group)
     return handle, for_tokens(group._resolve(implementation), handle.routing)
 
-
-def static_arguments(*positions: int) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.custom_vjp` for a function some of whose arguments are not traced."""
-    return functools.partial(jax.custom_vjp, nondiff_argnums=positions)
-
-
-@static_arguments(0)
-def without_gradient(error: str, sources: Any, results: Any) -> Any:
-    """The results, which were made of the sources: who differentiates these through them gets a TypeError."""
-    return results
-
-
-def _without_gradient_forward(error: str, sources: Any, results: Any) -> Any:
-    return results, None
-
-
-def _without_gradient_backward(error: str, saved: None, cotangents: Any) -> Any:
-    raise TypeError(error)
-
-
-without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 _MISSED = (
     "with active_ranks or on_timeout='mask' it has no gradient, for the ranks that take part in the backward "
@@ -104,7 +83,7 @@ def attach(
     return routed._replace(rows=rows, weights=weights)
 
 
-@static_arguments(0)
+@reverse_mode("dispatch", 0)
 def _attach(
     implementation: Implementation,
     handle: Handle,
@@ -142,7 +121,7 @@ def _attach_backward(implementation: Implementation, handle: Handle, cotangents:
 _attach.defvjp(_attach_forward, _attach_backward)
 
 
-@static_arguments(0)
+@reverse_mode("redispatch (also as the gradient of combine)", 0)
 def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -163,7 +142,7 @@ def _push_backward(implementation: Implementation, handle: Handle, cotangents: A
 push.defvjp(_push_forward, _push_backward)
 
 
-@static_arguments(0)
+@reverse_mode("combine (also as the gradient of dispatch)", 0)
 def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -185,7 +164,7 @@ def _pull_backward(implementation: Implementation, handle: Handle, cotangents: A
 pull.defvjp(_pull_forward, _pull_backward)
 
 
-@static_arguments(0)
+@reverse_mode("combine", 0)
 def pull_scaled(
     implementation: Implementation,
     handle: Handle,
@@ -236,7 +215,7 @@ def pull_attended(
     return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
-@static_arguments(0)
+@reverse_mode("the gradient of combine", 0)
 def push_scaled(
     implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> tuple[Leaves, jax.Array]:

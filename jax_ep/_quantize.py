@@ -11,6 +11,7 @@ import numpy as np
 from jax_ep import _check
 from jax_ep._manual import axes_of
 from jax_ep._numbers import integer
+from jax_ep._reverse_mode import no_forward_mode
 
 FP8 = jnp.float8_e4m3fn
 SCALE = np.float32(1 / 448)
@@ -121,13 +122,16 @@ def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tupl
 
     Under Explicit sharding JAX cannot say how blocks are sharded: as the elements of `like` are.
     """
+    error = (
+        f"{name} has no gradient, for it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
+        "argument, or define the gradient yourself (jax.custom_vjp). To train with rows that travel as "
+        "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
+    )
 
     def backward(saved: None, cotangents: Any) -> Any:
-        raise TypeError(
-            f"{name} has no gradient, for it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
-            "argument, or define the gradient yourself (jax.custom_vjp). To train with rows that travel as "
-            "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
-        )
+        raise TypeError(error)
+
+    operands = no_forward_mode(error, operands)
 
     fixed = jax.custom_vjp(function)
     fixed.defvjp(lambda *operands: (function(*operands), None), backward)
