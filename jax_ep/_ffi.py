@@ -13,45 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jax_ep import _extension
+from jax_ep._call import Result, call
 from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
-from jax_ep._manual import vary_alike
 from jax_ep._quantize import BLOCK, FP8
 from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Leaves, Permutation, Routed
 
-Result = tuple[tuple[int, ...], Any]  # shape, dtype
 INT = jnp.int32
-
-
-def call(
-    target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
-) -> list[jax.Array]:
-    operands = vary_alike(operands)
-    shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
-    for shape in shapes:
-        if not all(isinstance(size, int) for size in shape):
-            raise ValueError(
-                "jax_ep: implementation='ffi' needs shapes that are known when a program is compiled, "
-                f"got {shape}; export a program for each shape"
-            )
-    # Results must have the operands' manual axis type; ffi_call would call them replicated. Over other axes
-    # nothing is sharded here.
-    like = jax.typeof(operands[0])
-    types = [
-        like.update(
-            shape=shape,
-            dtype=np.dtype(dtype),
-            weak_type=False,
-            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
-        )
-        for shape, dtype in results
-    ]
-    call = jax.ffi.ffi_call(f"jax_ep_{target}", types, vmap_method="sequential")
-    return list(call(*operands, **attributes))
 
 
 def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0) -> dict[str, Any]:

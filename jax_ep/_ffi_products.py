@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._ffi import Result, call
+from jax_ep._call import Result, call
 
 
 def grouped_dot(

@@ -1,0 +1,85 @@
+"""One call of an FFI handler, under the name that profilers show."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
+
+from jax_ep._manual import vary_alike
+
+Result = tuple[tuple[int, ...], Any]  # shape, dtype
+
+# What profilers call the handlers whose names are not those of ops. Each does the work of that op, also where
+# it is the gradient of another one.
+_OPS = {
+    "layout": "get_dispatch_layout",
+    "route": "dispatch",
+    "push": "redispatch",
+    "pull": "combine",
+    "grouped_dot_fp8": "grouped_dot",
+}
+
+
+def call(
+    target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
+) -> list[jax.Array]:
+    """The results of the handler `jax_ep_{target}`, which vmap calls for one element after the other."""
+    operands = vary_alike(operands)
+    shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
+    for shape in shapes:
+        if not all(isinstance(size, int) for size in shape):
+            raise ValueError(
+                "jax_ep: implementation='ffi' needs shapes that are known when a program is compiled, "
+                f"got {shape}; export a program for each shape"
+            )
+    types = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results)
+    return _primitive(target).bind(*operands, results=types, attributes=tuple(attributes.items()))
+
+
+@functools.cache
+def _primitive(target: str) -> Primitive:
+    """Takes the place of `jax.ffi.ffi_call`, after which XLA would name the call of every handler.
+
+    An instruction has the name of its primitive, and profiles of the CPU show nothing else.
+    """
+    primitive = Primitive(f"jax_ep.{_OPS.get(target, target)}")
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("results", "attributes")))
+    primitive.def_abstract_eval(_result_types)
+    lower = jax.ffi.ffi_lowering(f"jax_ep_{target}")
+
+    def lowering(context: Any, *operands: Any, results: Any, attributes: Any) -> Any:
+        return lower(context, *operands, **dict(attributes))
+
+    def batch(operands: Any, axes: Any, **how: Any) -> Any:
+        def one(batched: Any) -> Any:
+            rest = iter(batched)
+            pairs = zip(operands, axes, strict=True)
+            return primitive.bind(*(array if axis is None else next(rest) for array, axis in pairs), **how)
+
+        pairs = zip(operands, axes, strict=True)
+        outs = jax.lax.map(one, [jnp.moveaxis(array, axis, 0) for array, axis in pairs if axis is not None])
+        return outs, [0] * len(outs)
+
+    mlir.register_lowering(primitive, lowering)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _result_types(like: Any, *_: Any, results: Sequence[Result], attributes: Any) -> list[Any]:
+    """They have the operands' manual axis type. Over other axes nothing is sharded here."""
+    return [
+        like.update(
+            shape=shape,
+            dtype=dtype,
+            weak_type=False,
+            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+        )
+        for shape, dtype in results
+    ]
