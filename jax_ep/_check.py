@@ -145,6 +145,24 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     return rows
 
 
+def no_result(op: str, name: str, value: Any, allowed: type | None = None) -> None:
+    """TypeError if a pytree of rows holds what an op returned as a whole, whose arrays are not all rows."""
+
+    def is_result(node: Any) -> bool:
+        is_own = type(node).__module__.startswith("jax_ep.")
+        return is_own and (allowed is None or not isinstance(node, allowed))
+
+    for node in filter(is_result, jax.tree.leaves(value, is_leaf=is_result)):
+        kind = type(node).__name__
+        instead = "jax_ep.dequantize_fp8 of it" if kind == "QuantizedArray" else "the rows in it"
+        raise TypeError(f"{op}: {name} must be arrays, got {kind}; use {instead}")
+
+
+def boolean(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
+
+
 def leaves(
     op: str, name: str, arrays: Sequence[Any], first: tuple[int, ...], axes: str, source: str
 ) -> list[jax.Array]:

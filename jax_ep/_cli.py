@@ -1,6 +1,7 @@
 """What the commands share."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import jax
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An argument that must be an integer, and not below `least`."""
+def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """An argument that must be an integer, not below `least` nor above `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -18,12 +19,16 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
         return value
 
     return parse
 
 
 positive = at_least(1)
+# More than a host has GPUs. Each virtual one has threads of its own, and JAX makes millions without end.
+device_count = at_least(1, most=256)
 
 # A buffer of as many times what a uniform routing brings as there are ranks holds any routing.
 MOST_CAPACITY = 1000.0

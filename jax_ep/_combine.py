@@ -60,6 +60,7 @@ def combine(
     """
     handle, chosen = open_handle("combine", handle, implementation)
     routing = handle.routing
+    _check.no_result("combine", "y", y)
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")

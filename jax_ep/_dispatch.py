@@ -11,6 +11,7 @@ from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
 from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
+from jax_ep._quantize import QuantizedArray
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import OnTimeout
 from jax_ep._statistics import DispatchStatistics, add_to, check_statistics
@@ -234,6 +235,7 @@ def dispatch(
     chosen = group._resolve(implementation)
     if order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
+    _check.no_result("dispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
@@ -247,9 +249,10 @@ def dispatch(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
         )
-    if not isinstance(round_scale, bool) or (round_scale and quantize is None):
+    _check.boolean("dispatch", "round_scale", round_scale)
+    if round_scale and quantize is None:
         raise ValueError(
-            f"dispatch: round_scale must be True or False, and needs quantize, got {round_scale!r}"
+            "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
         )
     if quantize is not None:
         check_quantize(quantize, tree, leaves)
@@ -320,6 +323,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     """
     handle, chosen = open_handle("redispatch", handle, implementation)
     routing = handle.routing
+    _check.no_result("redispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     leaves = _check.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
     weights = None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _check, _extension, _ffi_products, _numbers, _reference
+from jax_ep._dtypes import is_differentiable
 from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
 from jax_ep._reverse_mode import no_forward_mode, reverse_mode
@@ -44,11 +45,11 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
 
     Raises:
       ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
-      TypeError: rows and weights are not floating, or differ in dtype, or only one is quantised; a gradient
-        of FP8 operands was asked for.
+      TypeError: rows and weights are not floating, or differ in dtype, or only one is quantised, or they are
+        FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _numbers.most_sms("grouped_dot", num_sms) or 0
-    group_sizes = jnp.asarray(group_sizes)
+    group_sizes = _check.array("grouped_dot", "group_sizes", group_sizes)
     if isinstance(rows, QuantizedArray) or isinstance(weights, QuantizedArray):
         rows, weights = _both_quantized(rows, weights)
         _check_shapes(rows.values, weights.values, group_sizes)
@@ -58,11 +59,19 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
         _check_blocks(rows, weights)
         operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
         return _fp8_product(num_sms, *no_forward_mode(_NO_GRADIENT, vary_alike(operands)))
-    rows, weights = jnp.asarray(rows), jnp.asarray(weights)
+    rows, weights = (
+        _check.array("grouped_dot", "rows", rows),
+        _check.array("grouped_dot", "weights", weights),
+    )
     if not _check.is_float(rows.dtype) or rows.dtype != weights.dtype:
         raise TypeError(
             "grouped_dot: rows and weights must have one floating dtype, "
             f"got {rows.dtype} and {weights.dtype}"
+        )
+    if not is_differentiable(rows.dtype):
+        raise TypeError(
+            f"grouped_dot: rows and weights in {rows.dtype} need their scales; pass the QuantizedArrays "
+            "whole, not their values, or cast both to a wider dtype"
         )
     _check_shapes(rows, weights, group_sizes)
     return _product(0, num_sms, *vary_alike([rows, weights, group_sizes]))

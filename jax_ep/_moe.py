@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import _check
 from jax_ep._combine import combine
@@ -126,6 +125,7 @@ def moe(
         raise TypeError(
             f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
         )
+    _check.boolean("moe", "return_stats", return_stats)
     sent = dispatch(
         _merge_leading(x),
         _merge_leading(topk_idx),
@@ -150,19 +150,18 @@ def moe(
 
 def _check_result(y: Any, rows: int) -> None:
     """Of expert_fn: floating arrays of one row for each that it was given."""
-    leaves = jax.tree.leaves(y)
+    returned = "what expert_fn returns"
+    _check.no_result("moe", returned, y)
+    leaves = [_check.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
     if not leaves:
         raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")
     for leaf in leaves:
-        if jnp.ndim(leaf) < 1 or jnp.shape(leaf)[0] != rows:
+        if leaf.ndim < 1 or leaf.shape[0] != rows:
             raise ValueError(
                 f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
-                f"got an array of shape {list(jnp.shape(leaf))}"
+                f"got an array of shape {list(leaf.shape)}"
             )
-        if not _check.is_float(jnp.result_type(leaf)):
-            raise TypeError(
-                f"moe: what expert_fn returns is summed, so it must be floating, got {jnp.result_type(leaf)}"
-            )
+    _check.floating("moe", returned, leaves)
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:

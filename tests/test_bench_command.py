@@ -121,6 +121,7 @@ def test_a_number_that_is_not_positive(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (["--devices", "1000000"], "argument --devices: must be at most 256, got 1000000"),
         (["--devices", "3"], "3 devices do not divide the 16 experts of tiny"),
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),

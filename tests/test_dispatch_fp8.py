@@ -322,5 +322,5 @@ def test_training_reaches_the_loss_of_rows_as_they_are():
 
 def test_scales_are_rounded_only_where_rows_are_quantised():
     shard = lambda group, *a: sent_by(group, *a, round_scale=True).num_tokens
-    with pytest.raises(ValueError, match="round_scale must be True or False, and needs quantize, got True"):
+    with pytest.raises(ValueError, match="round_scale needs quantize"):
         mapped(shard)(*arrays())

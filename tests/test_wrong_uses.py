@@ -59,6 +59,131 @@ NO_ARRAYS = {
 }
 
 
+GROUPS = np.ones((E // R,), np.int32)
+MATRICES = np.ones((E // R, H, H), np.float32)
+NO_ARRAYS |= {
+    "rows of products": (
+        lambda x: jax_ep.grouped_dot(None, MATRICES, GROUPS),
+        "grouped_dot: rows .* NoneType",
+    ),
+    "a pytree of rows": (
+        lambda x: jax_ep.grouped_dot({"x": x}, MATRICES, GROUPS),
+        "grouped_dot: rows .* dict",
+    ),
+    "matrices": (lambda x: jax_ep.grouped_dot(x, "w", GROUPS), "grouped_dot: weights .* got str"),
+    "sizes of groups": (
+        lambda x: jax_ep.grouped_dot(x, MATRICES, None),
+        "grouped_dot: group_sizes .* NoneType",
+    ),
+    "ranks that take part": (lambda x: dispatch(x, active_ranks="all"), "dispatch: active_ranks .* got str"),
+    "statistics' sums": (
+        lambda x: dispatch(x, statistics=jax_ep.DispatchStatistics(None, GROUPS)),
+        r"dispatch: statistics\.tokens_per_expert .* got NoneType",
+    ),
+    "what an expert_fn returns": (
+        lambda x: moe(x, lambda sent: "y"),
+        "moe: what expert_fn returns .* got str",
+    ),
+}
+
+
+def moe(x, expert_fn, **options):
+    return jax_ep.moe(x, IDS[:T], W[:T], expert_fn, group=ranks(R).group, num_experts=E, **options)
+
+
+def started(x):
+    return jax_ep.dispatch_start(x, IDS[:T], group=ranks(R).group, num_experts=E)
+
+
+def wide(x):
+    return jnp.tile(x[:, :1], (1, 128))
+
+
+# What an op returned, as a whole, where rows should be: it is a pytree of arrays, too.
+NO_ROWS = {
+    "dispatch": (
+        lambda x: dispatch(dispatch(x)),
+        "dispatch: x must be arrays, got DispatchedByExpert; use the rows",
+    ),
+    "redispatch": (
+        lambda x: jax_ep.redispatch(dispatch(x).handle, dispatch(x).handle),
+        "redispatch: x must be arrays, got Handle",
+    ),
+    "combine": (
+        lambda x: jax_ep.combine(dispatch(x), dispatch(x).handle),
+        "combine: y must be arrays, got DispatchedByExpert; use the rows in it",
+    ),
+    "combine of what is pending": (
+        lambda x: jax_ep.combine(started(x), dispatch(x).handle),
+        "combine: y must be arrays, got PendingDispatch",
+    ),
+    "combine_start": (
+        lambda x: jax_ep.combine_start([dispatch(x)], dispatch(x).handle),
+        "combine: y must be arrays, got DispatchedByExpert",
+    ),
+    "permute": (
+        lambda x: jax_ep.permute(dispatch(x, order="rank"), IDS, num_local_experts=E),
+        "permute: x must be arrays, got DispatchedByRank",
+    ),
+    "moe": (
+        lambda x: moe(x, lambda sent: sent),
+        "moe: what expert_fn returns must be arrays, got DispatchedByEx",
+    ),
+    # Its values would be summed without their scales.
+    "combine of FP8": (
+        lambda x: jax_ep.combine(dispatch(wide(x), quantize="fp8").x, dispatch(x).handle),
+        r"combine: y must be arrays, got QuantizedArray; use jax_ep\.dequantize_fp8 of it",
+    ),
+    "moe of FP8": (
+        lambda x: moe(wide(x), lambda sent: sent.x, quantize="fp8"),
+        "moe: what expert_fn returns must be arrays, got QuantizedArray",
+    ),
+    "dispatch_done": (
+        lambda x: jax_ep.dispatch_done(jax_ep.combine_start(dispatch(x).x, dispatch(x).handle)),
+        "dispatch_done: pending must be what dispatch_start returned, got PendingCombine",
+    ),
+    "combine_done": (
+        lambda x: jax_ep.combine_done(started(x)),
+        "combine_done: pending must be what combine_start returned, got PendingDispatch",
+    ),
+    "a pending handle": (
+        lambda x: jax_ep.combine_start(x, started(x)),
+        "combine: handle must be the Handle that dispatch returned, got PendingDispatch",
+    ),
+    "statistics": (
+        lambda x: dispatch(x, statistics=ranks(R).group.stats()),
+        "dispatch: statistics must be the DispatchStatistics .* got GroupStats",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_result_in_the_place_of_rows(name):
+    call, text = NO_ROWS[name]
+    with pytest.raises(TypeError, match=text):
+        traced(call)
+
+
+def test_products_without_their_scales():
+    rows, weights = jnp.ones((8, 128)), jnp.ones((2, 128, 128))
+    q, w = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
+    with pytest.raises(TypeError, match="float8_e4m3fn need their scales; pass the QuantizedArrays"):
+        jax_ep.grouped_dot(q.values, w.values, jnp.asarray([4, 4], jnp.int32))
+
+
+NO_BOOLEANS = {
+    "round_scale of dispatch": lambda x: dispatch(wide(x), quantize="fp8", round_scale=1),
+    "round_scale": lambda x: jax_ep.quantize_fp8(x, block=1, round_scale="no").values,
+    "return_stats": lambda x: moe(x, lambda sent: sent.x, return_stats="no"),
+}
+
+
+@pytest.mark.parametrize("name", NO_BOOLEANS)
+def test_no_boolean(name):
+    with pytest.raises(ValueError, match=rf"{name.split()[0]} must be True or False, got (1|'no')"):
+        traced(NO_BOOLEANS[name])
+
+
 @pytest.mark.parametrize("name", NO_ARRAYS)
 def test_no_array(name):
     call, text = NO_ARRAYS[name]

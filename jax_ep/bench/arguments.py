@@ -7,6 +7,7 @@ import jax
 from jax_ep._cli import (
     at_least,
     capacity_factor,
+    device_count,
     output_file,
     positive,
     require_devices,
@@ -52,7 +53,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time round trips only"
     )
     parser.add_argument(
-        "--devices", type=positive, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
+        "--devices", type=device_count, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
     )
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(

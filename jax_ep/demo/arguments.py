@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep._cli import capacity_factor, positive, set_up_virtual_devices
+from jax_ep._cli import capacity_factor, device_count, positive, set_up_virtual_devices
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: what fits the devices")
     parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(
-        "--devices", type=positive, help="default: 8 virtual CPU devices, or all the GPUs of this host"
+        "--devices", type=device_count, help="default: 8 virtual CPU devices, or all the GPUs of this host"
     )
     parser.add_argument(
         "--text",
