@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_ep._group import Group
 from jax_ep._handle import Handle
 from jax_ep._numbers import integer
 from jax_ep._results import Attendance
@@ -69,13 +70,17 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(ids.shape[0])[:, None] < given.reshape(()), ids, jnp.asarray(-1, ids.dtype))
 
 
-def attendance(
-    op: str, active_ranks: Any, on_timeout: Any, num_ranks: int, waits: bool = False
-) -> Attendance:
+def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits: bool = False) -> Attendance:
     """Who takes part in an op; `active_ranks` is None there where nobody may be missing."""
     if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
         raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
-    masks = on_timeout == "mask"
+    masks, num_ranks = on_timeout == "mask", group.size
+    if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
+        raise ValueError(
+            f"{op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, for JAX's "
+            f"collectives between hosts wait for all ranks, got {group!r}; leave them out, or choose ranks "
+            "of one host"
+        )
     if active_ranks is None:
         return Attendance(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, waits)
     given = array(op, "active_ranks", active_ranks)
@@ -163,6 +168,22 @@ def boolean(op: str, name: str, value: Any) -> None:
         raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
 
 
+def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:
+    """The rows that a rank takes from each host in hop 1, no more than a rank has tokens; 0 of one host."""
+    hosts = group.size // group.ranks_per_node
+    rows = hosts * num_tokens
+    if host_capacity is not None:
+        rows = at_least_one(op, "host_capacity", host_capacity)
+    if hosts == 1:
+        return 0
+    if 0 < rows < hosts:
+        raise ValueError(
+            f"{op}: host_capacity counts the rows that a rank takes from all {hosts} hosts, as many from "
+            f"each, so it must be at least {hosts}, got {rows}"
+        )
+    return min(rows // hosts, num_tokens)
+
+
 def leaves(
     op: str, name: str, arrays: Sequence[Any], first: tuple[int, ...], axes: str, source: str
 ) -> list[jax.Array]:
@@ -203,6 +224,8 @@ def handle(op: str, value: Any) -> Handle:
     if not isinstance(value, Handle):
         raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
     routing = value.routing
+    if routing.makes_two_hops:
+        handle(op, value.within)
     expected = {
         "topk_idx": (routing.num_tokens, routing.top_k),
         "sent_rows": (routing.num_tokens, routing.rows_per_token),

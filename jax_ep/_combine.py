@@ -79,7 +79,7 @@ def combine(
         weights = weights.reshape(routing.capacity)
     biases = _biases(bias, tree, leaves, routing.num_tokens)
 
-    attendance = _check.attendance("combine", active_ranks, on_timeout, routing.num_ranks)
+    attendance = _check.attendance("combine", active_ranks, on_timeout, routing.group)
 
     rows = tuple(summable(leaf) for leaf in leaves)
     operands = whole((handle, rows, weights, biases, attendance.active_ranks))

@@ -112,6 +112,7 @@ def dispatch(
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -131,6 +132,7 @@ def dispatch(
     num_experts: int,
     order: Literal["rank"],
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -150,6 +152,7 @@ def dispatch(
     num_experts: int,
     order: Order,
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -168,6 +171,7 @@ def dispatch(
     num_experts: int,
     order: Order = "expert",
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -197,6 +201,11 @@ def dispatch(
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. At least a.
+      host_capacity: of a group whose ranks span hosts, the rows that this rank can take in the hop between
+        hosts, the same number from each host, this one included: what is left over of the division is not
+        used. None means the worst case, T from each. From each host come the rows of one rank, and those
+        past their share are dropped in the order of the tokens. To that host such a token is as if its
+        choices there were -1, and its receivers count it in `num_dropped`.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
         they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
@@ -265,10 +274,11 @@ def dispatch(
     weights = None
     if topk_weights is not None:
         weights = _check.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
-    routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment)
+    host_rows = _check.host_rows("dispatch", host_capacity, group, num_tokens)
+    routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
     if statistics is not None:
         check_statistics(statistics, routing)
-    attendance = _check.attendance("dispatch", active_ranks, on_timeout, group.size, statistics is not None)
+    attendance = _check.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = whole(statistics)
     operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
     leaves, ids, weights, active = vary_alike(operands, group._axes)

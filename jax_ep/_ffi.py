@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._call import Result, call
+from jax_ep._collectives import rank
 from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
@@ -39,8 +40,8 @@ def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0
 
 
 def _rank(routing: Routing) -> jax.Array:
-    rank = jax.lax.axis_index(routing.group.axis_name).astype(INT)
-    return on_platform(rank, routing.group._platform, repr(routing.group))
+    number = rank(routing.group).astype(INT)
+    return on_platform(number, routing.group._platform, repr(routing.group))
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:
@@ -165,7 +166,7 @@ def route(
         num_tokens=num_tokens,
         num_dropped=num_dropped,
         attended=_as_attended(attendance, active_ranks, wait_us),
-        handle=Handle(idx, sent_rows, prefix, counts, None if by_rank else received_rows, routing),
+        handle=Handle(idx, sent_rows, prefix, counts, None if by_rank else received_rows, None, routing),
     )
 
 
@@ -310,7 +311,12 @@ def unpermute(
 
 def gather(group: Group, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
-    rank = jax.lax.axis_index(group.axis_name).astype(INT)
     shape = (group.size * x.shape[0], *x.shape[1:])
-    (out,) = call("gather", [rank, x], [(shape, x.dtype)], group=group._key, num_ranks=np.int64(group.size))
+    (out,) = call(
+        "gather",
+        [rank(group).astype(INT), x],
+        [(shape, x.dtype)],
+        group=group._key,
+        num_ranks=np.int64(group.size),
+    )
     return out

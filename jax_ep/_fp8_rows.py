@@ -53,7 +53,7 @@ def route_fp8(
 ) -> tuple[Any, Routed]:
     """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
     (x,) = leaves
-    if implementation == "ffi" and _ffi.quantizes(routing, x):
+    if implementation == "ffi" and not routing.makes_two_hops and _ffi.quantizes(routing, x):
         sent = _route_as_fp8(routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
         sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)

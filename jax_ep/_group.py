@@ -5,14 +5,14 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep import _extension, _numbers, _processes
+from jax_ep import _control_blocks, _extension, _hosts, _numbers, _processes
 from jax_ep._extension_types import Extension
 
 # Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
@@ -31,11 +31,14 @@ class GroupStats:
       implementation: "ffi" or "xla", what `implementation=None` means to its ops.
       reason: why that is not "ffi"; empty if it is.
       device_bytes: bytes that the group takes on each device, of the memory that JAX has there.
+      ranks_per_node: ranks that share a host. If there are fewer of them than the group has, rows make two
+        hops: between hosts by XLA's collectives, and within one by the implementation.
     """
 
     implementation: _extension.Implementation
     reason: str
     device_bytes: int
+    ranks_per_node: int
 
 
 class Group:
@@ -52,6 +55,11 @@ class Group:
       mesh: a `jax.sharding.Mesh` (with devices, not the `AbstractMesh` that JAX shows under `jit`). Where
         `jax.set_mesh` has set one, `jax.sharding.get_mesh()` gives it, outside of `jit`.
       axis_name: a name of one of its axes, or several names, row-major.
+      ranks_per_node: how many ranks share a host, the first so many the first one, and so on. None: as it
+        is found (on CPUs a process counts as a host). Fewer of them may be named than there are, to try on
+        one host what runs on several, or where not all GPUs of a host reach each other. Rows then travel
+        to each host once, by XLA's collectives, and from there to the ranks that need them
+        (docs/multi_process.md).
       timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
         compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
         `float("inf")` means ten years. Among equal groups, the newest one's value counts.
@@ -62,8 +70,8 @@ class Group:
 
     Raises:
       ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms
-        below 2 or too large.
-      TypeError: the mesh has no devices, the time-out is no number, num_sms no int.
+        below 2 or too large; ranks_per_node does not divide the number of ranks.
+      TypeError: the mesh has no devices, the time-out is no number, num_sms or ranks_per_node no int.
       PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
         minute, if that is longer), or earlier programs do not end. The process should end then.
 
@@ -77,6 +85,7 @@ class Group:
         mesh: jax.sharding.Mesh,
         axis_name: str | tuple[str, ...] | list[str],
         *,
+        ranks_per_node: int | None = None,
         timeout_s: float = 300.0,
         num_sms: int | None = None,
     ):
@@ -101,10 +110,42 @@ class Group:
         num_sms = _numbers.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
-        self._size = int(np.prod([mesh.shape[axis] for axis in axes]))
-        devices = mesh.devices.transpose(order).reshape(-1, self._size)
+        size = int(np.prod([mesh.shape[axis] for axis in axes]))
+        devices = mesh.devices.transpose(order).reshape(-1, size)
         self._axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._axes = axes
+        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, timeout_s)
+        self._index_groups: _IndexGroups | None = None
+        self._within: Group | None = None
+        if per_host < size:
+            self._within = self._make_within(devices.reshape(-1, per_host), size, timeout_s, num_sms)
+        self._set_up(devices, timeout_s, num_sms, reason)
+        _open_groups[id(self)] = self
+
+    @staticmethod
+    def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
+        if forced is not None:
+            return _hosts.forced_ranks_per_host(forced, devices.shape[1]), ""
+        try:
+            return _hosts.find_ranks_per_host(devices, max(timeout_s, _processes.LEAST_S))
+        except _processes.SetupTimeout as error:
+            raise PeerTimeoutError(str(error)) from None
+
+    def _make_within(self, devices: np.ndarray, size: int, timeout_s: float, num_sms: int | None) -> "Group":
+        """The groups of the ranks of each host [hosts, ranks], along the same axis: what hop 2 goes among."""
+        group = Group.__new__(Group)
+        group._axis_name, group._axes = self._axis_name, self._axes
+        per_host = devices.shape[1]
+        group._index_groups = tuple(
+            tuple(range(first, first + per_host)) for first in range(0, size, per_host)
+        )
+        group._within = None
+        group._set_up(devices, timeout_s, num_sms, "")
+        return group
+
+    def _set_up(self, devices: np.ndarray, timeout_s: float, num_sms: int | None, reason: str) -> None:
+        """What all groups have. `reason` says why the handlers cannot be used, if so."""
+        self._size = devices.shape[1]
         self._platform: str = devices.flat[0].platform
         self._device_ids: tuple[tuple[int, ...], ...] = tuple(
             tuple(device.id for device in group) for group in devices
@@ -113,17 +154,20 @@ class Group:
             device.process_index != group[0].process_index for group in devices for device in group
         )
         self._timeout_s = min(timeout_s, LONGEST_S)
-        self._key = f"{self._platform}:{','.join(axes)}:{self._device_ids}"
+        self._key = f"{self._platform}:{','.join(self._axes)}:{self._device_ids}"
+        if self._within is not None:
+            self._key += f":{self._within._size} ranks a host"
+        elif self._index_groups is not None:
+            self._key += f":within each of {len(self._index_groups)} hosts"
         self._closed = False
-        self._unreachable = ""
+        self._unreachable = reason
         module = _extension.extension()
-        if module is not None:
+        if module is not None and self._within is None:
             self._open(module, devices, num_sms)
-        _open_groups[id(self)] = self
 
     def _open(self, module: Extension, devices: np.ndarray, num_sms: int | None) -> None:
         """Makes what must exist before a kernel waits on a peer."""
-        if self._platform == "gpu" and not _extension.reason_against_ffi("gpu"):
+        if self._platform == "gpu" and not self._reason_against_ffi():
             self._unreachable = self._open_on_gpus(module, list(devices.flat))
         # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
         on_gpu = self._platform == "gpu"
@@ -137,8 +181,9 @@ class Group:
         """Prepares the control blocks; why the group's kernels cannot run, or nothing."""
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
-            if self._spans_processes:
-                hold = functools.partial(_control_blocks, module, self._key, local, self._timeout_s)
+            if _processes.has_peers_elsewhere(devices, self._size):
+                limits = (module, self._key, local, self._timeout_s)
+                hold = functools.partial(_control_blocks.control_blocks, *limits)
                 _processes.open_group(module, self._key, devices, self._size, hold, self._timeout_s)
                 return ""
             # Of threads that make equal groups at once, one prepares it, and the others find it prepared.
@@ -151,7 +196,7 @@ class Group:
 
     def _open_here(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
         """The same where this process has all ranks of every group that it has ranks of."""
-        controls = _control_blocks(module, self._key, local, self._timeout_s)
+        controls = _control_blocks.control_blocks(module, self._key, local, self._timeout_s)
         if module.has_expired(self._key):
             _processes.drain(local, 3 * max(self._timeout_s, _processes.LEAST_S))
             epoch, calls = module.last_epoch(self._key), module.last_call(self._key)
@@ -176,20 +221,26 @@ class Group:
         """The mesh axis, or axes, as given."""
         return self._axis_name
 
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks that share a host: all of them, or a divisor."""
+        return self._size if self._within is None else self._within._size
+
     def stats(self) -> GroupStats:
         """What this group runs on, and the memory that it takes."""
         self._require_open("stats")
         reason = self._reason_against_ffi()
         module = _extension.extension()
         if reason or module is None:
-            return GroupStats("xla", reason, 0)
-        return GroupStats("ffi", "", module.control_bytes() if self._platform == "gpu" else 0)
+            return GroupStats("xla", reason, 0, self.ranks_per_node)
+        size = module.control_bytes() if self._platform == "gpu" else 0
+        return GroupStats("ffi", "", size, self.ranks_per_node)
 
     def check(self) -> None:
         """Raises `PeerTimeoutError` if a wait of this group expired since the last check."""
         self._require_open("check")
         module = _extension.extension()
-        text = None if module is None else module.take_expired(self._key)
+        text = None if module is None else module.take_expired((self._within or self)._key)
         if text is not None:
             raise PeerTimeoutError(text)
 
@@ -209,7 +260,7 @@ class Group:
             # What an array's own program failed of is told to those who read the array.
             with contextlib.suppress(Exception):
                 array.block_until_ready()
-        module.close_group(self._key)
+        module.close_group((self._within or self)._key)
 
     def __enter__(self) -> "Group":
         self._require_open("with")
@@ -241,7 +292,9 @@ class Group:
     def __repr__(self) -> str:
         groups = [list(group) for group in self._device_ids]
         shown = groups if len(groups) > 1 else groups[0]
-        return f"Group({self._axis_name!r}, {self._platform} devices {shown})"
+        hosts = "" if self._within is None else f", ranks_per_node={self.ranks_per_node}"
+        hosts = hosts if self._index_groups is None else ", those of a host each"
+        return f"Group({self._axis_name!r}, {self._platform} devices {shown}{hosts})"
 
     def _require_open(self, op: str) -> None:
         if self._closed:
@@ -274,50 +327,17 @@ class Group:
         return "xla" if reason else "ffi"
 
     def _reason_against_ffi(self) -> str:
-        if self._spans_processes and self._platform != "gpu":
-            return "the ranks of a group must live in one process"
-        return _extension.reason_against_ffi(self._platform) or self._unreachable
+        if self._within is not None:
+            return self._within._reason_against_ffi()
+        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
+        if not reason and self._spans_processes and self._platform != "gpu":
+            return "the ranks of a host must live in one process, where they are CPUs"
+        return reason
 
 
+# The ranks of each host, as numbers along a group's axis.
+_IndexGroups = tuple[tuple[int, ...], ...]
 # Group key -> what only one thread at a time does.
 _locks: dict[str, threading.Lock] = {}
 # All open groups, by identity: equal ones are several here.
 _open_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-# Group key -> device id -> address of the group's control block there.
-_controls: dict[str, dict[int, int]] = {}
-# What owns the memory that they lie in.
-_clients: list[Any] = []
-
-
-@functools.cache
-def _reserving(size: int) -> Callable[[Any], jax.Array]:
-    """A program that takes memory on its device, of what JAX has there; the halves of its address."""
-    result = jax.ShapeDtypeStruct((2,), np.uint32)
-    # Unlike the ops it has a side effect: two calls must not become one. It is in no program of a user.
-    reserve = jax.ffi.ffi_call("jax_ep_reserve", result, has_side_effect=True)
-    return jax.jit(lambda x: reserve(x, bytes=np.int64(size)))
-
-
-def _control_blocks(module: Extension, key: str, devices: Sequence[Any], timeout_s: float) -> dict[int, int]:
-    """Device id -> address of the group's control block there.
-
-    They are kept as long as the process, because peers and recorded programs hold their addresses. So they
-    are no arrays: `jax.live_arrays()` would show them to users, and nothing keeps what `delete()` frees.
-    """
-    if key not in _controls:
-
-        def reserve() -> list[np.ndarray]:
-            program, halves = _reserving(module.control_bytes()), []
-            for device in devices:
-                with jax.default_device(device):
-                    halves.append(program(np.int32(0)))
-            return jax.device_get(halves)
-
-        # In a thread, as a group may be made while a function is traced; behind whatever the devices do.
-        limit_s = max(timeout_s, _processes.LEAST_S)
-        halves = _processes.within(limit_s, "reserving memory", reserve)
-        _clients.extend(device.client for device in devices)
-        _controls[key] = {
-            device.id: int(low) | int(high) << 32 for device, (low, high) in zip(devices, halves, strict=True)
-        }
-    return _controls[key]

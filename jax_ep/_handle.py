@@ -23,6 +23,7 @@ class Routing:
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
     expert_alignment: int  # padded, the rows of each expert's block
+    host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
 
     @property
     def num_ranks(self) -> int:
@@ -31,6 +32,27 @@ class Routing:
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.group.size
+
+    @property
+    def num_hosts(self) -> int:
+        return self.group.size // self.group.ranks_per_node
+
+    @property
+    def makes_two_hops(self) -> bool:
+        """Whether rows go to hosts first, and to ranks from there. (Nobody sends where there is no row.)"""
+        return self.num_hosts > 1 and self.num_tokens > 0 and self.capacity > 0
+
+    @property
+    def within(self) -> "Routing":
+        """That of hop 2, among the ranks of a host: their tokens are the rows that hop 1 brings them."""
+        assert self.group._within is not None
+        return dataclasses.replace(
+            self,
+            group=self.group._within,
+            num_tokens=self.num_hosts * self.host_rows,
+            num_experts=self.num_experts // self.num_hosts,
+            host_rows=0,
+        )
 
     @property
     def has_row_per_choice(self) -> bool:
@@ -75,8 +97,11 @@ class Handle:
     received_rows: jax.Array | None
     """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
     -1 none here, or dropped. By rank None."""
+    within: "Handle | None"
+    """Of a group that spans hosts: the handle of hop 2, whose tokens are the rows that hop 1 brought. In the
+    arrays above, the choices of tokens that hop 1 dropped are unused. Else None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
-    """The static part: group, order, T, K, E, C and the expert alignment."""
+    """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
 
 
 def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
@@ -84,6 +109,18 @@ def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
     if routing.slots is not None:
         return jnp.full(counts.shape, routing.slots, counts.dtype)
     return -(-counts // routing.expert_alignment) * routing.expert_alignment
+
+
+def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """By expert, of a rank with these counts: how many rows of each expert [L] are kept, and of its block."""
+    blocks = block_sizes(routing, expert_counts)
+    begin = jnp.cumsum(blocks) - blocks
+    clipped = jnp.minimum(begin, routing.capacity)
+    end = begin + blocks if routing.slots is not None else routing.capacity
+    kept = jnp.minimum(begin + expert_counts, end) - clipped
+    if routing.slots is not None:
+        return kept, kept
+    return kept, jnp.minimum(begin + blocks, routing.capacity) - clipped
 
 
 def in_slots(routing: Routing, arrays: Any) -> Any:

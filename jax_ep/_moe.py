@@ -36,6 +36,7 @@ def moe(
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
@@ -52,6 +53,7 @@ def moe(
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
@@ -67,6 +69,7 @@ def moe(
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
@@ -93,6 +96,7 @@ def moe(
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
         `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
         expert_alignment.
+      host_capacity: rows that this rank can take in the hop between hosts, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
       num_valid_tokens: int32 scalar, at most T (times the leading axes): later tokens count as absent, and
@@ -133,6 +137,7 @@ def moe(
         group=group,
         num_experts=num_experts,
         capacity=capacity,
+        host_capacity=host_capacity,
         expert_alignment=expert_alignment,
         quantize=quantize,
         num_valid_tokens=num_valid_tokens,

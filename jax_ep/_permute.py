@@ -100,7 +100,9 @@ def _permute(
 ) -> Permutation:
     implementation, *sizes = how
     out = move_bits(
-        implementation, lambda module, bits: module.permute(bits, topk_idx, topk_weights, *sizes), leaves
+        backend(implementation),
+        lambda module, bits: module.permute(bits, topk_idx, topk_weights, *sizes),
+        leaves,
     )
     return Permutation(*out)
 
@@ -140,7 +142,7 @@ def _repermute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
     (moved,) = move_bits(
-        implementation,
+        backend(implementation),
         lambda module, bits: ((module.repermute(row_map, bits[0], num_permuted),),),
         (leaf,),
     )

@@ -54,6 +54,31 @@ class SetupTimeout(Exception):
     """A step of the set-up did not end in time."""
 
 
+def host_id() -> str:
+    """What the processes of a host have in common, and those of other hosts do not."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def neighbours(devices: Sequence[Any], num_ranks: int) -> list[Any]:
+    """Those of the groups of devices that this process takes part in, itself or by way of a peer.
+
+    The processes of other groups may live on other hosts, and need not be asked.
+    """
+    groups = [devices[first : first + num_ranks] for first in range(0, len(devices), num_ranks)]
+    processes = {jax.process_index()}
+    while True:
+        mine = [group for group in groups if any(d.process_index in processes for d in group)]
+        reached = processes.union(d.process_index for group in mine for d in group)
+        if reached == processes:
+            return [device for group in mine for device in group]
+        processes = reached
+
+
+def has_peers_elsewhere(devices: Sequence[Any], num_ranks: int) -> bool:
+    """Whether this process must be told of others when it makes these groups."""
+    return any(d.process_index != jax.process_index() for d in neighbours(devices, num_ranks))
+
+
 def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
     """What the work gives. It is done in a thread, for what XLA waits for has no time-out."""
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -134,10 +159,12 @@ def drain(devices: Sequence[Any], limit_s: float) -> None:
 class _Setup:
     """One process's part in the set-up of a group."""
 
-    def __init__(self, module: Extension, key: str, devices: Sequence[Any], limit_s: float):
+    def __init__(self, module: Extension, key: str, devices: Sequence[Any], num_ranks: int, limit_s: float):
         self.module = module
         self.key = key
-        self.devices = devices
+        self.num_ranks = num_ranks
+        self.everywhere = devices
+        self.devices = devices = neighbours(devices, num_ranks)
         self.limit_s = limit_s
         self.me = jax.process_index()
         self.local = [device for device in devices if device.process_index == self.me]
@@ -173,7 +200,7 @@ class _Setup:
     def introduce(self) -> dict[str, Any]:
         """What the others must know of this process before anything else."""
         return {
-            "host": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "host": host_id(),
             "group": f"{self.key[:200]} ({hashlib.sha256(self.key.encode()).hexdigest()[:16]})",
             "settled": self.key in _settled,
             "failed": self.module.has_expired(self.key),
@@ -195,7 +222,7 @@ class _Setup:
         if self.me == self.leader:
             self.board = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
             descriptors.append(self.board)
-            os.ftruncate(self.board, self.module.board_bytes(len(self.devices)))
+            os.ftruncate(self.board, self.module.board_bytes(len(self.everywhere)))
         path = self.cleanup.enter_context(_sockets.serving(descriptors, len(self.others)))
         return {"memory": memory, "path": path}
 
@@ -220,15 +247,15 @@ class _Setup:
                     self.cleanup.callback(os.close, self.board)
 
     def ranks(self) -> list[Rank]:
-        """Where the control block of each device lies."""
-        found: dict[int, Rank] = {}
+        """Where the control block of each device lies; of those that are no neighbours nothing is known."""
+        found: dict[int, Rank] = {d.id: (-1, 0, 0, d.process_index) for d in self.everywhere}
         for process in self.others:
             for device_id, control, base, _ in self.messages[process]["memory"]:
                 shift = _mapped[process, device_id, base] - base
                 found[device_id] = (-1, control + shift, shift, process)
         for device in self.local:
             found[device.id] = (device.local_hardware_id, self.controls[device.id], 0, self.me)
-        return [found[device.id] for device in self.devices]
+        return [found[device.id] for device in self.everywhere]
 
 
 def _raise(text: str) -> None:
@@ -242,7 +269,7 @@ def _require_same(messages: dict[int, dict[str, Any]], name: str, otherwise: str
         raise SetupError(otherwise)
 
 
-def _prepare(setup: _Setup, num_ranks: int, hold: Callable[[], dict[int, int]]) -> None:
+def _prepare(setup: _Setup, hold: Callable[[], dict[int, int]]) -> None:
     module, key = setup.module, setup.key
     told = setup.together("saying which group is made", setup.introduce)
     groups = "; ".join(f"process {process}: {message['group']}" for process, message in told.items())
@@ -264,7 +291,7 @@ def _prepare(setup: _Setup, num_ranks: int, hold: Callable[[], dict[int, int]]) 
             if failed:
                 _raise(module.reset_device_group(key, epoch, calls))
             if is_new:
-                _raise(module.open_device_group(key, setup.ranks(), num_ranks, setup.board))
+                _raise(module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.board))
 
         try:
             setup.together("preparing the GPUs", make)
@@ -284,16 +311,18 @@ def open_group(
 ) -> None:
     """Opens a group whose devices belong to several processes, or resets one that has failed.
 
-    All of them must call it. `hold` gives the addresses of the control blocks of this process's devices, by
-    device id. Raises SetupError on all processes or on none; SetupTimeout where the others do not answer.
+    The devices are those of one or several groups of `num_ranks`. All processes of a group must call it; of
+    other groups they need not know. `hold` gives the addresses of the control blocks of this process's
+    devices, by device id. Raises SetupError on all processes or on none; SetupTimeout where the others do not
+    answer.
     """
     limit_s = max(timeout_s, LEAST_S)
     with _taking_turns(limit_s):
         if _settled.get(key):
             raise SetupError(_settled[key])
-        setup = _Setup(module, key, devices, limit_s)
+        setup = _Setup(module, key, devices, num_ranks, limit_s)
         with setup.cleanup:
-            _prepare(setup, num_ranks, hold)
+            _prepare(setup, hold)
 
 
 @contextlib.contextmanager

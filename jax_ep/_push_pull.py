@@ -19,11 +19,18 @@ from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Attendance, Leaves, Routed
 from jax_ep._reverse_mode import reverse_mode, without_gradient
+from jax_ep._two_hops import TwoHops
 
 
 def backend(implementation: Implementation) -> ModuleType:
     """The module whose functions do the work."""
     return _ffi if implementation == "ffi" else _reference
+
+
+def mover(implementation: Implementation, routing: Routing) -> ModuleType | TwoHops:
+    """Whose functions move the rows of a routing."""
+    module = backend(implementation)
+    return TwoHops(module) if routing.makes_two_hops else module
 
 
 def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
@@ -61,7 +68,7 @@ def route(
     """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
     rows, weights, *indices = move_bits(
-        implementation,
+        mover(implementation, routing),
         lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights, attendance),
         fixed,
     )
@@ -126,7 +133,8 @@ def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
-    return move_bits(implementation, lambda module, bits: module.push(handle, bits, topk_weights), leaves)
+    move = lambda module, bits: module.push(handle, bits, topk_weights)
+    return move_bits(mover(implementation, handle.routing), move, leaves)
 
 
 def _push_forward(
@@ -147,7 +155,7 @@ def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Sums each token's rows [C, ...] to [T, ...], and takes the weights back to [T, K]."""
-    sums, returned, _ = backend(implementation).pull(handle, rows, None, (), weights)
+    sums, returned, _ = mover(implementation, handle.routing).pull(handle, rows, None, (), weights)
     return sums, returned
 
 
@@ -173,7 +181,7 @@ def pull_scaled(
     biases: Leaves,
 ) -> Leaves:
     """`pull` of rows that are multiplied by their weights [C] first; biases [T, ...] are added to the sum."""
-    return backend(implementation).pull(handle, rows, row_weights, biases, None)[0]
+    return mover(implementation, handle.routing).pull(handle, rows, row_weights, biases, None)[0]
 
 
 def _pull_scaled_forward(
@@ -211,7 +219,7 @@ def pull_attended(
     """`pull_scaled` that ranks may miss, without gradients; and which ranks took part."""
     sources = (rows, row_weights, biases)
     fixed = jax.lax.stop_gradient(sources)
-    sums, _, attended = backend(implementation).pull(handle, *fixed, None, attendance)
+    sums, _, attended = mover(implementation, handle.routing).pull(handle, *fixed, None, attendance)
     return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
@@ -224,7 +232,7 @@ def push_scaled(
     Also gives the dot products [C] of the rows, not scaled, with the factors [C, ...]. Together they are
     the gradient of `pull_scaled`.
     """
-    return backend(implementation).push_scaled(handle, leaves, factors, row_weights)
+    return mover(implementation, handle.routing).push_scaled(handle, leaves, factors, row_weights)
 
 
 def _push_scaled_forward(
@@ -268,17 +276,17 @@ def _pull_cotangents(
     return tuple(gradients), d_weights
 
 
-def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
+def move_bits(module: ModuleType | TwoHops, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
-    What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so there floats
-    travel as integers of their width.
+    What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so where it moves
+    rows floats travel as integers of their width.
     """
-    carriers = [_carrier(implementation, leaf.dtype) for leaf in leaves]
+    carriers = [_carrier(module is not _ffi, leaf.dtype) for leaf in leaves]
     sent = [
         _with_bits(leaf, bits).astype(carrier) for leaf, (bits, carrier) in zip(leaves, carriers, strict=True)
     ]
-    moved, *rest = move(backend(implementation), tuple(sent))
+    moved, *rest = move(module, tuple(sent))
     rows = [
         _with_bits(row.astype(bits), leaf.dtype)
         for row, leaf, (bits, _) in zip(moved, leaves, carriers, strict=True)
@@ -286,10 +294,10 @@ def move_bits(implementation: Implementation, move: Any, leaves: Leaves) -> Any:
     return (tuple(rows), *rest)
 
 
-def _carrier(implementation: Implementation, dtype: Any) -> tuple[Any, Any]:
+def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
     """The dtype that has the bits of another one, and the dtype of whole bytes that carries those."""
     size, bits = jax.dtypes.itemsize_bits(dtype), dtype
-    if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or implementation == "xla"):
+    if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or by_xla):
         bits = bits_of(dtype)
     return bits, jnp.dtype(jnp.int8) if size < 8 else bits
 

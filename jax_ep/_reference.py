@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep._collectives import exchange, gather, rank
 from jax_ep._dtypes import sum_dtype, sum_of_all
-from jax_ep._handle import Handle, Routing, block_sizes, flat_real_rows
+from jax_ep._handle import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Permutation, Routed
 
@@ -31,7 +32,7 @@ def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
     return counts.at[token, jnp.where(ids < 0, num_experts, ids)].add(1, mode="drop")
 
 
-def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
+def take(array: jax.Array, rows: jax.Array) -> jax.Array:
     """array[rows], zero where a row is -1; such rows are not read and get no gradient."""
     if array.shape[0] == 0:
         return jnp.zeros_like(array, shape=(*rows.shape, *array.shape[1:]))
@@ -39,7 +40,7 @@ def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(array, safe, axis=0, mode="fill", fill_value=0)
 
 
-def _invert(rows: jax.Array, capacity: int) -> jax.Array:
+def invert(rows: jax.Array, capacity: int) -> jax.Array:
     """int32 [C]: the flat index whose entry in `rows` is c, -1 if none."""
     sources = jnp.full((capacity,), -1, jnp.int32)
     sources = vary_alike(sources, jax.typeof(rows).manual_axis_type.varying)
@@ -58,15 +59,6 @@ def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node
         jnp.sum(pairs, axis=0, dtype=jnp.int32),
         in_rank,
     )
-
-
-def _gather(routing: Routing, array: jax.Array) -> jax.Array:
-    """[R, ...] from every rank's array."""
-    return jax.lax.all_gather(array, routing.group.axis_name)
-
-
-def _rank(routing: Routing) -> jax.Array:
-    return jax.lax.axis_index(routing.group.axis_name)
 
 
 def _by_expert(
@@ -95,12 +87,12 @@ def route(
     attendance: Attendance = EVERYBODY,
 ) -> Routed:
     ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
-    me = _rank(routing)
+    me = rank(routing.group)
     my_ids = routed_experts(topk_idx, routing.num_experts)
     if attendance.active_ranks is not None:
         active = attendance.active_ranks * attendance.active_ranks[me]
         my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
-    ids = _gather(routing, my_ids).reshape(-1, routing.top_k)
+    ids = gather(routing.group, my_ids).reshape(-1, routing.top_k)
     pairs = _count_pairs(ids, routing.num_experts)
     in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
     my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
@@ -115,13 +107,8 @@ def route(
     else:
         sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
         blocks = block_sizes(routing, jnp.sum(pairs, axis=0, dtype=jnp.int32))
-        rows, starts = _by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
-        begin = jax.lax.dynamic_slice_in_dim(starts, me * experts, experts)
-        end = begin + block_sizes(routing, expert_counts)
-        clipped = jnp.minimum(begin, capacity)
-        filled = jnp.minimum(begin + expert_counts, capacity if routing.slots is None else end)
-        tokens_per_expert = filled - clipped
-        group_sizes = tokens_per_expert if routing.slots is not None else jnp.minimum(end, capacity) - clipped
+        rows, _ = _by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
+        tokens_per_expert, group_sizes = fill_of_blocks(routing, expert_counts)
     prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
     arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
     if not routing.has_row_per_choice:
@@ -132,12 +119,12 @@ def route(
     received_rows = None
     if routing.has_row_per_choice:
         received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
-    handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, routing)
+    handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, None, routing)
     moved, weights = push(handle, leaves, topk_weights)
     arrived_idx = None
     if not routing.has_row_per_choice:
-        source = _invert(jnp.take(rows, me, axis=1), capacity)
-        arrived_idx = jnp.where(source[:, None] < 0, -1, _take(ids, source))
+        source = invert(jnp.take(rows, me, axis=1), capacity)
+        arrived_idx = jnp.where(source[:, None] < 0, -1, take(ids, source))
         arrived_idx = jnp.where(
             (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
         )
@@ -154,11 +141,11 @@ def _attended(routing: Routing, attendance: Attendance) -> Attended:
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     """Rows here of all ranks' tokens, -1 none: [R * T] by rank, [R * T, K] by expert; ids [R * T, K]."""
     routing = handle.routing
-    ids = _gather(routing, handle.topk_idx).reshape(-1, routing.top_k)
-    rows = _gather(routing, handle.sent_rows).reshape(-1, routing.rows_per_token)
+    ids = gather(routing.group, handle.topk_idx).reshape(-1, routing.top_k)
+    rows = gather(routing.group, handle.sent_rows).reshape(-1, routing.rows_per_token)
     if not routing.has_row_per_choice:
-        return jnp.take(rows, _rank(routing), axis=1), ids
-    here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
+        return jnp.take(rows, rank(routing.group), axis=1), ids
+    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
     return jnp.where(here, rows, -1), ids
 
 
@@ -167,19 +154,19 @@ def push(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     routing = handle.routing
     rows, ids = _rows_here(handle)
-    choice = _invert(rows, routing.capacity)
+    choice = invert(rows, routing.capacity)
     token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
     moved = []
     for leaf in leaves:
-        everyone = jax.lax.collapse(_gather(routing, leaf), 0, 2)
-        moved.append(_take(everyone, token))
+        everyone = jax.lax.collapse(gather(routing.group, leaf), 0, 2)
+        moved.append(take(everyone, token))
     if topk_weights is None:
         return tuple(moved), None
-    weights = _gather(routing, topk_weights).reshape(-1, routing.top_k)
+    weights = gather(routing.group, topk_weights).reshape(-1, routing.top_k)
     if routing.has_row_per_choice:
-        return tuple(moved), _take(weights.reshape(-1), choice)
-    here = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
-    return tuple(moved), _take(jnp.where(here, weights, 0), token)
+        return tuple(moved), take(weights.reshape(-1), choice)
+    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+    return tuple(moved), take(jnp.where(here, weights, 0), token)
 
 
 def push_scaled(
@@ -199,7 +186,7 @@ def push_scaled(
 def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
     """[R, T, ...]: what each rank holds for this rank's tokens. held [R * T, ...] is by source rank."""
     held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
-    return jax.lax.all_to_all(held, routing.group.axis_name, split_axis=0, concat_axis=0)
+    return exchange(routing.group, held)
 
 
 def pull(
@@ -213,7 +200,7 @@ def pull(
     routing = handle.routing
     here, ids = _rows_here(handle)
     if attendance.active_ranks is not None:
-        active = attendance.active_ranks * attendance.active_ranks[_rank(routing)]
+        active = attendance.active_ranks * attendance.active_ranks[rank(routing.group)]
         active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
         active = active.reshape(-1, *[1] * (here.ndim - 1))
         here = jnp.where(active > 0, here, -1)
@@ -223,23 +210,23 @@ def pull(
         wide = sum_dtype(leaf.dtype)
         partial: Any = 0.0
         for choice in choices:
-            term = _take(leaf, choice).astype(wide)
+            term = take(leaf, choice).astype(wide)
             if row_weights is not None:
-                term *= _over_row(_take(row_weights, choice), term)
+                term *= _over_row(take(row_weights, choice), term)
             partial = partial + term
         total: Any = 0.0
         returned = _send_back(routing, partial)
-        for rank in range(routing.num_ranks):
-            total = total + returned[rank]
+        for part in returned:
+            total = total + part
         for bias in biases:
             total = total + bias.astype(wide)
         sums.append(total.astype(leaf.dtype))
     attended = _attended(routing, attendance)
     if weights is None:
         return tuple(sums), None, attended
-    returned = _take(weights, here)
+    returned = take(weights, here)
     if not routing.has_row_per_choice:
-        mine = (ids >= 0) & (ids // routing.num_local_experts == _rank(routing))
+        mine = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
         returned = jnp.where(mine, returned, 0)
     return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
 
@@ -266,15 +253,15 @@ def permute(
     tokens_per_expert = jnp.minimum(starts + counts, capacity) - clipped
     group_sizes = jnp.minimum(starts + blocks, capacity) - clipped
     dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
-    choice = _invert(row_map, capacity)
+    choice = invert(row_map, capacity)
     moved = tuple(repermute(row_map, leaf, capacity) for leaf in leaves)
-    weights = None if topk_weights is None else _take(topk_weights.reshape(-1), choice)
+    weights = None if topk_weights is None else take(topk_weights.reshape(-1), choice)
     return Permutation(moved, row_map, weights, group_sizes, tokens_per_expert, dropped)
 
 
 def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
-    choice = _invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
-    return _take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
+    choice = invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
+    return take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
 
 
 def unpermute(
@@ -289,10 +276,10 @@ def unpermute(
     row_map = jnp.where(row_map < y.shape[0], row_map, -1)
     total = 0.0
     for k in range(row_map.shape[1]):
-        term = _take(y, row_map[:, k]).astype(wide)
+        term = take(y, row_map[:, k]).astype(wide)
         if bias is not None and topk_idx is not None:
             ids = routed_experts(topk_idx, bias.shape[0])[:, k]
-            term += _take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
+            term += take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
         if topk_weights is not None:
             used = jnp.where(row_map[:, k] < 0, 0, topk_weights[:, k])
             term *= _over_row(used, term)

@@ -80,8 +80,8 @@ def dispatch_start(
     """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
 
     What does not use its results may run meanwhile, on GPUs. Its gradient, a combine, has a start and a done
-    too. On other devices, with implementation="xla", and beside mesh axes that are not manual, it is a
-    dispatch like any other.
+    too. On other devices, with implementation="xla", between hosts, and beside mesh axes that are not manual,
+    it is a dispatch like any other.
 
     Args:
       x: [T, ...] rows, as for `dispatch`; so are all arguments.
@@ -187,9 +187,9 @@ def _has_stream(group: Any, implementation: str | None) -> bool:
     """With "xla" the collectives are XLA's own, which it starts apart by itself.
 
     Where a mesh axis is left to automatic or explicit sharding, XLA cannot partition a call that asks for its
-    rank: the op then runs as it is.
+    rank: the op then runs as it is. So does one between hosts, which is no single call.
     """
-    on_gpus = isinstance(group, Group) and group._platform == "gpu"
+    on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
     mesh = jax.sharding.get_abstract_mesh()
     others = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
     return on_gpus and not others and group._resolve(implementation) == "ffi"

@@ -96,6 +96,7 @@ class Ranks:
 
     size: int
     check_vma: bool = True
+    per_host: int | None = None
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -103,7 +104,7 @@ class Ranks:
 
     @functools.cached_property
     def group(self) -> jax_ep.Group:
-        return jax_ep.Group(self.mesh, "ep")
+        return jax_ep.Group(self.mesh, "ep", ranks_per_node=self.per_host)
 
     def run(self, function: Any, *arrays: Any) -> Any:
         """function(*shards) -> pytree of shards, each with a leading axis."""
@@ -116,8 +117,8 @@ class Ranks:
 
 
 @functools.cache
-def ranks(size: int) -> Ranks:
-    return Ranks(size)
+def ranks(size: int, per_host: int | None = None) -> Ranks:
+    return Ranks(size, per_host=per_host)
 
 
 def count_calls(text):

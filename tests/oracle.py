@@ -42,6 +42,21 @@ def of_active(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: An
     return ids
 
 
+def dropped_by_hop_1(ids: np.ndarray, experts: int, per_host: int, host_rows: int) -> np.ndarray:
+    """The ids [R, T, K], -1 where a host has no room for a token: the first `host_rows` of each rank fit."""
+    kept = np.stack([routed(one, experts) for one in ids])
+    host_of = np.where(kept < 0, -1, kept // (experts // (len(ids) // per_host)))
+    for rank, tokens in enumerate(kept):
+        for host in range(len(ids) // per_host):
+            sent = 0
+            for t in range(len(tokens)):
+                goes = host_of[rank, t] == host
+                if goes.any() and sent >= host_rows:
+                    tokens[t, goes] = -1
+                sent += goes.any()
+    return kept
+
+
 @dataclasses.dataclass
 class Received:
     """What one rank must have after a dispatch, and where each row came from."""
@@ -164,16 +179,19 @@ def combine(
     biases: tuple[np.ndarray, ...] = (),
     folds: bool = False,
     active: Any = None,
+    per_host: int | None = None,
 ) -> np.ndarray:
     """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
 
-    `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype.
+    `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype. With `per_host`
+    ranks on each host, a host sends the sum of its ranks, rounded to y's dtype, and hosts are added in order.
     Nothing comes from ranks, and goes to ranks, that are not `active` [R].
     Orders agree: `received` lists a rank's rows by expert, so a token's rows there are sorted by k first.
     """
     num_ranks = len(received)
     wide = np.float64 if y.dtype == np.float64 else np.float32
     out = np.zeros((num_ranks, num_tokens, *y.shape[2:]), wide)
+    total = np.zeros_like(out)
     for rank in range(num_ranks):
         by_token: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for c, source in enumerate(received[rank].sources):
@@ -188,6 +206,10 @@ def combine(
             if folds and len(rows) > 1:
                 partial = partial.astype(y.dtype).astype(wide)
             out[s, t] += partial
+        if per_host is not None and (rank + 1) % per_host == 0:
+            total += out.astype(y.dtype).astype(wide)
+            out = np.zeros_like(out)
+    out = out if per_host is None else total
     for bias in biases:
         out += bias.astype(wide)
     return out

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _group, _processes
+from jax_ep import _control_blocks, _processes
 
 
 def doubled(group, mesh):
@@ -127,8 +127,8 @@ def fake_gpus(monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("pretends on the CPU")
     fake = FakeGpus()
-    monkeypatch.setattr(_group, "_reserving", fake.reserving)
-    monkeypatch.setattr(_group, "_controls", {})
+    monkeypatch.setattr(_control_blocks, "_reserving", fake.reserving)
+    monkeypatch.setattr(_control_blocks, "_controls", {})
     return fake
 
 

@@ -1,0 +1,215 @@
+"""Groups that span hosts: rows go once to each host that needs them, and from there to their ranks.
+
+Hop 1 brings a token's row, with its ids and the places of its rows, to the rank of the same index on each
+host that has one of its experts. The source has found these places out, so hop 2 is a push along a handle
+among the ranks of a host: rows come to lie where one hop would bring them, in the order of their sources,
+not of the ranks that hand them on. A pull goes the same way back. A host sums a token's rows, and one sum
+travels.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._collectives import between_hosts, exchange, host, rank
+from jax_ep._dtypes import sum_dtype
+from jax_ep._handle import Handle, Routing
+from jax_ep._places import Places, find_places
+from jax_ep._reference import invert, routed_experts, take
+from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHops:
+    """Those functions of `_ffi.py` and `_reference.py` that communicate. `within` has them for hop 2."""
+
+    within: ModuleType
+
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> Routed:
+        wanted = routed_experts(topk_idx, routing.num_experts)
+        ids = without_dropped(routing, wanted)
+        places = find_places(self.within, routing, ids, wanted)
+        handle, weights = _send_routing(routing, ids, places, topk_weights)
+        assert handle.within is not None
+        rows = [send(handle, leaf) for leaf in leaves]
+        waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
+        counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
+        if places.tokens_per_expert is not None:
+            moved, arrived_weights = self.within.push(handle.within, rows, weights)
+            return Routed(moved, arrived_weights, None, places.tokens_per_expert, *counts)
+        # By rank the ids go with the rows.
+        moved, arrived_weights = self.within.push(handle.within, [*rows, handle.within.topk_idx], weights)
+        arrived_idx = _local_ids(routing, moved[-1], places.num_tokens)
+        layout = self.within.layout(arrived_idx, routing.num_local_experts, 1, 1)
+        return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
+
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[Leaves, jax.Array | None]:
+        weights = None if topk_weights is None else send(handle, topk_weights)
+        return self.within.push(handle.within, [send(handle, leaf) for leaf in leaves], weights)
+
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[Leaves, jax.Array]:
+        rows = [send(handle, leaf) for leaf in leaves]
+        return self.within.push_scaled(handle.within, rows, factors, row_weights)
+
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        partials, returned, _ = self.within.pull(handle.within, rows, row_weights, (), weights)
+        sums = []
+        for partial in partials:
+            wide = sum_dtype(partial.dtype)
+            total: Any = 0.0
+            for part in take_back(handle, partial):
+                total = total + part.astype(wide)
+            for bias in biases:
+                total = total + bias.astype(wide)
+            sums.append(total.astype(partial.dtype))
+        if returned is None:
+            return tuple(sums), None, Attended(None, None)
+        hosts = _host_of(handle.routing, handle.topk_idx)
+        total = jnp.zeros_like(returned, shape=hosts.shape)
+        for number, part in enumerate(take_back(handle, returned)):
+            total = jnp.where(hosts == number, part, total)
+        return tuple(sums), total, Attended(None, None)
+
+
+def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
+    """The host of each expert; -1 where the choice is unused."""
+    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_hosts))
+
+
+def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
+    """[T, hosts]: the row of each token among those that its rank sends to a host, -1 none or dropped."""
+    numbers = jnp.arange(routing.num_hosts)[None, None]
+    goes = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
+    slots = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
+    return jnp.where((goes > 0) & (slots < routing.host_rows), slots, -1)
+
+
+def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
+    """The ids [T, K], -1 also for the choices on hosts that have no room for the token in hop 1."""
+    if routing.host_rows == routing.num_tokens:
+        return ids
+    slots = jnp.take_along_axis(_slots(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
+    return jnp.where(slots < 0, -1, ids)
+
+
+def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
+    """[hosts * rows of hop 1]: which token goes there, as token * hosts + host; -1 none."""
+    slots = _slots(routing, ids)
+    first = routing.host_rows * jnp.arange(routing.num_hosts, dtype=jnp.int32)
+    return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
+
+
+def _through_hop_1(routing: Routing, rows: jax.Array) -> jax.Array:
+    """Rows [hosts * rows of hop 1, ...] that lie by the host that they go to: those that come, by host."""
+    blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
+    return between_hosts(routing.group, blocks).reshape(rows.shape)
+
+
+def send(handle: Handle, array: jax.Array) -> jax.Array:
+    """Hop 1 of a payload [T, ...] along a handle: [hosts * rows of hop 1, ...], zero where no token came."""
+    routing = handle.routing
+    senders = _senders(routing, handle.topk_idx)
+    return _through_hop_1(routing, take(array, _tokens(routing, senders)))
+
+
+def take_back(handle: Handle, rows: jax.Array) -> list[jax.Array]:
+    """Hop 1 the other way: from each host what it has for this rank's tokens [T, ...], zero where nothing."""
+    routing = handle.routing
+    blocks = _through_hop_1(routing, rows).reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
+    slots = _slots(routing, handle.topk_idx)
+    return [take(blocks[number], slots[:, number]) for number in range(routing.num_hosts)]
+
+
+def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
+    return jnp.where(senders < 0, -1, senders // routing.num_hosts)
+
+
+def _send_routing(
+    routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
+) -> tuple[Handle, jax.Array | None]:
+    """The handle of both hops, and the weights that came with the tokens of hop 2.
+
+    One array of integers carries what hop 2 must know of a token: ids, places and the bits of the weights.
+    """
+    senders = _senders(routing, ids)
+    if routing.has_row_per_choice:
+        sent_rows = take(places.sent_rows, _tokens(routing, senders))
+    else:  # those of a host's ranks only
+        per_host = routing.group.ranks_per_node
+        sent_rows = take(places.sent_rows.reshape(-1, per_host), senders)
+    integers = [take(ids, _tokens(routing, senders)), sent_rows]
+    if topk_weights is not None:
+        bits = jax.lax.bitcast_convert_type(topk_weights, jnp.int32)
+        integers.append(take(bits, _tokens(routing, senders)))
+    told = jnp.where(senders[:, None] < 0, -1, jnp.concatenate(integers, axis=1))
+    told = _through_hop_1(routing, told)
+    top_k, columns = routing.top_k, integers[0].shape[1] + sent_rows.shape[1]
+    here = _host_of(routing, told[:, :top_k]) == host(routing.group)
+    first = host(routing.group) * routing.within.num_experts
+    within_ids = jnp.where(here, told[:, :top_k] - first, -1)
+    rows = told[:, top_k:columns]
+    if routing.has_row_per_choice:
+        rows = jnp.where(here, rows, -1)
+    weights = None
+    if topk_weights is not None:
+        weights = jax.lax.bitcast_convert_type(told[:, columns:], jnp.float32)
+    within = _within(routing, within_ids, rows, places)
+    prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
+    received = _received(routing, ids, places.sent_rows)
+    handle = Handle(ids, places.sent_rows, prefix, places.expert_counts, received, within, routing)
+    return handle, weights
+
+
+def _within(routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
+    """The handle of hop 2."""
+    within, hosts = routing.within, routing.num_hosts
+    per_host = within.num_ranks
+    between = places.rows_between.reshape(hosts, per_host, hosts, per_host)
+    between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
+    prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
+    return Handle(ids, rows, prefix, places.expert_counts, _received(within, ids, rows), None, within)
+
+
+def _received(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array | None:
+    """By expert [R * T, K]: what all ranks of the group say of rows here."""
+    if not routing.has_row_per_choice:
+        return None
+    number = jnp.arange(routing.num_ranks, dtype=jnp.int32)[:, None, None]
+    owners = jnp.where(ids < 0, -1, ids // routing.num_local_experts)
+    rows = exchange(routing.group, jnp.where(owners[None] == number, sent_rows[None], -1))
+    return rows.reshape(-1, routing.top_k)
+
+
+def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """By rank [C, K]: of the ids within the host that came with the rows those of experts here, else -1."""
+    first = rank(routing.within.group) * routing.num_local_experts
+    here = (ids >= first) & (ids < first + routing.num_local_experts)
+    is_row = jnp.arange(routing.capacity)[:, None] < num_tokens[None]
+    return jnp.where(here & is_row, ids - first, -1)
