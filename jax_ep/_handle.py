@@ -104,6 +104,14 @@ class Handle:
     """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
 
 
+def for_backward(handle: Handle) -> Handle:
+    """What a backward pass needs of a handle. A scan keeps all of it, and so computes all of it.
+
+    Between hosts, what this rank's own array says of rows here is known to the handle of hop 2.
+    """
+    return handle if handle.within is None else dataclasses.replace(handle, received_rows=None)
+
+
 def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
     """The rows of the blocks of experts that have `counts` rows."""
     if routing.slots is not None:

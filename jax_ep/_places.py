@@ -39,7 +39,7 @@ def find_places(module: ModuleType, routing: Routing, ids: jax.Array, wanted: ja
         )
     everywhere = gather(routing.group, jnp.concatenate(counts))
     by_rank, by_expert, *of_wanted = jnp.split(everywhere, [ranks, ranks + routing.num_experts], axis=1)
-    earlier = jnp.arange(ranks)[:, None] < me
+    earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
     expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)
     mine = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
     if routing.has_row_per_choice:

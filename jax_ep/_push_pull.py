@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_ep import _check, _ffi, _reference
 from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
-from jax_ep._handle import Handle, Routing, flat_real_rows, row_experts
+from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Attendance, Leaves, Routed
@@ -117,7 +117,7 @@ def _attach_forward(
         rows = tuple(
             jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, jnp.zeros_like(row)) for row in rows
         )
-    return _attach(implementation, handle, leaves, topk_weights, rows, weights), handle
+    return _attach(implementation, handle, leaves, topk_weights, rows, weights), for_backward(handle)
 
 
 def _attach_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
@@ -140,7 +140,7 @@ def push(
 def _push_forward(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> Any:
-    return push(implementation, handle, leaves, topk_weights), handle
+    return push(implementation, handle, leaves, topk_weights), for_backward(handle)
 
 
 def _push_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
@@ -162,7 +162,7 @@ def pull(
 def _pull_forward(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> Any:
-    return pull(implementation, handle, rows, weights), handle
+    return pull(implementation, handle, rows, weights), for_backward(handle)
 
 
 def _pull_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
@@ -190,7 +190,7 @@ def _pull_scaled_forward(
     sums = pull_scaled(implementation, handle, rows, row_weights, biases)
     # The rows are needed for the gradient of the weights only.
     scaled = None if row_weights is None else (rows, row_weights)
-    return sums, (handle, scaled, [bias[:0] for bias in biases])
+    return sums, (for_backward(handle), scaled, [bias[:0] for bias in biases])
 
 
 def _pull_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Leaves) -> Any:
@@ -239,7 +239,7 @@ def _push_scaled_forward(
     implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> Any:
     out = push_scaled(implementation, handle, leaves, factors, row_weights)
-    return out, (handle, leaves, factors, row_weights)
+    return out, (for_backward(handle), leaves, factors, row_weights)
 
 
 def _push_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Any) -> Any:

@@ -105,7 +105,7 @@ def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
 
 def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
     """[T, hosts]: the row of each token among those that its rank sends to a host, -1 none or dropped."""
-    numbers = jnp.arange(routing.num_hosts)[None, None]
+    numbers = jnp.arange(routing.num_hosts, dtype=jnp.int32)[None, None]
     goes = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
     slots = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
     return jnp.where((goes > 0) & (slots < routing.host_rows), slots, -1)
@@ -211,5 +211,5 @@ def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.A
     """By rank [C, K]: of the ids within the host that came with the rows those of experts here, else -1."""
     first = rank(routing.within.group) * routing.num_local_experts
     here = (ids >= first) & (ids < first + routing.num_local_experts)
-    is_row = jnp.arange(routing.capacity)[:, None] < num_tokens[None]
+    is_row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None] < num_tokens[None]
     return jnp.where(here & is_row, ids - first, -1)

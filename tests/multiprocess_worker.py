@@ -1,4 +1,7 @@
-"""One of two processes of four CPU devices: dispatch, combine and gradients against the oracle."""
+"""One of several processes that share eight CPU devices: `multiprocess_worker.py ADDRESS PROCESSES PROCESS`.
+
+Dispatch, combine and gradients against the oracle. A process counts as a host.
+"""
 
 import sys
 import warnings
@@ -10,7 +13,8 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+address, processes, process = sys.argv[1], *map(int, sys.argv[2:])
+jax.distributed.initialize(address, processes, process)
 
 import oracle  # noqa: E402
 from cases import floats, routing, same_bits  # noqa: E402
@@ -23,6 +27,8 @@ R, T, K, E, H = 8, 6, 3, 16, 5
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 assert mesh.size == R
 group = jax_ep.Group(mesh, "ep")
+stats = group.stats()
+assert (stats.implementation, stats.reason, stats.ranks_per_node) == ("ffi", "", R // processes), stats
 spec = NamedSharding(mesh, P("ep"))
 ids, x, w = routing("sprinkled", R, T, K, E), floats((R, T, H)), floats((R, T, K))
 
@@ -38,25 +44,18 @@ def local(array):
     return {(shard.index[0].start or 0) // size: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
-with pytest.raises(ValueError, match="one process"):
-    group._resolve("ffi")
+def layer(x, ids, w, group=group):
+    sent = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order="expert", expert_alignment=4)
+    return sent, jax_ep.combine(sent.x, sent.handle, row_weights=sent.row_weights)
 
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
 
-    def shard(x, ids, w):
-        d = jax_ep.dispatch(x, ids, w, group=group, num_experts=E, order="expert", expert_alignment=4)
-        return d, jax_ep.combine(d.x, d.handle, row_weights=d.row_weights)
-
-    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    d, back = jax.jit(mapped)(spread(x), spread(ids), spread(w))
-    jax.jit(mapped)(spread(x), spread(ids), spread(w))
-assert sum("spans processes" in str(warning.message) for warning in caught) == 1
+mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+d, back = jax.jit(mapped)(spread(x), spread(ids), spread(w))
 
 expected = oracle.dispatch(x, ids, w, E, "expert", alignment=4)
 y = np.stack([one.x for one in expected])
 weights = np.stack([one.weights for one in expected])
-sums = oracle.combine(y, expected, T, weights)
+sums = oracle.combine(y, expected, T, weights, per_host=R // processes)
 for rank, rows in local(d.x).items():
     assert same_bits(rows, expected[rank].x)
 for rank, counts in local(d.tokens_per_expert).items():
@@ -73,4 +72,21 @@ routed = np.stack([oracle.routed(one, E) for one in ids])
 want = np.where(routed >= 0, w, 0).sum(axis=-1, keepdims=True) * np.ones(H)
 for rank, gradient in local(jax.jit(jax.grad(loss))(spread(x), spread(ids), spread(w))).items():
     np.testing.assert_allclose(gradient, want[rank], rtol=1e-5, atol=1e-5)
+
+# Ranks in another order than their hosts: one exchange among all of them, as before, and why.
+mixed = Mesh(np.array(jax.devices()).reshape(2, -1).T.reshape(-1), ("ep",))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    other = jax_ep.Group(mixed, "ep")
+    run = jax.jit(
+        jax.shard_map(lambda *a: layer(*a, other)[1], mesh=mixed, in_specs=P("ep"), out_specs=P("ep"))
+    )
+    spec = NamedSharding(mixed, P("ep"))
+    for _ in range(2):
+        run(spread(x), spread(ids), spread(w)).block_until_ready()
+assert other.stats().ranks_per_node == R
+assert "are not consecutive" in other.stats().reason
+assert sum("spans processes" in str(warning.message) for warning in caught) == 1
+with pytest.raises(ValueError, match="are not consecutive"):
+    other._resolve("ffi")
 print(f"process {jax.process_index()} ok", flush=True)

@@ -1,4 +1,4 @@
-"""Several processes: on the CPU the ops take "xla" by themselves; and how GPUs' memory is shared."""
+"""Several processes: on the CPU each is a host; and how GPUs' memory is shared."""
 
 import glob
 import pathlib
@@ -14,23 +14,28 @@ from jax_ep.bench.processes import free_address
 HERE = pathlib.Path(__file__).parent
 
 
-def run_two(arguments, may_die=(), **more):
-    """Two processes of four virtual devices each, of these arguments for a coordinator; their outputs."""
+def run_processes(count, arguments, may_die=(), **more):
+    """Processes that share eight virtual devices, of these arguments for a coordinator; their outputs."""
     address = free_address()
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
         "NPROC": "16",
         **more,
     }
-    commands = [[sys.executable, *arguments(address, process)] for process in range(2)]
-    return run_all(commands, [environment] * 2, timeout=200, may_die=may_die)
+    commands = [[sys.executable, *arguments(address, process)] for process in range(count)]
+    return run_all(commands, [environment] * count, timeout=200, may_die=may_die)
+
+
+def run_two(arguments, may_die=(), **more):
+    return run_processes(2, arguments, may_die, **more)
 
 
 @pytest.mark.timeout(240)
-def test_two_processes_of_four_devices():
+@pytest.mark.parametrize("count", [2, 4])
+def test_hosts_of_several_devices(count):
     worker = str(HERE / "multiprocess_worker.py")
-    outputs = run_two(lambda address, process: [worker, address, str(process)])
+    outputs = run_processes(count, lambda address, process: [worker, address, str(count), str(process)])
     for process, output in enumerate(outputs):
         assert f"process {process} ok" in output
 

@@ -102,6 +102,15 @@ def test_any_dtype_moves_bit_for_bit(dtype, order):
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
+def test_wide_types(order):
+    with jax.enable_x64(True):
+        ids = routing("sprinkled", R, 9, 2, 2 * R).astype(np.int64)
+        x, w = floats((R, 9, 5), np.float64), floats((R, 9, 2), np.float64)
+        got, want = (dispatch(on, x, ids, w, 2 * R, order=order) for on in (hosts_of(R // 2), ranks(R)))
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize(("size", "per_host"), [(6, 3), (6, 2), (6, 1)])
 def test_numbers_of_ranks_that_are_no_power_of_two(size, per_host, order):
     tokens, k, experts = 70, 5, 3 * size
