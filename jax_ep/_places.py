@@ -4,13 +4,14 @@ What the handlers of one host do inside of `route`, for groups that span hosts: 
 choices, only how many there are of each kind.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._collectives import gather, rank
+from jax_ep._collectives import rank
 from jax_ep._handle import Routing, block_sizes, fill_of_blocks
 
 
@@ -24,8 +25,17 @@ class Places(NamedTuple):
     num_dropped: jax.Array  # [1]
 
 
-def find_places(module: ModuleType, routing: Routing, ids: jax.Array, wanted: jax.Array) -> Places:
-    """Of this rank's choices `ids` [T, K], -1 unused; `wanted` are those before hop 1 dropped some."""
+def find_places(
+    module: ModuleType,
+    routing: Routing,
+    ids: jax.Array,
+    wanted: jax.Array,
+    gather: Callable[[jax.Array], jax.Array],
+) -> Places:
+    """Of this rank's choices `ids` [T, K], -1 unused; `wanted` are those before hop 1 dropped some.
+
+    `gather` brings the numbers [n] of all ranks [R, n].
+    """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.group)
     layout = module.layout(ids, routing.num_experts, ranks, 1)
@@ -37,7 +47,7 @@ def find_places(module: ModuleType, routing: Routing, ids: jax.Array, wanted: ja
             if routing.has_row_per_choice
             else of_wanted.num_tokens_per_rank
         )
-    everywhere = gather(routing.group, jnp.concatenate(counts))
+    everywhere = gather(jnp.concatenate(counts))
     by_rank, by_expert, *of_wanted = jnp.split(everywhere, [ranks, ranks + routing.num_experts], axis=1)
     earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
     expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)

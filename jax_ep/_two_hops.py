@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._collectives import between_hosts, exchange, host, rank
+from jax_ep._collectives import between_hosts, host, rank
 from jax_ep._dtypes import sum_dtype
+from jax_ep._exchange import exchange, exchange_within, gather_numbers
 from jax_ep._handle import Handle, Routing
 from jax_ep._places import Places, find_places
 from jax_ep._reference import invert, routed_experts, take
@@ -39,10 +40,15 @@ class TwoHops:
     ) -> Routed:
         wanted = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, wanted)
-        places = find_places(self.within, routing, ids, wanted)
-        handle, weights = _send_routing(routing, ids, places, topk_weights)
+        gather = lambda numbers: gather_numbers(self.within, routing, numbers)
+        places = find_places(self.within, routing, ids, wanted, gather)
+        # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
+        places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
+        told = _tell(routing, ids, places, topk_weights)
+        rows = [send(routing, ids, leaf) for leaf in leaves]
+        told, rows = jax.lax.optimization_barrier((told, rows))
+        handle, weights = _make_handle(self.within, routing, ids, places, told)
         assert handle.within is not None
-        rows = [send(handle, leaf) for leaf in leaves]
         waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
         counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
         if places.tokens_per_expert is not None:
@@ -57,8 +63,10 @@ class TwoHops:
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
-        weights = None if topk_weights is None else send(handle, topk_weights)
-        return self.within.push(handle.within, [send(handle, leaf) for leaf in leaves], weights)
+        weights = None if topk_weights is None else send(handle.routing, handle.topk_idx, topk_weights)
+        return self.within.push(
+            handle.within, [send(handle.routing, handle.topk_idx, leaf) for leaf in leaves], weights
+        )
 
     def push_scaled(
         self,
@@ -67,7 +75,7 @@ class TwoHops:
         factors: Sequence[jax.Array],
         row_weights: jax.Array,
     ) -> tuple[Leaves, jax.Array]:
-        rows = [send(handle, leaf) for leaf in leaves]
+        rows = [send(handle.routing, handle.topk_idx, leaf) for leaf in leaves]
         return self.within.push_scaled(handle.within, rows, factors, row_weights)
 
     def pull(
@@ -132,10 +140,9 @@ def _through_hop_1(routing: Routing, rows: jax.Array) -> jax.Array:
     return between_hosts(routing.group, blocks).reshape(rows.shape)
 
 
-def send(handle: Handle, array: jax.Array) -> jax.Array:
-    """Hop 1 of a payload [T, ...] along a handle: [hosts * rows of hop 1, ...], zero where no token came."""
-    routing = handle.routing
-    senders = _senders(routing, handle.topk_idx)
+def send(routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+    """Hop 1 of a payload [T, ...]: [hosts * rows of hop 1, ...], zero where no token came."""
+    senders = _senders(routing, ids)
     return _through_hop_1(routing, take(array, _tokens(routing, senders)))
 
 
@@ -151,60 +158,62 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
     return jnp.where(senders < 0, -1, senders // routing.num_hosts)
 
 
-def _send_routing(
-    routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
-) -> tuple[Handle, jax.Array | None]:
-    """The handle of both hops, and the weights that came with the tokens of hop 2.
-
-    One array of integers carries what hop 2 must know of a token: ids, places and the bits of the weights.
-    """
+def _tell(routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None) -> jax.Array:
+    """Hop 1 of what hop 2 must know of a token: ids, places and the bits of weights; -1 where none came."""
     senders = _senders(routing, ids)
+    tokens = _tokens(routing, senders)
     if routing.has_row_per_choice:
-        sent_rows = take(places.sent_rows, _tokens(routing, senders))
+        sent_rows = take(places.sent_rows, tokens)
     else:  # those of a host's ranks only
-        per_host = routing.group.ranks_per_node
-        sent_rows = take(places.sent_rows.reshape(-1, per_host), senders)
-    integers = [take(ids, _tokens(routing, senders)), sent_rows]
+        sent_rows = take(places.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
+    integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
-        bits = jax.lax.bitcast_convert_type(topk_weights, jnp.int32)
-        integers.append(take(bits, _tokens(routing, senders)))
-    told = jnp.where(senders[:, None] < 0, -1, jnp.concatenate(integers, axis=1))
-    told = _through_hop_1(routing, told)
-    top_k, columns = routing.top_k, integers[0].shape[1] + sent_rows.shape[1]
-    here = _host_of(routing, told[:, :top_k]) == host(routing.group)
-    first = host(routing.group) * routing.within.num_experts
-    within_ids = jnp.where(here, told[:, :top_k] - first, -1)
-    rows = told[:, top_k:columns]
+        integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
+    told = jnp.concatenate(integers, axis=1)
+    return _through_hop_1(routing, jnp.where(senders[:, None] < 0, -1, told))
+
+
+def _make_handle(
+    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
+) -> tuple[Handle, jax.Array | None]:
+    """The handle of both hops, and the weights of the tokens of hop 2, if they were told."""
+    sizes = (routing.top_k, routing.within.rows_per_token)
+    global_ids, rows, bits = jnp.split(told, [sizes[0], sum(sizes)], axis=1)
+    here = _host_of(routing, global_ids) == host(routing.group)
+    within_ids = jnp.where(here, global_ids - host(routing.group) * routing.within.num_experts, -1)
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
-    weights = None
-    if topk_weights is not None:
-        weights = jax.lax.bitcast_convert_type(told[:, columns:], jnp.float32)
-    within = _within(routing, within_ids, rows, places)
+    weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
+    within = _within(module, routing, within_ids, rows, places)
     prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
-    received = _received(routing, ids, places.sent_rows)
+    received = None
+    if routing.has_row_per_choice:
+        received = exchange(module, routing, _by_owner(routing, ids, places.sent_rows))
+        received = received.reshape(-1, routing.top_k)
     handle = Handle(ids, places.sent_rows, prefix, places.expert_counts, received, within, routing)
     return handle, weights
 
 
-def _within(routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
+def _within(module: ModuleType, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
     """The handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
     between = places.rows_between.reshape(hosts, per_host, hosts, per_host)
     between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
-    return Handle(ids, rows, prefix, places.expert_counts, _received(within, ids, rows), None, within)
+    received = None
+    if routing.has_row_per_choice:
+        received = exchange_within(module, routing, _by_owner(within, ids, rows))
+        received = received.reshape(-1, routing.top_k)
+    return Handle(ids, rows, prefix, places.expert_counts, received, None, within)
 
 
-def _received(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array | None:
-    """By expert [R * T, K]: what all ranks of the group say of rows here."""
-    if not routing.has_row_per_choice:
-        return None
+def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:
+    """[R, T * K]: what this rank must tell each of the places of its choices there, -1 elsewhere."""
     number = jnp.arange(routing.num_ranks, dtype=jnp.int32)[:, None, None]
     owners = jnp.where(ids < 0, -1, ids // routing.num_local_experts)
-    rows = exchange(routing.group, jnp.where(owners[None] == number, sent_rows[None], -1))
-    return rows.reshape(-1, routing.top_k)
+    rows = jnp.where(owners[None] == number, sent_rows[None], -1)
+    return rows.reshape(routing.num_ranks, -1)
 
 
 def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
