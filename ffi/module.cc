@@ -48,6 +48,7 @@ nb::dict CpuTargets() {
   targets["jax_ep_route"] = Stages(RouteInstantiate, RouteHandler);
   targets["jax_ep_push"] = Stages(PushInstantiate, PushHandler);
   targets["jax_ep_pull"] = Stages(PullInstantiate, PullHandler);
+  targets["jax_ep_hop"] = Capsule(HopHandler);
   targets["jax_ep_permute"] = Capsule(PermuteHandler);
   targets["jax_ep_repermute"] = Capsule(RepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(UnpermuteHandler);

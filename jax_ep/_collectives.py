@@ -1,8 +1,4 @@
-"""JAX's collectives among the ranks of a group, and between hosts.
-
-What crosses the network in an op of a group that spans hosts goes through `between_hosts`, and nothing else
-but a few numbers for each rank: another transport would take its place.
-"""
+"""JAX's collectives among the ranks of a group, or of several along one axis."""
 
 import functools
 from collections.abc import Callable
@@ -30,31 +26,24 @@ def gather(group: Group, array: jax.Array) -> jax.Array:
     """[R, ...] from every rank's array."""
     if group._index_groups is None:
         return jax.lax.all_gather(array, group.axis_name)
-    return _among(jax.lax.all_gather, group.axis_name, group._index_groups)(array)
+    return among(jax.lax.all_gather, group.axis_name, group._index_groups)(array)
 
 
 def exchange(group: Group, blocks: jax.Array) -> jax.Array:
     """[R, ...]: block r goes to rank r, and what comes from there takes its place."""
     if group._index_groups is None:
         return jax.lax.all_to_all(blocks, group.axis_name, split_axis=0, concat_axis=0)
-    return _among(_all_to_all, group.axis_name, group._index_groups)(blocks)
+    return among(all_to_all, group.axis_name, group._index_groups)(blocks)
 
 
-def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
-    """[hosts, ...]: block h goes to the rank of this one's index on host h; what comes takes its place."""
-    per_host = group.ranks_per_node
-    alike = tuple(tuple(range(index, group.size, per_host)) for index in range(per_host))
-    return _among(_all_to_all, group.axis_name, alike)(blocks)
-
-
-def _all_to_all(
+def all_to_all(
     blocks: jax.Array, axis_name: str | tuple[str, ...], axis_index_groups: IndexGroups
 ) -> jax.Array:
     return jax.lax.all_to_all(blocks, axis_name, 0, 0, axis_index_groups=axis_index_groups)
 
 
 @functools.cache
-def _among(
+def among(
     collective: Callable[..., jax.Array], axis_name: str | tuple[str, ...], index_groups: IndexGroups
 ) -> Callable[[jax.Array], jax.Array]:
     """A collective among each of several groups of an axis, which `jax.vmap` does not know otherwise."""

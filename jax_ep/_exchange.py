@@ -10,8 +10,8 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from jax_ep._collectives import between_hosts
 from jax_ep._handle import Routing
+from jax_ep._hop import between_hosts
 
 
 def exchange_within(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:

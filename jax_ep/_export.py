@@ -11,6 +11,7 @@ _TARGETS = (
     "route",
     "push",
     "pull",
+    "hop",
     "permute",
     "repermute",
     "unpermute",

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._collectives import between_hosts, host, rank
+from jax_ep._collectives import host, rank
 from jax_ep._dtypes import sum_dtype
 from jax_ep._exchange import exchange, exchange_within, gather_numbers
 from jax_ep._handle import Handle, Routing
+from jax_ep._hop import between_hosts
 from jax_ep._places import Places, find_places
 from jax_ep._reference import invert, routed_experts, take
 from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed

@@ -91,15 +91,22 @@ def run_all(
     timeout: float,
     may_die: tuple[int, ...] = (),
 ) -> list[str]:
-    """What the commands print, run at once. All must succeed but those that may die."""
+    """What the commands print, run at once.
+
+    All must succeed but those that may die, which nobody waits for.
+    """
     workers = [
         subprocess.Popen(
             command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for command, own in zip(commands, environments, strict=True)
     ]
+    outputs = [""] * len(workers)
     try:
-        outputs = [worker.communicate(timeout=timeout)[0] for worker in workers]
+        for process, worker in sorted(enumerate(workers), key=lambda one: one[0] in may_die):
+            if process in may_die:
+                worker.kill()  # it may stand still
+            outputs[process] = worker.communicate(timeout=timeout)[0]
     finally:
         for worker in workers:
             worker.kill()  # jax.distributed catches SIGTERM
@@ -110,7 +117,8 @@ def run_all(
 
 def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
-    from jax_ep.bench.processes import count_gpus, free_address
+    from jax_ep.bench.processes import free_address
+    from jax_ep.bench.processes import count_gpus
 
     devices = count_gpus() // processes
     if devices < 1:

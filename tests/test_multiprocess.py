@@ -52,6 +52,24 @@ def test_the_example_learns():
     assert "step" not in second
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("task", "count"), [("killed", 2), ("killed", 4), ("stopped", 2)])
+def test_the_others_hear_of_a_host_that_dies(task, count):
+    """By an error of the program, and by name within twice the time-out of 4 s. No op hangs, or is wrong."""
+    worker = str(HERE / "host_fault_worker.py")
+    arguments = lambda address, process: [worker, task, address, str(count), str(process)]
+    # What stands still says nothing: how long XLA waits for it is an option of XLA's.
+    flags = f"--xla_force_host_platform_device_count={8 // count} --xla_cpu_collective_timeout_seconds=4"
+    outputs = run_processes(count, arguments, {count - 1}, XLA_FLAGS=flags)
+    for output in outputs[:-1]:
+        seconds, done, _ = re.search(r"after ([\d.]+) s and (\d+) ops: (.*)", output).groups()
+        assert int(done) > 0
+        assert float(seconds) < 8
+        seconds, text = re.search(r"check after ([\d.]+) s: (.*)", output).groups()
+        assert float(seconds) < 8
+        assert re.search("of group .* did not (hear from the other hosts|arrive) within 4 s", text)
+
+
 def share(task):
     worker = str(HERE / "share_memory_worker.py")
     may_die = (1,) if task == "one dies" or "never comes" in task else ()

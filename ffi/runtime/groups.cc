@@ -1,7 +1,10 @@
 #include "runtime/groups.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
+
+#include "core/text.h"
 
 namespace jax_ep {
 namespace {
@@ -51,7 +54,43 @@ void Group::RecordExpired(const std::string& text) {
 
 std::optional<std::string> Group::TakeExpired() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (!expired_) expired_ = TakeLateHops();
   return std::exchange(expired_, std::nullopt);
+}
+
+void Group::BeginHop(const Place& place, int64_t run_id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Hop>& hops = hops_[{place.group, place.rank}];
+  // A device's runs follow one another: what an earlier one has not ended will not end any more.
+  hops.erase(std::remove_if(hops.begin(), hops.end(), [&](const Hop& hop) { return hop.run_id != run_id; }),
+             hops.end());
+  hops.push_back({run_id, Clock::now()});
+}
+
+void Group::EndHop(const Place& place, int64_t run_id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Hop>& hops = hops_[{place.group, place.rank}];
+  const auto it =
+      std::find_if(hops.begin(), hops.end(), [&](const Hop& hop) { return hop.run_id == run_id; });
+  if (it != hops.end()) hops.erase(it);
+}
+
+std::optional<std::string> Group::TakeLateHops() {
+  const auto limit = std::chrono::duration<double>(options_.timeout_s);
+  std::string late;
+  for (auto& [place, hops] : hops_) {
+    const auto is_late = [&](const Hop& hop) { return Clock::now() - hop.begun >= limit; };
+    const auto end = std::remove_if(hops.begin(), hops.end(), is_late);
+    if (end == hops.end()) continue;
+    hops.erase(end, hops.end());
+    late += Text(late.empty() ? "" : ", ", place.second, " of host ", place.first);
+  }
+  if (late.empty()) return std::nullopt;
+  return Text("hop between hosts: of group ", name_, ", rank(s) ", late,
+              " did not hear from the other hosts within ", options_.timeout_s,
+              " s. A process there has ended, stands still or has not reached the same op; what JAX's "
+              "collectives said of it is the error of the program. This process should end, for they do not "
+              "work any more. If ranks are only slow, raise Group(timeout_s=...).");
 }
 
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,

@@ -1,11 +1,14 @@
 // The groups that are open in this process: their devices, options and last expired wait.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace jax_ep {
@@ -39,11 +42,24 @@ class Group {
   double timeout_s() const { return options().timeout_s; }
   void set_options(const Options& options);
 
-  // Keeps the text of an expired wait until TakeExpired is called.
+  // A collective of JAX's between hosts begins at a place, or has ended there. One that fails does not end.
+  void BeginHop(const Place& place, int64_t run_id);
+  void EndHop(const Place& place, int64_t run_id);
+
+  // Keeps the text of an expired wait until TakeExpired is called, which also looks for hops that have not
+  // ended in time.
   void RecordExpired(const std::string& text);
   std::optional<std::string> TakeExpired();
 
  private:
+  using Clock = std::chrono::steady_clock;
+  struct Hop {
+    int64_t run_id;
+    Clock::time_point begun;
+  };
+
+  std::optional<std::string> TakeLateHops();
+
   const std::string key_;
   const std::string name_;
   const std::vector<int64_t> devices_;
@@ -51,6 +67,7 @@ class Group {
   mutable std::mutex mutex_;
   Options options_{300.0, 0};
   std::optional<std::string> expired_;
+  std::map<std::pair<int, int>, std::vector<Hop>> hops_;  // under way, by place
 };
 
 // Opens a group or adds a user to it. `key` is its content.
