@@ -5,6 +5,7 @@ import sys
 
 import jax_ep
 from jax_ep import _info
+from jax_ep._cli import run_all
 from jax_ep.bench import arguments as bench_arguments
 from jax_ep.demo import arguments as demo_arguments
 
@@ -12,6 +13,8 @@ from jax_ep.demo import arguments as demo_arguments
 def run_demo(options: argparse.Namespace) -> int:
     # The devices must be set up before anything asks JAX for them.
     demo_arguments.set_up_devices(options)
+    if options.processes > 1 and not options.join:
+        return run_all([{}] * options.processes)
     from jax_ep.demo import train
 
     return train.run(options)

@@ -130,7 +130,7 @@ def run_part(rig: Any, name: str, repeats: int, once: Callable[[], str], report:
 
 def run_set(task: str, processes: int, settings: dict[str, Any]) -> list[tuple[int | None, str]]:
     """The exit statuses and outputs of a set of processes; None: it had to be killed."""
-    from jax_ep.bench.processes import free_address
+    from jax_ep._cli import free_address
 
     address = free_address()
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05", "JAX_PLATFORMS": "cuda"}

@@ -117,7 +117,7 @@ def run_all(
 
 def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
-    from jax_ep.bench.processes import free_address
+    from jax_ep._cli import free_address
     from jax_ep.bench.processes import count_gpus
 
     devices = count_gpus() // processes

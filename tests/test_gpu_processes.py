@@ -10,7 +10,8 @@ import pytest
 from conftest import skip_or_fail
 from processes import run_all
 
-from jax_ep.bench.processes import count_gpus, free_address
+from jax_ep._cli import free_address
+from jax_ep.bench.processes import count_gpus
 
 WORKER = pathlib.Path(__file__).with_name("gpu_worker.py")
 

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 from processes import run_all
 
-from jax_ep.bench.processes import free_address
+from jax_ep._cli import free_address
 
 HERE = pathlib.Path(__file__).parent
 

@@ -1,38 +1,22 @@
 """The benchmark in several processes that share the GPUs of this host."""
 
 import functools
-import os
-import socket
 import subprocess
-import sys
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_ep._cli import run_all
+
 
 def start(count: int) -> int:
     """Runs this program again in each of `count` processes, which see their own GPUs only."""
-    address, each = free_address(), count_gpus() // count
+    each = count_gpus() // count
     if each < 1:
         raise SystemExit(f"bench: {count} processes need as many GPUs, there are {count_gpus()}")
-    workers = []
-    for process in range(count):
-        mine = ",".join(str(process * each + i) for i in range(each))
-        command = [sys.executable, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
-        workers.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": mine}))
-    try:
-        return max(worker.wait() for worker in workers)
-    finally:
-        for worker in workers:
-            worker.kill()  # jax.distributed catches SIGTERM
-
-
-def free_address() -> str:
-    """Where jax.distributed can have its coordinator on this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    gpus = [",".join(str(process * each + i) for i in range(each)) for process in range(count)]
+    return run_all([{"CUDA_VISIBLE_DEVICES": mine} for mine in gpus])
 
 
 @functools.cache

@@ -28,6 +28,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--devices", type=device_count, help="default: 8 virtual CPU devices, or all the GPUs of this host"
     )
     parser.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        help="that share the virtual CPU devices, as hosts of a cluster would have them (default: one)",
+    )
+    parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
+    parser.add_argument(
         "--text",
         type=Path,
         help="a file, or a folder of files, to learn from (default: the "
@@ -37,6 +44,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def set_up_devices(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", options.platform)
+    if options.processes > 1 and options.platform == "cuda":
+        raise SystemExit("demo: --processes shares virtual CPU devices; leave out --platform cuda")
     if options.platform == "cuda":
         try:
             found = len(jax.devices())
@@ -48,4 +57,11 @@ def set_up_devices(options: argparse.Namespace) -> None:
         options.devices = options.devices or found
         return
     options.devices = options.devices or 8
-    set_up_virtual_devices(options.devices)
+    if options.devices % options.processes:
+        raise SystemExit(
+            f"demo: --processes must divide the {options.devices} devices, got {options.processes}"
+        )
+    set_up_virtual_devices(options.devices // options.processes)
+    if options.join:
+        address, process = options.join
+        jax.distributed.initialize(address, options.processes, int(process))

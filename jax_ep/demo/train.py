@@ -78,7 +78,7 @@ def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console()
+    console = Console(quiet=jax.process_index() > 0)  # all processes would say the same
     devices = jax.devices()
     if len(devices) < options.devices:
         raise SystemExit(f"demo: --devices {options.devices}, but there are {len(devices)} here")
