@@ -1,14 +1,16 @@
-"""One Mixture-of-Experts layer and its gradient over the GPUs of several processes.
+"""One Mixture-of-Experts layer and its gradient over the devices of several processes.
 
-    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each
+    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each;
+                                                   # without GPUs a share of eight virtual CPU devices
     srun --ntasks 4 --gpus-per-task 1 python examples/multi_process.py
     mpirun -n 4 python examples/multi_process.py
 
-Nothing in it but `jax.distributed.initialize` and the way that arrays are made knows of the processes.
+Nothing in it but `jax.distributed` and the way that arrays are made knows of the processes.
 """
 
 import argparse
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,22 +24,37 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 16, 2, 128, 128, 256
+VIRTUAL = 8  # CPU devices, where there are no GPUs
+
+
+def shares(count: int) -> list[dict[str, str]]:
+    """The environment of each of `count` processes, which sees its own share of the devices only."""
+    if shutil.which("nvidia-smi") is None:
+        each = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(VIRTUAL // count),
+            "NPROC": str(2 * VIRTUAL),
+        }
+        return [each] * count
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    each = len(listed.splitlines()) // count
+    mine = [",".join(str(process * each + i) for i in range(each)) for process in range(count)]
+    return [{"CUDA_VISIBLE_DEVICES": numbers} for numbers in mine]
 
 
 def start(count: int) -> int:
-    """Runs the program in `count` processes, each of which sees its own GPUs only."""
+    """Runs the program in `count` processes, and shows what the first one prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    gpus = subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    each = len(gpus) // count
     workers = []
-    for process in range(count):
-        mine = ",".join(str(process * each + i) for i in range(each))
+    for process, share in enumerate(shares(count)):
         command = [sys.executable, __file__, "--join", address, str(count), str(process)]
-        workers.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": mine}))
+        output = subprocess.PIPE if process == 0 else subprocess.DEVNULL
+        workers.append(subprocess.Popen(command, env=os.environ | share, stdout=output, text=True))
+    for line in workers[0].stdout:
+        if not line.startswith("[Gloo]"):  # JAX's collectives between CPUs say whom they are connected to
+            print(line, end="", flush=True)
     return max(worker.wait() for worker in workers)
 
 
@@ -96,6 +113,7 @@ def main() -> int:
     else:
         jax.distributed.initialize()  # SLURM and Open MPI say what it needs
     train_step()
+    jax.distributed.shutdown()  # waits for the others, which would miss the first process otherwise
     return 0
 
 
