@@ -14,7 +14,7 @@ from layers import R
 import jax_ep
 from jax_ep.bench import programs, run
 from jax_ep.bench.arguments import ORDERS
-from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, route
+from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 
 SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16, inner=8)
@@ -72,6 +72,44 @@ def test_no_step_is_merged_or_dropped(op, order):
         arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
         assert count_calls(repeated.lower(*arguments).compile().as_text()) == CALLS[op]
         assert np.isfinite(np.asarray(jax.device_get(repeated(*arguments)), np.float32)).all()
+
+
+@pytest.mark.skipif(R < 2, reason="needs two ranks")
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("op", ["dispatch", "dispatch FP8", "combine", "round trip"])
+def test_no_step_of_two_hops_is_merged_or_dropped(op, order):
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep", ranks_per_node=R // 2) as group:
+        shape = dataclasses.replace(SHAPE, hidden=128)
+        prepare = programs.of_ours(op, order, group, shape, "ffi")
+        repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        calls = count_calls(repeated.lower(*arguments).compile().as_text())
+        assert {name: calls.get(name, 0) for name in ("push", "pull")} == {
+            "push": 1 if op == "combine" else 3,
+            "pull": 3 if op in ("combine", "round trip") else 0,
+        }
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_rows_of_hops_are_those_of_the_busiest_receivers(per_host):
+    ids = route("zipf", SHAPE, 4)
+    owners = ids.reshape(4, 12, 3) // 4  # of four experts each
+    between, within = np.zeros(4, int), np.zeros(4, int)
+    for source, tokens in enumerate(owners):
+        for token in tokens:
+            for host in {owner // per_host for owner in token}:
+                through = host * per_host + source % per_host
+                between[through] += host != source // per_host
+                for owner in {owner for owner in token if owner // per_host == host}:
+                    within[owner] += owner != through
+    assert rows_of_hops(ids, SHAPE, 4, per_host) == (between.max(), within.max())
+
+
+def test_a_host_capacity_of_one_is_what_a_uniform_routing_needs():
+    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16, inner=8)
+    between, _ = rows_of_hops(route("uniform", shape, 4), shape, 4, 1)
+    assert abs(3 * host_rows_of(1.0, shape, 4) - between) < 0.04 * between
+    assert host_rows_of(None, shape, 4) == host_rows_of(50.0, shape, 4) == 2000
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])

@@ -31,6 +31,22 @@ def test_a_short_run(tmp_path):
     assert all(r["end_to_end_us"] > 0 for r in report["results"])
 
 
+def test_two_hops_beside_one(tmp_path):
+    options = ["--orders", "rank", "--devices", "4", "--ranks-per-node", "1", "2", "--json", "out.json"]
+    done = bench(tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "two hops, MB of the rank that receives most" in done.stdout
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    timed = {(r["op"], r["per_host"]): r for r in results}
+    assert timed["dispatch", None]["hops"] is None
+    for per_host, hosts in ((1, 4), (2, 2)):
+        hops = timed["dispatch", per_host]["hops"]
+        assert hops["carried_bytes"] == (hosts - 1) * 32 * 128 * 2  # every token to every other host
+        assert 0 < hops["between_bytes"] <= hops["carried_bytes"]
+        assert (hops["within_bytes"] == 0) == (per_host == 1)
+        assert timed["round trip", per_host]["hops"]["between_bytes"] == 2 * hops["between_bytes"]
+
+
 def test_padded_experts(tmp_path):
     done = bench(
         tmp_path, "--orders", "expert_padded", "--devices", "2", "--capacity", "2", "--json", "out.json"
@@ -122,6 +138,7 @@ def test_a_number_that_is_not_positive(tmp_path):
     ("options", "text"),
     [
         (["--devices", "1000000"], "argument --devices: must be at most 256, got 1000000"),
+        (["--devices", "4", "--ranks-per-node", "3"], "--ranks-per-node must divide the 4 devices"),
         (["--devices", "3"], "3 devices do not divide the 16 experts of tiny"),
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),

@@ -55,12 +55,21 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=device_count, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
     )
+    parser.add_argument(
+        "--ranks-per-node",
+        nargs="+",
+        type=positive,
+        default=[],
+        metavar="N",
+        help="time the ops in two hops too, as if each host had N ranks, and show the bytes of each hop",
+    )
     parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(
         "--capacity",
         type=capacity_factor(zero_too=False),
         metavar="FACTOR",
-        help="of a receiver, relative to the rows it gets under uniform routing (default: the worst case)",
+        help="of a receiver, relative to the rows it gets under uniform routing, also between hosts "
+        "(default: the worst case)",
     )
     parser.add_argument(
         "--num-sms", type=at_least(2), help="of an op on GPUs (default: chosen from the shapes)"

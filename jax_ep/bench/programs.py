@@ -58,15 +58,26 @@ def _after(index: jax.Array, result: jax.Array) -> jax.Array:
     return index + (result.reshape(-1)[0].astype(jnp.float32) == 1.2345e-30).astype(index.dtype)
 
 
+def _along(handle: Any, sent_rows: jax.Array) -> Any:
+    """The handle with these rows, which a combine reads: of two hops those of the second."""
+    if handle.within is not None:
+        return dataclasses.replace(handle, within=_along(handle.within, sent_rows))
+    return dataclasses.replace(handle, sent_rows=sent_rows)
+
+
 def of_ours(
     op: str,
     order: Any,
     group: jax_ep.Group,
     shape: Shape,
     implementation: str,
-    capacity: int | None = None,
+    rows: tuple[int | None, int | None] = (None, None),
 ) -> Prepare:
-    """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing."""
+    """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing.
+
+    `rows` are the capacity and that of the hop between hosts.
+    """
+    capacity, host_capacity = rows
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None, quantize: Any = None) -> Any:
         return jax_ep.dispatch(
@@ -77,6 +88,7 @@ def of_ours(
             num_experts=shape.experts,
             order=order,
             capacity=capacity,
+            host_capacity=host_capacity,
             quantize=quantize,
             implementation=implementation,
         )
@@ -122,10 +134,9 @@ def of_ours(
             sent = dispatch(x, ids, weights)
 
             def combine_again(sent_rows: jax.Array) -> jax.Array:
-                handle = dataclasses.replace(sent.handle, sent_rows=sent_rows)
-                return _after(sent_rows, combine(sent, handle))
+                return _after(sent_rows, combine(sent, _along(sent.handle, sent_rows)))
 
-            return sent.handle.sent_rows, combine_again
+            return (sent.handle.within or sent.handle).sent_rows, combine_again
         if op in ("round trip", "chained pair"):
             return x, round_trip if op == "round trip" else pair
         steps: dict[str, Step] = {

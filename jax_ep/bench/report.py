@@ -15,6 +15,16 @@ from jax_ep.bench.shapes import Shape
 
 
 @dataclasses.dataclass(frozen=True)
+class Hops:
+    """What the rank that receives most gets from others in each of two hops."""
+
+    copies: float  # of a rank's tokens, from other hosts
+    between_bytes: int  # of these rows
+    carried_bytes: int  # with the room in the blocks that no row fills
+    within_bytes: int  # from other ranks of the host
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """One op, timed. Times in microseconds a step; bytes of the rank that receives most."""
 
@@ -34,6 +44,8 @@ class Result:
     wire_bytes: int  # of those that must cross a link
     bound_bytes: int  # what the ceiling limits: over the links, or of a local op and on CPUs in memory
     ceiling_gbs: float | None
+    per_host: int | None  # ranks, if rows make two hops
+    hops: Hops | None
 
     @property
     def us(self) -> float:
@@ -73,7 +85,7 @@ def show(console: Console, results: list[Result]) -> None:
         tables[title].add_row(
             r.op,
             r.order,
-            r.by,
+            r.by if r.hops is None else f"{r.by}, {r.per_host} a host",
             "" if r.sms is None else str(r.sms),
             "" if r.device_us is None else f"{r.device_us:.1f}",
             f"{r.end_to_end_us:.1f}",
@@ -82,6 +94,22 @@ def show(console: Console, results: list[Result]) -> None:
             "" if r.share is None else f"{r.share:.0%}",
         )
     for table in tables.values():
+        console.print(table)
+
+
+def show_hops(console: Console, results: list[Result]) -> None:
+    """The bytes of each of two hops: a table, if any op made two."""
+    table = Table("shape", "op", "order", title="two hops, MB of the rank that receives most")
+    for column in ("ranks a host", "us", "hop 1: copies a token", "needed", "carried", "hop 2"):
+        table.add_column(column, justify="right")
+    for r in results:
+        if r.hops is None:
+            continue
+        sizes = (r.hops.between_bytes, r.hops.carried_bytes, r.hops.within_bytes)
+        megabytes = [f"{size / 1e6:.4g}" for size in sizes]
+        copies = f"{r.hops.copies:.2f}"
+        table.add_row(r.name, r.op, r.order, str(r.per_host), f"{r.us:.1f}", copies, *megabytes)
+    if table.row_count:
         console.print(table)
 
 

@@ -55,3 +55,26 @@ def capacity_of(factor: float | None, shape: Shape, ranks: int, order: str) -> i
         elsewhere = math.comb(shape.experts - shape.experts // ranks, shape.top_k)
         rows = ranks * shape.tokens * (1 - elsewhere / math.comb(shape.experts, shape.top_k))
     return max(1, round(factor * rows))
+
+
+def host_rows_of(factor: float | None, shape: Shape, hosts: int) -> int:
+    """Rows that a rank takes from each host: `factor` times those of a uniform routing; None: all."""
+    if factor is None:
+        return shape.tokens
+    elsewhere = math.comb(shape.experts - shape.experts // hosts, shape.top_k)
+    expected = shape.tokens * (1 - elsewhere / math.comb(shape.experts, shape.top_k))
+    return min(shape.tokens, max(1, round(factor * expected)))
+
+
+def rows_of_hops(ids: np.ndarray, shape: Shape, ranks: int, per_host: int) -> tuple[int, int]:
+    """Rows that the rank that receives most gets in hop 1 from other hosts, and in hop 2 from other ranks."""
+    owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
+    sources = np.repeat(np.arange(ranks), shape.tokens)
+    between = within = 0
+    for rank in range(ranks):
+        host, index = divmod(rank, per_host)
+        comes = (np.where(owner < 0, -1, owner // per_host) == host).any(axis=1)
+        alike, elsewhere = sources % per_host == index, sources // per_host != host
+        between = max(between, int((comes & alike & elsewhere).sum()))
+        within = max(within, int(((owner == rank).any(axis=1) & ~alike).sum()))
+    return between, within

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import jax_ep
 from jax_ep.bench import ceilings, layers, measure, processes, programs, report
-from jax_ep.bench.routings import bytes_received, capacity_of, route
+from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
 
@@ -51,6 +51,7 @@ class Case:
     order: str  # empty: of what has none
     by: str
     num_sms: int | None
+    per_host: int | None = None  # ranks; None: all, in one hop
 
 
 def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
@@ -104,6 +105,8 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
                 for order in orders_of(options, op, shape):
                     for sms in SMS if options.sweep == "sms" else [options.num_sms]:
                         yield from (Case(name, shape, count, op, order, by, sms) for by in implementations)
+                    for per_host in options.ranks_per_node if order else ():
+                        yield Case(name, shape, count, op, order, "ffi", options.num_sms, per_host)
             # XLA:CPU has no ragged_all_to_all.
             peers = [peer for peer in programs.PEERS if on_gpu or peer != "ragged_all_to_all"]
             for peer in peers if options.peers else ():
@@ -133,21 +136,25 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     ids = route(options.routing, case.shape, case.ranks)
     arguments = inputs(case.shape, ids, mesh)
     capacity = capacity_of(options.capacity, case.shape, case.ranks, case.order or "rank")
-    with jax_ep.Group(mesh, "ep", num_sms=case.num_sms) as group:
+    hosts = case.ranks // (case.per_host or case.ranks)
+    host_rows = host_rows_of(options.capacity, case.shape, hosts)
+    with jax_ep.Group(mesh, "ep", ranks_per_node=case.per_host, num_sms=case.num_sms) as group:
         if case.by in programs.PEERS:
             prepare = programs.of_peer(case.by, group, case.shape)
         else:
-            prepare = programs.of_ours(case.op, case.order, group, case.shape, case.by, capacity)
+            rows = (capacity, hosts * host_rows)
+            prepare = programs.of_ours(case.op, case.order, group, case.shape, case.by, rows)
         run = programs.repeated(mesh, prepare, steps)
         end_to_end = measure.end_to_end_us(run, arguments, steps, options.repeats)
-        names = KERNELS.get(case.op, ()) if case.by == "ffi" else ()
+        one_hop = case.by == "ffi" and hosts == 1
+        names = KERNELS.get(case.op, ()) if one_hop else ()
         device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
         group.check()
         plan = (case.op, case.order, case.shape, case.ranks, capacity, case.num_sms)
-        sms = sms_of(group, *plan) if case.by == "ffi" else None
+        sms = sms_of(group, *plan) if one_hop else None
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (round(JOURNEYS[case.op] * bytes_of(case.op, size)) for size in received)
-    ceiling, bound = rates["links"], wire
+    ceiling, bound = rates["links"] if hosts == 1 else None, wire
     if case.op == "unpermute":
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
     if case.op == "unpermute" or not on_gpu:
@@ -163,7 +170,18 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         wire_bytes=wire,
         bound_bytes=bound,
         ceiling_gbs=ceiling,
+        hops=hops_of(case, ids, hosts, host_rows) if hosts > 1 else None,
     )
+
+
+def hops_of(case: Case, ids: np.ndarray, hosts: int, host_rows: int) -> report.Hops:
+    """The bytes of each hop, of bfloat16 rows."""
+    assert case.per_host is not None
+    between, within = rows_of_hops(ids, case.shape, case.ranks, case.per_host)
+    carried = (hosts - 1) * host_rows
+    row = case.shape.hidden * 2
+    sizes = (JOURNEYS[case.op] * bytes_of(case.op, rows * row) for rows in (between, carried, within))
+    return report.Hops(between / case.shape.tokens, *map(round, sizes))
 
 
 def time_layer(name: str, ranks: int, options: argparse.Namespace) -> list[layers.Work]:
@@ -182,6 +200,12 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"bench: --devices {ranks}, but there are {len(devices)} here")
     if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
         raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
+    uneven = [number for number in options.ranks_per_node if ranks % number]
+    if uneven or (options.ranks_per_node and options.sweep == "ranks"):
+        raise SystemExit(
+            f"bench: --ranks-per-node must divide the {ranks} devices, and goes with no --sweep ranks, got "
+            f"{options.ranks_per_node}"
+        )
     if options.sweep == "sms" and not on_gpus():
         raise SystemExit("bench: --sweep sms needs GPUs")
     for name in names_of(options):
@@ -222,6 +246,7 @@ def run(options: argparse.Namespace) -> int:
             results.append(time_case(case, options, rates))
             bar.advance(task)
     report.show(console, results)
+    report.show_hops(console, results)
     work = []
     for name in names_of(options) if "layer" in parts else ():
         with console.status(f"{name} products and layer"):
