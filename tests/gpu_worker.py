@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import threading
 import time
 
 import jax
@@ -22,6 +23,11 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_ep  # noqa: E402
+from jax_ep import _processes  # noqa: E402
+
+if host := os.environ.get("JAX_EP_TEST_HOST"):  # processes of one host that are to think they are on several
+    _processes.host_id = lambda: host
+per_node = int(os.environ.get("JAX_EP_TEST_RANKS_PER_NODE", "0")) or None
 
 R, T, K, E, H = len(jax.devices()), 64, 4, 64, 512
 mesh = Mesh(np.array(jax.devices()), ("ep",))
@@ -67,12 +73,14 @@ def hash_of(results):
 
 
 def say_digests():
-    """What a layer computes, over all devices and over groups of two."""
-    with jax_ep.Group(mesh, "ep") as group:
+    """What a layer computes: all of it, and what its dispatch brings."""
+    with jax_ep.Group(mesh, "ep", ranks_per_node=per_node) as group:
+        print("on", group.stats(), flush=True)
         for order in ("rank", "expert"):
             run = forward_and_backward(group, order)
-            digests = {hash_of(run(*inputs)) for _ in range(5)}
-            print("digest", order, *digests, flush=True)
+            results = [run(*inputs) for _ in range(5)]
+            print("digest", order, *{hash_of(result) for result in results}, flush=True)
+            print("dispatched", order, *{hash_of(result[1:4]) for result in results}, flush=True)
         group.check()
 
 
@@ -91,6 +99,27 @@ def say_what_a_death_does():
         group.check()
     except jax_ep.PeerTimeoutError as error:
         print(f"after {time.monotonic() - begin:.1f} s: {error}", flush=True)
+    os._exit(0)  # jax.distributed would wait for the dead
+
+
+def say_what_the_death_of_a_host_does():
+    """The last process dies while all run ops; the others say what JAX and what the group says."""
+    group = jax_ep.Group(mesh, "ep", timeout_s=5)
+    run = forward_and_backward(group, "expert")
+    first = hash_of(run(*inputs)[1])
+    multihost_utils.sync_global_devices("all have run")
+    if process == processes - 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), 9)).start()
+    last = time.monotonic()
+    try:
+        while True:
+            result = run(*inputs)
+            jax.block_until_ready(result)
+            last = time.monotonic()
+            assert np.isfinite(np.asarray(result[0].addressable_shards[0].data, np.float32)).all()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"after {time.monotonic() - last:.1f} s: {error}", flush=True)
+    print(f"first {first}", flush=True)
     os._exit(0)  # jax.distributed would wait for the dead
 
 
@@ -129,6 +158,7 @@ def exit_one_by_one():
 {
     "digests": say_digests,
     "death": say_what_a_death_does,
+    "death of a host": say_what_the_death_of_a_host_does,
     "descriptors": count_descriptors,
     "growth": say_what_growing_memory_does,
     "exit": exit_one_by_one,

@@ -20,8 +20,11 @@ def need_gpus(count):
     skip_or_fail("GPUs", count, count_gpus())
 
 
-def run(task, processes, *, hide=False, may_die=(), **environment):
-    """Starts the processes, all GPUs of the host shared among them; their outputs."""
+def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
+    """Starts the processes, all GPUs of the host shared among them; their outputs.
+
+    `apart`: each is to think that it is on a host of its own, and NCCL, too, which then uses sockets.
+    """
     address, each = free_address(), count_gpus() // processes
     commands, environments = [], []
     for process in range(processes):
@@ -31,11 +34,14 @@ def run(task, processes, *, hide=False, may_die=(), **environment):
         if hide:  # as job schedulers do: each process sees its GPUs only, and counts them from 0
             mine = ",".join(str(process * each + i) for i in range(each))
             environments[-1] |= {"CUDA_VISIBLE_DEVICES": mine, "JAX_EP_TEST_HIDDEN": "1"}
+        if apart:
+            host = f"host {process}"
+            environments[-1] |= {"JAX_EP_TEST_HOST": host, "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
     return run_all(commands, environments, timeout=110, may_die=may_die)
 
 
-def digests(outputs):
-    found = {tuple(re.findall(r"^digest (\w+) (\w+)$", output, re.M)) for output in outputs}
+def digests(outputs, word="digest"):
+    found = {tuple(re.findall(rf"^{word} (\w+) (\w+)$", output, re.M)) for output in outputs}
     (same,) = found  # on all processes, and one of all five runs
     assert [order for order, _ in same] == ["rank", "expert"]
     return same
@@ -49,6 +55,37 @@ def test_results_are_the_same_in_every_process_model():
     assert digests(run("digests", count_gpus(), hide=True)) == together
     if count_gpus() > 2:
         assert digests(run("digests", 2)) == together
+
+
+@pytest.mark.timeout(400)
+def test_hosts_of_one_process_each():
+    """As with hosts that are made up in one process, bit for bit; and dispatch as on one host."""
+    need_gpus(2)
+    one = run("digests", 1)
+    each = count_gpus() // 2
+    made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(each))
+    found = run("digests", 2, apart=True)
+    for outputs in (made_up, found):
+        assert all(f"ranks_per_node={each}" in output for output in outputs)
+        assert all("implementation='ffi', reason=''" in output for output in outputs)
+        assert digests(outputs, "dispatched") == digests(one, "dispatched")
+    assert digests(found) == digests(made_up)
+
+
+def test_hosts_of_several_processes_each():
+    """Each of two hosts has two processes, which share their memory with each other only."""
+    need_gpus(4)
+    outputs = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE="2")
+    made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE="2")
+    assert digests(outputs) == digests(made_up)
+
+
+def test_death_of_a_host():
+    """JAX's collectives say so, at once: whatever waits for them fails, and nothing wrong comes out."""
+    need_gpus(2)
+    outputs = run("death of a host", 2, apart=True, may_die={1})
+    seconds, _ = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
+    assert float(seconds) < 10
 
 
 def test_death_of_a_process():
