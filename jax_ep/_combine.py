@@ -27,8 +27,9 @@ def combine(
 
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
     rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
-    rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows.) Padding, tail,
-    empty slots and dropped rows are never read and get zero gradient.
+    rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows. Where ranks span
+    hosts, a host's part of any sum is rounded to y's dtype before it travels, and hosts are added in order.)
+    Padding, tail, empty slots and dropped rows are never read and get zero gradient.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
     that it then applies no weights: by rank, multiply y by them before.

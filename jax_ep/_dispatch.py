@@ -221,7 +221,8 @@ def dispatch(
         dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
         other ranks might take part the second time. On GPUs such a dispatch takes at most 128 tokens and 4096
         choices a rank, and a group with num_sms of 8 or more; R * T rows with 128 bytes each besides must fit
-        twice into 32 MiB; and its first call does not wait on the host until all ranks have come to it.
+        twice into 32 MiB; and its first call does not wait on the host until all ranks have come to it. Ranks
+        that span hosts take neither active_ranks nor on_timeout="mask" (ValueError).
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
         the others go on without it, and it is marked 0 in the result, which the next op should be given; a
         rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had

@@ -40,8 +40,8 @@ def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0
 
 
 def _rank(routing: Routing) -> jax.Array:
-    number = rank(routing.group).astype(INT)
-    return on_platform(number, routing.group._platform, repr(routing.group))
+    group = routing.group
+    return on_platform(rank(group).astype(INT), group._platform, repr(group))
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:
@@ -312,11 +312,6 @@ def unpermute(
 def gather(group: Group, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
     shape = (group.size * x.shape[0], *x.shape[1:])
-    (out,) = call(
-        "gather",
-        [rank(group).astype(INT), x],
-        [(shape, x.dtype)],
-        group=group._key,
-        num_ranks=np.int64(group.size),
-    )
+    operands, options = [rank(group).astype(INT), x], {"num_ranks": np.int64(group.size)}
+    (out,) = call("gather", operands, [(shape, x.dtype)], group=group._key, **options)
     return out

@@ -51,6 +51,7 @@ def collect() -> dict[str, Any]:
         stats = group.stats()
     report["implementation"] = stats.implementation
     report["why_not_ffi"] = stats.reason
+    report["ranks_per_node"] = stats.ranks_per_node
     report["device_bytes_of_a_group"] = stats.device_bytes
     return report
 
@@ -81,6 +82,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"ops run as  implementation={report['implementation']!r}")
     if report["why_not_ffi"]:
         lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
+    lines.append(f"hosts       {report['ranks_per_node']} of {len(report['devices'])} ranks share one")
     own = report["device_bytes_of_a_group"]
     lines.append(f"a group     takes {own} bytes of JAX's memory on each device, and none besides")
     return lines

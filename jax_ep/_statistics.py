@@ -27,7 +27,7 @@ class DispatchStatistics:
     """int32 [L] kept rows of each local expert (by rank: kept (row, k) pairs). It wraps around at 2^31."""
     wait_us: jax.Array
     """float32 [R] microseconds from the beginning of the op on this rank until each rank had come to it; 0
-    for ranks that were there before. Always 0 with implementation="xla"."""
+    for ranks that were there before. Always 0 with implementation="xla", and where ranks span hosts."""
 
     @classmethod
     def zeros(cls, group: Group, num_experts: int) -> "DispatchStatistics":

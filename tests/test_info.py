@@ -22,6 +22,7 @@ def test_as_json(tmp_path):
     assert {device["platform"] for device in report["devices"]} == {platform}
     assert report["implementation"] == "ffi"
     assert report["why_not_ffi"] == ""
+    assert report["ranks_per_node"] == len(report["devices"])
     if platform == "gpu":
         assert all("memory" in device for device in report["devices"])
         links = report["links"]
@@ -34,6 +35,7 @@ def test_as_text(capsys):
     out = capsys.readouterr().out
     assert f"jax         {jax.__version__}" in out
     assert "ops run as  implementation='ffi'" in out
+    assert f"hosts       {len(jax.devices())} of {len(jax.devices())} ranks share one" in out
 
 
 def test_without_the_extension(monkeypatch, capsys):
