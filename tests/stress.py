@@ -91,7 +91,10 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
     mapped = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P("ep"), check_vma=False)
     compiled = jax.jit(mapped)
     ops = steps * (4 if order == "rank" else 5)
-    name = f"{ranks} ranks, {tokens} tokens x {width} {dtype.name}, top-{k} of {experts}, order {order}"
+    hosts = "" if group.ranks_per_node == ranks else f", {group.ranks_per_node} a host"
+    name = (
+        f"{ranks} ranks{hosts}, {tokens} tokens x {width} {dtype.name}, top-{k} of {experts}, order {order}"
+    )
     return (lambda: compiled(jnp.array([seed]))), name, ops
 
 
@@ -112,6 +115,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="few and short rows, and all devices: more ops")
     parser.add_argument("--epochs", type=int, default=0, help="on GPUs, begin so far below 2**31 or 2**32")
+    parser.add_argument(
+        "--hosts", action="store_true", help="make up hosts, of as many ranks as come by chance"
+    )
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     total, begin = 0, time.perf_counter()
@@ -119,7 +125,9 @@ def main() -> int:
     for number in range(options.programs):
         size = len(jax.devices()) if options.small else int(rng.integers(1, len(jax.devices()) + 1))
         mesh = Mesh(rng.permutation(np.array(jax.devices()))[:size], ("ep",))
-        with jax_ep.Group(mesh, "ep") as group:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        per_host = int(rng.choice(divisors)) if options.hosts else size
+        with jax_ep.Group(mesh, "ep", ranks_per_node=per_host) as group:
             run, name, ops = program(rng, group, mesh, options.steps, options.small)
             if options.epochs and on_gpus:
                 name += begin_epochs(group, options.epochs, number)
