@@ -201,11 +201,9 @@ def dispatch(
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. At least a.
-      host_capacity: of a group whose ranks span hosts, the rows that this rank can take in the hop between
-        hosts, the same number from each host, this one included: what is left over of the division is not
-        used. None means the worst case, T from each. From each host come the rows of one rank, and those
-        past their share are dropped in the order of the tokens. To that host such a token is as if its
-        choices there were -1, and its receivers count it in `num_dropped`.
+      host_capacity: where ranks span hosts, rows that this rank can take in the hop between hosts, as many
+        from each host, its own included. None means the worst case, T from each. Further ones are dropped in
+        the order of tokens: as if their choices on that host were -1, but counted there in `num_dropped`.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
         they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
