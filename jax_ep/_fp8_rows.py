@@ -17,7 +17,7 @@ from jax_ep._reverse_mode import without_gradient
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
-_NO_GRADIENT = (
+NO_GRADIENT = (
     "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
     "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
 )
@@ -60,7 +60,7 @@ def route_fp8(
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         out = attach(implementation, sent._replace(rows=()), (), topk_weights)
-        return without_gradient(_NO_GRADIENT, x, packed), out
+        return without_gradient(NO_GRADIENT, x, packed), out
     # With the weights under their name, too, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))

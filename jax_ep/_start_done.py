@@ -109,7 +109,7 @@ def dispatch_start(
         implementation=implementation,
         **options,
     )
-    return PendingDispatch(_begin(run, group, implementation))
+    return PendingDispatch(begin(run, group, implementation))
 
 
 def dispatch_done(pending: PendingDispatch[Result]) -> Result:
@@ -150,7 +150,7 @@ def combine_start(
     """
     run = lambda: combine(y, handle, implementation=implementation, **options)
     group = handle.routing.group._open_equal() if isinstance(handle, Handle) else None
-    return PendingCombine(_begin(run, group, implementation))
+    return PendingCombine(begin(run, group, implementation))
 
 
 def combine_done(pending: PendingCombine[Result]) -> Result:
@@ -172,7 +172,7 @@ def combine_done(pending: PendingCombine[Result]) -> Result:
     return pending._result
 
 
-def _begin(run: Callable[[], Result], group: Any, implementation: str | None) -> Result:
+def begin(run: Callable[[], Result], group: Any, implementation: str | None) -> Result:
     """What run() returns, computed on the stream for communication where there is one."""
     if not _has_stream(group, implementation):
         return run()

@@ -1,0 +1,232 @@
+"""The whole layer in chunks of its tokens: communication of some beside the products of others."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._combine import combine
+from jax_ep._dispatch import DispatchedByExpert
+from jax_ep._dtypes import summable
+from jax_ep._experts_gradient import ExpertsGradient
+from jax_ep._group import Group
+from jax_ep._handle import Handle
+from jax_ep._jaxprs import Arrays, constants_of, evaluate
+from jax_ep._manual import vary_alike, whole
+from jax_ep._order import after
+from jax_ep._push_pull import open_handle, pull, push_scaled, static_arguments
+from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._start_done import begin
+
+Send = Callable[[jax.Array, jax.Array, jax.Array], DispatchedByExpert]
+Experts = Callable[[DispatchedByExpert], Any]
+Counts = tuple[jax.Array, jax.Array, jax.Array]
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layer:
+    """What is static of a layer in chunks."""
+
+    count: int
+    size: int  # tokens of a chunk
+    send: Send
+    experts: Callable[[Arrays, Arrays], Arrays]  # leaves of `sent`, weights -> leaves of (rows, row weights)
+    arrived: Arrays  # types of the leaves of `sent`
+    made: Any  # the tree of (rows, row weights)
+    has_rows: bool  # whether rows that arrive have gradients
+    group: Group
+    implementation: str | None
+
+    def begin(self, run: Callable[[], Result]) -> Result:
+        return begin(run, self.group, self.implementation)
+
+    def chunk(self, arrays: Any, number: int) -> Any:
+        """The tokens of a chunk."""
+        cut = lambda array: jax.lax.slice_in_dim(array, number * self.size, (number + 1) * self.size)
+        return jax.tree.map(cut, arrays)
+
+
+def in_chunks(
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    send: Send,
+    experts: Experts,
+    *,
+    size: int,
+    has_rows: bool,
+    group: Group,
+    implementation: str | None,
+) -> tuple[Any, Counts]:
+    """The layer of x [T, H], ids and weights [T, K], `size` tokens in each chunk: sums, and counts of rows.
+
+    `send` dispatches a chunk by expert. Tokens without experts fill the last chunk, if it has fewer.
+    """
+    num_tokens = tokens[0].shape[0]
+    count = -(-num_tokens // size)
+    missing = ((0, count * size - num_tokens), (0, 0))
+    x, ids, weights = whole(tokens)
+    filled = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=-1), jnp.pad(weights, missing)
+    tokens = vary_alike(filled, group._axes)
+    sends, arrived = jax.make_jaxpr(send, return_shape=True)(*(array[:size] for array in tokens))
+    tree = jax.tree.structure(arrived)
+
+    def rows_and_weights(*leaves: jax.Array) -> Any:
+        sent = jax.tree.unflatten(tree, leaves)
+        if not has_rows:
+            sent = dataclasses.replace(sent, x=jax.lax.stop_gradient(sent.x))
+        return vary_alike(whole((experts(sent), sent.row_weights)))
+
+    # What the experts close over becomes an argument, of which there can be a gradient.
+    traced, made = jax.make_jaxpr(rows_and_weights, return_shape=True)(*sends.out_avals)
+    function = lambda leaves, closed: evaluate(traced, closed, leaves)
+    shapes = sends.out_avals, jax.tree.structure(made)
+    layer = _Layer(count, size, send, function, *shapes, has_rows, group, implementation)
+    sums, counts = _run(layer, *tokens, list(constants_of(traced)))
+    return jax.tree.map(lambda leaf: leaf[:num_tokens], sums), counts
+
+
+@static_arguments(0)
+def _run(
+    layer: _Layer, x: jax.Array, ids: jax.Array, weights: jax.Array, closed: Arrays
+) -> tuple[Any, Counts]:
+    compute = lambda leaves: (layer.experts(leaves, closed), [])
+    return _forward(layer, (x, ids, weights), compute)[:2]
+
+
+def _run_forward(layer: _Layer, x: Any, ids: Any, weights: Any, closed: Arrays) -> Any:
+    gradient = ExpertsGradient(layer.experts, layer.arrived, [jax.typeof(array) for array in closed])
+    shared = gradient.shared(closed)
+    compute = lambda leaves: gradient.forward(leaves, shared)
+    sums, counts, saved = _forward(layer, (x, ids, weights), compute)
+    return (sums, counts), _Saved(saved, shared, gradient)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What the backward pass needs."""
+
+    chunks: list[tuple[Handle, Any, Arrays]]  # of each the handle, (rows, row weights) and the experts' own
+    shared: Arrays
+    gradient: ExpertsGradient = dataclasses.field(metadata={"static": True})
+
+
+def _forward(
+    layer: _Layer, tokens: Any, compute: Callable[[Arrays], tuple[Arrays, Arrays]]
+) -> tuple[Any, Counts, list[Any]]:
+    """Sums, counts, and what is saved of each chunk."""
+    saved: list[Any] = [None] * layer.count
+    counts: list[Any] = [None] * layer.count
+
+    def send(number: int, others: Any) -> DispatchedByExpert:
+        return layer.send(*after(layer.chunk(tokens, number), others))
+
+    def experts(number: int, arrived: DispatchedByExpert, others: Any) -> Any:
+        sent = _named(after(arrived, others))
+        counts[number] = sent.tokens_per_expert, sent.num_tokens, sent.num_dropped
+        made, own = compute(jax.tree.leaves(sent))
+        made = jax.tree.unflatten(layer.made, made)
+        saved[number] = sent.handle, made, own
+        return made, sent.handle
+
+    def fetch(number: int, computed: Any, others: Any) -> Any:
+        (rows, weights), handle = after(computed, others)
+        return combine(rows, handle, row_weights=weights, implementation=layer.implementation)
+
+    sums = _pipeline(layer, range(layer.count), send, experts, fetch)
+    totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *counts)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums), totals, saved
+
+
+def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
+    d_sums, _ = cotangents
+    gradient, shared = saved.gradient, saved.shared
+    made: list[Any] = [None] * layer.count
+    operands: list[Any] = [None] * layer.count
+    terms: list[Any] = [None] * layer.count
+
+    def send(number: int, others: Any) -> Any:
+        handle, (rows, weights), _ = saved.chunks[number]
+        return _combine_gradient(layer, handle, after(layer.chunk(d_sums, number), others), rows, weights)
+
+    def experts(number: int, arrived: Any, others: Any) -> Any:
+        cotangents = jax.tree.leaves(after(arrived, others))
+        d_chunk, operands[number], terms[number] = gradient.backward(own[number], shared, cotangents)
+        *rows, weights = d_chunk
+        made[number] = (tuple(rows) if layer.has_rows else ()), weights
+        return made[number]
+
+    def fetch(number: int, computed: Any, others: Any) -> Any:
+        handle, chosen = open_handle("combine", saved.chunks[number][0], layer.implementation)
+        sums, d_weights = pull(chosen, handle, *after(computed, others))
+        return *sums, d_weights
+
+    order = range(layer.count)[::-1]
+    own = [one for _, _, one in saved.chunks]
+    prepared = gradient.prepare(own, shared)  # beside the first communication
+    parts = _pipeline(layer, order, send, experts, fetch, prepared)
+    *d_x, d_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    # Beside the last communication, for which all must be there before these products begin.
+    operands = after(operands, made[order[-1]])
+    return d_x[0] if d_x else None, None, d_weights, gradient.finish(prepared, operands, terms, shared)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, rows: Any, weights: jax.Array) -> Any:
+    """Gradients of (rows, row weights)."""
+    leaves, tree = jax.tree.flatten(rows)
+    wide = [tuple(map(summable, jax.tree.leaves(one))) for one in (whole(d_sums), rows)]
+    handle, chosen = open_handle("combine", handle, layer.implementation)
+    operands = vary_alike((handle, *wide, weights))
+    d_rows, d_weights = push_scaled(chosen, *operands)
+    narrow = [row.astype(leaf.dtype) for row, leaf in zip(d_rows, leaves, strict=True)]
+    return jax.tree.unflatten(tree, narrow), d_weights
+
+
+def _named(sent: DispatchedByExpert) -> DispatchedByExpert:
+    """With names for `jax.checkpoint`: else what is kept of a dispatch would lie before `after`."""
+    indices = ("group_sizes", "tokens_per_expert", "num_tokens", "num_dropped", "handle")
+    named: dict[str, Any] = {name: name_all(getattr(sent, name), CHECKPOINT_HANDLE) for name in indices}
+    named["x"] = name_all(sent.x, CHECKPOINT_ROWS)
+    named["row_weights"] = name_all(sent.row_weights, CHECKPOINT_WEIGHTS)
+    return dataclasses.replace(sent, **named)
+
+
+def _pipeline(
+    layer: _Layer,
+    order: Iterable[int],
+    send: Callable[[int, Any], Any],
+    compute: Callable[[int, Any, Any], Any],
+    fetch: Callable[[int, Any, Any], Any],
+    computed: Any = (),
+) -> list[Any]:
+    """What `fetch` gives for each chunk, of what `compute` makes of what `send` brings.
+
+    While a chunk is computed, the one before is fetched and then the one after is sent, in one call, so that
+    XLA starts both at once. All communication is in one order, and so are the computations, the first of them
+    after what is `computed` already: each function is told what it has to run after.
+    """
+    chunks = list(order)
+    found: list[Any] = [None] * layer.count
+    arrived = layer.begin(lambda: send(chunks[0], ()))
+    flown: Any = arrived
+    for position, chunk in enumerate(chunks):
+        previous = chunks[position - 1] if position else None
+        following = chunks[position + 1] if position + 1 < len(chunks) else None
+
+        def fly(previous: Any = previous, following: Any = following, before: Any = (computed, flown)) -> Any:
+            results, flown = before
+            out = () if previous is None else fetch(previous, results, flown)
+            return out, () if following is None else send(following, (flown, out))
+
+        flown = layer.begin(fly)
+        computed = compute(chunk, arrived, computed)
+        if previous is not None:
+            found[previous] = flown[0]
+        arrived = flown[1]
+    found[chunks[-1]] = layer.begin(lambda: fetch(chunks[-1], computed, flown))
+    return found

@@ -1,0 +1,110 @@
+"""What a layer in chunks computes and sends how often, and in which order."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from cases import ranks, routing, same_bits
+from chunks import EXPERTS, K, L, R, T, arrays, gradient, mapped, mlp, parameters, shard
+from conftest import need_gpu
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import _extension, _joint_rows
+from jax_ep._grouped_dot import is_weight_product
+
+
+def weight_products(jaxpr):
+    """How often there is a product for the gradient of weights, by how many rows it has."""
+    found = Counter()
+    for equation in jaxpr.eqns:
+        if is_weight_product(equation):
+            found[equation.invars[0].aval.shape[0]] += 1
+            continue
+        for inner in jaxprs_in_params(equation.params):
+            found += weight_products(inner)
+    return found
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("num_chunks", [2, 3])
+def test_one_product_for_the_gradient_of_each_matrix(experts, num_chunks):
+    x, ids, w = arrays()
+    function = gradient(mapped(experts, num_chunks=num_chunks), ids)
+    rows = R * -(-T // num_chunks) * min(K, L)
+    of_chunks, of_all = EXPERTS[experts]
+    want = {rows: of_chunks * num_chunks, rows * num_chunks: of_all}
+    found = weight_products(jax.make_jaxpr(function)(x, w, parameters()).jaxpr)
+    assert found == {rows: count for rows, count in want.items() if count}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "empty_experts", "one_rank", "unused"])
+def test_joint_rows(kind):
+    """Rows by expert, then chunk; group sizes that leave a tail in each chunk."""
+    rng = np.random.default_rng(0)
+    sizes = [
+        np.bincount(routing(kind, 1, 9, 3, 8, seed)[routing(kind, 1, 9, 3, 8, seed) >= 0], minlength=8)
+        for seed in range(3)
+    ]
+    sizes = [one.astype(np.int32) for one in sizes]
+    chunks = [rng.standard_normal((int(one.sum()) + 4, 5)).astype(np.float32) for one in sizes]
+    index = _joint_rows.joint_index(sizes, sum(map(len, chunks)))
+    got = np.asarray(_joint_rows.joint_rows(chunks, index))
+    pieces = [np.split(rows, np.cumsum(one))[:-1] for rows, one in zip(chunks, sizes, strict=True)]
+    want = np.concatenate([pieces[chunk][expert] for expert in range(8) for chunk in range(3)])
+    assert same_bits(got[: len(want)], want)
+    assert got.shape == (len(want) + 12, 5)
+
+
+@pytest.fixture
+def gpu_group(open_group, monkeypatch):
+    """A group as it would be on GPUs that are not here."""
+    group = open_group(ranks(R).mesh, "ep")
+    monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    return group
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+def test_what_is_started_together(gpu_group, num_chunks):
+    """For each chunk's experts one call: the chunk before comes back, and the chunk after is sent."""
+    x, ids, w = arrays()
+    function = functools.partial(shard, gpu_group, mlp, num_chunks=num_chunks)
+    layer = jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    text = gradient(layer, ids).trace(x, w, parameters()).lower(lowering_platforms=("cuda",)).as_text()
+    annotated = re.findall(r'call @(\w+)\(.*_xla_stream_annotation = "collective"', text)
+    bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
+    ops = [re.findall(r"@jax_ep_(\w+)\(", bodies[name]) for name in annotated]
+    beside = lambda send: [[send], [send], *[["pull", send]] * (num_chunks - 2), ["pull"], ["pull"]]
+    assert ops == [*beside("route"), *beside("push")]
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3])
+@pytest.mark.parametrize("backward", [False, True])
+def test_products_run_beside_communication(backward, num_chunks):
+    """In what XLA has scheduled, the products of a chunk lie between a start and its done."""
+    need_gpu()
+    assert ranks(R).group.stats().implementation == "ffi"
+    x, ids, w = arrays()
+    run = mapped(mlp, num_chunks=num_chunks)
+    if backward:
+        program = gradient(run, ids).lower(x, w, parameters())
+    else:
+        program = jax.jit(run).lower(x, ids, w, parameters())
+    text = program.compile().as_text()
+    assert "is_scheduled=true" in text
+    (lines,) = [part.splitlines() for part in text.split("\n}") if re.search(r"-start\(", part)]
+    kinds = {"start": r"-start\(", "done": r"-done\(", "product": r"jax_ep_grouped_dot"}
+    order = [kind for line in lines for kind, found in kinds.items() if re.search(found, line)]
+    print(order)
+    # The first and the last of a pass have nothing beside them, but for the last of a backward pass.
+    beside = ["start", "product", "product", "done"]
+    one_way = ["start", "done", *beside * num_chunks, "start", "done"]
+    assert order[: len(one_way)] == one_way
+    if backward:
+        back = ["start", "product", "product", "done"]
+        last = ["start", *["product"] * 2, "done"]  # of all chunks, for the gradients of the weights
+        assert order[len(one_way) :] == ["start", "done", *back * num_chunks, *last]
