@@ -12,7 +12,7 @@ from conftest import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import programs, run
+from jax_ep.bench import measure, programs, run
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -156,3 +156,14 @@ def test_padded_experts_are_for_few_tokens(tokens, padded):
         else:
             assert found[:2] == ["rank", "expert"]
             assert ("expert_padded" in found) == (padded and op != "forward + backward")
+
+
+def test_kernels_side_by_side(monkeypatch):
+    """Each moment counts once, on the device that is busy longest; of kernels alone each has its time."""
+    kernels = [("a", 1000, 3000), ("b", 2000, 4000), ("b", 2500, 2600), ("a", 9000, 10000)]
+    monkeypatch.setattr(measure, "_kernels", lambda *_: [kernels, [("a", 0, 1000)]])
+    assert measure.busy_us(print, (), 2) == 2.0
+    assert measure.kernels_us(print, (), 2, ("a",)) == 1.5  # twice the median of 2 and 1
+    assert measure.kernels_us(print, (), 1, ("a", "b")) == 3 + 2 * 1.05
+    monkeypatch.setattr(measure, "_kernels", lambda *_: [])
+    assert measure.busy_us(print, (), 2) is None

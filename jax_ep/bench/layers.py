@@ -1,10 +1,12 @@
 """A layer's expert products, each beside a dense product of equal work, and the whole layer beside its parts.
 
-The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up.
+The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up. A layer
+in chunks runs communication and products side by side, the products on the SMs that communication leaves.
 """
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +18,11 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.bench import measure, processes
 from jax_ep.bench.shapes import Shape
+from jax_ep.bench.sms import sms_of
 
 CALLS = 8
+CHUNKS = (2, 4)
+PRODUCT_KERNELS = ("cutlass", "SetUpKernel", "RowsKernel", "WeightsKernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Work:
     device_us: float | None
     end_to_end_us: float
     flop: float  # of one rank, if all receive as many rows
-    share: float | None  # of a dense product's rate, or of a layer's time its slower part
+    share: (
+        float | None
+    )  # of a dense product's rate, of a layer's time its slower part, of products' time alone
 
     @property
     def us(self) -> float:
@@ -49,11 +56,15 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     beside: tuple[tuple[str, str], ...] = ()  # the ops that its time is compared with
+    kernels: tuple[str, ...] = ()  # those that count, if not all do
+    overlaps: bool = False  # kernels run side by side
 
 
-def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
-    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
+def swiglu(
+    up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array, num_sms: int | None = None
+) -> jax.Array:
+    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes, num_sms=num_sms), 2, axis=1)
+    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes, num_sms=num_sms)
 
 
 def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -107,11 +118,26 @@ def products(
     yield Program(op, "grouped_dot, FP8", flop, fp8, (quantised, kept, sizes), ((op, "dense"),))
 
 
-def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
-    """The layer, and its communication and its products alone; forward, and with the backward pass."""
+def whole(
+    local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float, left: dict[int, int | None]
+) -> Iterator[Program]:
+    """The layer, and its communication and its products alone; forward, and with the backward pass.
 
-    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
+    `left` are the SMs that communication leaves to the products, for each number of chunks.
+    """
+
+    def layer(num_chunks: int, *arguments: jax.Array) -> jax.Array:
+        x, ids, weights, up, down = arguments
+        sms = left.get(num_chunks)
+        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes, sms)
+        return moe(x, ids, weights, experts, num_chunks=num_chunks)
+
+    def apart(num_chunks: int, *arguments: jax.Array) -> jax.Array:
+        """The same chunks one after the other, nothing beside their products."""
+        *tokens, up, down = arguments
+        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes, left[num_chunks])
+        chunks = zip(*(jnp.split(array, num_chunks) for array in tokens), strict=True)
+        return jnp.concatenate([moe(*chunk, experts, share=num_chunks) for chunk in chunks])
 
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
@@ -127,16 +153,28 @@ def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> It
         return run
 
     of = lambda *names: tuple(arrays[name] for name in names)
-    parts = {
+    all_of = of("x", "ids", "weights", "up", "down")
+    parts: dict[str, Any] = {
         "communication": (communication, of("x", "ids", "weights"), 0.0),
         "products": (lambda r, s, u, d: swiglu(u, d, r, s), of("rows", "sizes", "up", "down"), flop),
-        "layer": (layer, of("x", "ids", "weights", "up", "down"), flop),
+        "layer": (functools.partial(layer, 1), all_of, flop),
     }
+    parts |= {f"layer in {n} chunks": (functools.partial(layer, n), all_of, flop) for n in left}
     for way, factor in (("forward", 1), ("forward + backward", 3)):
         for part, (function, arguments, work) in parts.items():
-            timed = function if factor == 1 else both(function)
-            beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi")) if part == "layer" else ()
-            yield Program(f"{part} {way}", "ffi", factor * work, local(timed), arguments, beside)
+            timed = local(function if factor == 1 else both(function))
+            beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi"))
+            more: Any = {"beside": beside, "overlaps": "chunks" in part} if "layer" in part else {}
+            yield Program(f"{part} {way}", "ffi", factor * work, timed, arguments, **more)
+    for n, sms in left.items():
+        if sms is None:
+            continue  # no SMs, no kernels that a profile shows
+        op = f"products of {n} chunks forward"
+        alone = local(functools.partial(apart, n))
+        yield Program(op, "alone", flop, alone, all_of, kernels=PRODUCT_KERNELS)
+        among = local(functools.partial(layer, n))
+        compared = ((op, "alone"),)
+        yield Program(op, "in the layer", flop, among, all_of, beside=compared, kernels=PRODUCT_KERNELS)
 
 
 def programs(
@@ -145,19 +183,27 @@ def programs(
     shape: Shape,
     arguments: tuple[jax.Array, jax.Array, jax.Array],
     capacity: int | None,
+    num_sms: int | None,
 ) -> Iterator[Program]:
-    shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "capacity": capacity}
+    shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
     spec = P(*mesh.axis_names)
 
     def local(function: Any) -> Any:
         mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(mapped)
 
-    def moe(*arguments: Any) -> jax.Array:
-        return jax_ep.moe(*arguments, **shared, implementation="ffi")
+    def moe(*arguments: Any, num_chunks: int = 1, share: int = 1) -> jax.Array:
+        rows = None if capacity is None else -(-capacity // share)
+        return jax_ep.moe(*arguments, capacity=rows, num_chunks=num_chunks, **shared)
+
+    def left(num_chunks: int) -> int | None:
+        chunk = dataclasses.replace(shape, tokens=-(-shape.tokens // num_chunks))
+        rows = None if capacity is None else -(-capacity // num_chunks)
+        taken = sms_of(group, "forward + backward", "expert", chunk, mesh.size, rows, num_sms)
+        return None if taken is None else max(mesh.devices.flat[0].core_count - taken, 2)
 
     def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sent = jax_ep.dispatch(*arguments, **shared, implementation="ffi")
+        sent = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
         return sent.x, sent.group_sizes
 
     rows, sizes = local(route)(*arguments)
@@ -170,7 +216,8 @@ def programs(
     yield from products(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments
     arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
-    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner)
+    chunks = {n: left(n) for n in CHUNKS if shape.tokens % n == 0}
+    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner, chunks)
 
 
 def time_programs(
@@ -185,7 +232,11 @@ def time_programs(
             return program.function(*arguments)
 
         end_to_end = measure.end_to_end_us(run, program.arguments, CALLS, options.repeats)
-        device = measure.kernels_us(run, program.arguments, CALLS, ()) if on_gpu else None
+        device = None
+        if on_gpu and program.overlaps:
+            device = measure.busy_us(run, program.arguments, CALLS)
+        elif on_gpu:
+            device = measure.kernels_us(run, program.arguments, CALLS, program.kernels)
         yield program, processes.slowest(device), processes.slowest(end_to_end) or end_to_end
 
 
@@ -200,7 +251,7 @@ def results(
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     times: dict[tuple[str, str], float] = {}
     with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
-        found = programs(group, mesh, shape, arguments, capacity)
+        found = programs(group, mesh, shape, arguments, capacity, options.num_sms)
         for program, device, end_to_end in time_programs(found, options, on_gpu):
             us = times[program.op, program.by] = device or end_to_end
             yield Work(

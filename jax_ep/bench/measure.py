@@ -28,19 +28,45 @@ def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple
     Each kernel counts with its median, so that the first one's wait for a late device does not; only kernels
     whose name has one of `names` in it count, or all if there are no names.
     """
+    totals = []
+    for kernels in _kernels(run, arguments):
+        times: dict[str, list[float]] = defaultdict(list)
+        for name, begin, end in kernels:
+            if not names or any(part in name for part in names):
+                times[name].append((end - begin) / 1e3)
+        totals.append(sum(statistics.median(found) * len(found) for found in times.values()) / steps)
+    return max(totals, default=0.0) or None
+
+
+def busy_us(run: Callable[..., Any], arguments: Any, steps: int) -> float | None:
+    """The same where kernels run side by side: microseconds of one step in which any kernel runs."""
+    totals = []
+    for kernels in _kernels(run, arguments):
+        total, until = 0.0, 0.0
+        for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+            total += max(end - max(begin, until), 0.0)
+            until = max(until, end)
+        totals.append(total / 1e3 / steps)
+    return max(totals, default=0.0) or None
+
+
+def _kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:
+    """Of each device its kernels in a profile: name, begin and end in nanoseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run(*arguments))
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        totals = []
-        for plane in planes:
-            if "/device:GPU" not in plane.name:
-                continue
-            times: dict[str, list[float]] = defaultdict(list)
-            for line in plane.lines:
-                for event in line.events if "Stream" in line.name else ():
-                    if not names or any(name in event.name for name in names):
-                        times[event.name].append(event.duration_ns / 1e3)
-            totals.append(sum(statistics.median(found) * len(found) for found in times.values()) / steps)
-    return max(totals, default=0.0) or None
+        devices = [
+            plane
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+            if "/device:GPU" in plane.name
+        ]
+        return [
+            [
+                (event.name, event.start_ns, event.start_ns + event.duration_ns)
+                for line in device.lines
+                if "Stream" in line.name
+                for event in line.events
+            ]
+            for device in devices
+        ]

@@ -122,7 +122,12 @@ def show_work(console: Console, results: list[Work]) -> None:
         )
         if title not in tables:
             tables[title] = Table("op", "by", title=title)
-            for column in ("device us", "end to end us", "TFLOP/s", "of dense, or slower part of whole"):
+            for column in (
+                "device us",
+                "end to end us",
+                "TFLOP/s",
+                "of dense, slower part of whole, or alone",
+            ):
                 tables[title].add_column(column, justify="right")
         tables[title].add_row(
             r.op,
