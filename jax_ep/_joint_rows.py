@@ -10,14 +10,14 @@ def joint_index(sizes: Sequence[jax.Array], num_rows: int) -> tuple[jax.Array, j
     """For each of the joint rows [num_rows] its chunk, and its row there.
 
     `sizes` are the group sizes [L] of each chunk. Joint rows lie by expert, then chunk. Past the last of them
-    the answer means nothing, but is in bounds.
+    the answer means nothing, and may be out of bounds.
     """
     of_chunks = jnp.stack(sizes)  # [N, L]
     starts = jnp.cumsum(of_chunks, axis=1) - of_chunks
     segments = of_chunks.T.reshape(-1)  # by expert, then chunk
     ends = jnp.cumsum(segments, dtype=jnp.int32)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    segment = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    segment = jnp.sum(ends[None] <= row[:, None], axis=1, dtype=jnp.int32)
     segment = jnp.minimum(segment, segments.size - 1)
     chunk, expert = segment % len(sizes), segment // len(sizes)
     return chunk, row - (ends - segments)[segment] + starts[chunk, expert]

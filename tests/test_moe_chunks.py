@@ -28,6 +28,7 @@ from chunks import (
     swiglu,
 )
 from conftest import make_mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -253,6 +254,23 @@ def test_other_axes_of_the_mesh(axes):
             )
             layer = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=tokens)
             return gradient(layer, ids)(x, w, p)
+
+        assert_sums(run(2), run(1))
+
+
+@pytest.mark.filterwarnings("ignore:jax_ep. this shard_map leaves the mesh axes")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_another_axis_that_is_not_manual(kind):
+    mesh = make_mesh((R // 2, 2), ("ep", "other"), kind)
+    with jax_ep.Group(mesh, "ep") as group, jax.set_mesh(mesh):
+        spread = lambda tree, *spec: jax.device_put(tree, jax.NamedSharding(mesh, P("ep", *spec)))
+        p = {"up": spread(parameters()["up"], None, "other"), "down": spread(parameters()["down"])}
+        x, ids, w = spread(arrays())
+
+        def run(num_chunks):
+            function = functools.partial(shard, group, mlp, num_chunks=num_chunks)
+            specs = {"in_specs": P("ep"), "out_specs": P("ep"), "axis_names": {"ep"}}
+            return gradient(jax.shard_map(function, mesh=mesh, **specs), ids)(x, w, p)
 
         assert_sums(run(2), run(1))
 
