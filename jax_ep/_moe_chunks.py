@@ -1,7 +1,8 @@
 """The whole layer in chunks of its tokens: communication of some beside the products of others."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -120,22 +121,23 @@ def _forward(
     saved: list[Any] = [None] * layer.count
     counts: list[Any] = [None] * layer.count
 
-    def send(number: int, others: Any) -> DispatchedByExpert:
-        return layer.send(*after(layer.chunk(tokens, number), others))
+    def send(_: int, operands: Any) -> DispatchedByExpert:
+        return layer.send(*operands)
 
-    def experts(number: int, arrived: DispatchedByExpert, others: Any) -> Any:
-        sent = _named(after(arrived, others))
+    def experts(number: int, arrived: DispatchedByExpert) -> Any:
+        sent = _named(arrived)
         counts[number] = sent.tokens_per_expert, sent.num_tokens, sent.num_dropped
         made, own = compute(jax.tree.leaves(sent))
         made = jax.tree.unflatten(layer.made, made)
         saved[number] = sent.handle, made, own
         return made, sent.handle
 
-    def fetch(number: int, computed: Any, others: Any) -> Any:
-        (rows, weights), handle = after(computed, others)
+    def fetch(_: int, computed: Any) -> Any:
+        (rows, weights), handle = computed
         return combine(rows, handle, row_weights=weights, implementation=layer.implementation)
 
-    sums = _pipeline(layer, range(layer.count), send, experts, fetch)
+    operands = [layer.chunk(tokens, number) for number in range(layer.count)]
+    sums, _ = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
     totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *counts)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums), totals, saved
 
@@ -143,41 +145,42 @@ def _forward(
 def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
     d_sums, _ = cotangents
     gradient, shared = saved.gradient, saved.shared
-    made: list[Any] = [None] * layer.count
-    operands: list[Any] = [None] * layer.count
+    handles, made, own = zip(*saved.chunks, strict=True)
+    late: list[Any] = [None] * layer.count
     terms: list[Any] = [None] * layer.count
 
-    def send(number: int, others: Any) -> Any:
-        handle, (rows, weights), _ = saved.chunks[number]
-        return _combine_gradient(layer, handle, after(layer.chunk(d_sums, number), others), rows, weights)
+    def send(_: int, operands: Any) -> Any:
+        return _combine_gradient(layer, *operands)
 
-    def experts(number: int, arrived: Any, others: Any) -> Any:
-        cotangents = jax.tree.leaves(after(arrived, others))
-        d_chunk, operands[number], terms[number] = gradient.backward(own[number], shared, cotangents)
+    def experts(number: int, arrived: Any) -> Any:
+        d_chunk, late[number], terms[number] = gradient.backward(
+            own[number], shared, jax.tree.leaves(arrived)
+        )
         *rows, weights = d_chunk
-        made[number] = (tuple(rows) if layer.has_rows else ()), weights
-        return made[number]
+        return (tuple(rows) if layer.has_rows else ()), weights
 
-    def fetch(number: int, computed: Any, others: Any) -> Any:
-        handle, chosen = open_handle("combine", saved.chunks[number][0], layer.implementation)
-        sums, d_weights = pull(chosen, handle, *after(computed, others))
+    def fetch(number: int, computed: Any) -> Any:
+        handle, chosen = open_handle("combine", handles[number], layer.implementation)
+        sums, d_weights = pull(chosen, handle, *computed)
         return *sums, d_weights
 
     order = range(layer.count)[::-1]
-    own = [one for _, _, one in saved.chunks]
-    prepared = gradient.prepare(own, shared)  # beside the first communication
-    parts = _pipeline(layer, order, send, experts, fetch, prepared)
+    operands = [(handles[i], layer.chunk(d_sums, i), made[i]) for i in range(layer.count)]
+    # Beside the first communication: so not before all is there with which that one begins.
+    prepared = gradient.prepare(after(own, operands[order[0]]), shared)
+    parts, ready = _pipeline(layer, order, operands, send, experts, fetch, prepared)
     *d_x, d_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    # Beside the last communication, for which all must be there before these products begin.
-    operands = after(operands, made[order[-1]])
-    return d_x[0] if d_x else None, None, d_weights, gradient.finish(prepared, operands, terms, shared)
+    # Beside the last communication.
+    found = gradient.finish(prepared, after(late, ready), terms, shared)
+    return d_x[0] if d_x else None, None, d_weights, found
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, rows: Any, weights: jax.Array) -> Any:
-    """Gradients of (rows, row weights)."""
+def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, made: tuple[Any, jax.Array]) -> Any:
+    """Gradients of the rows and row weights that were combined."""
+    rows, weights = made
     leaves, tree = jax.tree.flatten(rows)
     wide = [tuple(map(summable, jax.tree.leaves(one))) for one in (whole(d_sums), rows)]
     handle, chosen = open_handle("combine", handle, layer.implementation)
@@ -198,35 +201,36 @@ def _named(sent: DispatchedByExpert) -> DispatchedByExpert:
 
 def _pipeline(
     layer: _Layer,
-    order: Iterable[int],
+    order: Sequence[int],
+    operands: Sequence[Any],
     send: Callable[[int, Any], Any],
-    compute: Callable[[int, Any, Any], Any],
-    fetch: Callable[[int, Any, Any], Any],
+    compute: Callable[[int, Any], Any],
+    fetch: Callable[[int, Any], Any],
     computed: Any = (),
-) -> list[Any]:
-    """What `fetch` gives for each chunk, of what `compute` makes of what `send` brings.
+) -> tuple[list[Any], Any]:
+    """What `fetch` gives for each chunk, of what `compute` makes of what `send` brings of its operands.
 
     While a chunk is computed, the one before is fetched and then the one after is sent, in one call, so that
     XLA starts both at once. All communication is in one order, and so are the computations, the first of them
-    after what is `computed` already: each function is told what it has to run after.
+    after what is `computed` already. A computation begins when what flies beside it can start: XLA, which
+    starts what it can, but does not bring forward what has to be there before, then starts that first.
+    Also returned is what the last fetch starts with.
     """
-    chunks = list(order)
-    found: list[Any] = [None] * layer.count
-    arrived = layer.begin(lambda: send(chunks[0], ()))
-    flown: Any = arrived
-    for position, chunk in enumerate(chunks):
-        previous = chunks[position - 1] if position else None
-        following = chunks[position + 1] if position + 1 < len(chunks) else None
 
-        def fly(previous: Any = previous, following: Any = following, before: Any = (computed, flown)) -> Any:
-            results, flown = before
-            out = () if previous is None else fetch(previous, results, flown)
-            return out, () if following is None else send(following, (flown, out))
+    def fly(previous: int | None, following: int | None, ready: Any) -> tuple[Any, Any]:
+        out = () if previous is None else fetch(previous, ready[0])
+        return out, () if following is None else send(following, after(ready[1], out))
 
-        flown = layer.begin(fly)
-        computed = compute(chunk, arrived, computed)
+    found: dict[int, Any] = {}
+    before: Any = ()  # what the fetch before needs
+    flown: Any = layer.begin(functools.partial(fly, None, order[0], ((), operands[order[0]])))
+    for previous, chunk, following in zip((None, *order), order, (*order[1:], None), strict=False):
+        arrived = flown[1]
+        ready = after((before, () if following is None else operands[following]), flown)
+        flown = layer.begin(functools.partial(fly, previous, following, ready))
+        computed = before = compute(chunk, after(arrived, (computed, ready)))
         if previous is not None:
             found[previous] = flown[0]
-        arrived = flown[1]
-    found[chunks[-1]] = layer.begin(lambda: fetch(chunks[-1], computed, flown))
-    return found
+    ready = after(before, flown)
+    found[order[-1]] = layer.begin(functools.partial(fetch, order[-1], ready))
+    return [found[chunk] for chunk in range(layer.count)], ready

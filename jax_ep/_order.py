@@ -20,25 +20,26 @@ def after(values: Tree, others: Any) -> Tree:
     before = jax.tree.leaves(others)
     if not leaves or not before:
         return values
-    return jax.tree.unflatten(tree, _after.bind(*leaves, *before, count=len(leaves)))
+    return jax.tree.unflatten(tree, _after.bind(*before, *leaves, count=len(leaves)))
 
 
 _after = Primitive("jax_ep_after")
 _after.multiple_results = True
-_after.def_impl(lambda *arrays, count: list(arrays[:count]))
-_after.def_abstract_eval(lambda *avals, count: list(avals[:count]))
+_after.def_impl(lambda *arrays, count: list(arrays[-count:]))
+_after.def_abstract_eval(lambda *avals, count: list(avals[-count:]))
 
 
 def _lower(_: Any, *arrays: Any, count: int) -> Any:
-    return stablehlo.OptimizationBarrierOp(arrays).results[:count]
+    # XLA's scheduler likes to go through operands in their order: so the others are the first of them.
+    return stablehlo.OptimizationBarrierOp(arrays).results[-count:]
 
 
 def _batch(arrays: Any, dims: Any, *, count: int) -> Any:
-    return _after.bind(*arrays, count=count), dims[:count]
+    return _after.bind(*arrays, count=count), dims[-count:]
 
 
 def _differentiate(arrays: Any, tangents: Any, *, count: int) -> Any:
-    return _after.bind(*arrays, count=count), list(tangents[:count])
+    return _after.bind(*arrays, count=count), list(tangents[-count:])
 
 
 mlir.register_lowering(_after, _lower)
