@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from jax_ep._grouped_dot import is_weight_product, weight_product, weight_product_sms
 from jax_ep._jaxprs import Arrays, Values, apply, constants_of, evaluate, read, run, variables
 from jax_ep._joint_rows import joint_index, joint_rows
-from jax_ep._order import after
+from jax_ep._order import barrier
 
 Function = Callable[[Arrays, Arrays], Arrays]
 
@@ -226,7 +226,7 @@ def _inline(equation: Any, arrays: Arrays) -> Arrays:
         return apply(equation, arrays)
     again = equation.params.get("prevent_cse", False)
     if again if isinstance(again, bool) else any(again):
-        arrays = after(list(arrays), arrays)  # or what is computed again would be merged with what was before
+        arrays = barrier(list(arrays))  # or what is computed again would be merged with what was before
     inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
     return evaluate(inner, constants_of(inner), arrays, _inline)
 

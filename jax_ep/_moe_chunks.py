@@ -16,7 +16,7 @@ from jax_ep._group import Group
 from jax_ep._handle import Handle
 from jax_ep._jaxprs import Arrays, constants_of, evaluate
 from jax_ep._manual import vary_alike, whole
-from jax_ep._order import after
+from jax_ep._order import barrier
 from jax_ep._push_pull import open_handle, pull, push_scaled, static_arguments
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._start_done import begin
@@ -137,7 +137,8 @@ def _forward(
         return combine(rows, handle, row_weights=weights, implementation=layer.implementation)
 
     operands = [layer.chunk(tokens, number) for number in range(layer.count)]
-    sums, _ = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
+    sums, ready = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
+    sums[-1] = layer.begin(lambda: fetch(layer.count - 1, ready))
     totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *counts)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums), totals, saved
 
@@ -148,6 +149,7 @@ def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
     handles, made, own = zip(*saved.chunks, strict=True)
     late: list[Any] = [None] * layer.count
     terms: list[Any] = [None] * layer.count
+    weights_of: list[Any] = [None] * layer.count
 
     def send(_: int, operands: Any) -> Any:
         return _combine_gradient(layer, *operands)
@@ -156,23 +158,34 @@ def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
         d_chunk, late[number], terms[number] = gradient.backward(
             own[number], shared, jax.tree.leaves(arrived)
         )
-        *rows, weights = d_chunk
-        return (tuple(rows) if layer.has_rows else ()), weights
+        *rows, weights_of[number] = d_chunk
+        return tuple(rows) if layer.has_rows else ()
 
-    def fetch(number: int, computed: Any) -> Any:
+    def fetch(number: int, rows: Arrays) -> Arrays:
+        return along(number, rows, None)[0] if rows else ()
+
+    def along(number: int, rows: Arrays, weights: jax.Array | None) -> Any:
         handle, chosen = open_handle("combine", handles[number], layer.implementation)
-        sums, d_weights = pull(chosen, handle, *computed)
-        return *sums, d_weights
+        return pull(chosen, handle, rows, weights)
 
-    order = range(layer.count)[::-1]
+    first, *_, last = order = range(layer.count)[::-1]
     operands = [(handles[i], layer.chunk(d_sums, i), made[i]) for i in range(layer.count)]
     # Beside the first communication: so not before all is there with which that one begins.
-    prepared = gradient.prepare(after(own, operands[order[0]]), shared)
-    parts, ready = _pipeline(layer, order, operands, send, experts, fetch, prepared)
-    *d_x, d_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    # Beside the last communication.
-    found = gradient.finish(prepared, after(late, ready), terms, shared)
-    return d_x[0] if d_x else None, None, d_weights, found
+    _, rows = barrier((operands[first], own))
+    prepared = gradient.prepare(rows, shared)
+    d_x, rows = _pipeline(layer, order, operands, send, experts, fetch, prepared)
+    # The gradients of the weights come apart, in little time: of a call that brings one array alone XLA knows
+    # that nothing waits for it.
+    d_weights: list[Any] = [None] * layer.count
+    for number in order:
+        rows, weights = barrier((rows, weights_of[number]))
+        d_weights[number] = along(number, (), weights)[1]
+        rows, d_weights[number] = barrier((rows, d_weights[number]))
+    d_x[last] = layer.begin(lambda: fetch(last, rows))
+    _, late = barrier((rows, late))  # beside it
+    found, d_x[last] = barrier((gradient.finish(prepared, late, terms, shared), d_x[last]))
+    d_rows = [jnp.concatenate(chunks) for chunks in zip(*d_x, strict=True)]
+    return d_rows[0] if d_rows else None, None, jnp.concatenate(d_weights), found
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -191,7 +204,7 @@ def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, made: tuple[An
 
 
 def _named(sent: DispatchedByExpert) -> DispatchedByExpert:
-    """With names for `jax.checkpoint`: else what is kept of a dispatch would lie before `after`."""
+    """With names for `jax.checkpoint`: else what is kept of a dispatch would lie before a barrier."""
     indices = ("group_sizes", "tokens_per_expert", "num_tokens", "num_dropped", "handle")
     named: dict[str, Any] = {name: name_all(getattr(sent, name), CHECKPOINT_HANDLE) for name in indices}
     named["x"] = name_all(sent.x, CHECKPOINT_ROWS)
@@ -208,29 +221,31 @@ def _pipeline(
     fetch: Callable[[int, Any], Any],
     computed: Any = (),
 ) -> tuple[list[Any], Any]:
-    """What `fetch` gives for each chunk, of what `compute` makes of what `send` brings of its operands.
+    """What `fetch` gives for each chunk but the last, of what `compute` makes of what `send` brings.
 
     While a chunk is computed, the one before is fetched and then the one after is sent, in one call, so that
     XLA starts both at once. All communication is in one order, and so are the computations, the first of them
     after what is `computed` already. A computation begins when what flies beside it can start: XLA, which
     starts what it can, but does not bring forward what has to be there before, then starts that first.
-    Also returned is what the last fetch starts with.
+    Also returned is what the last fetch is to begin with.
     """
 
     def fly(previous: int | None, following: int | None, ready: Any) -> tuple[Any, Any]:
-        out = () if previous is None else fetch(previous, ready[0])
-        return out, () if following is None else send(following, after(ready[1], out))
+        results, operands = ready
+        out = () if previous is None else fetch(previous, results)
+        out, operands = barrier((out, operands))
+        return out, () if following is None else send(following, operands)
 
     found: dict[int, Any] = {}
-    before: Any = ()  # what the fetch before needs
+    made: Any = ()
     flown: Any = layer.begin(functools.partial(fly, None, order[0], ((), operands[order[0]])))
     for previous, chunk, following in zip((None, *order), order, (*order[1:], None), strict=False):
         arrived = flown[1]
-        ready = after((before, () if following is None else operands[following]), flown)
+        *ready, _ = barrier((made, () if following is None else operands[following], flown))
         flown = layer.begin(functools.partial(fly, previous, following, ready))
-        computed = before = compute(chunk, after(arrived, (computed, ready)))
+        _, _, arrived = barrier((computed, ready, arrived))
+        computed = made = compute(chunk, arrived)
         if previous is not None:
             found[previous] = flown[0]
-    ready = after(before, flown)
-    found[order[-1]] = layer.begin(functools.partial(fetch, order[-1], ready))
-    return [found[chunk] for chunk in range(layer.count)], ready
+    ready, _ = barrier((made, flown))
+    return [found.get(chunk) for chunk in range(layer.count)], ready

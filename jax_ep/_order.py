@@ -1,4 +1,4 @@
-"""after: one thing after another where no data says so."""
+"""One thing after another where no data says so."""
 
 from typing import Any, TypeVar
 
@@ -10,38 +10,26 @@ from jaxlib.mlir.dialects import stablehlo
 Tree = TypeVar("Tree")
 
 
-def after(values: Tree, others: Any) -> Tree:
-    """`values`, but what uses them runs after what has made `others`.
+def barrier(values: Tree) -> Tree:
+    """The same, but what uses any of the results runs after what has made all of the values.
 
-    As `jax.lax.optimization_barrier` of both, which asks that all of them vary over the same axes of a
-    shard_map, and would make each vary over those of the others.
+    As `jax.lax.optimization_barrier`, which asks that all values vary over the same axes of a shard_map.
+    XLA's scheduler may go through them in their order: so what is to run first is named first.
     """
     leaves, tree = jax.tree.flatten(values)
-    before = jax.tree.leaves(others)
-    if not leaves or not before:
-        return values
-    return jax.tree.unflatten(tree, _after.bind(*before, *leaves, count=len(leaves)))
+    return jax.tree.unflatten(tree, _barrier.bind(*leaves)) if leaves else values
 
 
-_after = Primitive("jax_ep_after")
-_after.multiple_results = True
-_after.def_impl(lambda *arrays, count: list(arrays[-count:]))
-_after.def_abstract_eval(lambda *avals, count: list(avals[-count:]))
+_barrier = Primitive("jax_ep_barrier")
+_barrier.multiple_results = True
+_barrier.def_impl(lambda *arrays: list(arrays))
+_barrier.def_abstract_eval(lambda *avals: list(avals))
 
 
-def _lower(_: Any, *arrays: Any, count: int) -> Any:
-    # XLA's scheduler likes to go through operands in their order: so the others are the first of them.
-    return stablehlo.OptimizationBarrierOp(arrays).results[-count:]
+def _lower(_: Any, *arrays: Any) -> Any:
+    return stablehlo.OptimizationBarrierOp(arrays).results
 
 
-def _batch(arrays: Any, dims: Any, *, count: int) -> Any:
-    return _after.bind(*arrays, count=count), dims[-count:]
-
-
-def _differentiate(arrays: Any, tangents: Any, *, count: int) -> Any:
-    return _after.bind(*arrays, count=count), list(tangents[-count:])
-
-
-mlir.register_lowering(_after, _lower)
-batching.primitive_batchers[_after] = _batch
-ad.primitive_jvps[_after] = _differentiate
+mlir.register_lowering(_barrier, _lower)
+batching.primitive_batchers[_barrier] = lambda arrays, dims: (_barrier.bind(*arrays), dims)
+ad.primitive_jvps[_barrier] = lambda arrays, tangents: (_barrier.bind(*arrays), list(tangents))

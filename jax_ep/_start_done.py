@@ -17,6 +17,7 @@ from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, DispatchedByRank, dispatch
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order
+from jax_ep._order import barrier
 
 Result = TypeVar("Result")
 
@@ -179,8 +180,12 @@ def begin(run: Callable[[], Result], group: Any, implementation: str | None) -> 
     # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
     # function that is called in it, too.
     traced, shapes = jax.make_jaxpr(run, return_shape=True)()
+    if not jax.tree.leaves(shapes):
+        return run()
     call = _run_on(jaxpr_as_fun(traced), compute_type=_STREAM, out_memory_spaces=jax.memory.Space.Device)
-    return jax.tree.unflatten(jax.tree.structure(shapes), call())
+    results = call()
+    # XLA (jax 0.11) would make a start and a done of the picking of each result, too.
+    return jax.tree.unflatten(jax.tree.structure(shapes), barrier(results) if len(results) > 1 else results)
 
 
 def _has_stream(group: Any, implementation: str | None) -> bool:
