@@ -14,7 +14,7 @@ from jax_ep._fp8_rows import NO_GRADIENT, Quantize
 from jax_ep._group import Group
 from jax_ep._manual import require_manual
 from jax_ep._moe_chunks import in_chunks
-from jax_ep._push_pull import without_gradient
+from jax_ep._reverse_mode import without_gradient
 
 
 @jax.tree_util.register_dataclass

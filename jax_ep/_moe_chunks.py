@@ -17,8 +17,9 @@ from jax_ep._handle import Handle
 from jax_ep._jaxprs import Arrays, constants_of, evaluate
 from jax_ep._manual import vary_alike, whole
 from jax_ep._order import barrier
-from jax_ep._push_pull import open_handle, pull, push_scaled, static_arguments
+from jax_ep._push_pull import open_handle, pull, push_scaled
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._reverse_mode import reverse_mode
 from jax_ep._start_done import begin
 
 Send = Callable[[jax.Array, jax.Array, jax.Array], DispatchedByExpert]
@@ -88,7 +89,7 @@ def in_chunks(
     return jax.tree.map(lambda leaf: leaf[:num_tokens], sums), counts
 
 
-@static_arguments(0)
+@reverse_mode("moe", 0)
 def _run(
     layer: _Layer, x: jax.Array, ids: jax.Array, weights: jax.Array, closed: Arrays
 ) -> tuple[Any, Counts]:
