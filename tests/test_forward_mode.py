@@ -134,7 +134,7 @@ def test_the_error_names_the_op(name, way):
 
 
 @pytest.mark.parametrize("name", ["dispatch", "weighted combine", "permute", "grouped_dot"])
-def test_outside_of_jit(name):
+def test_eager_mode(name):
     function, error = function_of(name)
     with pytest.raises(TypeError, match=error + r" \(jax.jvp, .* take jax.grad, jax.vjp or jax.jacrev"):
         jax.jvp(function, (X,), (X,))
