@@ -158,19 +158,22 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    lines: dict[str, set[tuple[int, float]]] = defaultdict(set)
+    lines: dict[str, dict[int, float]] = defaultdict(dict)
     for r in results:
         x = {"ranks": r.ranks, "sms": r.sms or r.num_sms}.get(swept) or getattr(r.shape, swept, 0)
         label = f"{r.name}, {r.by}" + (f", by {r.order}" if r.order else "")
-        lines[label].add((x, r.us))
+        lines[label][x] = r.us
         if r.by == "ffi" and r.ceiling_gbs is not None:
-            lines[f"{r.name}, plain copies of the same rows"].add((x, r.bound_bytes / r.ceiling_gbs / 1e3))
+            # Of several orders that of which the fewest bytes must be copied.
+            copies = lines[f"{r.name}, plain copies of the same rows"]
+            us = r.bound_bytes / r.ceiling_gbs / 1e3
+            copies[x] = min(us, copies.get(x, us))
     for label, points in lines.items():
         style = "k:" if "plain copies" in label else "o-"
-        axes.plot(*zip(*sorted(points), strict=True), style, label=label)
+        axes.plot(*zip(*sorted(points.items()), strict=True), style, label=label)
     axes.set(xscale="log", yscale="log", xlabel=f"{swept}{' a rank' if swept == 'tokens' else ''}")
     axes.set_ylabel("microseconds a round trip")
-    ticks = sorted({x for points in lines.values() for x, _ in points})
+    ticks = sorted({x for points in lines.values() for x in points})
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_xticks([], minor=True)
     axes.set_title(_title(results, swept), fontsize="medium")
