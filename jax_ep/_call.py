@@ -50,7 +50,13 @@ def _primitive(target: str) -> Primitive:
     """
     primitive = Primitive(f"jax_ep.{_OPS.get(target, target)}")
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("results", "attributes")))
+    compiled = jax.jit(primitive.bind, static_argnames=("results", "attributes"))
+
+    def run(*operands: Any, **how: Any) -> Any:
+        with jax.disable_jit(False):  # a handler is always compiled
+            return compiled(*operands, **how)
+
+    primitive.def_impl(run)
     primitive.def_abstract_eval(_result_types)
     lower = jax.ffi.ffi_lowering(f"jax_ep_{target}")
 

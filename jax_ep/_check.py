@@ -154,7 +154,7 @@ def no_result(op: str, name: str, value: Any, allowed: type | None = None) -> No
     """TypeError if a pytree of rows holds what an op returned as a whole, whose arrays are not all rows."""
 
     def is_result(node: Any) -> bool:
-        is_own = type(node).__module__.startswith("jax_ep.")
+        is_own = any(kind.__module__.startswith("jax_ep.") for kind in type(node).__mro__)
         return is_own and (allowed is None or not isinstance(node, allowed))
 
     for node in filter(is_result, jax.tree.leaves(value, is_leaf=is_result)):

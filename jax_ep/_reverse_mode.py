@@ -37,7 +37,7 @@ def no_forward_mode(error: str, arrays: Any) -> Any:
     """The arrays of a pytree. To push a tangent of theirs forward is a TypeError; gradients pass."""
 
     def marked(array: Any) -> Any:
-        return _mark.bind(array, error=error) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        return _mark.bind(array, message=error) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
     return jax.tree.map(marked, arrays)
 
@@ -63,31 +63,31 @@ def _without_gradient_backward(error: str, saved: None, cotangents: Any) -> Any:
 _without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 
-def _refuse(*_: Any, error: str) -> Any:
-    raise TypeError(error)
+def _refuse(*_: Any, message: str) -> Any:
+    raise TypeError(message)
 
 
 def _linear(name: str) -> Primitive:
-    """One array to another one of its type."""
+    """One array to another one of its type. (A parameter `error` would collide with one of checkify's.)"""
     primitive = Primitive(name)
-    primitive.def_abstract_eval(lambda array, *, error: array)
+    primitive.def_abstract_eval(lambda array, *, message: array)
     return primitive
 
 
 # A tangent, unchanged. Reverse mode transposes it away, so who computes, compiles or batches it goes forward.
 _tangent = _linear("jax_ep_tangent")
 _tangent.def_impl(_refuse)
-ad.deflinear2(_tangent, lambda cotangent, tangent, *, error: [cotangent])
+ad.deflinear2(_tangent, lambda cotangent, tangent, *, message: [cotangent])
 batching.primitive_batchers[_tangent] = _refuse
 mlir.register_lowering(_tangent, _refuse)
 
 # An array, unchanged, whose tangent is one of these. (A `jax.custom_jvp` would not do: under `jax.grad` of
 # `jax.vmap` its rule is batched, and with it the tangent.)
 _mark = _linear("jax_ep_reverse_mode")
-_mark.def_impl(lambda array, *, error: array)
-ad.primitive_jvps[_mark] = lambda primals, tangents, *, error: (
+_mark.def_impl(lambda array, *, message: array)
+ad.primitive_jvps[_mark] = lambda primals, tangents, *, message: (
     primals[0],
-    _tangent.bind(*tangents, error=error),
+    _tangent.bind(*tangents, message=message),
 )
 batching.defvectorized(_mark)
-mlir.register_lowering(_mark, lambda context, array, *, error: [array])
+mlir.register_lowering(_mark, lambda context, array, *, message: [array])

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)]+)\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)]+)\)")
 
 
 def dynamic_metadata(field: str, *_: Any) -> dict[str, str]:
@@ -20,7 +20,6 @@ def dynamic_metadata(field: str, *_: Any) -> dict[str, str]:
         image, text, path = found.groups()
         if address is None:
             return f"{text} [{path}]"
-        kind = "raw" if path.endswith(".svg") else "blob"
-        return f"{image}[{text}]({address}/{kind}/HEAD/{path})"
+        return f"{image}[{text}]({address.rstrip('/')}/{'raw' if image else 'blob'}/HEAD/{path})"
 
     return {"content-type": "text/markdown", "text": LINK.sub(whole, Path("README.md").read_text())}

@@ -61,7 +61,8 @@ def test_the_example_learns():
     assert losses[-1] < losses[0]
     assert "8 ranks in 2 processes: GroupStats(implementation='ffi', reason=''" in done.stdout
     assert "ranks_per_node=4" in done.stdout
-    assert len(done.stdout.splitlines()) == 6
+    # Gloo tells of its connections, where it likes.
+    assert len([line for line in done.stdout.splitlines() if "peer ranks" not in line]) == 6
     assert done.stderr == ""
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 from layers import E, H, R, T, dense, dense_gradients, experts, inputs, layer
 
@@ -162,3 +163,25 @@ def test_many_launches_without_waiting():
     )
     results = [mapped(x * i, ids, w) for i in range(100)]
     np.testing.assert_allclose(results[99], dense(x * 99, ids, w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_checkify(implementation):
+    x, ids = jnp.ones((4, 8)), jnp.array([[0, 1], [1, 2], [2, -1], [3, 0]], jnp.int32)
+
+    def loss(x):
+        sent = jax_ep.permute(x, ids, num_local_experts=4, implementation=implementation)
+        checkify.check(jnp.all(sent.tokens_per_expert > 0), "an expert has no row")
+        return jnp.sum(sent.x)
+
+    for function in (loss, jax.grad(loss)):
+        error, _ = checkify.checkify(jax.jit(function))(x)
+        error.throw()
+
+
+def test_local_ops_where_jit_is_disabled():
+    x, ids = jnp.arange(8.0).reshape(4, 2), jnp.array([[0], [1], [0], [1]], jnp.int32)
+    with jax.disable_jit():
+        sent = jax_ep.permute(x, ids, num_local_experts=2)
+        back = jax_ep.unpermute(sent.x, sent.row_map)
+    np.testing.assert_array_equal(back, x)
