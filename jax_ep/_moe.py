@@ -111,7 +111,8 @@ def moe(
       num_chunks: in how many chunks of consecutive tokens the layer works, the last of which may have fewer,
         so that on GPUs the communication of some runs beside the experts of others. `expert_fn` is traced
         once, and sees the rows of one chunk at a time. Each chunk gets an equal share of the capacity,
-        rounded up to a multiple of expert_alignment, so that other rows may be dropped than in one chunk.
+        rounded up to a multiple of expert_alignment, and of host_capacity, so that other rows may be dropped
+        than in one chunk.
         Gradients of weights by `grouped_dot` are products of the rows of all chunks, taken once. Under
         `jax.vmap` on GPUs only 1 chunk is possible (docs/sharp_bits.md).
       return_stats: also return how many rows came, and how many were dropped.

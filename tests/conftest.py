@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
+from jax_ep import _extension, _start_done
 
 processes.join()
 
@@ -71,6 +72,11 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+@pytest.fixture
+def two_devices() -> None:
+    need_devices(2)
+
+
 @pytest.fixture(params=["ffi", "xla"])
 def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -81,3 +87,22 @@ def open_group() -> Iterator[Callable[..., jax_ep.Group]]:
     """Makes groups that the end of the test closes."""
     with contextlib.ExitStack() as groups:
         yield lambda *args, **options: groups.enter_context(jax_ep.Group(*args, **options))
+
+
+@pytest.fixture
+def gpu_group(open_group: Callable[..., jax_ep.Group], monkeypatch: pytest.MonkeyPatch) -> jax_ep.Group:
+    """A group as it would be on GPUs that are not here."""
+    group = open_group(make_mesh((most_ranks(),), ("ep",)), "ep")
+    monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    return group
+
+
+@pytest.fixture(params=[False, True], ids=["", "annotated"])
+def annotated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether ops are annotated for the stream for communication also where there is none."""
+    if request.param:
+        if jax.default_backend() == "gpu":
+            pytest.skip("annotated anyway")
+        monkeypatch.setattr(_start_done, "_has_stream", lambda *arguments: True)
+    return request.param

@@ -74,7 +74,7 @@ def test_no_step_is_merged_or_dropped(op, order):
         assert np.isfinite(np.asarray(jax.device_get(repeated(*arguments)), np.float32)).all()
 
 
-@pytest.mark.skipif(R < 2, reason="needs two ranks")
+@pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("op", ["dispatch", "dispatch FP8", "combine", "round trip"])
 def test_no_step_of_two_hops_is_merged_or_dropped(op, order):

@@ -14,7 +14,7 @@ from conftest import need_gpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import _extension, _joint_rows
+from jax_ep import _joint_rows
 from jax_ep._grouped_dot import is_weight_product
 
 
@@ -58,15 +58,6 @@ def test_joint_rows(kind):
     want = np.concatenate([pieces[chunk][expert] for expert in range(8) for chunk in range(3)])
     assert same_bits(got[: len(want)], want)
     assert got.shape == (len(want) + 12, 5)
-
-
-@pytest.fixture
-def gpu_group(open_group, monkeypatch):
-    """A group as it would be on GPUs that are not here."""
-    group = open_group(ranks(R).mesh, "ep")
-    monkeypatch.setattr(group, "_platform", "gpu")
-    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    return group
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])

@@ -13,15 +13,6 @@ import jax_ep
 from jax_ep import _extension
 
 
-@pytest.fixture
-def gpu_group(open_group, monkeypatch):
-    """A group as it would be on GPUs that are not here."""
-    group = open_group(ranks(R).mesh, "ep")
-    monkeypatch.setattr(group, "_platform", "gpu")
-    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    return group
-
-
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_every_op_lowers_for_cuda(order, gpu_group):
     on = ranks(R)

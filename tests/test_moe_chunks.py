@@ -32,18 +32,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _start_done
 
 CHUNKS = [2, 3, 4]  # of 5; of 4, 4 and 2; of 3, 3, 3 and 1 tokens
-
-
-@pytest.fixture(params=[False, True], ids=["", "annotated"])
-def annotated(request, monkeypatch):
-    """Whether ops are annotated for the stream also where there is none, as in tests/test_start_done.py."""
-    if request.param:
-        if jax.default_backend() == "gpu":
-            pytest.skip("annotated anyway")
-        monkeypatch.setattr(_start_done, "_has_stream", lambda *arguments: True)
 
 
 @functools.cache

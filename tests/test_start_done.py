@@ -16,21 +16,10 @@ from conftest import most_ranks, need_gpu
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _extension, _start_done
 
 R, T, K, E, H = most_ranks(), 8, 3, 16, 128
 L = E // R
 ORDERS = ["rank", "expert", "expert_padded"]
-
-
-@pytest.fixture(params=[False, True], ids=["", "annotated"])
-def annotated(request, monkeypatch):
-    """Whether the op is annotated for the stream also where there is none."""
-    if request.param:
-        if jax.default_backend() == "gpu":
-            pytest.skip("annotated anyway")
-        monkeypatch.setattr(_start_done, "_has_stream", lambda *arguments: True)
-    return request.param
 
 
 def arrays():
@@ -170,15 +159,6 @@ def test_pending_is_a_pytree(annotated):
         return together(x, ids, weights, group=group).x
 
     assert_same(jax.jit(mapped(shard))(x, ids, weights), jax.jit(mapped(expected))(x, ids, weights))
-
-
-@pytest.fixture
-def gpu_group(open_group, monkeypatch):
-    """A group as it would be on GPUs that are not here."""
-    group = open_group(ranks(R).mesh, "ep")
-    monkeypatch.setattr(group, "_platform", "gpu")
-    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    return group
 
 
 def lowered_for_gpus(group, implementation):

@@ -31,7 +31,7 @@ from jax_ep._layout import get_dispatch_layout
 
 R = most_ranks()
 PER_HOST = [n for n in (1, 2, 4) if n < R]
-pytestmark = pytest.mark.skipif(R < 2, reason="needs two ranks")
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def hosts_of(per_host, size=R):
@@ -254,8 +254,6 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 @pytest.mark.parametrize(("size", "per_host", "experts"), [(64, 8, 128), (256, 16, 512)])
 def test_more_ranks_than_a_host_has(size, per_host, experts):
     """In a process of its own, which has as many devices."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("needs virtual devices")
     worker = pathlib.Path(__file__).with_name("many_ranks_worker.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
     command = [sys.executable, str(worker), str(size), str(per_host), str(experts)]

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, assert_close, floats, ranks, routing, same_bits
-from conftest import most_ranks
+from conftest import most_ranks, need_devices
 from jax.sharding import PartitionSpec as P
 from layers import dense, dense_gradients, inputs, layer
 
@@ -16,7 +16,7 @@ import jax_ep
 
 R = most_ranks()
 PER_HOST = [n for n in (1, 2, 4) if n < R]
-pytestmark = pytest.mark.skipif(R < 2, reason="needs two ranks")
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def hosts_of(per_host, size=R):
@@ -54,8 +54,7 @@ def test_combine_rounds_each_host_s_sum_once(per_host, order, weighted, dtype):
 
 def test_a_sum_is_made_host_by_host():
     """On the first host 2^24 + 1 - 2^24 is 0 in float32; 1 + 1 on the second then stays."""
-    if R < 4:
-        pytest.skip("needs two hosts of two ranks")
+    need_devices(4)
     on = hosts_of(2, 4)
     y = np.array([2.0**24, 1.0, 1.0, 1.0], np.float32)
     ids = np.tile(np.arange(4, dtype=np.int32), (4, 1, 1))
@@ -192,8 +191,7 @@ def test_in_a_scan_of_checkpoints(policy):
 
 def test_over_two_axes_under_explicit_sharding():
     """The group spans two axes of a mesh, of which the first goes over hosts."""
-    if R < 4:
-        pytest.skip("needs four ranks")
+    need_devices(4)
     mesh = jax.make_mesh((2, R // 2), ("host", "rank"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     axes = ("host", "rank")
     group = jax_ep.Group(mesh, axes, ranks_per_node=R // 2)
@@ -206,8 +204,7 @@ def test_over_two_axes_under_explicit_sharding():
 
 def test_groups_beside_each_other():
     """Two groups along one axis, each of two hosts."""
-    if R < 8:
-        pytest.skip("needs eight ranks")
+    need_devices(8)
     mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     group = jax_ep.Group(mesh, "ep", ranks_per_node=2)
     x, ids, w = inputs(8)

@@ -87,7 +87,7 @@ struct Channel {
   uint64_t gate;
   Stamped opened;                                    // the call site, plus 1, of the op that was opened last
   uint32_t epoch;                                    // of the last op that has ended here
-  uint32_t ended;                                    // blocks of the kernel that have ended; 0 between ops
+  uint32_t ended;                                    // blocks that have ended, or failed; 0 between ops
   uint32_t wave_shares[kMaxWaves];                   // shares of each wave that are done; 0 between ops
   uint32_t next[kMaxPayloads];                       // tickets that were taken, of each array if they differ
   uint32_t spread[2];                                // likewise, for rows to spread: by turns, op by op
