@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_ep._extension_types import Extension
 
-Implementation = Literal["ffi", "xla"]
+Implementation = Literal["ffi", "ffi apart", "xla"]
 
 
 def runtime_ffi_version() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from jax_ep import _check, _ffi
 from jax_ep._dtypes import is_differentiable
 from jax_ep._extension import Implementation
 from jax_ep._handle import Routing
-from jax_ep._push_pull import attach, route
+from jax_ep._push_pull import attach, backend, route
 from jax_ep._quantize import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import Attendance, Leaves, Routed
@@ -53,8 +53,8 @@ def route_fp8(
 ) -> tuple[Any, Routed]:
     """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
     (x,) = leaves
-    if implementation == "ffi" and not routing.makes_two_hops and _ffi.quantizes(routing, x):
-        sent = _route_as_fp8(routing, x, topk_idx, topk_weights, round_scale, attendance)
+    if implementation != "xla" and not routing.makes_two_hops and _ffi.quantizes(routing, x):
+        sent = _route_as_fp8(implementation, routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
         sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
@@ -69,6 +69,7 @@ def route_fp8(
 
 
 def _route_as_fp8(
+    implementation: Implementation,
     routing: Routing,
     x: jax.Array,
     topk_idx: jax.Array,
@@ -78,7 +79,7 @@ def _route_as_fp8(
 ) -> Routed:
     """`route` of rows that the kernel packs while it sends them."""
     x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
-    (values, scales), weights, *indices = _ffi.route(
+    (values, scales), weights, *indices = backend(implementation).route(
         routing, (x,), topk_idx, topk_weights, attendance, quantize=2 if round_scale else 1
     )
     rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))

@@ -113,8 +113,7 @@ def moe(
         once, and sees the rows of one chunk at a time. Each chunk gets an equal share of the capacity,
         rounded up to a multiple of expert_alignment, and of host_capacity, so that other rows may be dropped
         than in one chunk.
-        Gradients of weights by `grouped_dot` are products of the rows of all chunks, taken once. Under
-        `jax.vmap` on GPUs only 1 chunk is possible (docs/sharp_bits.md).
+        Gradients of weights by `grouped_dot` are products of the rows of all chunks, taken once.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 

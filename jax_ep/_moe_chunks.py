@@ -1,13 +1,13 @@
 """The whole layer in chunks of its tokens: communication of some beside the products of others."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _apart
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert
 from jax_ep._dtypes import summable
@@ -20,7 +20,6 @@ from jax_ep._order import barrier
 from jax_ep._push_pull import open_handle, pull, push_scaled
 from jax_ep._remat import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._reverse_mode import reverse_mode
-from jax_ep._start_done import begin
 
 Send = Callable[[jax.Array, jax.Array, jax.Array], DispatchedByExpert]
 Experts = Callable[[DispatchedByExpert], Any]
@@ -42,8 +41,16 @@ class _Layer:
     group: Group
     implementation: str | None
 
-    def begin(self, run: Callable[[], Result]) -> Result:
-        return begin(run, self.group, self.implementation)
+    def settled(self, sent: Any) -> Any:
+        """What of it is there before anything is in flight."""
+        return dataclasses.replace(sent, x=()) if self._flies(sent) else sent
+
+    def unsettled(self, sent: Any, settled: Any) -> Any:
+        """All of it again, with what is settled in its place."""
+        return dataclasses.replace(settled, x=sent.x) if self._flies(sent) else settled
+
+    def _flies(self, sent: Any) -> bool:
+        return isinstance(sent, DispatchedByExpert) and _apart.has_stream(self.group, self.implementation)
 
     def chunk(self, arrays: Any, number: int) -> Any:
         """The tokens of a chunk."""
@@ -123,7 +130,8 @@ def _forward(
     counts: list[Any] = [None] * layer.count
 
     def send(_: int, operands: Any) -> DispatchedByExpert:
-        return layer.send(*operands)
+        with _apart.started():
+            return layer.send(*operands)
 
     def experts(number: int, arrived: DispatchedByExpert) -> Any:
         sent = _named(arrived)
@@ -135,11 +143,12 @@ def _forward(
 
     def fetch(_: int, computed: Any) -> Any:
         (rows, weights), handle = computed
-        return combine(rows, handle, row_weights=weights, implementation=layer.implementation)
+        with _apart.started():
+            return combine(rows, handle, row_weights=weights, implementation=layer.implementation)
 
     operands = [layer.chunk(tokens, number) for number in range(layer.count)]
-    sums, ready = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
-    sums[-1] = layer.begin(lambda: fetch(layer.count - 1, ready))
+    sums, ready, _ = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
+    sums[-1] = fetch(layer.count - 1, ready)
     totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *counts)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums), totals, saved
 
@@ -163,7 +172,8 @@ def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
         return tuple(rows) if layer.has_rows else ()
 
     def fetch(number: int, rows: Arrays) -> Arrays:
-        return along(number, rows, None)[0] if rows else ()
+        with _apart.started():
+            return along(number, rows, None)[0] if rows else ()
 
     def along(number: int, rows: Arrays, weights: jax.Array | None) -> Any:
         handle, chosen = open_handle("combine", handles[number], layer.implementation)
@@ -174,15 +184,13 @@ def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
     # Beside the first communication: so not before all is there with which that one begins.
     _, rows = barrier((operands[first], own))
     prepared = gradient.prepare(rows, shared)
-    d_x, rows = _pipeline(layer, order, operands, send, experts, fetch, prepared)
-    # The gradients of the weights come apart, in little time: of a call that brings one array alone XLA knows
-    # that nothing waits for it.
+    d_x, rows, prepared = _pipeline(layer, order, operands, send, experts, fetch, prepared)
     d_weights: list[Any] = [None] * layer.count
     for number in order:
         rows, weights = barrier((rows, weights_of[number]))
         d_weights[number] = along(number, (), weights)[1]
         rows, d_weights[number] = barrier((rows, d_weights[number]))
-    d_x[last] = layer.begin(lambda: fetch(last, rows))
+    d_x[last] = fetch(last, rows)
     _, late = barrier((rows, late))  # beside it
     found, d_x[last] = barrier((gradient.finish(prepared, late, terms, shared), d_x[last]))
     d_rows = [jnp.concatenate(chunks) for chunks in zip(*d_x, strict=True)]
@@ -221,32 +229,30 @@ def _pipeline(
     compute: Callable[[int, Any], Any],
     fetch: Callable[[int, Any], Any],
     computed: Any = (),
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Any], Any, Any]:
     """What `fetch` gives for each chunk but the last, of what `compute` makes of what `send` brings.
 
-    While a chunk is computed, the one before is fetched and then the one after is sent, in one call, so that
-    XLA starts both at once. All communication is in one order, and so are the computations, the first of them
-    after what is `computed` already. A computation begins when what flies beside it can start: XLA, which
-    starts what it can, but does not bring forward what has to be there before, then starts that first.
-    Also returned is what the last fetch is to begin with.
+    While a chunk is computed, the one after is sent and the one before is fetched. All communication is in
+    one order, and so are the computations, the first of them after what is `computed` already. Also returned
+    is what the last fetch begins with, and what is computed.
+
+    Barriers say so, of which each result is used: XLA drops what is not, and with it the order. A computation
+    begins when what flies beside it can start, which XLA then starts first.
     """
-
-    def fly(previous: int | None, following: int | None, ready: Any) -> tuple[Any, Any]:
-        results, operands = ready
-        out = () if previous is None else fetch(previous, results)
-        out, operands = barrier((out, operands))
-        return out, () if following is None else send(following, operands)
-
-    found: dict[int, Any] = {}
+    found: dict[int | None, Any] = {}
     made: Any = ()
-    flown: Any = layer.begin(functools.partial(fly, None, order[0], ((), operands[order[0]])))
-    for previous, chunk, following in zip((None, *order), order, (*order[1:], None), strict=False):
-        arrived = flown[1]
-        *ready, _ = barrier((made, () if following is None else operands[following], flown))
-        flown = layer.begin(functools.partial(fly, previous, following, ready))
-        _, _, arrived = barrier((computed, ready, arrived))
-        computed = made = compute(chunk, arrived)
-        if previous is not None:
-            found[previous] = flown[0]
-    ready, _ = barrier((made, flown))
-    return [found.get(chunk) for chunk in range(layer.count)], ready
+    fetched: Any = ()
+    sent = send(order[0], operands[order[0]])
+    chunks = [None, None, *order], [None, *order], order, [*order[1:], None]
+    for before, previous, chunk, following in zip(*chunks, strict=False):
+        coming = () if following is None else operands[following]
+        fetched, arrived, made, coming, computed = barrier((fetched, sent, made, coming, computed))
+        found[before] = fetched
+        sent = () if following is None else send(following, coming)
+        # What both wait for must not be in flight: of two ops that are, each needs SMs until its peers come.
+        there, made, arrived = barrier((layer.settled(sent), made, arrived))
+        sent = layer.unsettled(sent, there)
+        fetched = () if previous is None else fetch(previous, made)
+        made = compute(chunk, arrived)
+    found[order[-2]], made, computed = barrier((fetched, made, computed))
+    return [found.get(chunk) for chunk in range(layer.count)], made, computed

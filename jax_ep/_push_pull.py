@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _check, _ffi, _reference
+from jax_ep import _apart, _check, _ffi, _reference
 from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
@@ -24,7 +24,7 @@ from jax_ep._two_hops import TwoHops
 
 def backend(implementation: Implementation) -> ModuleType:
     """The module whose functions do the work."""
-    return _ffi if implementation == "ffi" else _reference
+    return {"ffi": _ffi, "ffi apart": _apart, "xla": _reference}[implementation]
 
 
 def mover(implementation: Implementation, routing: Routing) -> ModuleType | TwoHops:
@@ -35,7 +35,9 @@ def mover(implementation: Implementation, routing: Routing) -> ModuleType | TwoH
 
 def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
     """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
-    return implementation if routing.num_tokens and routing.capacity else "xla"
+    if not (routing.num_tokens and routing.capacity):
+        return "xla"
+    return _apart.if_started(implementation, routing.group)
 
 
 def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle, Implementation]:
@@ -282,7 +284,7 @@ def move_bits(module: ModuleType | TwoHops, move: Any, leaves: Leaves) -> Any:
     What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so where it moves
     rows floats travel as integers of their width.
     """
-    carriers = [_carrier(module is not _ffi, leaf.dtype) for leaf in leaves]
+    carriers = [_carrier(module not in (_ffi, _apart), leaf.dtype) for leaf in leaves]
     sent = [
         _with_bits(leaf, bits).astype(carrier) for leaf, (bits, carrier) in zip(leaves, carriers, strict=True)
     ]

@@ -6,25 +6,17 @@ is half done (docs/howto/overlap.md).
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
-from jax.experimental import compute_on
-from jax.extend.core import jaxpr_as_fun
 
+from jax_ep._apart import started
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, DispatchedByRank, dispatch
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order
-from jax_ep._order import barrier
 
 Result = TypeVar("Result")
-
-# XLA's name of the stream that its own collectives run on.
-_STREAM = "gpu_stream:collective"
-# The function has had either name. A context manager of the second name annotates every op by itself.
-_run_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
 @jax.tree_util.register_dataclass
@@ -100,17 +92,18 @@ def dispatch_start(
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
-    run = lambda: dispatch(
-        x,
-        topk_idx,
-        topk_weights,
-        group=group,
-        num_experts=num_experts,
-        order=order,
-        implementation=implementation,
-        **options,
-    )
-    return PendingDispatch(begin(run, group, implementation))
+    with started():
+        sent = dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            group=group,
+            num_experts=num_experts,
+            order=order,
+            implementation=implementation,
+            **options,
+        )
+    return PendingDispatch(sent)
 
 
 def dispatch_done(pending: PendingDispatch[Result]) -> Result:
@@ -149,9 +142,8 @@ def combine_start(
     Raises:
       ValueError, TypeError: as `combine`.
     """
-    run = lambda: combine(y, handle, implementation=implementation, **options)
-    group = handle.routing.group._open_equal() if isinstance(handle, Handle) else None
-    return PendingCombine(begin(run, group, implementation))
+    with started():
+        return PendingCombine(combine(y, handle, implementation=implementation, **options))
 
 
 def combine_done(pending: PendingCombine[Result]) -> Result:
@@ -171,30 +163,3 @@ def combine_done(pending: PendingCombine[Result]) -> Result:
             f"combine_done: pending must be what combine_start returned, got {type(pending).__name__}"
         )
     return pending._result
-
-
-def begin(run: Callable[[], Result], group: Any, implementation: str | None) -> Result:
-    """What run() returns, computed on the stream for communication where there is one."""
-    if not _has_stream(group, implementation):
-        return run()
-    # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
-    # function that is called in it, too.
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)()
-    if not jax.tree.leaves(shapes):
-        return run()
-    call = _run_on(jaxpr_as_fun(traced), compute_type=_STREAM, out_memory_spaces=jax.memory.Space.Device)
-    results = call()
-    # XLA (jax 0.11) would make a start and a done of the picking of each result, too.
-    return jax.tree.unflatten(jax.tree.structure(shapes), barrier(results) if len(results) > 1 else results)
-
-
-def _has_stream(group: Any, implementation: str | None) -> bool:
-    """With "xla" the collectives are XLA's own, which it starts apart by itself.
-
-    Where a mesh axis is left to automatic or explicit sharding, XLA cannot partition a call that asks for its
-    rank: the op then runs as it is. So does one between hosts, which is no single call.
-    """
-    on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
-    mesh = jax.sharding.get_abstract_mesh()
-    others = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
-    return on_gpus and not others and group._resolve(implementation) == "ffi"

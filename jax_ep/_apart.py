@@ -1,0 +1,143 @@
+"""Ops on XLA's stream for communication, each as a start and a done, with room for other work between them.
+
+Those functions of `_ffi.py` that move rows, with the same arguments and results: each array comes by a call
+of its own, and all such calls are on one stream, so that no two are in flight at once. They are a handler's
+call and nothing else: JAX sees no gradient in them, and the gradients of these ops are ops of this file, too.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental import compute_on
+
+from jax_ep import _ffi
+from jax_ep._extension import Implementation
+from jax_ep._group import Group
+from jax_ep._handle import Handle, Routing
+from jax_ep._jaxprs import constants_of, evaluate
+from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
+
+# XLA's name of the stream that its own collectives run on.
+_STREAM = "gpu_stream:collective"
+# The function has had either name. A context manager of the second name annotates every op by itself.
+_run_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+_asked = contextvars.ContextVar("asked", default=False)
+
+
+def route(
+    routing: Routing,
+    leaves: Leaves,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    attendance: Attendance = EVERYBODY,
+    quantize: int = 0,
+) -> Routed:
+    """Where everything goes is found out before; the rows follow, apart.
+
+    Not so if the rows are made FP8 on the way or have empty slots, both of few tokens, or if ranks may miss
+    the op, whose handle is then for one other op only.
+    """
+    if quantize or routing.slots is not None or attendance.active_ranks is not None:
+        return _ffi.route(routing, leaves, topk_idx, topk_weights, attendance, quantize)
+    routed = _ffi.route(routing, (), topk_idx, topk_weights, attendance)
+    return routed._replace(rows=push(routed.handle, leaves, None)[0])
+
+
+def push(handle: Handle, leaves: Leaves, topk_weights: jax.Array | None) -> tuple[Leaves, jax.Array | None]:
+    weights = None
+    if topk_weights is not None:
+        weights = _begin(lambda: cast(jax.Array, _ffi.push(handle, (), topk_weights)[1]))
+    return tuple(_push_one(handle, leaf) for leaf in leaves), weights
+
+
+def _push_one(handle: Handle, leaf: jax.Array) -> jax.Array:
+    return _begin(lambda: _ffi.push(handle, (leaf,), None)[0][0])
+
+
+push_scaled = _ffi.push_scaled  # rows and dot products are two results
+
+
+def pull(
+    handle: Handle,
+    rows: Leaves,
+    row_weights: jax.Array | None,
+    biases: Leaves,
+    weights: jax.Array | None,
+    attendance: Attendance = EVERYBODY,
+) -> tuple[Leaves, jax.Array | None, Attended]:
+    if attendance.active_ranks is not None:
+        return _ffi.pull(handle, rows, row_weights, biases, weights, attendance)
+    returned = None
+    if weights is not None:
+        returned = _begin(lambda: cast(jax.Array, _ffi.pull(handle, (), None, (), weights)[1]))
+    every = zip(rows, biases or [None] * len(rows), strict=True)
+    sums = tuple(_pull_one(handle, row, row_weights, bias) for row, bias in every)
+    return sums, returned, Attended(None, None)
+
+
+def _pull_one(
+    handle: Handle, row: jax.Array, row_weights: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    biases = () if bias is None else (bias,)
+    return _begin(lambda: _ffi.pull(handle, (row,), row_weights, biases, None)[0][0])
+
+
+@contextlib.contextmanager
+def started() -> Iterator[None]:
+    """The ops that are called meanwhile are to be apart."""
+    before = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(before)
+
+
+def if_started(implementation: Implementation, group: Group) -> Implementation:
+    """That of an op which is apart, if that was asked for and can be had."""
+    return "ffi apart" if _asked.get() and has_stream(group, implementation) else implementation
+
+
+def has_stream(group: Any, implementation: str | None) -> bool:
+    """With "xla" the collectives are XLA's own, which it starts apart by itself.
+
+    Where a mesh axis is left to automatic or explicit sharding, XLA cannot partition a call that asks for its
+    rank: the op then runs as it is. So does one between hosts, which is no single call.
+    """
+    on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    return on_gpus and not others and group._resolve(implementation) == "ffi"
+
+
+def _begin(run: Callable[[], jax.Array]) -> jax.Array:
+    """What run() returns, computed on the stream for communication.
+
+    XLA waits for a call before the first thing that uses its results, as late as that allows. Picking one
+    result of several is such a thing, which XLA does at once: so this is for one array.
+    """
+    # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
+    # function that is called in it, too.
+    traced = jax.make_jaxpr(run)()
+
+    @custom_vmap
+    def apart(*operands: jax.Array) -> jax.Array:
+        compute = lambda *operands: evaluate(traced, operands, ())[0]
+        memory = jax.memory.Space.Device
+        return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
+
+    @apart.def_vmap
+    def _(_: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        # Out here, for XLA does not compile a loop in a call that is apart.
+        def one(elements: list[jax.Array]) -> jax.Array:
+            rest = iter(elements)
+            every = zip(operands, batched, strict=True)
+            return apart(*(next(rest) if is_batched else operand for operand, is_batched in every))
+
+        every = zip(operands, batched, strict=True)
+        return jax.lax.map(one, [operand for operand, is_batched in every if is_batched]), True
+
+    return apart(*constants_of(traced))
