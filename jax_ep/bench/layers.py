@@ -1,13 +1,13 @@
 """A layer's expert products, each beside a dense product of equal work, and the whole layer beside its parts.
 
 The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up. A layer
-in chunks runs communication and products side by side, the products on the SMs that communication leaves.
+in chunks runs communication and products side by side.
 """
 
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.bench import measure, processes
 from jax_ep.bench.shapes import Shape
-from jax_ep.bench.sms import sms_of
 
 CALLS = 8
 CHUNKS = (2, 4)
@@ -60,11 +59,9 @@ class Program:
     overlaps: bool = False  # kernels run side by side
 
 
-def swiglu(
-    up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array, num_sms: int | None = None
-) -> jax.Array:
-    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes, num_sms=num_sms), 2, axis=1)
-    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes, num_sms=num_sms)
+def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
+    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
 
 
 def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -119,25 +116,21 @@ def products(
 
 
 def whole(
-    local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float, left: dict[int, int | None]
+    local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float, chunks: Sequence[int], on_gpu: bool
 ) -> Iterator[Program]:
-    """The layer, and its communication and its products alone; forward, and with the backward pass.
-
-    `left` are the SMs that communication leaves to the products, for each number of chunks.
-    """
+    """The layer, and its communication and its products alone; forward, and with the backward pass."""
 
     def layer(num_chunks: int, *arguments: jax.Array) -> jax.Array:
         x, ids, weights, up, down = arguments
-        sms = left.get(num_chunks)
-        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes, sms)
+        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes)
         return moe(x, ids, weights, experts, num_chunks=num_chunks)
 
     def apart(num_chunks: int, *arguments: jax.Array) -> jax.Array:
         """The same chunks one after the other, nothing beside their products."""
         *tokens, up, down = arguments
-        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes, left[num_chunks])
-        chunks = zip(*(jnp.split(array, num_chunks) for array in tokens), strict=True)
-        return jnp.concatenate([moe(*chunk, experts, share=num_chunks) for chunk in chunks])
+        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes)
+        parts = zip(*(jnp.split(array, num_chunks) for array in tokens), strict=True)
+        return jnp.concatenate([moe(*part, experts, share=num_chunks) for part in parts])
 
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
@@ -159,16 +152,14 @@ def whole(
         "products": (lambda r, s, u, d: swiglu(u, d, r, s), of("rows", "sizes", "up", "down"), flop),
         "layer": (functools.partial(layer, 1), all_of, flop),
     }
-    parts |= {f"layer in {n} chunks": (functools.partial(layer, n), all_of, flop) for n in left}
+    parts |= {f"layer in {n} chunks": (functools.partial(layer, n), all_of, flop) for n in chunks}
     for way, factor in (("forward", 1), ("forward + backward", 3)):
         for part, (function, arguments, work) in parts.items():
             timed = local(function if factor == 1 else both(function))
             beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi"))
             more: Any = {"beside": beside, "overlaps": "chunks" in part} if "layer" in part else {}
             yield Program(f"{part} {way}", "ffi", factor * work, timed, arguments, **more)
-    for n, sms in left.items():
-        if sms is None:
-            continue  # no SMs, no kernels that a profile shows
+    for n in chunks if on_gpu else ():  # elsewhere no profile shows kernels
         op = f"products of {n} chunks forward"
         alone = local(functools.partial(apart, n))
         yield Program(op, "alone", flop, alone, all_of, kernels=PRODUCT_KERNELS)
@@ -183,7 +174,6 @@ def programs(
     shape: Shape,
     arguments: tuple[jax.Array, jax.Array, jax.Array],
     capacity: int | None,
-    num_sms: int | None,
 ) -> Iterator[Program]:
     shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
     spec = P(*mesh.axis_names)
@@ -195,12 +185,6 @@ def programs(
     def moe(*arguments: Any, num_chunks: int = 1, share: int = 1) -> jax.Array:
         rows = None if capacity is None else -(-capacity // share)
         return jax_ep.moe(*arguments, capacity=rows, num_chunks=num_chunks, **shared)
-
-    def left(num_chunks: int) -> int | None:
-        chunk = dataclasses.replace(shape, tokens=-(-shape.tokens // num_chunks))
-        rows = None if capacity is None else -(-capacity // num_chunks)
-        taken = sms_of(group, "forward + backward", "expert", chunk, mesh.size, rows, num_sms)
-        return None if taken is None else max(mesh.devices.flat[0].core_count - taken, 2)
 
     def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
         sent = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
@@ -216,8 +200,9 @@ def programs(
     yield from products(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments
     arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
-    chunks = {n: left(n) for n in CHUNKS if shape.tokens % n == 0}
-    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner, chunks)
+    chunks = [n for n in CHUNKS if shape.tokens % n == 0]
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner, chunks, on_gpu)
 
 
 def time_programs(
@@ -251,7 +236,7 @@ def results(
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     times: dict[tuple[str, str], float] = {}
     with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
-        found = programs(group, mesh, shape, arguments, capacity, options.num_sms)
+        found = programs(group, mesh, shape, arguments, capacity)
         for program, device, end_to_end in time_programs(found, options, on_gpu):
             us = times[program.op, program.by] = device or end_to_end
             yield Work(
