@@ -142,12 +142,19 @@ def mismatch(rig: Rig, repeats: int) -> Iterator[Part]:
         for how in fault_mismatch.WAYS if rig.on_gpus else ("in another channel",):
             seen = Seen()
             # Each first call takes a program of its own, which is compiled in the time of several repeats.
-            count = max(1, repeats // 5) if how == "at the first call" else repeats
+            is_first = how.endswith(fault_mismatch.FIRST)
+            count = max(1, repeats // 5) if is_first else repeats
             pair: list[Any] = []
 
-            def once(what: str = what, how: str = how, seen: Seen = seen, pair: list[Any] = pair) -> str:
-                if not pair or how == "at the first call":
-                    pair[:] = [fault_mismatch.Pair(rig, what).prepare(how)]
+            def once(
+                what: str = what,
+                how: str = how,
+                is_first: bool = is_first,
+                seen: Seen = seen,
+                pair: list[Any] = pair,
+            ) -> str:
+                if not pair or is_first:
+                    pair[:] = [fault_mismatch.Pair(rig, what, how).prepare(how)]
                 took, text, canaries = pair[0].run_mixed(how)
                 seen.longest_s, seen.text = max(seen.longest_s, took), text
                 seen.verdicts["refused"] += 1
@@ -155,7 +162,7 @@ def mismatch(rig: Rig, repeats: int) -> Iterator[Part]:
                 seen.reused.append(canaries.reused() if canaries.freed else 0.0)
                 canaries.require_unchanged()
                 rig.regroup()
-                if how != "at the first call":
+                if not is_first:
                     pair[0].require_right()
                 return str(seen)
 

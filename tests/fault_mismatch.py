@@ -11,6 +11,7 @@ from fault_canaries import Canaries
 from fault_rig import (
     EXPERTS,
     FEW,
+    FEW_ENOUGH_FOR_SLOTS,
     SLACK_S,
     WIDTH,
     K,
@@ -26,22 +27,24 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 PAIRS = ("op", "row width", "dtype", "capacity")
-# A call site takes one of eight channels in the order of the first calls.
-WAYS = ("in the same channel", "in another channel", "at the first call")
+# A call site takes one of eight channels in the order of the first calls; those of few tokens share one.
+FIRST, FEW_TOKENS = "at the first call", "through the arena"
+WAYS = ("in the same channel", "in another channel", FIRST, FEW_TOKENS, f"{FEW_TOKENS}, {FIRST}")
 CHANNELS = 8
 
 
 class Pair:
     """A program in which each rank is told which of two ops it calls."""
 
-    def __init__(self, rig: Rig, what: str):
+    def __init__(self, rig: Rig, what: str, how: str):
         self.rig, self.what = rig, what
         ranks = rig.size
-        rows = ranks * FEW
+        self.tokens = tokens = FEW_ENOUGH_FOR_SLOTS if how.startswith(FEW_TOKENS) else FEW
+        rows = ranks * tokens
         self.arguments = rig.put(
             (
-                floats((ranks * FEW, WIDTH), BF16, 3),
-                routing("uniform", ranks, FEW, K, EXPERTS, 3).reshape(-1, K),
+                floats((rows, WIDTH), BF16, 3),
+                routing("uniform", ranks, tokens, K, EXPERTS, 3).reshape(-1, K),
             )
         )
 
@@ -74,7 +77,7 @@ class Pair:
 
             dtype = jnp.float16 if what == "dtype" else x.dtype
             shape = {
-                "op": (FEW, WIDTH),
+                "op": (tokens, WIDTH),
                 "row width": (rows, WIDTH // 2),
                 "dtype": (rows, WIDTH),
                 "capacity": (rows - 8, WIDTH),
@@ -108,7 +111,7 @@ class Pair:
 
     def _prepare(self, how: str) -> "Pair":
         """Calls both ops with all ranks; in the same channel if there are eight calls between their first."""
-        if how == "at the first call":
+        if how.endswith(FIRST):
             return self
         ranks = self.rig.size
         self.expected = [self.rig.fetch(self.run([0] * ranks))]
@@ -117,7 +120,7 @@ class Pair:
 
             def fill(x: jax.Array, ids: jax.Array) -> jax.Array:
                 for i in range(CHANNELS - 1):
-                    x = self._dispatch(x + i, ids).x[:FEW]
+                    x = self._dispatch(x + i, ids).x[: self.tokens]
                 return x
 
             jax.block_until_ready(self._compile(fill, *self.arguments)(*self.arguments))
@@ -134,7 +137,7 @@ class Pair:
         """A run in which not all ranks call the same; what it took, its error, canaries in its place."""
         rig = self.rig
         choices = [1, *[0] * (rig.size - 1)]
-        while how != "at the first call" and len(set(choices := rig.rng.integers(2, size=rig.size))) < 2:
+        while not how.endswith(FIRST) and len(set(choices := rig.rng.integers(2, size=rig.size))) < 2:
             pass
         choices = [int(choice) for choice in choices]
         begin = time.monotonic()
@@ -156,7 +159,7 @@ class Pair:
             refused = leaves is None or is_refused(leaves[choices[rank]])
             require(refused, f"{self.what}: rank {rank} has moved rows")
         # The first run of a program loads it, too.
-        allowed = 2 * rig.timeout_s + (2 if how == "at the first call" else SLACK_S)
+        allowed = 2 * rig.timeout_s + (2 if how.endswith(FIRST) else SLACK_S)
         require(took <= allowed, f"refused after {took:.2f} s, more than {allowed:.2f}")
         require(text != "", "group.check() knows of nothing")
         both = self.what == "op" and how != "in another channel"
