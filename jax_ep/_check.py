@@ -164,7 +164,7 @@ def no_result(op: str, name: str, value: Any, allowed: type | None = None) -> No
 
 
 def boolean(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
 
 
@@ -207,6 +207,12 @@ def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
     for array in arrays:
         if not is_float(array.dtype):
             raise TypeError(f"{op}: {name} is summed, so it must be floating; got {shape_text(array)}")
+        if jnp.finfo(array.dtype).bits < 16:
+            raise TypeError(
+                f"{op}: {name} is summed, so it must be floating of 16 bits or more, for a sum of narrower "
+                f"values leaves out their scales; got {shape_text(array)}; pass jax_ep.dequantize_fp8 of the "
+                "QuantizedArray, or cast the values to a wider dtype if they have no scales"
+            )
 
 
 def floating_dtype(op: str, name: str, value: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jax_ep import _check
-from jax_ep._dtypes import summable
 from jax_ep._handle import Handle
 from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import open_handle, pull, pull_attended, pull_scaled
@@ -35,8 +34,8 @@ def combine(
     that it then applies no weights: by rank, multiply y by them before.
 
     Args:
-      y: floating [C, ...] array or pytree of such arrays, C the capacity of the dispatch; [L, R * T, ...] of
-        padded experts.
+      y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
+        [L, R * T, ...] of padded experts.
       handle: of the dispatch; it says which ranks these are.
       row_weights: floating [C] or [L, R * T], as `DispatchedByExpert` has them: each row of every leaf is
         multiplied by its weight in float32. Differentiable.
@@ -56,8 +55,8 @@ def combine(
     Raises:
       ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias with a pytree, or
         no shard_map binds the axis of the handle's group.
-      TypeError: a leaf of y or a bias is not floating, or a gradient was asked for through a combine that
-        ranks may miss.
+      TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
+        a combine that ranks may miss.
     """
     handle, chosen = open_handle("combine", handle, implementation)
     routing = handle.routing
@@ -82,8 +81,7 @@ def combine(
 
     attendance = _check.attendance("combine", active_ranks, on_timeout, routing.group)
 
-    rows = tuple(summable(leaf) for leaf in leaves)
-    operands = whole((handle, rows, weights, biases, attendance.active_ranks))
+    operands = whole((handle, tuple(leaves), weights, biases, attendance.active_ranks))
     handle, rows, weights, biases, active = vary_alike(operands, routing.group._axes)
     attendance = attendance._replace(active_ranks=active)
     with jax.named_scope("jax_ep.combine"):
@@ -93,8 +91,7 @@ def combine(
             sums, _ = pull(chosen, handle, rows, None)
         else:
             sums = pull_scaled(chosen, handle, rows, weights, biases)
-    out = [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
-    result = jax.tree.unflatten(tree, out)
+    result = jax.tree.unflatten(tree, sums)
     return result if active is None else (result, active)
 
 
@@ -115,4 +112,4 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
                 f"combine: bias must have the shape of the result {list(shape)}, "
                 f"got {_check.shape_text(array)}"
             )
-    return tuple(summable(array) for array in biases)
+    return tuple(biases)

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
+from jax_ep._dtypes import as_reals, as_sent
 from jax_ep._fp8_rows import Quantize, check_quantize, route_fp8
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
@@ -188,7 +189,7 @@ def dispatch(
 
     Args:
       x: [T, ...] array or pytree of such arrays, of any dtype; an empty pytree routes only. Rows are moved
-        bit for bit. Floating leaves of 16 bits or more are differentiable. T may be 0.
+        bit for bit. Floating leaves of 16 bits or more, and complex ones, are differentiable. T may be 0.
       topk_idx: int32 or int64 [T, K] expert ids. -1, and any id out of range, means unused. An id that
         a token repeats is a choice of its own.
       topk_weights: floating [T, K], or None. Differentiable.
@@ -279,15 +280,14 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = _check.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = whole(statistics)
-    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
-    leaves, ids, weights, active = vary_alike(operands, group._axes)
-    attendance = attendance._replace(active_ranks=active)
+    operands = whole((tuple(map(as_reals, leaves)), ids, weights, attendance.active_ranks))
+    sources, ids, weights, active = vary_alike(operands, group._axes)
+    sent = (sources, ids, weights, attendance._replace(active_ranks=active))
     with jax.named_scope("jax_ep.dispatch"):
         chosen = for_tokens(chosen, routing)
-        sent = (leaves, ids, weights, attendance)
         if quantize is None:
-            out = attach(chosen, route(chosen, routing, *sent), leaves, weights)
-            rows = jax.tree.unflatten(tree, name_all(out.rows, CHECKPOINT_ROWS))
+            out = attach(chosen, route(chosen, routing, *sent), sources, weights)
+            rows = as_sent(name_all(out.rows, CHECKPOINT_ROWS), leaves, tree)
         else:
             rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
@@ -341,10 +341,10 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _check.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not leaves and weights is None:
         return x  # there is nothing to send
-    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
+    operands = vary_alike(whole((handle, tuple(map(as_reals, leaves)), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)
-    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
+    out = in_slots(routing, as_sent(name_all(rows, CHECKPOINT_ROWS), leaves, tree))
     if topk_weights is None:
         return out
     return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))

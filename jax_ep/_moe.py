@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep import _check
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
-from jax_ep._dtypes import is_differentiable
+from jax_ep._dtypes import as_reals, from_reals, is_differentiable
 from jax_ep._fp8_rows import NO_GRADIENT, Quantize
 from jax_ep._group import Group
 from jax_ep._manual import require_manual
@@ -211,6 +212,10 @@ def _in_chunks(
         host_capacity = -(-_check.at_least_one("moe", "host_capacity", host_capacity) // num_chunks)
     if options["quantize"] == "fp8":
         x = without_gradient(NO_GRADIENT, x, x)
+    dtype, run = x.dtype, experts
+    if jnp.issubdtype(dtype, jnp.complexfloating) and options["quantize"] is None:
+        x = as_reals(x)
+        experts = lambda sent: run(dataclasses.replace(sent, x=from_reals(sent.x, dtype)))
     send = lambda *chunk: dispatch(*chunk, capacity=capacity, host_capacity=host_capacity, **options)
     has_rows = options["quantize"] != "fp8" and is_differentiable(x.dtype)
     where = {"group": options["group"], "implementation": options["implementation"]}

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax_ep import _apart
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert
-from jax_ep._dtypes import summable
 from jax_ep._experts_gradient import ExpertsGradient
 from jax_ep._group import Group
 from jax_ep._handle import Handle
@@ -68,16 +67,19 @@ def in_chunks(
     group: Group,
     implementation: str | None,
 ) -> tuple[Any, Counts]:
-    """The layer of x [T, H], ids and weights [T, K], `size` tokens in each chunk: sums, and counts of rows.
+    """The layer of x [T, ...], ids and weights [T, K], `size` tokens in each chunk: sums, and counts of rows.
 
     `send` dispatches a chunk by expert. Tokens without experts fill the last chunk, if it has fewer.
     """
     num_tokens = tokens[0].shape[0]
     count = -(-num_tokens // size)
-    missing = ((0, count * size - num_tokens), (0, 0))
     x, ids, weights = whole(tokens)
-    filled = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=-1), jnp.pad(weights, missing)
-    tokens = vary_alike(filled, group._axes)
+
+    def fill(array: jax.Array, value: int = 0) -> jax.Array:
+        missing = [(0, count * size - num_tokens), *[(0, 0)] * (array.ndim - 1)]
+        return jnp.pad(array, missing, constant_values=value)
+
+    tokens = vary_alike((fill(x), fill(ids, -1), fill(weights)), group._axes)
     sends, arrived = jax.make_jaxpr(send, return_shape=True)(*(array[:size] for array in tokens))
     tree = jax.tree.structure(arrived)
 
@@ -204,7 +206,7 @@ def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, made: tuple[An
     """Gradients of the rows and row weights that were combined."""
     rows, weights = made
     leaves, tree = jax.tree.flatten(rows)
-    wide = [tuple(map(summable, jax.tree.leaves(one))) for one in (whole(d_sums), rows)]
+    wide = [tuple(jax.tree.leaves(one)) for one in (whole(d_sums), rows)]
     handle, chosen = open_handle("combine", handle, layer.implementation)
     operands = vary_alike((handle, *wide, weights))
     d_rows, d_weights = push_scaled(chosen, *operands)

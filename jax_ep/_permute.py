@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import _check, _extension
 from jax_ep._dispatch import worst_case_capacity
-from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype, summable
+from jax_ep._dtypes import SUMMED, as_reals, as_sent, is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import backend, move_bits
@@ -52,7 +53,7 @@ def permute(
 
     Args:
       x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
-        bits or more are differentiable.
+        bits or more, and complex ones, are differentiable.
       topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
       num_local_experts: L.
       topk_weights: floating [C, K], or None. Differentiable.
@@ -77,12 +78,12 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    operands = vary_alike(whole((tuple(leaves), ids, weights)))
+    operands = vary_alike(whole((tuple(map(as_reals, leaves)), ids, weights)))
     with jax.named_scope("jax_ep.permute"):
         how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
         out = _permute(how, *operands)
     return Permuted(
-        x=jax.tree.unflatten(tree, out.rows),
+        x=as_sent(out.rows, leaves, tree),
         row_map=out.row_map,
         group_sizes=out.group_sizes,
         tokens_per_expert=out.tokens_per_expert,
@@ -129,7 +130,9 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
     rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
-    return values.at[rows].get(mode="fill", fill_value=0)
+    # Where an Explicit mesh axis shards a batch of the rows, but not of the values, JAX asks for this.
+    whole = P(None, None) if jax.sharding.get_abstract_mesh().explicit_axes else None
+    return values.at[rows].get(mode="fill", fill_value=0, out_sharding=whole)
 
 
 def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
@@ -189,7 +192,7 @@ def unpermute(
 
     Raises:
       ValueError: shapes do not fit, or a bias came without topk_idx.
-      TypeError: y, bias or out_dtype is not floating.
+      TypeError: y, bias or out_dtype is not floating, or y or bias is FP8.
     """
     op = "unpermute"
     chosen = _extension.local_implementation(implementation)
@@ -222,10 +225,8 @@ def unpermute(
                 f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
                 f"got {_check.shape_text(ids)}"
             )
-        bias = summable(bias)
-    rows = summable(y)
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    operands = vary_alike(whole((rows, row_map, weights, bias, ids)))
+    operands = vary_alike(whole((y, row_map, weights, bias, ids)))
     with jax.named_scope("jax_ep.unpermute"):
         chosen = chosen if row_map.shape[0] and y.shape[0] else "xla"
         return _unpermute(chosen, summed, *operands).astype(out_dtype)

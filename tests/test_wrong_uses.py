@@ -164,6 +164,48 @@ def test_a_result_in_the_place_of_rows(name):
         traced(call)
 
 
+def values(x):
+    return jax_ep.quantize_fp8(wide(x)).values
+
+
+# Their sums would leave out the scales. To move such values is right.
+NO_SCALES = {
+    "combine": (lambda x: jax_ep.combine(dispatch(values(x)).x, dispatch(x).handle), "combine: y"),
+    "combine of a pytree": (
+        lambda x: jax_ep.combine({"x": x, "q": values(x)}, dispatch(x, capacity=T).handle),
+        "combine: y",
+    ),
+    "bias": (
+        lambda x: jax_ep.combine(dispatch(wide(x)).x, dispatch(x).handle, bias=values(x)),
+        "combine: bias",
+    ),
+    "combine_start": (
+        lambda x: jax_ep.combine_start(dispatch(values(x)).x, dispatch(x).handle),
+        "combine: y",
+    ),
+    "moe": (
+        lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8"),
+        "moe: what expert_fn returns",
+    ),
+    "moe in chunks": (
+        lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8", num_chunks=2),
+        "moe: what expert_fn returns",
+    ),
+    "unpermute": (lambda x: jax_ep.unpermute(values(x), IDS), "unpermute: y"),
+    "bias of unpermute": (
+        lambda x: jax_ep.unpermute(wide(x), IDS, bias=values(x), topk_idx=IDS),
+        "unpermute: bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCALES)
+def test_sums_without_their_scales(name):
+    call, text = NO_SCALES[name]
+    with pytest.raises(TypeError, match=f"{text} is summed, .* scales; got float8.*; pass jax_ep.dequantize"):
+        traced(call)
+
+
 def test_products_without_their_scales():
     rows, weights = jnp.ones((8, 128)), jnp.ones((2, 128, 128))
     q, w = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
@@ -182,6 +224,14 @@ NO_BOOLEANS = {
 def test_no_boolean(name):
     with pytest.raises(ValueError, match=rf"{name.split()[0]} must be True or False, got (1|'no')"):
         traced(NO_BOOLEANS[name])
+
+
+@pytest.mark.parametrize("flag", [True, np.True_, np.bool_(1)])
+def test_booleans(flag):
+    """NumPy's are as good as Python's."""
+    traced(lambda x: dispatch(wide(x), quantize="fp8", round_scale=flag).num_tokens)
+    traced(lambda x: moe(x, lambda sent: sent.x, return_stats=flag)[1].num_tokens)
+    assert jax_ep.quantize_fp8(X, block=1, round_scale=flag).shape == X.shape
 
 
 @pytest.mark.parametrize("name", NO_ARRAYS)
