@@ -7,14 +7,14 @@ call and nothing else: JAX sees no gradient in them, and the gradients of these 
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
-from jax.custom_batching import custom_vmap
 from jax.experimental import compute_on
 
 from jax_ep import _ffi
+from jax_ep._batch import takes_no_batch
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
@@ -123,21 +123,10 @@ def _begin(run: Callable[[], jax.Array]) -> jax.Array:
     # function that is called in it, too.
     traced = jax.make_jaxpr(run)()
 
-    @custom_vmap
+    @takes_no_batch  # for XLA does not compile a loop in a call that is apart
     def apart(*operands: jax.Array) -> jax.Array:
         compute = lambda *operands: evaluate(traced, operands, ())[0]
         memory = jax.memory.Space.Device
         return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
-
-    @apart.def_vmap
-    def _(_: int, batched: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
-        # Out here, for XLA does not compile a loop in a call that is apart.
-        def one(elements: list[jax.Array]) -> jax.Array:
-            rest = iter(elements)
-            every = zip(operands, batched, strict=True)
-            return apart(*(next(rest) if is_batched else operand for operand, is_batched in every))
-
-        every = zip(operands, batched, strict=True)
-        return jax.lax.map(one, [operand for operand, is_batched in every if is_batched]), True
 
     return apart(*constants_of(traced))

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
+from jax_ep._batch import one_by_one
 from jax_ep._manual import vary_alike
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
@@ -64,13 +65,12 @@ def _primitive(target: str) -> Primitive:
         return lower(context, *operands, **dict(attributes))
 
     def batch(operands: Any, axes: Any, **how: Any) -> Any:
-        def one(batched: Any) -> Any:
-            rest = iter(batched)
-            pairs = zip(operands, axes, strict=True)
-            return primitive.bind(*(array if axis is None else next(rest) for array, axis in pairs), **how)
-
-        pairs = zip(operands, axes, strict=True)
-        outs = jax.lax.map(one, [jnp.moveaxis(array, axis, 0) for array, axis in pairs if axis is not None])
+        is_batched = [axis is not None for axis in axes]
+        moved = [
+            jnp.moveaxis(array, axis, 0) if b else array
+            for array, axis, b in zip(operands, axes, is_batched, strict=True)
+        ]
+        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched)
         return outs, [0] * len(outs)
 
     mlir.register_lowering(primitive, lowering)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _check, _extension, _ffi_products, _numbers, _reference
+from jax_ep._batch import takes_no_batch
 from jax_ep._dtypes import is_differentiable
 from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
@@ -123,8 +124,6 @@ def _product(
     Each is linear in both operands, and its gradients are two of the three: so gradients of any order are.
     """
 
-    # XLA's ragged dots have no rule for other batches than of rows, so a batch is done one by one.
-    @jax.custom_batching.sequential_vmap
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if _on_gpu() and rows.dtype in _KERNEL_DTYPES:
             return _ffi_products.grouped_dot(product, rows, others, group_sizes, num_sms)
@@ -187,7 +186,6 @@ def weight_product_sms(equation: Any) -> int:
 def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
     """`operands`: values [C, M] and [L, M, N], their scales [C, M / 128] and [L, M / 128, N / 128], sizes."""
 
-    @jax.custom_batching.sequential_vmap
     def one(
         rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
     ) -> jax.Array:
@@ -215,22 +213,27 @@ def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
 _fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
 
 
-def _sharded(product: int, function: Any, rows: jax.Array, others: jax.Array, *more: jax.Array) -> jax.Array:
-    """Calls function(rows, others, *more).
+def _sharded(product: int, function: Any, *operands: jax.Array) -> jax.Array:
+    """Calls function(*operands), of which the first two are those of the product.
 
     Under Explicit sharding neither XLA's ragged dots nor custom calls can say how their result is sharded: as
-    the operands' other dimensions are.
+    the operands' other dimensions are. And XLA's ragged dots have no rule for other batches than of rows.
     """
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    if not explicit:
-        return function(rows, others, *more)
-    own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in (rows, others))
-    spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
-    if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
-        spec[-1] = None
-    result = jax.sharding.PartitionSpec(*spec)
-    automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
-    return automatic(rows, others, *more)
+
+    @takes_no_batch
+    def call(*operands: jax.Array) -> jax.Array:
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        if not explicit:
+            return function(*operands)
+        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
+        spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
+        if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
+            spec[-1] = None
+        result = jax.sharding.PartitionSpec(*spec)
+        automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
+        return automatic(*operands)
+
+    return call(*operands)
 
 
 def _on_gpu() -> bool:

@@ -5,13 +5,13 @@ pass: nothing is routed twice.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _apart, _check, _ffi, _reference
+from jax_ep._batch import ShardByShard
 from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
@@ -22,15 +22,20 @@ from jax_ep._reverse_mode import reverse_mode, without_gradient
 from jax_ep._two_hops import TwoHops
 
 
-def backend(implementation: Implementation) -> ModuleType:
+def backend(implementation: Implementation) -> Any:
     """The module whose functions do the work."""
-    return {"ffi": _ffi, "ffi apart": _apart, "xla": _reference}[implementation]
+    return {"ffi": _ffi, "ffi apart": _apart, "xla": _unbatched(_reference)}[implementation]
 
 
-def mover(implementation: Implementation, routing: Routing) -> ModuleType | TwoHops:
+def mover(implementation: Implementation, routing: Routing) -> Any:
     """Whose functions move the rows of a routing."""
     module = backend(implementation)
-    return TwoHops(module) if routing.makes_two_hops else module
+    return _unbatched(TwoHops(module)) if routing.makes_two_hops else module
+
+
+def _unbatched(module: Any) -> Any:
+    """Where an Explicit axis shards a batch, many of XLA's ops cannot tell how their results are sharded."""
+    return ShardByShard(module) if jax.sharding.get_abstract_mesh().explicit_axes else module
 
 
 def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
@@ -278,7 +283,7 @@ def _pull_cotangents(
     return tuple(gradients), d_weights
 
 
-def move_bits(module: ModuleType | TwoHops, move: Any, leaves: Leaves) -> Any:
+def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
     What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so where it moves

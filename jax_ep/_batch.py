@@ -1,0 +1,100 @@
+"""What `jax.vmap` makes of functions that take no batch, or no sharded one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_ep._manual import axes_of, vary_alike
+
+Function = Callable[..., Any]  # of arrays
+
+
+def takes_no_batch(function: Function) -> Function:
+    """The function, which `jax.vmap` then calls for one element after the other."""
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def _(size: int, is_batched: list[bool], *operands: Any) -> Any:
+        out = one_by_one(function, operands, is_batched)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function
+
+
+def takes_no_sharded_batch(function: Function) -> Function:
+    """The function, which `jax.vmap` then batches as it would, but for a device's elements alone."""
+    outer = jax.custom_batching.custom_vmap(function)
+
+    @outer.def_vmap
+    def _(size: int, is_batched: list[bool], *operands: Any) -> Any:
+        batched = jax.vmap(function, in_axes=[0 if b else None for b in is_batched])
+        out = _of_each_shard(takes_no_sharded_batch(batched), operands, is_batched)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return outer
+
+
+def one_by_one(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
+    """The results [B, ...] of function(*operands), for each element of the operands that are batched."""
+
+    def loop(*operands: Any) -> Any:
+        def one(elements: Any) -> Any:
+            rest = iter(elements)
+            return function(*(next(rest) if b else a for a, b in zip(operands, is_batched, strict=True)))
+
+        return jax.lax.map(one, [a for a, b in zip(operands, is_batched, strict=True) if b])
+
+    return _of_each_shard(loop, operands, is_batched)
+
+
+def _of_each_shard(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
+    """function(*operands) of a whole batch.
+
+    Where Explicit mesh axes shard the batch, their devices work on the elements that they hold, at the same
+    time, and the results are sharded as the batch is. Nothing is gathered.
+    """
+    entries = {jax.typeof(a).sharding.spec[0] for a, b in zip(operands, is_batched, strict=True) if b}
+    assert len(entries) == 1, f"jax.vmap shards all operands alike, not {entries}"
+    (shard,) = entries
+    if shard is None:
+        return function(*operands)
+    mapped = jax.shard_map(
+        lambda *part: function(*vary_alike(part)),
+        in_specs=tuple(P(shard) if b else P() for b in is_batched),
+        out_specs=P(shard),
+        axis_names=axes_of(shard),
+        check_vma=_checks_varying(),
+    )
+    # As one equation: JAX (0.12) cannot split a shard_map in another one into what is known and what is not.
+    return takes_no_sharded_batch(mapped)(*operands)
+
+
+def _checks_varying() -> bool:
+    """The `check_vma` of the shard_map around, if there is one: in another one types would differ."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return not axes or bool(jax.typeof(vary_alike(jnp.zeros(()), axes)).manual_axis_type.varying)
+
+
+class ShardByShard:
+    """The functions of a module that take no gradients, each as `takes_no_sharded_batch` makes it."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Function:
+        function = getattr(self._module, name)
+
+        def call(*arguments: Any) -> Any:
+            leaves, tree = jax.tree.flatten(arguments)
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+            def of_arrays(*arrays: Any) -> Any:
+                merged = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+                return function(*jax.tree.unflatten(tree, merged.values()))
+
+            return takes_no_sharded_batch(of_arrays)(*(leaves[i] for i in places))
+
+        return call
