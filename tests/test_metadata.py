@@ -1,14 +1,18 @@
 """What a package index would show of the package: its metadata, as the build writes them."""
 
 import email
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+
+import jax_ep
 
 ROOT = Path(__file__).parents[1]
 PREPARE = "import scikit_build_core.build as b; print(b.prepare_metadata_for_build_wheel('metadata'))"
@@ -63,3 +67,25 @@ def test_links_lead_to_the_repository(tmp_path):
     for (image, link), path in zip(links, linked, strict=True):
         assert (ROOT / path).is_file()
         assert link == f"{address}/{'raw' if image else 'blob'}/HEAD/{path}"
+
+
+def test_the_changelog_has_this_version():
+    """Its newest heading, but for what is not released yet, with a date."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = [heading for heading in headings if heading != "Unreleased"]
+    assert headings in (versions, ["Unreleased", *versions])
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", version) for version in versions)
+    assert versions[0].split(" - ")[0] == jax_ep.__version__
+
+
+@pytest.mark.parametrize("address", [None, "https://host.example/us/jax_ep"])
+def test_the_site_links_to_the_repository(tmp_path, monkeypatch, address):
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "theme" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    urls = "" if address is None else f'urls = {{ Source = "{address}" }}\n'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    extra = hooks.on_config(types.SimpleNamespace(extra={})).extra
+    assert [link["link"] for link in extra.get("social", [])] == ([] if address is None else [address])

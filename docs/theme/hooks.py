@@ -3,12 +3,15 @@
 - The examples, CONTRIBUTING.md and CHANGELOG.md become pages; links to them lead there.
 - A comment `<!-- source: examples/file.py name -->` becomes the source of that function or class.
 - Nothing may be loaded from another host.
+- The project's address, if it has one, is linked at the foot of each page. (Not as `repo_url`, for which the
+  theme asks the host for numbers whenever a page is opened.)
 - The figures become part of the page, so that they follow its palette and not the system's.
 """
 
 import ast
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,14 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"} | {
     f"examples/{path.name}": f"examples/{path.stem}.md" for path in EXAMPLES
 }
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Source")
+    if address:
+        source = {"icon": "material/source-repository", "link": address, "name": "Source"}
+        config.extra["social"] = [source]
+    return config
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
