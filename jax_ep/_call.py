@@ -79,7 +79,7 @@ def _primitive(target: str) -> Primitive:
 
 
 def _result_types(like: Any, *_: Any, results: Sequence[Result], attributes: Any) -> list[Any]:
-    """They have the operands' manual axis type. Over other axes nothing is sharded here."""
+    """They have the operands' manual axis type and memory. Over other axes nothing is sharded here."""
     return [
         like.update(
             shape=shape,

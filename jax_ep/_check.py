@@ -1,5 +1,6 @@
 """Checks of the arguments: what must hold, what came, what to do."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,12 +32,23 @@ def shape_text(array: Any) -> str:
 def array(op: str, name: str, value: Any) -> jax.Array:
     """The value as an array, or TypeError."""
     if value is not None:
-        try:
-            return jnp.asarray(value)
-        except (TypeError, ValueError):
-            pass
+        given = None
+        with contextlib.suppress(TypeError, ValueError):
+            given = jnp.asarray(value)
+        if given is not None:
+            return on_device(op, name, given)
     kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
+
+
+def on_device(op: str, name: str, array: jax.Array) -> jax.Array:
+    """The array, or ValueError if it waits in the host's memory."""
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:
+        raise ValueError(
+            f"{op}: {name} must lie in the memory of the device, got {shape_text(array)} on the host; "
+            "bring it back first: jax.device_put(array, jax.memory.Space.Device)"
+        )
+    return array
 
 
 def topk_idx(op: str, ids: Any) -> jax.Array:
@@ -248,4 +260,5 @@ def handle(op: str, value: Any) -> Handle:
                 f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {got}; pass the handle "
                 "as dispatch returned it, sharded as it came out of shard_map"
             )
+        on_device(op, f"handle.{name}", array)
     return value

@@ -167,6 +167,8 @@ def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
             f"{op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
             f"[..., M / m, N / n]; got {_check.shape_text(q.values)} and {_check.shape_text(q.scales)}"
         )
+    _check.on_device(op, "the values of a QuantizedArray", q.values)
+    _check.on_device(op, "the scales of a QuantizedArray", q.scales)
     rows, columns = [1, *sizes][-2:]
     return rows, columns
 

@@ -1,5 +1,6 @@
 """Uses that are wrong in other ways than by shape: no arrays at all, other axes, numbers too large."""
 
+import re
 import warnings
 
 import jax
@@ -162,6 +163,57 @@ def test_a_result_in_the_place_of_rows(name):
     call, text = NO_ROWS[name]
     with pytest.raises(TypeError, match=text):
         traced(call)
+
+
+def hosts(array):
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
+# What was offloaded, and not brought back.
+ON_THE_HOST = {
+    "dispatch: every leaf of x": lambda x: dispatch(hosts(x)),
+    "dispatch: topk_idx": lambda x: dispatch(x, hosts(IDS[:T])),
+    "dispatch: topk_weights": lambda x: dispatch(x, weights=hosts(W[:T])),
+    "dispatch: active_ranks": lambda x: dispatch(x, active_ranks=hosts(jnp.ones((R,), jnp.int32))),
+    "dispatch: statistics.wait_us": lambda x: dispatch(
+        x, statistics=jax_ep.DispatchStatistics(jnp.zeros((E // R,), jnp.int32), hosts(jnp.zeros((R,))))
+    ),
+    "combine: every leaf of y": lambda x: jax_ep.combine(hosts(dispatch(x).x), dispatch(x).handle),
+    "combine: bias": lambda x: jax_ep.combine(dispatch(x).x, dispatch(x).handle, bias=hosts(x)),
+    "combine: handle.topk_idx": lambda x: jax_ep.combine(x, jax.tree.map(hosts, dispatch(x).handle)),
+    "redispatch: every leaf of x": lambda x: jax_ep.redispatch(hosts(x), dispatch(x).handle),
+    "moe: x": lambda x: moe(hosts(x), lambda sent: sent.x),
+    "moe: what expert_fn returns": lambda x: moe(x, lambda sent: hosts(sent.x)),
+    "permute: topk_idx": lambda x: jax_ep.permute(x, hosts(IDS[:T]), num_local_experts=E),
+    "unpermute: y": lambda x: jax_ep.unpermute(hosts(x), IDS),
+    "get_dispatch_layout: topk_idx": lambda x: jax_ep.get_dispatch_layout(
+        hosts(IDS), num_experts=E, num_ranks=R
+    ),
+    "grouped_dot: weights": lambda x: jax_ep.grouped_dot(x, hosts(MATRICES), GROUPS),
+    "quantize_fp8: x": lambda x: jax_ep.quantize_fp8(hosts(wide(x))),
+    "dequantize_fp8: the values of": lambda x: jax_ep.dequantize_fp8(
+        jax.tree.map(hosts, jax_ep.quantize_fp8(wide(x)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_an_array_in_the_memory_of_the_host(name):
+    text = rf"{re.escape(name)}.* must lie in the memory of the device, .* jax\.memory\.Space\.Device"
+    with pytest.raises(ValueError, match=text):
+        traced(ON_THE_HOST[name])
+
+
+def test_rows_that_are_brought_back():
+    spaces = []
+
+    def there_and_back(x):
+        sent = dispatch(jax.device_put(hosts(x), jax.memory.Space.Device))
+        spaces.append({jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(sent)})
+        return sent.num_tokens
+
+    traced(there_and_back)
+    assert spaces[0] == {jax.memory.Space.Device}
 
 
 def values(x):
