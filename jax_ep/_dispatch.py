@@ -264,7 +264,7 @@ def dispatch(
             "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
         )
     if quantize is not None:
-        check_quantize(quantize, tree, leaves)
+        check_quantize(quantize, x, leaves)
     if num_valid_tokens is not None:
         ids = _check.valid_tokens("dispatch", num_valid_tokens, ids)
     worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
@@ -340,7 +340,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         shape = (routing.num_tokens, routing.top_k)
         weights = _check.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not leaves and weights is None:
-        return x  # there is nothing to send
+        raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
     operands = vary_alike(whole((handle, tuple(map(as_reals, leaves)), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)

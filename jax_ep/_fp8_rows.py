@@ -23,10 +23,15 @@ NO_GRADIENT = (
 )
 
 
-def check_quantize(quantize: Any, tree: Any, leaves: list[jax.Array]) -> None:
+def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
     if quantize not in ("fp8", "fp8_dequantize"):
         raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
-    if not jax.tree_util.treedef_is_leaf(tree) or not leaves:
+    if isinstance(x, QuantizedArray):
+        raise ValueError(
+            f"dispatch: quantize={quantize!r} is for x that is not quantised, and a QuantizedArray travels "
+            "as it is; leave quantize out"
+        )
+    if not jax.tree_util.all_leaves([x]) or not leaves:
         raise ValueError(f"dispatch: quantize={quantize!r} needs x to be one array, not a pytree")
     (x,) = leaves
     if not is_differentiable(x.dtype):

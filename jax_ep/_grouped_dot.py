@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_ep import _check, _extension, _ffi_products, _numbers, _reference
 from jax_ep._batch import takes_no_batch
@@ -90,6 +91,13 @@ def _check_shapes(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -
             "grouped_dot: rows [C, M], weights [L, M, N] and group_sizes int32 [L] must fit; got "
             f"{', '.join(map(_check.shape_text, (rows, weights, group_sizes)))}"
         )
+    if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
+        sizes = np.asarray(group_sizes)
+        if sizes.min() < 0 or sizes.sum(dtype=np.int64) > rows.shape[0]:
+            raise ValueError(
+                f"grouped_dot: group_sizes must be numbers of rows, of which there are {rows.shape[0]}, got "
+                f"{sizes.tolist()}"
+            )
 
 
 def _both_quantized(rows: Any, weights: Any) -> tuple[QuantizedArray, QuantizedArray]:

@@ -204,12 +204,20 @@ def _in_chunks(
         ids = _check.valid_tokens("moe", num_valid_tokens, ids)
     weights = _check.weights("moe", "topk_weights", weights, ids.shape, "[..., T, K]")
     size = -(-x.shape[0] // num_chunks)
+    count = -(-x.shape[0] // size)
     if capacity is not None:
         alignment = _check.at_least_one("moe", "expert_alignment", options["expert_alignment"])
         rows = _check.capacity("moe", capacity, capacity, alignment)
-        capacity = -(-rows // (-(-x.shape[0] // size) * alignment)) * alignment
+        capacity = -(-rows // (count * alignment)) * alignment
     if host_capacity is not None:
-        host_capacity = -(-_check.at_least_one("moe", "host_capacity", host_capacity) // num_chunks)
+        rows = _check.at_least_one("moe", "host_capacity", host_capacity)
+        host_capacity = -(-rows // count)
+        hosts = options["group"].size // options["group"].ranks_per_node
+        if host_capacity < hosts:
+            raise ValueError(
+                f"moe: host_capacity counts the rows that a rank takes from all {hosts} hosts in all {count} "
+                f"chunks, as many from each, so it must be more than {(hosts - 1) * count}, got {rows}"
+            )
     if options["quantize"] == "fp8":
         x = without_gradient(NO_GRADIENT, x, x)
     dtype, run = x.dtype, experts

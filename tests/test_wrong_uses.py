@@ -1,6 +1,5 @@
 """Uses that are wrong in other ways than by shape: no arrays at all, other axes, numbers too large."""
 
-import re
 import warnings
 
 import jax
@@ -10,30 +9,10 @@ import pytest
 from cases import ranks
 from conftest import make_mesh
 from jax.sharding import PartitionSpec as P
+from wrong import GROUPS, IDS, MATRICES, OBJECTS, E, H, R, T, W, X, combine, dispatch, moe, traced, wide
 
 import jax_ep
 from jax_ep import _extension
-
-R, T, K, E, H = 2, 4, 2, 4, 3
-X = np.ones((R * T, H), np.float32)
-IDS = np.zeros((R * T, K), np.int32)
-W = np.ones((R * T, K), np.float32)
-OBJECTS = np.array([object()] * T)
-
-
-def traced(function):
-    """Traces a function of one rank's rows; nothing runs."""
-    mapped = jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
-    jax.jit(mapped).trace(X)
-
-
-def dispatch(x, ids=IDS[:T], weights=None, **options):
-    return jax_ep.dispatch(x, ids, weights, **{"group": ranks(R).group, "num_experts": E, **options})
-
-
-def combine(x, **options):
-    return jax_ep.combine(x, dispatch(x[:T]).handle, **options)
-
 
 NO_ARRAYS = {
     "ids": (lambda x: dispatch(x, None), "dispatch: topk_idx .* got NoneType"),
@@ -60,8 +39,6 @@ NO_ARRAYS = {
 }
 
 
-GROUPS = np.ones((E // R,), np.int32)
-MATRICES = np.ones((E // R, H, H), np.float32)
 NO_ARRAYS |= {
     "rows of products": (
         lambda x: jax_ep.grouped_dot(None, MATRICES, GROUPS),
@@ -88,16 +65,8 @@ NO_ARRAYS |= {
 }
 
 
-def moe(x, expert_fn, **options):
-    return jax_ep.moe(x, IDS[:T], W[:T], expert_fn, group=ranks(R).group, num_experts=E, **options)
-
-
 def started(x):
     return jax_ep.dispatch_start(x, IDS[:T], group=ranks(R).group, num_experts=E)
-
-
-def wide(x):
-    return jnp.tile(x[:, :1], (1, 128))
 
 
 # What an op returned, as a whole, where rows should be: it is a pytree of arrays, too.
@@ -162,99 +131,6 @@ NO_ROWS = {
 def test_a_result_in_the_place_of_rows(name):
     call, text = NO_ROWS[name]
     with pytest.raises(TypeError, match=text):
-        traced(call)
-
-
-def hosts(array):
-    return jax.device_put(array, jax.memory.Space.Host)
-
-
-# What was offloaded, and not brought back.
-ON_THE_HOST = {
-    "dispatch: every leaf of x": lambda x: dispatch(hosts(x)),
-    "dispatch: topk_idx": lambda x: dispatch(x, hosts(IDS[:T])),
-    "dispatch: topk_weights": lambda x: dispatch(x, weights=hosts(W[:T])),
-    "dispatch: active_ranks": lambda x: dispatch(x, active_ranks=hosts(jnp.ones((R,), jnp.int32))),
-    "dispatch: statistics.wait_us": lambda x: dispatch(
-        x, statistics=jax_ep.DispatchStatistics(jnp.zeros((E // R,), jnp.int32), hosts(jnp.zeros((R,))))
-    ),
-    "combine: every leaf of y": lambda x: jax_ep.combine(hosts(dispatch(x).x), dispatch(x).handle),
-    "combine: bias": lambda x: jax_ep.combine(dispatch(x).x, dispatch(x).handle, bias=hosts(x)),
-    "combine: handle.topk_idx": lambda x: jax_ep.combine(x, jax.tree.map(hosts, dispatch(x).handle)),
-    "redispatch: every leaf of x": lambda x: jax_ep.redispatch(hosts(x), dispatch(x).handle),
-    "moe: x": lambda x: moe(hosts(x), lambda sent: sent.x),
-    "moe: what expert_fn returns": lambda x: moe(x, lambda sent: hosts(sent.x)),
-    "permute: topk_idx": lambda x: jax_ep.permute(x, hosts(IDS[:T]), num_local_experts=E),
-    "unpermute: y": lambda x: jax_ep.unpermute(hosts(x), IDS),
-    "get_dispatch_layout: topk_idx": lambda x: jax_ep.get_dispatch_layout(
-        hosts(IDS), num_experts=E, num_ranks=R
-    ),
-    "grouped_dot: weights": lambda x: jax_ep.grouped_dot(x, hosts(MATRICES), GROUPS),
-    "quantize_fp8: x": lambda x: jax_ep.quantize_fp8(hosts(wide(x))),
-    "dequantize_fp8: the values of": lambda x: jax_ep.dequantize_fp8(
-        jax.tree.map(hosts, jax_ep.quantize_fp8(wide(x)))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ON_THE_HOST)
-def test_an_array_in_the_memory_of_the_host(name):
-    text = rf"{re.escape(name)}.* must lie in the memory of the device, .* jax\.memory\.Space\.Device"
-    with pytest.raises(ValueError, match=text):
-        traced(ON_THE_HOST[name])
-
-
-def test_rows_that_are_brought_back():
-    spaces = []
-
-    def there_and_back(x):
-        sent = dispatch(jax.device_put(hosts(x), jax.memory.Space.Device))
-        spaces.append({jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(sent)})
-        return sent.num_tokens
-
-    traced(there_and_back)
-    assert spaces[0] == {jax.memory.Space.Device}
-
-
-def values(x):
-    return jax_ep.quantize_fp8(wide(x)).values
-
-
-# Their sums would leave out the scales. To move such values is right.
-NO_SCALES = {
-    "combine": (lambda x: jax_ep.combine(dispatch(values(x)).x, dispatch(x).handle), "combine: y"),
-    "combine of a pytree": (
-        lambda x: jax_ep.combine({"x": x, "q": values(x)}, dispatch(x, capacity=T).handle),
-        "combine: y",
-    ),
-    "bias": (
-        lambda x: jax_ep.combine(dispatch(wide(x)).x, dispatch(x).handle, bias=values(x)),
-        "combine: bias",
-    ),
-    "combine_start": (
-        lambda x: jax_ep.combine_start(dispatch(values(x)).x, dispatch(x).handle),
-        "combine: y",
-    ),
-    "moe": (
-        lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8"),
-        "moe: what expert_fn returns",
-    ),
-    "moe in chunks": (
-        lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8", num_chunks=2),
-        "moe: what expert_fn returns",
-    ),
-    "unpermute": (lambda x: jax_ep.unpermute(values(x), IDS), "unpermute: y"),
-    "bias of unpermute": (
-        lambda x: jax_ep.unpermute(wide(x), IDS, bias=values(x), topk_idx=IDS),
-        "unpermute: bias",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NO_SCALES)
-def test_sums_without_their_scales(name):
-    call, text = NO_SCALES[name]
-    with pytest.raises(TypeError, match=f"{text} is summed, .* scales; got float8.*; pass jax_ep.dequantize"):
         traced(call)
 
 
