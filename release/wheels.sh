@@ -6,7 +6,8 @@
 #
 # The wheel of Python 3.12 has the stable ABI, so it also serves all newer ones. BIN is the folder where auditwheel
 # is. WHEEL_OPTIONS are those of `pip wheel`, by default a build folder that no other build uses, so that
-# nothing configured there for another purpose goes into a wheel.
+# nothing configured there for another purpose goes into a wheel. TRY_WITH are the Pythons that each wheel is tried
+# with, by default the one that built it; JAX_EP_CUDA=OFF leaves the CUDA part out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath "${BIN:-.venv/bin}")
@@ -16,17 +17,20 @@ trap 'rm -rf "$work"' EXIT
 for python in "$@"; do
   rm -rf "$work/built" "$work/repaired"
   # shellcheck disable=SC2086
-  "$python" -m pip wheel --quiet --no-deps --config-settings=cmake.define.JAX_EP_CUDA=ON \
+  "$python" -m pip wheel --quiet --no-deps "--config-settings=cmake.define.JAX_EP_CUDA=${JAX_EP_CUDA:-ON}" \
     ${WHEEL_OPTIONS:---config-settings=build-dir=build/wheels/{wheel_tag\}} --wheel-dir "$work/built" .
   # The driver belongs to the host. Everything else that is not part of every Linux must be inside.
   PATH="$bin:$PATH" "$bin/auditwheel" repair --exclude libcuda.so.1 --wheel-dir "$work/repaired" \
     "$work"/built/*.whl
   wheel=$(echo "$work"/repaired/*.whl)
 
-  "$python" -m venv "$work/fresh-$(basename "$wheel")"
-  fresh="$work/fresh-$(basename "$wheel")/bin/python"
-  "$fresh" -m pip install --quiet --disable-pip-version-check "$wheel"
-  JAX_PLATFORMS=cpu "$fresh" release/try_wheel.py
+  for user in ${TRY_WITH:-$python}; do
+    rm -rf "$work/fresh"
+    "$user" -m venv "$work/fresh"
+    fresh="$work/fresh/bin/python"
+    "$fresh" -m pip install --quiet --disable-pip-version-check "$wheel"
+    JAX_PLATFORMS=cpu "$fresh" release/try_wheel.py
+  done
 
   mkdir -p dist
   mv "$wheel" dist/
