@@ -138,6 +138,9 @@ def test_a_number_that_is_not_positive(tmp_path):
     ("options", "text"),
     [
         (["--devices", "1000000"], "argument --devices: must be at most 256, got 1000000"),
+        (["--sweep", "sms", "--num-sms", "4"], "--sweep sms varies what --num-sms sets"),
+        (["--parts", "layer", "--orders", "rank"], "--orders, --peers and --ranks-per-node are for the c"),
+        (["--parts", "layer", "--peers"], "leave them out too, or add communication to --parts"),
         (["--devices", "4", "--ranks-per-node", "3"], "--ranks-per-node must divide the 4 devices"),
         (["--devices", "3"], "3 devices do not divide the 16 experts of tiny"),
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),

@@ -39,7 +39,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--orders",
         nargs="+",
         choices=ORDERS,
-        default=ORDERS,
         help=f"default: all; expert_padded with up to {MOST_PADDED_TOKENS} tokens a rank only, which is also "
         "the most that its buffers are made for",
     )
@@ -93,6 +92,13 @@ def set_up_devices(options: argparse.Namespace) -> None:
     """Where there are no GPUs, virtual CPU devices; to be called before anything asks JAX for devices."""
     if options.sweep and options.parts and "layer" in options.parts:
         raise SystemExit("bench: --sweep varies communication only; leave out --parts layer")
+    if options.sweep == "sms" and options.num_sms:
+        raise SystemExit("bench: --sweep sms varies what --num-sms sets; leave one of them out")
+    if options.parts == ["layer"] and (options.orders or options.peers or options.ranks_per_node):
+        raise SystemExit(
+            "bench: --orders, --peers and --ranks-per-node are for the communication, which --parts layer "
+            "leaves out; leave them out too, or add communication to --parts"
+        )
     if options.plot and not options.sweep:
         raise SystemExit("bench: --plot draws a sweep: say what to vary with --sweep")
     if options.join:

@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 import jax_ep
 from jax_ep.bench import ceilings, layers, measure, processes, programs, report
+from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
@@ -92,7 +93,7 @@ def orders_of(options: argparse.Namespace, op: str, shape: Shape) -> list[str]:
     if op in programs.ORDERLESS:
         return [""]
     padded = shape.tokens <= MOST_PADDED_TOKENS and op != "forward + backward"
-    return [order for order in options.orders if order != "expert_padded" or padded]
+    return [order for order in options.orders or ORDERS if order != "expert_padded" or padded]
 
 
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
@@ -216,7 +217,11 @@ def run(options: argparse.Namespace) -> int:
                 "choose another number with --devices"
             )
         few = SHAPES[name].tokens <= MOST_PADDED_TOKENS or options.sweep == "tokens"
-        if set(options.orders) == {"expert_padded"} and not few and "communication" in parts_of(options):
+        if (
+            set(options.orders or ()) == {"expert_padded"}
+            and not few
+            and "communication" in parts_of(options)
+        ):
             raise SystemExit(
                 f"bench: expert_padded is timed with up to {MOST_PADDED_TOKENS} tokens a rank, and {name} "
                 f"has {SHAPES[name].tokens}; choose another of --shapes, deepseek_v3_decode for example"
