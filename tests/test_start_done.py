@@ -199,7 +199,7 @@ def test_what_is_apart(gpu_group):
     # The push of the gradient brings dot products with the rows, too.
     assert count_calls(lowered.as_text("hlo")) == {"route": 1, "push": 2, "pull": 2}
     text = lowered.as_text()
-    annotated = re.findall(r'(\w+)(:?\d*) = (?:func\.)?call @(\w+)\(.*_xla_stream_annotation = "coll', text)
+    annotated = re.findall(r'%(\w+)(:?\d*) = (?:func\.)?call @(\w+)\(.*_xla_stream_annotation = "coll', text)
     bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
     ops = [re.findall(r"@jax_ep_(\w+)\(", bodies[name]) for _, _, name in annotated]
     assert sorted(ops) == [["pull"], ["pull"], ["push"]]
