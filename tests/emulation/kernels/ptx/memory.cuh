@@ -62,6 +62,11 @@ T LoadFromHost(const T* number) {
   return *static_cast<const volatile T*>(number);
 }
 
+inline uint4 LoadRow(const uint4* address) {
+  emulation::Machine::Get().Access(false);
+  return *address;
+}
+
 inline uint64_t GlobalNanoseconds() {
   emulation::Machine::Get().Access(false);
   emulation::Quiet quiet;

@@ -1,0 +1,90 @@
+"""The protocol between hosts, compiled for the host, over a network that reorders: see hop_stress.cc."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+FFI = TESTS.parent / "ffi"
+EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "core/hop.h"
+
+COPIES_OUT = """\
+    CopyBlock(hop.out + from * hop.block_bytes + chunk.offset, hop.slots + slot + kHopHeadBytes, chunk.bytes);
+    __syncthreads();
+"""
+RETURNS_CREDIT = "    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(chunk.lane, hop.host), 1);\n"
+
+# What is done wrong: (file, what stands there, what takes its place) each.
+MISTAKES = {
+    "sends without a credit": [(EXCHANGE, "chunk.number >= kHopSlots)", "false)")],
+    "sends on a credit too few": [(EXCHANGE, "chunk.number - kHopSlots + 1", "chunk.number - kHopSlots")],
+    "counts chunks that overtake each other": [
+        (
+            HOP,
+            "return First(lane, host) + static_cast<uint32_t>(number % kHopSlots)",
+            "return First(lane, host)",
+        ),
+        (EXCHANGE, "chunk.number / kHopSlots + 1", "chunk.number + 1"),
+    ],
+    "puts what is not written yet": [
+        (
+            EXCHANGE,
+            "    __syncthreads();\n    if (threadIdx.x == 0) {\n      net.Put",
+            "    if (threadIdx.x == 0) {\n      net.Put",
+        )
+    ],
+    "returns the credit early": [(EXCHANGE, COPIES_OUT + RETURNS_CREDIT, RETURNS_CREDIT + COPIES_OUT)],
+    "returns the credit for its own thread": [
+        (
+            EXCHANGE,
+            COPIES_OUT + RETURNS_CREDIT,
+            COPIES_OUT.replace("    __syncthreads();\n", "") + RETURNS_CREDIT,
+        )
+    ],
+    "takes any op's chunks": [(EXCHANGE, "if (call == hop.call) return true;", "return true;")],
+    "lags too far": [(EXCHANGE, "kHopLag = kHopSlots - 1", "kHopLag = kHopSlots")],
+    "forgets how far it is": [(EXCHANGE, "if (alive) lane.chunks = first", "if (false) lane.chunks = first")],
+    "gives up silently": [(WAIT, "if (atomicExch(&lane.told, 1u) != 0) return;", "return;")],
+    "waits for ever": [(WAIT, "if (clock.IsUp(hop.report))", "if (false)")],
+    "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
+    "clears what its lane failed of only": [
+        (EXCHANGE, "threadIdx.x == 0 && LoadStamped(&hop.state->reason) != 0", "!alive")
+    ],
+    "goes on after a failure": [
+        (EXCHANGE, "uint64_t reason = LoadStamped(&hop.state->reason);", "uint64_t reason = 0;"),
+        (WAIT, "if (known != 0) return known;", ""),
+    ],
+    "shares a lane": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
+}
+
+
+def build(target, *first):
+    """Compiles the program; sources in the folders `first` take the place of the real ones."""
+    folders = [f"-I{folder}" for folder in (*first, TESTS / "emulation", FFI, TESTS)]
+    # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", *folders]
+    subprocess.run(["g++", *options, str(TESTS / "hop_stress.cc"), "-o", str(target)], check=True)
+    return target
+
+
+def run(program, scenarios, seed):
+    return subprocess.run([program, str(scenarios), str(seed)], capture_output=True, text=True, timeout=200)
+
+
+def test_hop(tmp_path):
+    done = run(build(tmp_path / "hop_stress"), 1500, 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_planted_mistake_is_found(mistake, tmp_path):
+    for name, right, wrong in MISTAKES[mistake]:
+        copy = tmp_path / name
+        text = (copy if copy.exists() else FFI / name).read_text()
+        assert text.count(right) == 1, f"{name} has {right!r} not once"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text.replace(right, wrong))
+    done = run(build(tmp_path / "hop_stress", tmp_path), 1500, 1)
+    assert done.returncode == 1, done.stdout
+    assert "hop_stress: seed" in done.stderr
