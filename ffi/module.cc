@@ -20,6 +20,9 @@
 #include "runtime/regions.h"
 #include "runtime/watch.h"
 #endif
+#if defined(JAX_EP_WITH_NCCL)
+#include "runtime/rails.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -80,6 +83,9 @@ nb::dict CudaTargets() {
   targets["jax_ep_push"] = CudaStages(CudaPushHandler);
   targets["jax_ep_pull"] = CudaStages(CudaPullHandler);
   targets["jax_ep_gather"] = CudaStages(CudaGatherHandler);
+#if defined(JAX_EP_WITH_NCCL)
+  targets["jax_ep_rail_hop"] = CudaStages(CudaRailHopHandler);
+#endif
   targets["jax_ep_reserve"] = Capsule(CudaReserveHandler);
   targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
   targets["jax_ep_repermute"] = Capsule(CudaRepermuteHandler);
@@ -176,11 +182,42 @@ nb::dict CudaTargets() { return nb::dict(); }
 nb::dict CudaTypes() { return nb::dict(); }
 #endif
 
+#if defined(JAX_EP_WITH_NCCL)
+// The version of NCCL that JAX has loaded; 0 and why, if it is not to be used.
+std::pair<std::string, std::string> FindNcclVersion() {
+  std::string reason;
+  const Nccl* const nccl = FindNccl(reason);
+  int version = 0;
+  if (nccl != nullptr) (void)nccl->GetVersion(&version);
+  return {nccl == nullptr ? "" : NcclVersionText(version), reason};
+}
+
+// `seats` are (ordinal, number of the host, id of the rail) of this process's devices.
+std::string ConnectRails(const std::string& key,
+                         const std::vector<std::tuple<int64_t, int, std::string>>& seats, int num_hosts) {
+  std::vector<RailSeat> rails;
+  for (const auto& [device, host, id] : seats) rails.push_back({device, host, id});
+  return MakeRails(key)->Connect(rails, num_hosts);
+}
+
+std::string PrepareRails(const std::string& key, double trial_s) {
+  const auto rails = MakeRails(key);
+  std::string reason = rails->Prepare(trial_s);
+  if (const auto group = FindGroup(key)) rails->Configure(group->name(), group->timeout_s());
+  return reason;
+}
+
+void DropRails(const std::string& key) { MakeRails(key)->Drop(); }
+#endif
+
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
                    int num_ranks, double timeout_s, int num_sms) {
   OpenGroup(key, name, std::move(devices), num_ranks, {timeout_s, num_sms});
 #if defined(JAX_EP_WITH_CUDA)
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
+#endif
+#if defined(JAX_EP_WITH_NCCL)
+  if (const auto rails = FindRails(key)) rails->Configure(name, timeout_s);
 #endif
 }
 
@@ -203,6 +240,11 @@ std::optional<std::string> TakeExpired(const std::string& key) {
     if (std::string text = peers->DescribeFailure(); !text.empty()) return text;
   }
 #endif
+#if defined(JAX_EP_WITH_NCCL)
+  if (const auto rails = FindRails(key)) {
+    if (std::string text = rails->DescribeFailure(); !text.empty()) return text;
+  }
+#endif
   return group->TakeExpired();
 }
 
@@ -217,6 +259,9 @@ nb::dict BuildInfo() {
 #endif
 #if defined(JAX_EP_CUTLASS_VERSION)
   info["cutlass"] = JAX_EP_CUTLASS_VERSION;
+#endif
+#if defined(JAX_EP_WITH_NCCL)
+  info["nccl"] = NcclVersionText(kLeastNccl);
 #endif
   return info;
 }
@@ -265,6 +310,16 @@ NB_MODULE(_C, m) {
         nb::arg("top_k"), nb::arg("num_experts"), nb::arg("row_bytes"),
         "Whether an op of so many tokens goes through the arena");
   m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");
+#endif
+#if defined(JAX_EP_WITH_NCCL)
+  m.def("nccl_version", &FindNcclVersion,
+        "The version of NCCL that JAX has loaded; empty and why, if hops cannot go over it");
+  m.def("rail_id", &MakeRailId, Unlocked(), "What the ranks of a rail find each other by");
+  m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("seats"), nb::arg("num_hosts"), Unlocked(),
+        "Joins this process's devices with those of other hosts; the reason if that fails");
+  m.def("prepare_rails", &PrepareRails, nb::arg("key"), nb::arg("trial_s"), Unlocked(),
+        "Makes the windows and tries a few hops; the reason if that fails");
+  m.def("drop_rails", &DropRails, nb::arg("key"), Unlocked(), "Forgets rails that cannot be used");
 #endif
 }
 

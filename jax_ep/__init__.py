@@ -11,8 +11,8 @@ from jax_ep._dispatch import dispatch as dispatch
 from jax_ep._dispatch import redispatch as redispatch
 from jax_ep._export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jax_ep._group import Group as Group
-from jax_ep._group import GroupStats as GroupStats
 from jax_ep._group import PeerTimeoutError as PeerTimeoutError
+from jax_ep._group_stats import GroupStats as GroupStats
 from jax_ep._grouped_dot import grouped_dot as grouped_dot
 from jax_ep._handle import Handle as Handle
 from jax_ep._layout import DispatchLayout as DispatchLayout

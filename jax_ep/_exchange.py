@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._handle import Routing
-from jax_ep._hop import between_hosts
 
 
 def exchange_within(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
@@ -27,7 +26,7 @@ def exchange_within(module: ModuleType, routing: Routing, blocks: jax.Array) -> 
 def exchange(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
     """[R, n]: block r goes to rank r, and what it sends takes its place."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+    came = module.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
     came = exchange_within(module, routing, came.swapaxes(0, 1).reshape(per_host, -1))
     return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
@@ -35,6 +34,6 @@ def exchange(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Arr
 def gather_numbers(module: ModuleType, routing: Routing, numbers: jax.Array) -> jax.Array:
     """[R, n] from every rank's numbers [n]."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+    came = module.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
     came = exchange_within(module, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
     return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)

@@ -12,6 +12,7 @@ _TARGETS = (
     "push",
     "pull",
     "hop",
+    "rail_hop",
     "permute",
     "repermute",
     "unpermute",

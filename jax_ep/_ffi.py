@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _extension
+from jax_ep import _extension, _hop
 from jax_ep._call import Result, call
-from jax_ep._collectives import rank
+from jax_ep._collectives import host, rank
 from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
@@ -306,6 +306,17 @@ def unpermute(
         row_map if topk_idx is None else topk_idx,
     ]
     (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
+    return out
+
+
+def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
+    """Hop 1, by puts of a kernel over NCCL's device API where the group has rails."""
+    within = group._within
+    if within is None or not group._has_rails:
+        return _hop.between_hosts(group, blocks)
+    number = on_platform(host(group).astype(INT), group._platform, repr(group))
+    options = {"group": within._key, "num_ranks": np.int64(within.size)}
+    (out,) = call("rail_hop", [number, blocks], [(blocks.shape, blocks.dtype)], **options)
     return out
 
 

@@ -1,7 +1,6 @@
 """The ranks that exchange rows: their devices, their set-up and their time-out."""
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import weakref
@@ -12,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _control_blocks, _extension, _hosts, _numbers, _processes
+from jax_ep import _control_blocks, _extension, _hosts, _numbers, _processes, _rails
 from jax_ep._extension_types import Extension
+from jax_ep._group_stats import GroupStats
 
 # Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -21,24 +21,6 @@ LONGEST_S = 10 * 365 * 24 * 3600.0
 
 class PeerTimeoutError(TimeoutError):
     """A rank waited for its peers longer than the group's `timeout_s`. The text names who is missing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupStats:
-    """What a group runs on and takes.
-
-    Attributes:
-      implementation: "ffi" or "xla", what `implementation=None` means to its ops.
-      reason: why that is not "ffi"; empty if it is.
-      device_bytes: bytes that the group takes on each device, of the memory that JAX has there.
-      ranks_per_node: ranks that share a host. If there are fewer of them than the group has, rows make two
-        hops: between hosts by XLA's collectives, and within one by the implementation.
-    """
-
-    implementation: _extension.Implementation
-    reason: str
-    device_bytes: int
-    ranks_per_node: int
 
 
 class Group:
@@ -120,6 +102,8 @@ class Group:
         if per_host < size:
             self._within = self._make_within(devices.reshape(-1, per_host), size, timeout_s, num_sms)
         self._set_up(devices, timeout_s, num_sms, reason)
+        if self._within is not None and self._platform == "gpu":
+            self._without_rails = self._open_rails(self._within, devices, timeout_s)
         _open_groups[id(self)] = self
 
     @staticmethod
@@ -128,6 +112,15 @@ class Group:
             return _hosts.forced_ranks_per_host(forced, devices.shape[1]), ""
         try:
             return _hosts.find_ranks_per_host(devices, max(timeout_s, _processes.LEAST_S))
+        except _processes.SetupTimeout as error:
+            raise PeerTimeoutError(str(error)) from None
+
+    def _open_rails(self, within: "Group", devices: np.ndarray, timeout_s: float) -> str:
+        limit_s = max(timeout_s, _processes.LEAST_S)
+        try:
+            return _rails.open_rails(
+                within._key, devices, within._size, within._reason_against_ffi(), limit_s
+            )
         except _processes.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
@@ -161,6 +154,7 @@ class Group:
             self._key += f":within each of {len(self._index_groups)} hosts"
         self._closed = False
         self._unreachable = reason
+        self._without_rails = ""  # why rows between hosts of GPUs do not go by NCCL's device API, if so
         module = _extension.extension()
         if module is not None and self._within is None:
             self._open(module, devices, num_sms)
@@ -226,15 +220,22 @@ class Group:
         """The number of ranks that share a host: all of them, or a divisor."""
         return self._size if self._within is None else self._within._size
 
+    @property
+    def _has_rails(self) -> bool:
+        """Whether rows go between hosts by NCCL's device API."""
+        return self._within is not None and self._platform == "gpu" and not self._without_rails
+
     def stats(self) -> GroupStats:
         """What this group runs on, and the memory that it takes."""
         self._require_open("stats")
         reason = self._reason_against_ffi()
         module = _extension.extension()
+        between = None if self._within is None else "nccl" if self._has_rails else "xla"
         if reason or module is None:
-            return GroupStats("xla", reason, 0, self.ranks_per_node)
+            return GroupStats("xla", reason, 0, self.ranks_per_node, between)
         size = module.control_bytes() if self._platform == "gpu" else 0
-        return GroupStats("ffi", "", size, self.ranks_per_node)
+        reason = self._without_rails and f"between hosts by XLA's collectives: {self._without_rails}"
+        return GroupStats("ffi", reason, size, self.ranks_per_node, between)
 
     def check(self) -> None:
         """Raises `PeerTimeoutError` if a wait of this group expired since the last check."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_ep import _extension
+from jax_ep import _extension, _rails
 from jax_ep._cli import require_devices
 from jax_ep._group import Group
 
@@ -50,8 +50,9 @@ def collect() -> dict[str, Any]:
     with Group(mesh, "ep") as group:
         stats = group.stats()
     report["implementation"] = stats.implementation
-    report["why_not_ffi"] = stats.reason
+    report["why_not_ffi"] = "" if stats.implementation == "ffi" else stats.reason
     report["ranks_per_node"] = stats.ranks_per_node
+    report["rails"] = _rails.describe() if on_gpu else None
     report["device_bytes_of_a_group"] = stats.device_bytes
     return report
 
@@ -83,6 +84,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["why_not_ffi"]:
         lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
     lines.append(f"hosts       {report['ranks_per_node']} of {len(report['devices'])} ranks share one")
+    if report["rails"] is not None:
+        lines.append(f"{'':12s}between hosts: {report['rails']}")
     own = report["device_bytes_of_a_group"]
     lines.append(f"a group     takes {own} bytes of JAX's memory on each device, and none besides")
     return lines

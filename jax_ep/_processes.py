@@ -156,6 +156,33 @@ def drain(devices: Sequence[Any], limit_s: float) -> None:
     within(limit_s, "waiting for earlier programs", run)
 
 
+def together(
+    devices: Sequence[Any],
+    step: str,
+    work: Callable[[], dict[str, Any] | None],
+    limit_s: float,
+    times: int = 1,
+) -> dict[int, dict[str, Any]]:
+    """Does this process's share of a step and waits, so many times the limit, for the others'.
+
+    What each process's work gives, by process. Raises SetupError on all or on none.
+    """
+    message: dict[str, Any] = {"error": ""}
+    try:
+        message |= work() or {}
+    except SetupTimeout:
+        raise
+    except Exception as error:
+        expected = isinstance(error, (RuntimeError, OSError))
+        words = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
+        message["error"] = words[:MOST_WORDS]
+    messages = exchange(devices, message, times * limit_s, f"{step}, as all processes must,")
+    errors = [f"process {process}: {m['error']}" for process, m in messages.items() if m["error"]]
+    if errors:
+        raise SetupError("; ".join(errors))
+    return messages
+
+
 class _Setup:
     """One process's part in the set-up of a group."""
 
@@ -178,24 +205,7 @@ class _Setup:
     def together(
         self, step: str, work: Callable[[], dict[str, Any] | None], times: int = 1
     ) -> dict[int, dict[str, Any]]:
-        """Does this process's share of a step and waits, so many times the limit, for the others'.
-
-        Raises SetupError on all or on none.
-        """
-        message: dict[str, Any] = {"error": ""}
-        try:
-            message |= work() or {}
-        except SetupTimeout:
-            raise
-        except Exception as error:
-            expected = isinstance(error, (RuntimeError, OSError))
-            words = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
-            message["error"] = words[:MOST_WORDS]
-        messages = exchange(self.devices, message, times * self.limit_s, f"{step}, as all processes must,")
-        errors = [f"process {process}: {m['error']}" for process, m in messages.items() if m["error"]]
-        if errors:
-            raise SetupError("; ".join(errors))
-        return messages
+        return together(self.devices, step, work, self.limit_s, times)
 
     def introduce(self) -> dict[str, Any]:
         """What the others must know of this process before anything else."""
@@ -258,7 +268,8 @@ class _Setup:
         return [found[device.id] for device in self.everywhere]
 
 
-def _raise(text: str) -> None:
+def raise_if(text: str) -> None:
+    """Raises what the extension says went wrong, if it says anything."""
     if text:
         raise RuntimeError(text)
 
@@ -289,9 +300,9 @@ def _prepare(setup: _Setup, hold: Callable[[], dict[int, int]]) -> None:
 
         def make() -> None:
             if failed:
-                _raise(module.reset_device_group(key, epoch, calls))
+                raise_if(module.reset_device_group(key, epoch, calls))
             if is_new:
-                _raise(module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.board))
+                raise_if(module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.board))
 
         try:
             setup.together("preparing the GPUs", make)
@@ -317,7 +328,7 @@ def open_group(
     answer.
     """
     limit_s = max(timeout_s, LEAST_S)
-    with _taking_turns(limit_s):
+    with taking_turns(limit_s):
         if _settled.get(key):
             raise SetupError(_settled[key])
         setup = _Setup(module, key, devices, num_ranks, limit_s)
@@ -326,7 +337,8 @@ def open_group(
 
 
 @contextlib.contextmanager
-def _taking_turns(limit_s: float) -> Iterator[None]:
+def taking_turns(limit_s: float) -> Iterator[None]:
+    """One set-up at a time in this process."""
     if not _turn.acquire(timeout=limit_s):
         raise SetupTimeout(
             f"Group: another thread of process {jax.process_index()} has been making a group for more than "

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _hop
 from jax_ep._collectives import exchange, gather, rank
 from jax_ep._dtypes import sum_dtype, sum_of_all
+from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
 from jax_ep._manual import vary_alike
 from jax_ep._results import EVERYBODY, Attendance, Attended, LayoutCounts, Permutation, Routed
@@ -297,3 +299,8 @@ def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: j
     if product == 2:
         return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
     return jax.lax.ragged_dot(rows, others if product == 0 else others.swapaxes(1, 2), group_sizes)
+
+
+def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
+    """Hop 1: [hosts, ...], block h goes to the rank of this one's index on host h."""
+    return _hop.between_hosts(group, blocks)

@@ -19,7 +19,6 @@ from jax_ep._collectives import host, rank
 from jax_ep._dtypes import sum_dtype
 from jax_ep._exchange import exchange, exchange_within, gather_numbers
 from jax_ep._handle import Handle, Routing
-from jax_ep._hop import between_hosts
 from jax_ep._places import Places, find_places
 from jax_ep._reference import invert, routed_experts, take
 from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
@@ -45,8 +44,8 @@ class TwoHops:
         places = find_places(self.within, routing, ids, wanted, gather)
         # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
         places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
-        told = _tell(routing, ids, places, topk_weights)
-        rows = [send(routing, ids, leaf) for leaf in leaves]
+        told = _tell(self.within, routing, ids, places, topk_weights)
+        rows = [send(self.within, routing, ids, leaf) for leaf in leaves]
         told, rows = jax.lax.optimization_barrier((told, rows))
         handle, weights = _make_handle(self.within, routing, ids, places, told)
         assert handle.within is not None
@@ -64,9 +63,13 @@ class TwoHops:
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
-        weights = None if topk_weights is None else send(handle.routing, handle.topk_idx, topk_weights)
+        weights = (
+            None if topk_weights is None else send(self.within, handle.routing, handle.topk_idx, topk_weights)
+        )
         return self.within.push(
-            handle.within, [send(handle.routing, handle.topk_idx, leaf) for leaf in leaves], weights
+            handle.within,
+            [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
+            weights,
         )
 
     def push_scaled(
@@ -76,7 +79,7 @@ class TwoHops:
         factors: Sequence[jax.Array],
         row_weights: jax.Array,
     ) -> tuple[Leaves, jax.Array]:
-        rows = [send(handle.routing, handle.topk_idx, leaf) for leaf in leaves]
+        rows = [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
         return self.within.push_scaled(handle.within, rows, factors, row_weights)
 
     def pull(
@@ -93,7 +96,7 @@ class TwoHops:
         for partial in partials:
             wide = sum_dtype(partial.dtype)
             total: Any = 0.0
-            for part in take_back(handle, partial):
+            for part in take_back(self.within, handle, partial):
                 total = total + part.astype(wide)
             for bias in biases:
                 total = total + bias.astype(wide)
@@ -102,7 +105,7 @@ class TwoHops:
             return tuple(sums), None, Attended(None, None)
         hosts = _host_of(handle.routing, handle.topk_idx)
         total = jnp.zeros_like(returned, shape=hosts.shape)
-        for number, part in enumerate(take_back(handle, returned)):
+        for number, part in enumerate(take_back(self.within, handle, returned)):
             total = jnp.where(hosts == number, part, total)
         return tuple(sums), total, Attended(None, None)
 
@@ -135,22 +138,24 @@ def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
     return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
 
 
-def _through_hop_1(routing: Routing, rows: jax.Array) -> jax.Array:
+def _through_hop_1(module: ModuleType, routing: Routing, rows: jax.Array) -> jax.Array:
     """Rows [hosts * rows of hop 1, ...] that lie by the host that they go to: those that come, by host."""
     blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
-    return between_hosts(routing.group, blocks).reshape(rows.shape)
+    return module.between_hosts(routing.group, blocks).reshape(rows.shape)
 
 
-def send(routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+def send(module: ModuleType, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
     """Hop 1 of a payload [T, ...]: [hosts * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
-    return _through_hop_1(routing, take(array, _tokens(routing, senders)))
+    return _through_hop_1(module, routing, take(array, _tokens(routing, senders)))
 
 
-def take_back(handle: Handle, rows: jax.Array) -> list[jax.Array]:
+def take_back(module: ModuleType, handle: Handle, rows: jax.Array) -> list[jax.Array]:
     """Hop 1 the other way: from each host what it has for this rank's tokens [T, ...], zero where nothing."""
     routing = handle.routing
-    blocks = _through_hop_1(routing, rows).reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
+    blocks = _through_hop_1(module, routing, rows).reshape(
+        routing.num_hosts, routing.host_rows, *rows.shape[1:]
+    )
     slots = _slots(routing, handle.topk_idx)
     return [take(blocks[number], slots[:, number]) for number in range(routing.num_hosts)]
 
@@ -159,7 +164,9 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
     return jnp.where(senders < 0, -1, senders // routing.num_hosts)
 
 
-def _tell(routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None) -> jax.Array:
+def _tell(
+    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
+) -> jax.Array:
     """Hop 1 of what hop 2 must know of a token: ids, places and the bits of weights; -1 where none came."""
     senders = _senders(routing, ids)
     tokens = _tokens(routing, senders)
@@ -171,7 +178,7 @@ def _tell(routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Ar
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
     told = jnp.concatenate(integers, axis=1)
-    return _through_hop_1(routing, jnp.where(senders[:, None] < 0, -1, told))
+    return _through_hop_1(module, routing, jnp.where(senders[:, None] < 0, -1, told))
 
 
 def _make_handle(

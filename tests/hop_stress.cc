@@ -92,7 +92,7 @@ class World {
         network(hosts),
         hosts_(hosts),
         window_{hosts, 1 + static_cast<int>(random() % 3), 0} {
-    window_.chunk_bytes = 16 << random() % 4;
+    window_.piece_bytes = 16 << random() % 4;
     threads_ = random() % 2 == 0 ? 32 : 64;
     for (int h = 0; h < hosts; ++h) {
       hosts_[h].slots.resize(window_.bytes() / 16);
@@ -103,8 +103,8 @@ class World {
 
   Host& host(int h) { return hosts_[h]; }
   int num_hosts() const { return window_.hosts; }
-  int lanes() const { return window_.lanes; }
-  int64_t chunk_bytes() const { return window_.chunk_bytes; }
+  int tracks() const { return window_.tracks; }
+  int64_t piece_bytes() const { return window_.piece_bytes; }
 
   // Until every host that is not gone has run its hops. `freeze` may hold one of them up.
   void RunAll(const std::function<void(int, Run&)>& freeze) {
@@ -166,7 +166,7 @@ class World {
                &host.state, &host.report};
     run.net = {&network, h};
     run.launch.rank = h;
-    run.launch.grid = {static_cast<unsigned>(window_.lanes)};
+    run.launch.grid = {static_cast<unsigned>(window_.tracks)};
     run.launch.block = {static_cast<unsigned>(threads_)};
     run.launch.body = [&run] { Exchange(run.hop, run.net); };
     freeze(h, run);
@@ -222,7 +222,7 @@ void SetManner(Random& random, World& world, Fault fault, uint64_t timeout) {
   manner.most_ns = 2000;
   emulation::Network::Manner& network = world.network.manner;
   network.most_ns = fault == kSlow ? timeout / 100 : random() % 2 == 0 ? 0 : random() % 20'000;
-  network.piece_bytes = 16 << random() % 3;
+  network.grain_bytes = 16 << random() % 3;
 }
 
 void CheckReason(const World& world, const HopReport& report, int h, Fault fault, int f) {
@@ -270,7 +270,7 @@ void RunScenario() {
   for (int i = 0; i < hops; ++i) {
     Call call;
     call.number = i;
-    const int64_t most = world.chunk_bytes() * world.lanes() * (random() % 3 == 0 ? 12 : 3);
+    const int64_t most = world.piece_bytes() * world.tracks() * (random() % 3 == 0 ? 12 : 3);
     call.block_bytes = 1 + random() % most;
     if (random() % 2 == 0) call.block_bytes = AlignUp(call.block_bytes, 16);
     call.word = 1 + random() % 1000;
@@ -281,7 +281,7 @@ void RunScenario() {
       if (i == at && h == f) {
         if (fault == kLate) here.late_by = 2 * timeout;
         if (fault == kOther) here.word += 5000;
-        if (fault == kLonger) here.word += 5000, here.block_bytes += world.chunk_bytes() * 5;
+        if (fault == kLonger) here.word += 5000, here.block_bytes += world.piece_bytes() * 5;
         if (fault == kPlace) here.misplaced = true;
       }
       world.host(h).calls.push_back(here);

@@ -10,22 +10,24 @@ FFI = TESTS.parent / "ffi"
 EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "core/hop.h"
 
 COPIES_OUT = """\
-    CopyBlock(hop.out + from * hop.block_bytes + chunk.offset, hop.slots + slot + kHopHeadBytes, chunk.bytes);
+    CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
     __syncthreads();
 """
-RETURNS_CREDIT = "    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(chunk.lane, hop.host), 1);\n"
+RETURNS_CREDIT = (
+    "    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(piece.track, hop.host), 1);\n"
+)
 
 # What is done wrong: (file, what stands there, what takes its place) each.
 MISTAKES = {
-    "sends without a credit": [(EXCHANGE, "chunk.number >= kHopSlots)", "false)")],
-    "sends on a credit too few": [(EXCHANGE, "chunk.number - kHopSlots + 1", "chunk.number - kHopSlots")],
-    "counts chunks that overtake each other": [
+    "sends without a credit": [(EXCHANGE, "piece.number >= kHopSlots)", "false)")],
+    "sends on a credit too few": [(EXCHANGE, "piece.number - kHopSlots + 1", "piece.number - kHopSlots")],
+    "counts pieces that overtake each other": [
         (
             HOP,
-            "return First(lane, host) + static_cast<uint32_t>(number % kHopSlots)",
-            "return First(lane, host)",
+            "return First(track, host) + static_cast<uint32_t>(number % kHopSlots)",
+            "return First(track, host)",
         ),
-        (EXCHANGE, "chunk.number / kHopSlots + 1", "chunk.number + 1"),
+        (EXCHANGE, "piece.number / kHopSlots + 1", "piece.number + 1"),
     ],
     "puts what is not written yet": [
         (
@@ -42,20 +44,22 @@ MISTAKES = {
             COPIES_OUT.replace("    __syncthreads();\n", "") + RETURNS_CREDIT,
         )
     ],
-    "takes any op's chunks": [(EXCHANGE, "if (call == hop.call) return true;", "return true;")],
+    "takes any op's pieces": [(EXCHANGE, "if (call == hop.call) return true;", "return true;")],
     "lags too far": [(EXCHANGE, "kHopLag = kHopSlots - 1", "kHopLag = kHopSlots")],
-    "forgets how far it is": [(EXCHANGE, "if (alive) lane.chunks = first", "if (false) lane.chunks = first")],
-    "gives up silently": [(WAIT, "if (atomicExch(&lane.told, 1u) != 0) return;", "return;")],
+    "forgets how far it is": [
+        (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")
+    ],
+    "gives up silently": [(WAIT, "if (atomicExch(&track.told, 1u) != 0) return;", "return;")],
     "waits for ever": [(WAIT, "if (clock.IsUp(hop.report))", "if (false)")],
     "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
-    "clears what its lane failed of only": [
+    "clears what its track failed of only": [
         (EXCHANGE, "threadIdx.x == 0 && LoadStamped(&hop.state->reason) != 0", "!alive")
     ],
     "goes on after a failure": [
         (EXCHANGE, "uint64_t reason = LoadStamped(&hop.state->reason);", "uint64_t reason = 0;"),
         (WAIT, "if (known != 0) return known;", ""),
     ],
-    "shares a lane": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
+    "shares a track": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
 }
 
 

@@ -26,7 +26,7 @@ from conftest import make_mesh, most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _two_hops
+from jax_ep import _ffi, _two_hops
 from jax_ep._layout import get_dispatch_layout
 
 R = most_ranks()
@@ -235,7 +235,7 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
-        came = _two_hops.send(handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
+        came = _two_hops.send(_ffi, handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
         layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
         mine = jax.lax.axis_index("ep") // (size // hosts)
         elsewhere = jnp.arange(hosts)[:, None] != mine

@@ -1,8 +1,8 @@
 // Hop 1 through a window of NCCL's: where its parts lie, and what a device keeps from one hop to the next.
 //
 // The ranks of the same index on all hosts take part, one of each host, and go by the number of their host.
-// Each sends a block to every other. A *lane* is a block of CUDA threads on each of them: it moves its share
-// of the blocks' *chunks*, one after the other, through slots of its own, and lanes know nothing of each
+// Each sends a block to every other. A *track* is a block of CUDA threads on each of them: it moves its share
+// of the blocks' *pieces*, one after the other, through slots of its own, and tracks know nothing of each
 // other.
 #pragma once
 
@@ -14,57 +14,58 @@
 namespace jax_ep {
 
 constexpr int kMaxHosts = 64;
-constexpr int kHopLanes = 8;
-// Chunks on their way from one lane to one host. A slot is written again once its last chunk has been read.
+constexpr int kHopTracks = 8;
+// Pieces on their way from one track to one host. A slot is written again once its last piece has been read.
 constexpr int kHopSlots = 4;
-constexpr int64_t kHopHeadBytes = 128;  // in front of a chunk: the call that it belongs to
-constexpr int64_t kMostChunkBytes = int64_t{128} << 10;
+constexpr int64_t kHopHeadBytes = 128;  // in front of a piece: the call that it belongs to
+constexpr int64_t kMostPieceBytes = int64_t{128} << 10;
 constexpr int64_t kMostHopSlotBytes = int64_t{32} << 20;  // of all slots, but for their heads
 
 // The window: slots for what is sent, then slots for what arrives. It is of the same size on all ranks, so
 // that an offset in it means the same everywhere.
 struct HopWindow {
   int32_t hosts;
-  int32_t lanes;
-  int64_t chunk_bytes;
+  int32_t tracks;
+  int64_t piece_bytes;
 
   // At most 16 MiB of two hosts, and at most 33 of any number.
   static HopWindow Of(int hosts) {
-    const int64_t even = kMostHopSlotBytes / (2 * kHopLanes * kHopSlots * hosts) / 1024 * 1024;
-    return {hosts, kHopLanes, even < kMostChunkBytes ? even : kMostChunkBytes};
+    const int64_t even = kMostHopSlotBytes / (2 * kHopTracks * kHopSlots * hosts) / 1024 * 1024;
+    return {hosts, kHopTracks, even < kMostPieceBytes ? even : kMostPieceBytes};
   }
 
-  JAX_EP_HD int64_t slot_bytes() const { return kHopHeadBytes + chunk_bytes; }
-  JAX_EP_HD int64_t half_bytes() const { return int64_t{lanes} * hosts * kHopSlots * slot_bytes(); }
+  JAX_EP_HD int64_t slot_bytes() const { return kHopHeadBytes + piece_bytes; }
+  JAX_EP_HD int64_t half_bytes() const { return int64_t{tracks} * hosts * kHopSlots * slot_bytes(); }
   JAX_EP_HD int64_t bytes() const { return 2 * half_bytes(); }
-  // Of a lane's chunk with this number, to a host or from it.
-  JAX_EP_HD int64_t SlotTo(int lane, int host, uint64_t number) const {
-    return slot_bytes() * ((int64_t{lane} * hosts + host) * kHopSlots + static_cast<int>(number % kHopSlots));
+  // Of a track's piece with this number, to a host or from it.
+  JAX_EP_HD int64_t SlotTo(int track, int host, uint64_t number) const {
+    return slot_bytes() *
+           ((int64_t{track} * hosts + host) * kHopSlots + static_cast<int>(number % kHopSlots));
   }
-  JAX_EP_HD int64_t SlotFrom(int lane, int host, uint64_t number) const {
-    return half_bytes() + SlotTo(lane, host, number);
+  JAX_EP_HD int64_t SlotFrom(int track, int host, uint64_t number) const {
+    return half_bytes() + SlotTo(track, host, number);
   }
 
-  // Signals count what a host has sent: chunks into one slot; credits, which say that it has read a chunk;
-  // and at last why it has given up. A chunk's signal says that this chunk has arrived, and nothing of any
+  // Signals count what a host has sent: pieces into one slot; credits, which say that it has read a piece;
+  // and at last why it has given up. A piece's signal says that this piece has arrived, and nothing of any
   // other, so each slot has its own.
-  JAX_EP_HD uint32_t ChunkSignal(int lane, int host, uint64_t number) const {
-    return First(lane, host) + static_cast<uint32_t>(number % kHopSlots);
+  JAX_EP_HD uint32_t PieceSignal(int track, int host, uint64_t number) const {
+    return First(track, host) + static_cast<uint32_t>(number % kHopSlots);
   }
-  JAX_EP_HD uint32_t CreditSignal(int lane, int host) const { return First(lane, host) + kHopSlots; }
-  JAX_EP_HD uint32_t EndSignal(int lane, int host) const { return First(lane, host) + kHopSlots + 1; }
-  JAX_EP_HD int num_signals() const { return lanes * hosts * (kHopSlots + 2); }
+  JAX_EP_HD uint32_t CreditSignal(int track, int host) const { return First(track, host) + kHopSlots; }
+  JAX_EP_HD uint32_t EndSignal(int track, int host) const { return First(track, host) + kHopSlots + 1; }
+  JAX_EP_HD int num_signals() const { return tracks * hosts * (kHopSlots + 2); }
 
-  // A lane has every `lanes`-th chunk of a block.
-  JAX_EP_HD int64_t ChunksOf(int lane, int64_t block_bytes) const {
-    const int64_t chunks = (block_bytes + chunk_bytes - 1) / chunk_bytes;
-    return chunks <= lane ? 0 : (chunks - lane + lanes - 1) / lanes;
+  // A track has every `tracks`-th piece of a block.
+  JAX_EP_HD int64_t PiecesOf(int track, int64_t block_bytes) const {
+    const int64_t pieces = (block_bytes + piece_bytes - 1) / piece_bytes;
+    return pieces <= track ? 0 : (pieces - track + tracks - 1) / tracks;
   }
-  JAX_EP_HD int64_t OffsetOf(int lane, int64_t i) const { return (i * lanes + lane) * chunk_bytes; }
+  JAX_EP_HD int64_t OffsetOf(int track, int64_t i) const { return (i * tracks + track) * piece_bytes; }
 
  private:
-  JAX_EP_HD uint32_t First(int lane, int host) const {
-    return static_cast<uint32_t>((lane * hosts + host) * (kHopSlots + 2));
+  JAX_EP_HD uint32_t First(int track, int host) const {
+    return static_cast<uint32_t>((track * hosts + host) * (kHopSlots + 2));
   }
 };
 
@@ -90,15 +91,15 @@ struct HopReason {
   JAX_EP_HD int blamed() const { return static_cast<int>(word & 0xffff); }
 };
 
-struct alignas(128) HopLane {
-  uint64_t chunks;  // that it has exchanged with each host, in all hops that have ended
+struct alignas(128) HopTrack {
+  uint64_t pieces;  // that it has exchanged with each host, in all hops that have ended
   uint32_t busy;    // it is part of a hop that is under way
   uint32_t told;    // it has told the other hosts that this one has given up
 };
 
 // In device memory, zero at first.
 struct HopState {
-  HopLane lanes[kHopLanes];
+  HopTrack tracks[kHopTracks];
   uint64_t reason;  // HopReason, once a hop has failed: from then on all fail
 };
 
@@ -109,7 +110,7 @@ struct HopReport {
   uint64_t other_call;  // HopPhase::kOther: what that host called
   uint64_t reason;      // HopReason
 
-  uint64_t timeout_ns;  // written by the host: how long all waits of a lane in one hop may last
+  uint64_t timeout_ns;  // written by the host: how long all waits of a track in one hop may last
 };
 
 struct HopParams {

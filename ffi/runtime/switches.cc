@@ -20,6 +20,11 @@ bool NoArena() {
   return value;
 }
 
+bool NoRails() {
+  static const bool value = Number("JAX_EP_NO_RAILS") != 0;
+  return value;
+}
+
 int64_t StressNanoseconds() {
   static const int64_t value = std::min<int64_t>(Number("JAX_EP_STRESS_US"), 1'000'000) * 1000;
   return value;

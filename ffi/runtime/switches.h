@@ -11,6 +11,9 @@ bool PlainCopies();
 // JAX_EP_NO_ARENA=1: ops of few tokens go the way of those of many.
 bool NoArena();
 
+// JAX_EP_NO_RAILS=1: hops between hosts go by XLA's collectives, also where NCCL's kernels could do them.
+bool NoRails();
+
 // JAX_EP_STRESS_US=n: each rank of an op on GPUs waits up to n microseconds before it enters and before it
 // leaves, and outputs are first filled with a poison pattern. 0 if not set.
 int64_t StressNanoseconds();

@@ -1,5 +1,5 @@
 // A network between emulated devices that keeps no order but what the kernels are promised: what a put brings
-// comes in pieces, late and in any order, which are read when they leave; its signal comes later still.
+// comes in grains, late and in any order, which are read when they leave; its signal comes later still.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ class Network {
  public:
   struct Manner {
     uint64_t most_ns = 0;  // that something is under way
-    int piece_bytes = 16;
+    int grain_bytes = 16;
   };
   Manner manner;
 
@@ -28,9 +28,9 @@ class Network {
 
   void Put(int from, int host, int64_t to, int64_t source, int64_t bytes, uint32_t signal) {
     Post post = Begin(from, host);
-    for (int64_t at = 0; at < bytes; at += manner.piece_bytes) {
-      const auto size = std::min<int64_t>(manner.piece_bytes, bytes - at);
-      post.pieces.push_back({windows_[host] + to + at, windows_[from] + source + at, size});
+    for (int64_t at = 0; at < bytes; at += manner.grain_bytes) {
+      const auto size = std::min<int64_t>(manner.grain_bytes, bytes - at);
+      post.grains.push_back({windows_[host] + to + at, windows_[from] + source + at, size});
     }
     post.signal = signal, post.number = 1;
     posts_.push_back(std::move(post));
@@ -60,16 +60,16 @@ class Network {
     for (size_t i = 0; i < posts_.size();) {
       Post& post = posts_[i];
       if (cut_[post.from * windows_.size() + post.to]) {
-        post.pieces.clear(), post.number = 0;  // lost
+        post.grains.clear(), post.number = 0;  // lost
       } else if (post.due > machine.now) {
         ++i;
         continue;
-      } else if (!post.pieces.empty()) {
-        std::shuffle(post.pieces.begin(), post.pieces.end(), machine.random);
-        for (size_t moved = 1 + machine.random() % post.pieces.size(); moved > 0; --moved) {
-          const Piece piece = post.pieces.back();
-          std::memcpy(piece.to, piece.from, piece.bytes);
-          post.pieces.pop_back();
+      } else if (!post.grains.empty()) {
+        std::shuffle(post.grains.begin(), post.grains.end(), machine.random);
+        for (size_t moved = 1 + machine.random() % post.grains.size(); moved > 0; --moved) {
+          const Grain grain = post.grains.back();
+          std::memcpy(grain.to, grain.from, grain.bytes);
+          post.grains.pop_back();
         }
         post.due = Due(machine, manner.most_ns / 4);
         ++i;
@@ -82,7 +82,7 @@ class Network {
   }
 
  private:
-  struct Piece {
+  struct Grain {
     std::byte* to;
     const std::byte* from;
     int64_t bytes;
@@ -90,7 +90,7 @@ class Network {
   struct Post {
     int from, to;
     uint64_t due;
-    std::vector<Piece> pieces;  // that have not arrived
+    std::vector<Grain> grains;  // that have not arrived
     uint32_t signal;
     uint64_t number;  // to be added to it, once all have
   };

@@ -1,4 +1,4 @@
-// Waits of a lane for other hosts, which end when the hop's time is up or a host has given up; and what is
+// Waits of a track for other hosts, which end when the hop's time is up or a host has given up; and what is
 // recorded then. All of it is done by the first thread of a block.
 //
 // A network (Net) offers, to one thread:
@@ -14,7 +14,7 @@
 
 namespace jax_ep::cuda {
 
-// How long a lane has waited in the present hop; the first thread's own.
+// How long a track has waited in the present hop; the first thread's own.
 struct HopClock {
   uint64_t began = 0;  // when a wait first lasted, in nanoseconds
   uint64_t limit = 0;  // how long all waits together may last; 0 until the host was asked
@@ -58,8 +58,8 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, HopClock& cl
   }
 }
 
-// Lets this hop and all later ones fail. The first reason is told to the host, and by each lane, once, to the
-// other hosts: a lane of theirs that has not ended may wait for this one.
+// Lets this hop and all later ones fail. The first reason is told to the host, and by each track, once, to
+// the other hosts: a track of theirs that has not ended may wait for this one.
 template <typename Net>
 __device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason, uint64_t other_call = 0) {
   const uint64_t earlier = CompareAndSwap(&hop.state->reason, 0, reason);
@@ -70,8 +70,8 @@ __device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason,
     *static_cast<volatile uint64_t*>(&hop.report->reason) = reason;
     FenceSystem();
   }
-  HopLane& lane = hop.state->lanes[blockIdx.x];
-  if (atomicExch(&lane.told, 1u) != 0) return;
+  HopTrack& track = hop.state->tracks[blockIdx.x];
+  if (atomicExch(&track.told, 1u) != 0) return;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
     net.Signal(host, hop.window.EndSignal(static_cast<int>(blockIdx.x), hop.host),

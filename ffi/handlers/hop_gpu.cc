@@ -1,0 +1,57 @@
+// Hop 1 on GPUs over NCCL's device API. JAX's collectives do the same where there are no rails.
+#include "handlers/cuda.h"
+#include "handlers/cuda_handlers.h"
+#include "runtime/rails.h"
+
+namespace jax_ep {
+
+static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, ffi::AnyBuffer in,
+                             ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
+  const char* op = "hop between hosts";
+  Seat seat;
+  auto error = FindSeat(op, group, context.device, -1, static_cast<int32_t>(num_ranks), seat);
+  if (error.failure()) return error;
+  const auto rails = FindRails(seat.group->key());
+  const Rails::Rail* const rail = rails == nullptr ? nullptr : rails->Find(context.device);
+  if (rail == nullptr) {
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        Text(op, ": GPU ", context.device,
+             " is not connected to other hosts by NCCL; this program was compiled where it was. "
+             "Compile it again"));
+  }
+  const int64_t hosts = rail->hop.window.hosts, bytes = static_cast<int64_t>(in.size_bytes());
+  if (in.dimensions().size() == 0 || in.dimensions()[0] != hosts || out->size_bytes() != in.size_bytes()) {
+    return InvalidArgument(op, ": expected a block for each of ", hosts,
+                           " hosts, and a result like the operand");
+  }
+  if (std::string text = rails->DescribeFailure(); !text.empty()) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+  }
+  if (bytes == 0) return ffi::Error::Success();
+  HopParams hop = rail->hop;
+  hop.operand = host.typed_data();
+  hop.in = static_cast<const std::byte*>(in.untyped_data());
+  hop.out = static_cast<std::byte*>(out->untyped_data());
+  hop.block_bytes = bytes / hosts;
+  const Announcement announced{op, [&] {
+                                 return Text(op, ", ", hosts, " blocks of ", hop.block_bytes, " bytes (",
+                                             DtypeName(in.element_type()), ")");
+                               }};
+  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
+    hop.call = peers.call.hash;
+    return cuda::LaunchHop(hop, rail->gin, context.stream);
+  });
+}
+
+// Not to be recorded in a CUDA graph, whose nodes may run side by side: hops of a device follow one another.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRailHopHandler, RunRailHop,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaContext>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // number of this rank's host
+                                  .Arg<ffi::AnyBuffer>()           // [hosts, ...]
+                                  .Ret<ffi::AnyBuffer>()           // [hosts, ...]
+                                  .Attr<std::string_view>("group")
+                                  .Attr<int64_t>("num_ranks"));
+
+}  // namespace jax_ep

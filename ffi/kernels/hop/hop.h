@@ -1,0 +1,21 @@
+// Launch of a hop between hosts over NCCL's device API.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#include <nccl_device.h>
+
+#include "core/hop.h"
+
+namespace jax_ep::cuda {
+
+// What a communicator of NCCL's is on a device. Its ranks are the hosts.
+struct Gin {
+  ncclDevComm comm;
+  ncclWindow_t window;
+};
+
+cudaError_t LaunchHop(const HopParams& hop, const Gin& gin, cudaStream_t stream);
+cudaError_t PreloadHop();
+
+}  // namespace jax_ep::cuda

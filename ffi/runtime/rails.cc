@@ -1,0 +1,282 @@
+#include "runtime/rails.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <future>
+#include <map>
+#include <stdexcept>
+
+#include "core/text.h"
+#include "runtime/prepare.h"
+
+namespace jax_ep {
+namespace {
+
+// What a track may have posted to a host that is not answered: pieces and credits for each slot, and its end;
+// where NCCL has but one context, of all tracks. Each may take two places of a queue.
+constexpr int kQueueDepth = 256;
+static_assert(2 * kHopTracks * (2 * kHopSlots + 1) <= kQueueDepth, "a queue holds all that is posted");
+
+std::string Failed(const char* what, cudaError_t error) {
+  (void)cudaGetLastError();
+  return Text(what, ": ", cudaGetErrorString(error));
+}
+
+std::string Hexadecimal(const ncclUniqueId& id) {
+  static const char* const kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char c : id.internal) {
+    const auto byte = static_cast<unsigned char>(c);
+    text += kDigits[byte / 16];
+    text += kDigits[byte % 16];
+  }
+  return text;
+}
+
+bool FromHexadecimal(const std::string& text, ncclUniqueId& id) {
+  if (text.size() != 2 * sizeof(id.internal)) return false;
+  for (size_t i = 0; i < sizeof(id.internal); ++i) {
+    id.internal[i] = static_cast<char>(std::strtol(text.substr(2 * i, 2).c_str(), nullptr, 16));
+  }
+  return true;
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Rails>> rails;
+};
+
+Registry& GetRegistry() {
+  static Registry* const registry = new Registry;
+  return *registry;
+}
+
+}  // namespace
+
+std::string MakeRailId() {
+  std::string reason;
+  const Nccl* const nccl = FindNccl(reason);
+  if (nccl == nullptr) throw std::runtime_error(reason);
+  ncclUniqueId id{};
+  const ncclResult_t result = nccl->GetUniqueId(&id);
+  if (result != ncclSuccess) {
+    throw std::runtime_error(Text("NCCL makes no id for a rail: ", nccl->GetErrorString(result)));
+  }
+  return Hexadecimal(id);
+}
+
+// In a thread for each device: what NCCL does for one of them may wait for the others.
+template <typename F>
+std::string Rails::OnAll(const char* what, F&& f) {
+  std::vector<std::future<std::string>> ends;
+  for (Rail& rail : rails_) {
+    ends.push_back(std::async(std::launch::async, [&rail, &f]() -> std::string {
+      const cudaError_t error = cudaSetDevice(static_cast<int>(rail.device));
+      return error == cudaSuccess ? f(rail) : Failed("choosing it", error);
+    }));
+  }
+  std::string all;
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const std::string text = ends[i].get();
+    if (!text.empty() && all.empty()) all = Text(what, " on GPU ", rails_[i].device, ": ", text);
+  }
+  return all;
+}
+
+std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
+  std::string reason;
+  nccl_ = FindNccl(reason);
+  if (nccl_ == nullptr) return reason;
+  if (num_hosts > kMaxHosts) return Text("at most ", kMaxHosts, " hosts are joined so, got ", num_hosts);
+  num_hosts_ = num_hosts;
+  rails_.clear();
+  std::map<int64_t, ncclUniqueId> ids;
+  for (const RailSeat& seat : seats) {
+    Rail rail{};
+    rail.device = seat.device;
+    rail.hop.window = HopWindow::Of(num_hosts);
+    rail.hop.host = seat.host;
+    rails_.push_back(rail);
+    if (!FromHexadecimal(seat.id, ids[seat.device])) return "the id of a rail is not one of NCCL's";
+  }
+  return OnAll("connecting hosts by NCCL", [&](Rail& rail) -> std::string {
+    ncclResult_t result = nccl_->CommInitRank(&rail.comm, num_hosts_, ids.at(rail.device), rail.hop.host);
+    if (result != ncclSuccess) return nccl_->GetErrorString(result);
+    ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
+    result = nccl_->CommQueryProperties(rail.comm, &properties);
+    if (result != ncclSuccess) return nccl_->GetErrorString(result);
+    if (!properties.deviceApiSupport) return "NCCL's device API does not run here (NCCL_DEBUG=INFO says why)";
+    if (properties.ginType == NCCL_GIN_TYPE_NONE) {
+      return "NCCL's kernels reach no other host here: GIN needs an RDMA network that NCCL supports, or a "
+             "plugin (NCCL_DEBUG=INFO says what it found)";
+    }
+    return "";
+  });
+}
+
+std::string Rails::Prepare(double trial_s) {
+  if (rails_.empty()) return "";
+  auto* const reports = static_cast<HopReport*>(
+      MappedHostMemory(rails_.front().device, static_cast<int64_t>(sizeof(HopReport) * rails_.size())));
+  for (size_t i = 0; i < rails_.size(); ++i) rails_[i].hop.report = &reports[i];
+  std::string text = OnAll("making a window of NCCL's", [&](Rail& rail) { return MakeWindow(rail); });
+  if (!text.empty()) return text;
+  Configure("(trial)", trial_s);
+  return OnAll("trying a hop", [&](Rail& rail) { return Try(rail); });
+}
+
+std::string Rails::MakeWindow(Rail& rail) {
+  HopParams& hop = rail.hop;
+  const size_t window_bytes = static_cast<size_t>(AlignUp(hop.window.bytes(), NCCL_WIN_REQUIRED_ALIGNMENT));
+  void* memory = nullptr;
+  ncclResult_t result = nccl_->MemAlloc(&memory, window_bytes + sizeof(HopState));
+  if (result != ncclSuccess) return nccl_->GetErrorString(result);
+  hop.slots = static_cast<std::byte*>(memory);
+  hop.state = reinterpret_cast<HopState*>(hop.slots + window_bytes);
+  cudaError_t error = cudaMemset(memory, 0, window_bytes + sizeof(HopState));
+  if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
+  if (error == cudaSuccess) error = cuda::PreloadHop();
+  if (error != cudaSuccess) return Failed("clearing it", error);
+  result =
+      nccl_->CommWindowRegister(rail.comm, memory, window_bytes, &rail.gin.window, NCCL_WIN_COLL_SYMMETRIC);
+  if (result != ncclSuccess) return nccl_->GetErrorString(result);
+  if (rail.gin.window == nullptr) return "NCCL makes none of its own memory";
+  ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+  needs.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
+  needs.ginContextCount = hop.window.tracks;
+  needs.ginSignalCount = hop.window.num_signals();
+  needs.ginQueueDepth = kQueueDepth;
+  needs.ginStrongSignalsRequired = false;
+  needs.ginVaSignalsRequired = false;
+  result = nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm);
+  if (result != ncclSuccess) return nccl_->GetErrorString(result);
+  if (rail.gin.comm.ginContextCount == 0) return "NCCL gives no context to post to";
+  return "";
+}
+
+// A few hops of known bytes, so many that each slot is used twice. What a network does not carry as it should
+// shows before anybody relies on it.
+std::string Rails::Try(const Rail& rail) {
+  constexpr int kHops = 2 * kHopSlots;
+  const int hosts = rail.hop.window.hosts;
+  // One piece for each track, the last of them a short one.
+  const int64_t block = rail.hop.window.tracks * rail.hop.window.piece_bytes - 20, bytes = block * hosts;
+  std::byte* device = nullptr;
+  cudaStream_t stream = nullptr;
+  const auto give_back = [&] {
+    if (stream != nullptr) (void)cudaStreamDestroy(stream);
+    (void)cudaFree(device);
+  };
+  cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&device), static_cast<size_t>(2 * bytes + 16));
+  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  HopParams hop = rail.hop;
+  hop.in = device, hop.out = device + bytes, hop.block_bytes = block;
+  hop.operand = reinterpret_cast<int32_t*>(device + AlignUp(2 * bytes, 4));
+  std::vector<unsigned char> sent(bytes), came(bytes);
+  const auto copy = [&](void* to, const void* from, size_t size, cudaMemcpyKind kind) {
+    if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, size, kind, stream);
+  };
+  const auto byte_of = [](int n, int from, int to, int64_t at) {
+    return static_cast<unsigned char>(at * 31 + at / 251 + 7 * n + 101 * from + 57 * to);
+  };
+  copy(device + AlignUp(2 * bytes, 4), &rail.hop.host, sizeof(int32_t), cudaMemcpyHostToDevice);
+  bool right = true;
+  for (int n = 0; n < kHops && right && error == cudaSuccess; ++n) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      sent[i] = byte_of(n, hop.host, static_cast<int>(i / block), i % block);
+    }
+    hop.call = static_cast<uint64_t>(n) + 1;
+    copy(device, sent.data(), sent.size(), cudaMemcpyHostToDevice);
+    if (error == cudaSuccess) error = cuda::LaunchHop(hop, rail.gin, stream);
+    copy(came.data(), device + bytes, came.size(), cudaMemcpyDeviceToHost);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+    for (int64_t i = 0; i < bytes && right && error == cudaSuccess; ++i) {
+      right = came[i] == byte_of(n, static_cast<int>(i / block), hop.host, i % block);
+    }
+  }
+  give_back();
+  if (error != cudaSuccess) return Failed("running it", error);
+  if (const std::string text = DescribeFailure(); !text.empty()) return text;
+  return right ? "" : "it brought other bytes than were sent";
+}
+
+void Rails::Drop() {
+  (void)OnAll("disconnecting hosts", [&](Rail& rail) -> std::string {
+    if (rail.comm != nullptr && rail.hop.slots == nullptr) (void)nccl_->CommDestroy(rail.comm);
+    return "";
+  });
+  rails_.clear();
+}
+
+const Rails::Rail* Rails::Find(int64_t device) const {
+  for (const Rail& rail : rails_) {
+    if (rail.device == device) return &rail;
+  }
+  return nullptr;
+}
+
+void Rails::Configure(const std::string& name, double timeout_s) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  name_ = name;
+  for (Rail& rail : rails_) {
+    __atomic_store_n(&rail.hop.report->timeout_ns, static_cast<uint64_t>(timeout_s * 1e9), __ATOMIC_RELEASE);
+  }
+}
+
+std::string Rails::DescribeFailure() const {
+  for (const Rail& rail : rails_) {
+    const HopReason reason{__atomic_load_n(&rail.hop.report->reason, __ATOMIC_ACQUIRE)};
+    if (reason.word != 0) return Describe(rail, reason);
+  }
+  return "";
+}
+
+std::string Rails::Describe(const Rail& rail, const HopReason& reason) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const double waited = 1e-9 * static_cast<double>(rail.hop.report->timeout_ns);
+  const bool passed_on = reason.by() != rail.hop.host;
+  const std::string by = Text("its rank on host ", reason.by());
+  std::string why;
+  switch (reason.phase()) {
+    case HopPhase::kLate:
+      why =
+          Text(by, passed_on ? " gave up: it" : "", " heard nothing from host ", reason.blamed(), " within ",
+               waited, " s. A process there has ended, stands still or has not reached the same op");
+      break;
+    case HopPhase::kOther:
+      why = Text(by, " was sent rows of another op, or of other shapes, by host ", reason.blamed(),
+                 ". All processes must run the same programs in the same order");
+      break;
+    case HopPhase::kBusy:
+      why = Text(by,
+                 " began a hop while another one was under way on the same GPU. Let one of them use the "
+                 "other's result, so that they run in turn");
+      break;
+    default:
+      why = Text(by,
+                 " runs as that of another host: the group was made for another mesh. Make the Group from "
+                 "the mesh of this shard_map");
+  }
+  return Text(
+      "hop between hosts: of group ", name_, ", GPU ", rail.device, ": ", why,
+      ". This process should end: NCCL's communicator between the hosts is not used again. If ranks are "
+      "only slow, raise Group(timeout_s=...).");
+}
+
+std::shared_ptr<Rails> MakeRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  std::shared_ptr<Rails>& rails = registry.rails[key];
+  if (rails == nullptr) rails = std::make_shared<Rails>();
+  return rails;
+}
+
+std::shared_ptr<Rails> FindRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto it = registry.rails.find(key);
+  return it == registry.rails.end() ? nullptr : it->second;
+}
+
+}  // namespace jax_ep

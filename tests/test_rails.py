@@ -1,0 +1,243 @@
+"""Which groups get rails between their hosts, and what is compiled where they do. No network is needed."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from cases import count_calls, ranks
+from jax.sharding import PartitionSpec as P
+from layers import R, inputs, layer
+
+import jax_ep
+from jax_ep import _extension, _info, _processes, _rails
+
+
+class Module:
+    """What the extension would say, and what it is asked."""
+
+    def __init__(self, **says):
+        self.says = {"version": ("2.30.7", ""), "connect": "", "prepare": ""} | says
+        self.asked = []
+
+    def build_info(self):
+        return {"nccl": "2.30.7"}
+
+    def nccl_version(self):
+        return self.says["version"]
+
+    def rail_id(self):
+        self.asked.append("id")
+        return f"id {len(self.asked)}"
+
+    def connect_rails(self, key, seats, num_hosts):
+        self.asked.append(("connect", seats, num_hosts))
+        return self.says["connect"]
+
+    def prepare_rails(self, key, trial_s):
+        self.asked.append("prepare")
+        return self.says["prepare"]
+
+    def drop_rails(self, key):
+        self.asked.append("drop")
+
+
+def grid(processes):
+    """Devices [groups, R] of these processes."""
+    flat = [
+        SimpleNamespace(id=i, process_index=process, local_hardware_id=10 + i)
+        for i, process in enumerate(np.ravel(processes))
+    ]
+    return np.array(flat, dtype=object).reshape(np.shape(processes))
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What other processes answer in each step, by words of it; else what this one says."""
+    answers = {}
+
+    def exchange(devices, message, limit_s, step):
+        processes = {device.process_index for device in devices}
+        theirs = message | next((answer for words, answer in answers.items() if words in step), {})
+        if "ids" in message:
+            theirs = {**theirs, "ids": {"9": "theirs"}}
+        return {process: message if process == 0 else theirs for process in processes}
+
+    monkeypatch.setattr(_processes, "exchange", exchange)
+    monkeypatch.setattr(_processes, "drain", lambda devices, limit_s: None)
+    monkeypatch.setattr(_rails, "_settled", {})
+    return answers
+
+
+def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), key="key", reason=""):
+    monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
+    return _rails.open_rails(key, grid(processes), 2, reason, 1.0)
+
+
+def test_each_index_has_a_rail(others, monkeypatch):
+    module = Module()
+    assert open_rails(module, monkeypatch) == ""
+    # This process has host 0, and so it names both rails.
+    seats = [(10, 0, "id 1"), (11, 0, "id 2")]
+    assert module.asked == ["id", "id", ("connect", seats, 2), "prepare"]
+
+
+def test_groups_beside_each_other_have_rails_of_their_own(others, monkeypatch):
+    module = Module()
+    assert open_rails(module, monkeypatch, [[0, 0, 1, 1], [0, 0, 1, 1]]) == ""
+    _, seats, _ = module.asked[-2]
+    assert seats == [(10, 0, "id 1"), (11, 0, "id 2"), (14, 0, "id 3"), (15, 0, "id 4")]
+
+
+def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
+    assert "too old" in open_rails(Module(version=("", "it is too old")), monkeypatch)
+    assert "too old" in open_rails(Module(), monkeypatch)
+    assert open_rails(Module(), monkeypatch, key="another") == ""
+
+
+@pytest.mark.parametrize(
+    ("says", "answers", "expected", "asked"),
+    [
+        ({"version": ("", "NCCL 2.27.7 is loaded")}, {}, "process 0: NCCL 2.27.7 is loaded", []),
+        ({}, {"NCCL is loaded": {"error": "NCCL 2.27.7 is loaded"}}, "process 1: NCCL 2.27.7", []),
+        ({}, {"NCCL is loaded": {"version": "2.32.3"}}, "different versions of NCCL: 2.30.7, 2.32.3", []),
+        ({}, {"group is made": {"key": "other"}}, "different groups at the same time", []),
+        ({"connect": "GIN needs an RDMA network"}, {}, "process 0: GIN needs", ["connect", "drop"]),
+        ({}, {"connecting": {"error": "no GIN"}}, "process 1: no GIN", ["connect", "drop"]),
+        ({"prepare": "it brought other bytes"}, {}, "it brought", ["connect", "prepare", "drop"]),
+        (
+            {},
+            {"trying": {"error": "heard nothing"}},
+            "process 1: heard nothing",
+            ["connect", "prepare", "drop"],
+        ),
+    ],
+)
+def test_all_processes_have_rails_or_none(says, answers, expected, asked, others, monkeypatch):
+    """What one lacks is told to all, and nothing is left behind."""
+    module = Module(**says)
+    others.update(answers)
+    assert expected in open_rails(module, monkeypatch)
+    done = [step if isinstance(step, str) else step[0] for step in module.asked]
+    assert [step for step in done if step != "id"] == asked
+
+
+@pytest.mark.parametrize(
+    ("module", "reason", "expected"),
+    [
+        (None, "", "ops use implementation='xla' there"),
+        (
+            Module(),
+            "the ranks do not reach each other",
+            "ops use implementation='xla' there (the ranks do not",
+        ),
+        (SimpleNamespace(build_info=dict), "", "built without NCCL's device API"),
+    ],
+)
+def test_what_is_missing_here_is_told(module, reason, expected, others, monkeypatch):
+    assert expected in open_rails(module, monkeypatch, reason=reason)
+
+
+def test_hosts_of_one_process_are_made_up(others, monkeypatch):
+    module = Module()
+    assert "all ranks are in this process" in open_rails(module, monkeypatch, [[0, 0, 0, 0]])
+    assert module.asked == []
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Module(), "NCCL 2.30.7's device API where it finds a network"),
+        (Module(version=("", "JAX has not loaded NCCL")), "XLA's collectives, because JAX has not loaded"),
+    ],
+)
+def test_info_says_what_hosts_would_use(module, expected, monkeypatch):
+    report = _info.collect()
+    monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    lines = _info._lines(report | {"rails": _rails.describe()})
+    assert any(re.search(f"between hosts: {re.escape(expected)}", line) for line in lines)
+
+
+def say_nccl(prelude):
+    """What a process finds that has done this before."""
+    program = f"import ctypes, jax_ep._C as module; {prelude}; print(module.nccl_version(), end='')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return ast.literal_eval(done.stdout)
+
+
+def test_only_the_library_that_is_loaded_is_used():
+    module = _extension.extension()
+    places = getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", [])
+    library = next((path for at in places for path in pathlib.Path(at).glob("nccl/lib/libnccl.so.2")), None)
+    if module is None or "nccl" not in module.build_info() or library is None:
+        pytest.skip("needs an extension that was built with NCCL's headers, and the package nvidia-nccl")
+    assert say_nccl("0") == ("", "JAX has not loaded NCCL (libnccl.so.2)")
+    version, reason = say_nccl(f"ctypes.CDLL({str(library)!r})")
+    assert bool(version) != bool(reason)
+    if reason:
+        assert re.search(r"JAX has loaded NCCL \d.*, and at least \d.* is needed", reason)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """A group of two hosts as it would be on GPUs that are not here."""
+    on = ranks(R, R // 2)
+    for group in (on.group, on.group._within):
+        monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    return on
+
+
+def stats_of(group, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(_extension, "extension", lambda: SimpleNamespace(control_bytes=lambda: 1))
+        return group.stats()
+
+
+def lowered(on, implementation):
+    x, ids, w = inputs()
+    mapped = jax.shard_map(
+        lambda *a: layer(*a, on.group, implementation=implementation),
+        mesh=on.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    gradient = jax.jit(jax.grad(lambda x, w: mapped(x, ids, w).sum(), argnums=(0, 1)))
+    return gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
+
+
+def test_all_hops_go_over_rails(two_hosts, monkeypatch):
+    assert stats_of(two_hosts.group, monkeypatch) == jax_ep.GroupStats("ffi", "", 1, R // 2, "nccl")
+    text = lowered(two_hosts, "ffi")
+    assert "all-to-all" not in text
+    assert count_calls(text)["rail_hop"] >= 4  # counts, routing and rows; sums; and the gradients
+
+
+def test_xla_means_its_collectives(two_hosts):
+    text = lowered(two_hosts, "xla")
+    assert "all-to-all" in text
+    assert count_calls(text) == {}
+
+
+def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
+    monkeypatch.setattr(two_hosts.group, "_without_rails", "there is no network")
+    reason = "between hosts by XLA's collectives: there is no network"
+    expected = jax_ep.GroupStats("ffi", reason, 1, R // 2, "xla")
+    assert stats_of(two_hosts.group, monkeypatch) == expected
+    text = lowered(two_hosts, "ffi")
+    assert "all-to-all" in text
+    assert "rail_hop" not in count_calls(text)
+
+
+def test_groups_in_one_process_have_no_rails():
+    assert ranks(R).group.stats().between_hosts is None
+    assert ranks(R, R // 2).group.stats().between_hosts == "xla"
