@@ -169,7 +169,7 @@ def say_nccl(prelude):
     """What a process finds that has done this before."""
     program = f"import ctypes, jax_ep._C as module; {prelude}; print(module.nccl_version(), end='')"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     return ast.literal_eval(done.stdout)
 
