@@ -3,6 +3,8 @@
 import glob
 import pathlib
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -67,9 +69,25 @@ def test_hosts_of_one_process_each():
     found = run("digests", 2, apart=True)
     for outputs in (made_up, found):
         assert all(f"ranks_per_node={each}" in output for output in outputs)
-        assert all("implementation='ffi', reason=''" in output for output in outputs)
+        assert all("implementation='ffi'" in output for output in outputs)
         assert digests(outputs, "dispatched") == digests(one, "dispatched")
     assert digests(found) == digests(made_up)
+
+
+def test_hosts_that_are_joined_by_nccl(tmp_path):
+    """The kernel between hosts, through NCCL's proxy and a plugin that takes the place of a network."""
+    need_gpus(2)
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ for the plugin")
+    plugin = tmp_path / "librma_test.so"
+    options = ["-std=c++17", "-O2", "-fvisibility=hidden", "-shared", "-fPIC"]
+    source = str(WORKER.with_name("rma_plugin.cc"))
+    subprocess.run(["g++", *options, "-o", str(plugin), source, "-ldl"], check=True)
+    joined = run("digests", 2, apart=True, NCCL_RMA_PLUGIN=str(plugin), NCCL_GIN_TYPE="2")
+    if any("between_hosts='xla'" in output for output in joined):
+        pytest.skip(re.search(r"reason=(.*), device_bytes", joined[0]).group(1))
+    assert all("between_hosts='nccl'" in output for output in joined)
+    assert digests(joined) == digests(run("digests", 2, apart=True, JAX_EP_NO_RAILS="1"))
 
 
 def test_hosts_of_several_processes_each():

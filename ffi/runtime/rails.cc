@@ -13,10 +13,14 @@
 namespace jax_ep {
 namespace {
 
-// What a track may have posted to a host that is not answered: pieces and credits for each slot, and its end;
-// where NCCL has but one context, of all tracks. Each may take two places of a queue.
-constexpr int kQueueDepth = 256;
-static_assert(2 * kHopTracks * (2 * kHopSlots + 1) <= kQueueDepth, "a queue holds all that is posted");
+// What a track may have posted to a host that is not answered: pieces and credits for each slot, and its end.
+constexpr int kMostPosted = 2 * kHopSlots + 1;
+// A queue of NCCL's proxy holds so many to a host, whatever is asked for. There is one for each context.
+constexpr int kLeastQueue = 32;
+constexpr int kTracksOfContext = kLeastQueue / kMostPosted;
+constexpr int kLeastContexts = (kHopTracks + kTracksOfContext - 1) / kTracksOfContext;
+// In the network's own queues each may take several places.
+constexpr int kQueueDepth = 4 * kLeastQueue;
 
 std::string Failed(const char* what, cudaError_t error) {
   (void)cudaGetLastError();
@@ -151,7 +155,10 @@ std::string Rails::MakeWindow(Rail& rail) {
   needs.ginVaSignalsRequired = false;
   result = nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm);
   if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  if (rail.gin.comm.ginContextCount == 0) return "NCCL gives no context to post to";
+  if (rail.gin.comm.ginContextCount < kLeastContexts) {
+    return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
+                kLeastContexts, ", or they might wait for room in a queue");
+  }
   return "";
 }
 
