@@ -193,6 +193,7 @@ def two_hosts(monkeypatch):
     on = ranks(R, R // 2)
     for group in (on.group, on.group._within):
         monkeypatch.setattr(group, "_platform", "gpu")
+        monkeypatch.setattr(group, "_without_rails", "")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     return on
 
