@@ -55,8 +55,7 @@ struct Pending {
 struct Comm {
   std::mutex mutex;
   int ranks = 0, rank = 0;
-  void* context = nullptr;
-  void* stream = nullptr;
+  Device device;
   std::vector<int> sockets;
   std::vector<std::deque<char>> in, out;  // of each rank
   std::vector<Region*> regions;
@@ -99,6 +98,7 @@ int GetProperties(int device, Properties* properties) {
   properties->speed = 10'000;
   properties->max_comms = 1024;
   properties->max_recvs = 1;
+  properties->net_device_type = kGinProxy, properties->net_device_version = kGinProxyVersion;
   properties->devices.ndevs = 1;
   properties->devices.devs[0] = device;
   properties->max_p2p_bytes = properties->max_coll_bytes = size_t{1} << 40;
@@ -132,11 +132,7 @@ int Connect(void*, void* handles[], int ranks, int rank, void* listener, void** 
   comm->ranks = ranks, comm->rank = rank;
   comm->sockets.assign(ranks, -1);
   comm->in.resize(ranks), comm->out.resize(ranks);
-  Driver& driver = GetDriver();
-  if (driver.GetCurrent(&comm->context) != kSuccess || comm->context == nullptr ||
-      driver.StreamCreate(&comm->stream, kNonBlocking) != kSuccess) {
-    return kSystemError;
-  }
+  if (!comm->device.Open()) return kSystemError;
   for (int other = 0; other < rank; ++other) {
     socklen_t size = 0;
     const sockaddr_un address = NameOf(static_cast<const char*>(handles[other]), &size);
@@ -201,7 +197,6 @@ int PutSignal(void* context, int, uint64_t from, void* source, size_t size, uint
               void** request) {
   auto* const comm = static_cast<Comm*>(context);
   const std::lock_guard<std::mutex> lock(comm->mutex);
-  Driver& driver = GetDriver();
   Message message{};
   std::vector<char> bytes(size);
   if (size != 0) {
@@ -209,10 +204,7 @@ int PutSignal(void* context, int, uint64_t from, void* source, size_t size, uint
     message.region = static_cast<Region*>(target)->number, message.offset = to, message.size = size;
     if (!region->on_device) {
       std::memcpy(bytes.data(), region->data + from, size);
-    } else if (driver.SetCurrent(comm->context) != kSuccess ||
-               driver.Read(bytes.data(), reinterpret_cast<Address>(region->data + from), size,
-                           comm->stream) != kSuccess ||
-               driver.Synchronize(comm->stream) != kSuccess) {
+    } else if (!comm->device.Read(bytes.data(), region->data + from, size)) {
       return kInternalError;
     }
   }
@@ -268,25 +260,14 @@ void TakeMessages(Comm& comm, std::deque<char>& in) {
 }
 
 bool Apply(Comm& comm, const Pending& pending) {
-  Driver& driver = GetDriver();
   const Message& message = pending.message;
-  const auto at = [&](uint32_t region, uint64_t offset) {
-    return reinterpret_cast<Address>(comm.regions[region]->data + offset);
-  };
-  bool good = driver.SetCurrent(comm.context) == kSuccess;
-  if (message.size != 0) {
-    good = good && driver.Write(at(message.region, message.offset), pending.bytes.data(), message.size,
-                                comm.stream) == kSuccess;
-  }
-  uint64_t value = 0;
-  if (message.add != 0) {
-    value = comm.signals[{message.signal_region, message.signal_offset}] += message.add;
-    // What was put is there before its signal is.
-    good = good && driver.Synchronize(comm.stream) == kSuccess &&
-           driver.Write(at(message.signal_region, message.signal_offset), &value, sizeof(value),
-                        comm.stream) == kSuccess;
-  }
-  return good && driver.Synchronize(comm.stream) == kSuccess;
+  char* const to = comm.regions[message.region]->data + message.offset;
+  // What was put is there before its signal is.
+  if (!comm.device.Write(to, pending.bytes.data(), message.size)) return false;
+  if (message.add == 0) return true;
+  const uint64_t value = comm.signals[{message.signal_region, message.signal_offset}] += message.add;
+  char* const signal = comm.regions[message.signal_region]->data + message.signal_offset;
+  return comm.device.Write(signal, &value, sizeof(value));
 }
 
 int Progress(void* context) {

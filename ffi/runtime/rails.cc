@@ -196,6 +196,8 @@ std::string Rails::Try(const Rail& rail) {
     hop.call = static_cast<uint64_t>(n) + 1;
     copy(device, sent.data(), sent.size(), cudaMemcpyHostToDevice);
     if (error == cudaSuccess) error = cuda::LaunchHop(hop, rail.gin, stream);
+    // Before the copy: one to this memory waits in the driver, where it may hold up what brings the rows.
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     copy(came.data(), device + bytes, came.size(), cudaMemcpyDeviceToHost);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     for (int64_t i = 0; i < bytes && right && error == cudaSuccess; ++i) {
