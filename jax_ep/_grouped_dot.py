@@ -93,7 +93,7 @@ def _check_shapes(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -
         )
     if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
         sizes = np.asarray(group_sizes)
-        if sizes.min() < 0 or sizes.sum(dtype=np.int64) > rows.shape[0]:
+        if (sizes < 0).any() or sizes.sum(dtype=np.int64) > rows.shape[0]:
             raise ValueError(
                 f"grouped_dot: group_sizes must be numbers of rows, of which there are {rows.shape[0]}, got "
                 f"{sizes.tolist()}"
