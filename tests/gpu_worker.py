@@ -115,12 +115,30 @@ def say_what_the_death_of_a_host_does():
         while True:
             result = run(*inputs)
             jax.block_until_ready(result)
+            group.check()
             last = time.monotonic()
             assert np.isfinite(np.asarray(result[0].addressable_shards[0].data, np.float32)).all()
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError) as error:
         print(f"after {time.monotonic() - last:.1f} s: {error}", flush=True)
     print(f"first {first}", flush=True)
     os._exit(0)  # jax.distributed would wait for the dead
+
+
+def say_what_shorter_rows_of_a_host_do():
+    """The last process dispatches rows of half the size: an op of its own."""
+    group = jax_ep.Group(mesh, "ep", timeout_s=5)
+    _, *routed = inputs
+    x = spread(floats((R, T, H // (2 if process == processes - 1 else 1)), BF16))
+    result = forward_and_backward(group, "rank")(x, *routed)
+    jax.block_until_ready(result)
+    try:
+        group.check()
+    except jax_ep.PeerTimeoutError as error:
+        print(f"error: {error}", flush=True)
+    print(
+        "finite", np.isfinite(np.asarray(result[0].addressable_shards[0].data, np.float32)).any(), flush=True
+    )
+    os._exit(0)  # a rail that has failed is not used again
 
 
 def count_descriptors():
@@ -159,6 +177,7 @@ def exit_one_by_one():
     "digests": say_digests,
     "death": say_what_a_death_does,
     "death of a host": say_what_the_death_of_a_host_does,
+    "shorter rows": say_what_shorter_rows_of_a_host_do,
     "descriptors": count_descriptors,
     "growth": say_what_growing_memory_does,
     "exit": exit_one_by_one,

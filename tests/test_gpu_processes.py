@@ -74,20 +74,58 @@ def test_hosts_of_one_process_each():
     assert digests(found) == digests(made_up)
 
 
-def test_hosts_that_are_joined_by_nccl(tmp_path):
-    """The kernel between hosts, through NCCL's proxy and a plugin that takes the place of a network."""
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """The environment in which NCCL's proxy has a plugin that takes the place of a network between hosts."""
     need_gpus(2)
     if shutil.which("g++") is None:
         pytest.skip("needs g++ for the plugin")
-    plugin = tmp_path / "librma_test.so"
+    plugin = tmp_path_factory.mktemp("plugin") / "librma_test.so"
     options = ["-std=c++17", "-O2", "-fvisibility=hidden", "-shared", "-fPIC"]
     source = str(WORKER.with_name("rma_plugin.cc"))
     subprocess.run(["g++", *options, "-o", str(plugin), source, "-ldl"], check=True)
-    joined = run("digests", 2, apart=True, NCCL_RMA_PLUGIN=str(plugin), NCCL_GIN_TYPE="2")
-    if any("between_hosts='xla'" in output for output in joined):
-        pytest.skip(re.search(r"reason=(.*), device_bytes", joined[0]).group(1))
-    assert all("between_hosts='nccl'" in output for output in joined)
-    assert digests(joined) == digests(run("digests", 2, apart=True, JAX_EP_NO_RAILS="1"))
+    return {"NCCL_RMA_PLUGIN": str(plugin), "NCCL_GIN_TYPE": "2"}
+
+
+@pytest.fixture(scope="module")
+def joined(network):
+    """What a layer computes where NCCL joins the hosts, beside JAX's collectives."""
+    outputs = run("digests", 2, apart=True, **network)
+    if any("between_hosts='xla'" in output for output in outputs):
+        pytest.skip(re.search(r"reason=(.*), device_bytes", outputs[0]).group(1))
+    assert digests(outputs) == digests(run("digests", 2, apart=True, JAX_EP_NO_RAILS="1"))
+    return digests(outputs)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        {"RMA_TEST_DELAY_US": "5000"},
+        {"NCCL_CROSS_NIC": "0"},  # a network that joins GPUs of the same index only
+        {"JAX_EP_STRESS_US": "200"},
+    ],
+    ids=lambda conditions: next(iter(conditions)),
+)
+def test_hosts_that_are_joined_by_nccl(network, joined, conditions):
+    """The kernel between hosts, whatever the network does."""
+    outputs = run("digests", 2, apart=True, **network, **conditions)
+    assert all("between_hosts='nccl'" in output for output in outputs)
+    assert digests(outputs) == joined
+
+
+def test_death_of_a_host_that_is_joined_by_nccl(network, joined):
+    outputs = run("death of a host", 2, apart=True, may_die={1}, **network)
+    seconds, text = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
+    assert "heard nothing from host 1 within 5 s" in text
+    assert float(seconds) < 10
+
+
+def test_a_host_that_calls_another_op(network, joined):
+    outputs = run("shorter rows", 2, apart=True, **network)
+    for output in outputs:
+        assert re.search(r"error: hop between hosts: .* was sent rows of another op", output)
+        assert "finite False" in output
 
 
 def test_hosts_of_several_processes_each():

@@ -111,7 +111,9 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
     result = nccl_->CommQueryProperties(rail.comm, &properties);
     if (result != ncclSuccess) return nccl_->GetErrorString(result);
     if (!properties.deviceApiSupport) return "NCCL's device API does not run here (NCCL_DEBUG=INFO says why)";
-    if (properties.ginType == NCCL_GIN_TYPE_NONE) {
+    rail.connections =
+        properties.ginType != NCCL_GIN_TYPE_NONE ? NCCL_GIN_CONNECTION_FULL : NCCL_GIN_CONNECTION_RAIL;
+    if (properties.ginType == NCCL_GIN_TYPE_NONE && properties.railedGinType == NCCL_GIN_TYPE_NONE) {
       return "NCCL's kernels reach no other host here: GIN needs an RDMA network that NCCL supports, or a "
              "plugin (NCCL_DEBUG=INFO says what it found)";
     }
@@ -147,7 +149,7 @@ std::string Rails::MakeWindow(Rail& rail) {
   if (result != ncclSuccess) return nccl_->GetErrorString(result);
   if (rail.gin.window == nullptr) return "NCCL makes none of its own memory";
   ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
-  needs.ginConnectionType = NCCL_GIN_CONNECTION_FULL;
+  needs.ginConnectionType = rail.connections;
   needs.ginContextCount = hop.window.tracks;
   needs.ginSignalCount = hop.window.num_signals();
   needs.ginQueueDepth = kQueueDepth;
@@ -158,6 +160,10 @@ std::string Rails::MakeWindow(Rail& rail) {
   if (rail.gin.comm.ginContextCount < kLeastContexts) {
     return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
                 kLeastContexts, ", or they might wait for room in a queue");
+  }
+  // NCCL's rails join the ranks of one index among those that load from each other's memory.
+  if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
+    return "NCCL takes some of the hosts for one, and its network does not join all of its ranks";
   }
   return "";
 }

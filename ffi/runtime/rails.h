@@ -42,6 +42,8 @@ class Rails {
     int64_t device;
     ncclComm_t comm;
     HopParams hop;
+    // Among all of its ranks, or where a network has none between different rails, along these.
+    ncclGinConnectionType_t connections;
     cuda::Gin gin;
   };
   const Rail* Find(int64_t device) const;
