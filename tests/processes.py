@@ -76,7 +76,9 @@ class _Whole:
         import numpy as np
         from jax.sharding import NamedSharding, PartitionSpec
 
-        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+            return value
+        if value.is_fully_addressable:
             return value
         if not value.is_fully_replicated:
             everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())  # pyright: ignore
