@@ -31,6 +31,10 @@ def shape_text(array: Any) -> str:
 
 def array(op: str, name: str, value: Any) -> jax.Array:
     """The value as an array, or TypeError."""
+    if isinstance(value, jax.Ref):
+        raise TypeError(
+            f"{op}: {name} must be an array, got {jax.typeof(value)}; read what it holds: ref[...]"
+        )
     if value is not None:
         given = None
         with contextlib.suppress(TypeError, ValueError):
@@ -116,6 +120,11 @@ def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -
     given = array(op, name, value)
     if given.shape != shape or not is_float(given.dtype):
         raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(given)}")
+    if jnp.finfo(given.dtype).bits < 16:
+        raise TypeError(
+            f"{op}: {name} must be floating of 16 bits or more, for narrower values leave out their scales, "
+            f"and their gradient would have as few bits; got {shape_text(given)}; cast them to a wider dtype"
+        )
     return given.astype(jnp.float32)
 
 
@@ -142,6 +151,11 @@ def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
 def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     """Rows of a result. `worst` is what None means; one expert's block of `alignment` rows must fit."""
     if value is None:
+        if jax.export.is_symbolic_dim(worst):
+            raise ValueError(
+                f"{op}: the worst case is {worst} rows, a number that is not known when a program is traced; "
+                "export a program for each number of tokens, or pass a capacity and implementation='xla'"
+            )
         if worst > MOST_ROWS:
             raise ValueError(
                 f"{op}: the worst case is {worst} rows, and a buffer has at most {MOST_ROWS}; pass a capacity"

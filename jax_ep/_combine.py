@@ -37,8 +37,8 @@ def combine(
       y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
         [L, R * T, ...] of padded experts.
       handle: of the dispatch; it says which ranks these are.
-      row_weights: floating [C] or [L, R * T], as `DispatchedByExpert` has them: each row of every leaf is
-        multiplied by its weight in float32. Differentiable.
+      row_weights: floating [C] or [L, R * T] of 16 bits or more, as `DispatchedByExpert` has them: each row
+        of every leaf is multiplied by its weight in float32. Differentiable.
       bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
         rounding. Differentiable.
       active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank

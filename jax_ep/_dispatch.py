@@ -192,7 +192,7 @@ def dispatch(
         bit for bit. Floating leaves of 16 bits or more, and complex ones, are differentiable. T may be 0.
       topk_idx: int32 or int64 [T, K] expert ids. -1, and any id out of range, means unused. An id that
         a token repeats is a choice of its own.
-      topk_weights: floating [T, K], or None. Differentiable.
+      topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
       group: the ranks.
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
@@ -319,7 +319,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     Args:
       x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
       handle: of the dispatch.
-      topk_weights: floating [T, K], or None. Differentiable.
+      topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
       implementation: None, "ffi" or "xla".
 
     Returns:

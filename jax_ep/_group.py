@@ -51,8 +51,8 @@ class Group:
         that run for the first time after it was made.
 
     Raises:
-      ValueError: an axis is not in the mesh or named twice; the time-out is not positive, num_sms
-        below 2 or too large; ranks_per_node does not divide the number of ranks.
+      ValueError: the mesh is empty; an axis is not in it or named twice; the time-out is not positive,
+        num_sms below 2 or too large; ranks_per_node does not divide the number of ranks.
       TypeError: the mesh has no devices, the time-out is no number, num_sms or ranks_per_node no int.
       PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
         minute, if that is longer), or earlier programs do not end. The process should end then.
@@ -80,6 +80,11 @@ class Group:
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
+            )
+        if mesh.empty:
+            raise ValueError(
+                "Group: mesh must be a jax.sharding.Mesh, with devices; got an empty one, as "
+                "jax.sharding.get_mesh() gives it where jax.set_mesh has set none"
             )
         axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
         missing = [axis for axis in axes if not isinstance(axis, Hashable) or axis not in mesh.axis_names]

@@ -70,7 +70,7 @@ def require_manual(op: str, group: Group) -> None:
     except NameError:
         raise ValueError(
             f"{op} communicates, so it must be called inside jax.shard_map over the axis "
-            f"{group.axis_name!r}; no such axis is bound here"
+            f"{group.axis_name!r}; {_unbound(group)}"
         ) from None
     mesh = jax.sharding.get_abstract_mesh()
     if not set(group._axes) <= set(mesh.manual_axes):
@@ -91,3 +91,13 @@ def require_manual(op: str, group: Group) -> None:
             "them then get the same tokens and do the same work, however the arguments are sharded; name "
             "these axes in its axis_names and in_specs, unless the tokens are the same along them anyway"
         )
+
+
+def _unbound(group: Group) -> str:
+    """Which axes of the group no shard_map binds, one at least."""
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    missing = [axis for axis in group._axes if axis not in bound]
+    if len(missing) == len(group._axes):
+        return "no such axis is bound here"
+    here, others = (", ".join(map(repr, axes)) for axes in (bound, missing))
+    return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"

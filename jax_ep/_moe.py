@@ -11,10 +11,11 @@ from jax_ep import _check
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
 from jax_ep._dtypes import as_reals, from_reals, is_differentiable
-from jax_ep._fp8_rows import NO_GRADIENT, Quantize
+from jax_ep._fp8_rows import NO_GRADIENT, Quantize, check_quantize
 from jax_ep._group import Group
 from jax_ep._manual import require_manual
 from jax_ep._moe_chunks import in_chunks
+from jax_ep._quantize import QuantizedArray
 from jax_ep._reverse_mode import without_gradient
 
 
@@ -93,7 +94,7 @@ def moe(
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
       topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
-      topk_weights: floating [..., T, K].
+      topk_weights: floating [..., T, K] of 16 bits or more.
       expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
         those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
         product (on NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every
@@ -128,6 +129,11 @@ def moe(
       TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
         floating.
     """
+    if isinstance(x, QuantizedArray):
+        raise TypeError(
+            "moe: x must be an array of tokens, got QuantizedArray; pass the tokens as they are, with "
+            "quantize='fp8' or 'fp8_dequantize', or call dispatch, which takes a QuantizedArray, and combine"
+        )
     x = _check.array("moe", "x", x)
     topk_idx, topk_weights = (
         _check.array("moe", "topk_idx", topk_idx),
@@ -145,6 +151,11 @@ def moe(
         )
     _check.boolean("moe", "return_stats", return_stats)
     num_chunks = _check.at_least_one("moe", "num_chunks", num_chunks)
+    if num_chunks > 1 and any(map(jax.export.is_symbolic_dim, tokens)):
+        raise ValueError(
+            "moe: num_chunks divides the tokens, so their number must be known when a program is traced, got "
+            f"{list(tokens)}; leave num_chunks out, or export a program for each number of tokens"
+        )
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
     options: dict[str, Any] = {
         "group": group,
@@ -203,6 +214,8 @@ def _in_chunks(
     if num_valid_tokens is not None:
         ids = _check.valid_tokens("moe", num_valid_tokens, ids)
     weights = _check.weights("moe", "topk_weights", weights, ids.shape, "[..., T, K]")
+    if options["quantize"] is not None:
+        check_quantize(options["quantize"], x, [x])
     size = -(-x.shape[0] // num_chunks)
     count = -(-x.shape[0] // size)
     if capacity is not None:

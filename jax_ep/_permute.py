@@ -56,7 +56,7 @@ def permute(
         bits or more, and complex ones, are differentiable.
       topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
       num_local_experts: L.
-      topk_weights: floating [C, K], or None. Differentiable.
+      topk_weights: floating [C, K] of 16 bits or more, or None. Differentiable.
       expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
       capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped,
         and `num_dropped` counts them. At least expert_alignment.
@@ -181,7 +181,7 @@ def unpermute(
     Args:
       y: floating [P, ...] rows in expert order. Differentiable.
       row_map: int32 [C, K], as `permute` returned it; -1 is skipped.
-      topk_weights: floating [C, K]; None means 1. Differentiable.
+      topk_weights: floating [C, K] of 16 bits or more; None means 1. Differentiable.
       bias: floating [L, ...], one row an expert; needs topk_idx. Differentiable.
       topk_idx: int32 or int64 [C, K], as passed to `permute`.
       out_dtype: a floating dtype; None means y's.

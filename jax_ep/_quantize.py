@@ -54,20 +54,23 @@ def quantize_fp8(
     for weights.)
 
     Args:
-      x: floating [..., H].
+      x: floating [..., H], of 16 bits or more.
       block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
         (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
       round_scale: scales are rounded up to powers of two, which UE8M0 can hold.
 
     Raises:
       ValueError: x has too few dimensions, or the blocks do not divide them.
-      TypeError: x is not floating, or a gradient was asked for.
+      TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
     """
     x = _check.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
     _check.boolean("quantize_fp8", "round_scale", round_scale)
-    if not _check.is_float(x.dtype):
-        raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
+    if not _check.is_float(x.dtype) or jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"quantize_fp8: x must be floating of 16 bits or more, got {_check.shape_text(x)}; what is FP8 "
+            "already needs the scales that it has"
+        )
     least = 1 if rows == 1 else 2
     if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
         raise ValueError(

@@ -77,6 +77,26 @@ def test_a_symbolic_number_of_tokens_is_refused(open_group):
         export.export(jax.jit(mapped), disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)(*shapes)
 
 
+def test_a_symbolic_number_of_tokens_without_a_capacity(open_group):
+    """The error names what is not known, and not a comparison inside of the op."""
+    scope = export.SymbolicScope()
+    group = open_group(jax.sharding.Mesh(need_devices(2), ("ep",)), "ep")
+    shapes = [
+        jax.ShapeDtypeStruct((*export.symbolic_shape("t", scope=scope), width), dtype)
+        for width, dtype in ((3, "float32"), (2, "int32"), (2, "float32"))
+    ]
+    permute = lambda x, ids, _: jax_ep.permute(x, ids, num_local_experts=4, implementation="xla").x
+    with pytest.raises(
+        ValueError, match=r"permute: the worst case is 2\*t rows, .*not known .* pass a capacity"
+    ):
+        export.export(jax.jit(permute))(*shapes)
+    chunks = lambda *args: jax_ep.moe(*args, lambda s: s.x, group=group, num_experts=4, num_chunks=2)
+    with pytest.raises(
+        ValueError, match=r"moe: num_chunks divides the tokens, .* got \[t\]; leave num_chunks"
+    ):
+        export.export(jax.jit(chunks))(*shapes)
+
+
 def test_the_extension_before_any_device():
     """Handlers are registered after JAX has its devices, whoever asks for the extension first."""
     code = "from jax_ep import _extension; assert _extension.extension(); import jax; print(jax.devices())"

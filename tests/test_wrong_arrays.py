@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks
-from wrong import GROUPS, IDS, MATRICES, E, R, T, W, X, dispatch, moe, traced, wide
+from wrong import GROUPS, IDS, MATRICES, E, K, R, T, W, X, dispatch, moe, traced, wide
 
 import jax_ep
 
@@ -105,9 +105,54 @@ def test_sums_without_their_scales(name):
         traced(call)
 
 
+NARROW_WEIGHTS = {
+    "dispatch: topk_weights": lambda x, w: dispatch(x, weights=w(T, K)).row_weights,
+    "redispatch: topk_weights": lambda x, w: jax_ep.redispatch(x, dispatch(x).handle, topk_weights=w(T, K)),
+    "combine: row_weights": lambda x, w: jax_ep.combine(dispatch(x).x, dispatch(x).handle, row_weights=w(16)),
+    "moe: topk_weights": lambda x, w: jax_ep.moe(
+        x, IDS[:T], w(T, K), lambda sent: sent.x, group=ranks(R).group, num_experts=E, num_chunks=2
+    ),
+    "permute: topk_weights": lambda x, w: jax_ep.permute(
+        x, IDS[:T], num_local_experts=E, topk_weights=w(T, K)
+    ),
+    "unpermute: topk_weights": lambda x, w: jax_ep.unpermute(x, IDS, topk_weights=w(R * T, K)),
+}
+
+
+@pytest.mark.parametrize("name", NARROW_WEIGHTS)
+def test_weights_without_their_scales(name):
+    weights = lambda *shape: jnp.ones(shape, jnp.float8_e4m3fn)
+    with pytest.raises(
+        TypeError, match=f"{name} must be floating of 16 bits .* got float8.* to a wider dtype"
+    ):
+        traced(lambda x: NARROW_WEIGHTS[name](x, weights))
+
+
 def test_rows_that_are_quantised_already():
     with pytest.raises(ValueError, match=r"a QuantizedArray travels as it is; leave quantize out"):
         traced(lambda x: dispatch(jax_ep.quantize_fp8(wide(x)), quantize="fp8").num_tokens)
+    with pytest.raises(
+        TypeError, match=r"moe: x must be an array of tokens, got QuantizedArray; .* quantize="
+    ):
+        traced(lambda x: moe(jax_ep.quantize_fp8(wide(x)), lambda sent: sent.x))
+    with pytest.raises(
+        TypeError, match=r"quantize_fp8: x must be floating of 16 bits or more, got float8_e4m3"
+    ):
+        traced(lambda x: jax_ep.quantize_fp8(values(x)).values)
+
+
+def test_chunks_of_rows_that_cannot_be_quantised():
+    """The shape is that of the call, not that of a chunk."""
+    with pytest.raises(ValueError, match=r"is a multiple of 128, got float32\[4, 3\]; pad them"):
+        traced(lambda x: moe(x, lambda sent: sent.x, quantize="fp8_dequantize", num_chunks=2))
+
+
+def test_a_ref():
+    """JAX's mutable array, which is not read by itself."""
+    with pytest.raises(
+        TypeError, match=r"every leaf of x must be an array, got Ref\{float32\[4,3\].*ref\[\.\.\.\]"
+    ):
+        traced(lambda x: dispatch(jax.new_ref(x)).num_tokens)
 
 
 @pytest.mark.parametrize("nothing", [None, (), {"x": []}])

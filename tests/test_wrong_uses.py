@@ -226,6 +226,22 @@ def test_a_mesh_without_devices():
             assert group.size == R
 
 
+def test_a_mesh_that_was_never_set():
+    with pytest.raises(ValueError, match=r"got an empty one, as jax\.sharding\.get_mesh\(\) gives it where"):
+        jax_ep.Group(jax.sharding.get_mesh(), "ep")
+
+
+def test_a_shard_map_over_some_of_the_group_s_axes():
+    mesh = make_mesh((2, 2), ("a", "b"))
+    with jax_ep.Group(mesh, ("a", "b")) as group:
+        call = lambda x: dispatch(x, group=group).x
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        with pytest.raises(
+            ValueError, match=r"over the axis \('a', 'b'\); this one binds 'a', but not 'b'; name"
+        ):
+            jax.jit(mapped).trace(X)
+
+
 def test_numbers_of_a_group():
     mesh = make_mesh((R,), ("ep",))
     with pytest.raises(ValueError, match=r"num_sms must be between 2 and 65536 \(or None\), got 11805916"):
