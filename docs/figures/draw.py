@@ -108,7 +108,7 @@ def layer() -> str:
     left, middle, right, step = 70, 330, 610, 28
     tokens_at, rows_at, out_at = {}, {}, {}
     for rank, name in enumerate("ab"):
-        top = 64 + rank * 250
+        top = 64 + rank * 256
         parts.append(text(left - 56, top + 84, f"rank {name}", "bold", "start"))
         for i, token in enumerate(t for t in TOKENS if t[0] == name):
             y = top + 42 + i * step
@@ -117,15 +117,15 @@ def layer() -> str:
             tokens_at[token], out_at[token] = (left + 58, y + 12), (right, y + 12)
         experts = rows_by_expert(rank)
         for i, (local, token) in enumerate(experts):
-            y = top + i * step + local * 12
+            y = top + i * step + local * 20
             parts.append(cell(middle, y, token))
             parts.append(cell(middle + 96, y, token))
             parts.append(arrow(middle + 50, middle + 90, y + 12))
             rows_at[rank, local, token] = y + 12
             if i % 3 == 0:
                 number = rank * EXPERTS_PER_RANK + local
-                parts.append(text(middle + 70, y - 4, f"expert {number}", "soft"))
-        y = top + len(experts) * step + 12
+                parts.append(text(middle + 70, y - 6, f"expert {number}", "soft"))
+        y = top + len(experts) * step + 20
         parts.append(box(middle, y, 44, 24, "empty") + text(middle + 22, y + 16, "0", "soft"))
         parts.append(text(middle + 52, y + 16, "tail", "soft", "start"))
     for (_, _, token), y in rows_at.items():
@@ -142,7 +142,7 @@ def layer() -> str:
         text(right + 22, 38, "[T, H]", "code soft"),
     ]
     title = "Each token goes to one row for each of its two experts, and the results come back as one sum"
-    return figure(690, 548, title, parts)
+    return figure(690, 560, title, parts)
 
 
 def orders() -> str:

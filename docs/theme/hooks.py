@@ -66,7 +66,8 @@ def _source(file: str, name: str) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     def figure(found: re.Match[str]) -> str:
-        return (ROOT / "docs" / "figures" / f"{found[1]}.svg").read_text()
+        drawing = (ROOT / "docs" / "figures" / f"{found[1]}.svg").read_text()
+        return f'<span class="scrolls">{drawing}</span>'
 
     return re.sub(r'<img[^>]*src="[^"]*figures/(\w+)\.svg"[^>]*>', figure, html)
 
