@@ -12,12 +12,20 @@ from conftest import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import measure, programs, run
+from jax_ep.bench import measure, programs, report, run
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 
 SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16, inner=8)
+
+
+def test_labels_of_a_plot():
+    sms = [4, 8, 12, 16, 24, 26, 32, 48, 64, 78]
+    assert report._labels(sms) == ["4", "8", "12", "16", "24", "", "32", "48", "64", "78"]
+    assert report._labels([4]) == ["4"]
+    tokens = [2**i for i in range(15)]
+    assert report._labels(tokens) == [str(number) for number in tokens]
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -171,15 +172,27 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
     for label, points in lines.items():
         style = "k:" if "plain copies" in label else "o-"
         axes.plot(*zip(*sorted(points.items()), strict=True), style, label=label)
-    axes.set(xscale="log", yscale="log", xlabel=f"{swept}{' a rank' if swept == 'tokens' else ''}")
+    axes.set(xscale="log", yscale="log", xlabel={"tokens": "tokens a rank", "sms": "SMs"}.get(swept, swept))
     axes.set_ylabel("microseconds a round trip")
     ticks = sorted({x for points in lines.values() for x in points})
-    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xticks(ticks, _labels(ticks))
     axes.set_xticks([], minor=True)
     axes.set_title(_title(results, swept), fontsize="medium")
     axes.grid(True, which="both", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # where it hides no line
     figure.savefig(path)
+
+
+def _labels(ticks: list[int]) -> list[str]:
+    """The ticks' numbers, but none that would run into the one before it."""
+    digit = 0.015  # the width of one, in lengths of the axis
+    labels, last = [str(ticks[0])], ticks[0]
+    for tick in ticks[1:]:
+        gap = math.log(tick / last) / math.log(ticks[-1] / ticks[0])
+        fits = gap > digit * (len(str(last)) + len(str(tick))) / 2
+        labels.append(str(tick) if fits else "")
+        last = tick if fits else last
+    return labels
 
 
 def _title(results: list[Result], swept: str) -> str:
