@@ -36,12 +36,13 @@ class Group:
     Args:
       mesh: a `jax.sharding.Mesh` (with devices, not the `AbstractMesh` that JAX shows under `jit`). Where
         `jax.set_mesh` has set one, `jax.sharding.get_mesh()` gives it, outside of `jit`.
-      axis_name: a name of one of its axes, or several names, row-major.
+      axis_name: a name of one of its axes, or several names, row-major. Arrays that are sharded over the
+        ranks, such as the experts' weights, must name them in the same order: P(("a", "b")) for ("a", "b").
       ranks_per_node: how many ranks share a host, the first so many the first one, and so on. None: as it
         is found (on CPUs a process counts as a host). Fewer of them may be named than there are, to try on
         one host what runs on several, or where not all GPUs of a host reach each other. Rows then travel
-        to each host once, by XLA's collectives, and from there to the ranks that need them
-        (docs/multi_process.md).
+        to each host once, by XLA's collectives or NCCL's device API, and from there to the ranks that need
+        them (docs/multi_process.md).
       timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
         compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
         `float("inf")` means ten years. Among equal groups, the newest one's value counts.
