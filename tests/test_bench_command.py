@@ -150,6 +150,7 @@ def test_a_number_that_is_not_positive(tmp_path):
         (["--capacity", "1e300"], "must be more than 0 and at most 1000, got 1e300"),
         (["--capacity", "much"], "must be a number, got 'much'"),
         (["--num-sms", "1"], "must be at least 2, got 1"),
+        (["--num-sms", "99999999999"], "argument --num-sms: must be at most 65536, got 99999999999"),
         (
             ["--shapes", "cpu", "--orders", "expert_padded"],
             "up to 128 tokens a rank, and cpu has 1024; choose",

@@ -13,6 +13,7 @@ from jax_ep._cli import (
     require_devices,
     set_up_virtual_devices,
 )
+from jax_ep._numbers import MOST_SMS
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 
@@ -71,7 +72,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "(default: the worst case)",
     )
     parser.add_argument(
-        "--num-sms", type=at_least(2), help="of an op on GPUs (default: chosen from the shapes)"
+        "--num-sms", type=at_least(2, MOST_SMS), help="of an op on GPUs (default: chosen from the shapes)"
     )
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     parser.add_argument(
