@@ -66,10 +66,12 @@ def quantize_fp8(
     x = _check.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
     _check.boolean("quantize_fp8", "round_scale", round_scale)
-    if not _check.is_float(x.dtype) or jnp.finfo(x.dtype).bits < 16:
+    if not _check.is_float(x.dtype):
+        raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
+    if jnp.finfo(x.dtype).bits < 16:
         raise TypeError(
-            f"quantize_fp8: x must be floating of 16 bits or more, got {_check.shape_text(x)}; what is FP8 "
-            "already needs the scales that it has"
+            f"quantize_fp8: x must be floating of 16 bits or more, got {_check.shape_text(x)}, which needs "
+            "the scales that it has already; pass jax_ep.dequantize_fp8 of the QuantizedArray"
         )
     least = 1 if rows == 1 else 2
     if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
