@@ -40,6 +40,7 @@ class MoE(eqx.Module):
                 hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
 
+            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=num_experts)
 
         return layer(self.router, self.up, self.down, x)

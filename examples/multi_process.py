@@ -80,6 +80,7 @@ def train_step() -> None:
                 hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
 
+            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=EXPERTS)
 
         mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"), P("ep"), P()), out_specs=P("ep"))

@@ -3,6 +3,7 @@
 Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
 [E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md says when you need which.
+The buffers hold all rows; with a capacity, watch the `num_dropped` that `dispatch` and `moe` return.
 """
 
 import jax
