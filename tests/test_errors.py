@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +318,20 @@ def test_without_the_extension(monkeypatch):
             group._resolve("ffi")
         with pytest.raises(ValueError, match="cannot be imported"):
             jax_ep.get_dispatch_layout(IDS, num_experts=E, num_ranks=R, implementation="ffi")
+
+
+def test_gpus_without_the_cuda_part(foreign_group, monkeypatch):
+    group = foreign_group("gpu")
+    built = types.SimpleNamespace(build_info=lambda: {"ffi_api_version": (0, 3)})
+    with monkeypatch.context() as patched:  # the group closes with the extension that it was made with
+        patched.setattr(_extension, "_load", lambda: (built, ""))
+        _extension.warn_once.cache_clear()
+        with pytest.warns(
+            RuntimeWarning, match="which is slow, because .* without its CUDA part; build it with"
+        ):
+            assert group._resolve(None) == "xla"
+        with pytest.raises(ValueError, match=r"'ffi' cannot run Group.* build it with JAX_EP_CUDA=ON"):
+            group._resolve("ffi")
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
