@@ -100,6 +100,7 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
         return ()
     if not jax.tree_util.treedef_is_leaf(tree):
         raise ValueError("combine: bias needs y to be one array, not a pytree")
+    _check.no_result("combine", "bias", bias)
     biases = [
         _check.array("combine", "bias", array)
         for array in (bias if isinstance(bias, tuple | list) else (bias,))

@@ -104,6 +104,10 @@ NO_ROWS = {
         lambda x: jax_ep.combine(dispatch(wide(x), quantize="fp8").x, dispatch(x).handle),
         r"combine: y must be arrays, got QuantizedArray; use jax_ep\.dequantize_fp8 of it",
     ),
+    "bias of FP8": (
+        lambda x: jax_ep.combine(dispatch(wide(x)).x, dispatch(x).handle, bias=jax_ep.quantize_fp8(wide(x))),
+        r"combine: bias must be arrays, got QuantizedArray; use jax_ep\.dequantize_fp8 of it",
+    ),
     "moe of FP8": (
         lambda x: moe(wide(x), lambda sent: sent.x, quantize="fp8"),
         "moe: what expert_fn returns must be arrays, got QuantizedArray",
