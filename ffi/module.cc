@@ -221,13 +221,16 @@ void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<
 #endif
 }
 
-// `sizes` are R, T, K, E and C; `op` is push, scaled push or pull.
+// `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push or pull.
 std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
                                double row_bytes, int num_sms, int budget) {
   const auto [ranks, tokens, top_k, experts, capacity] = sizes;
   const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
+  const PushWork kind = op == "scaled push" ? PushWork::kScale
+                        : op == "FP8 push"  ? PushWork::kQuantize
+                                            : PushWork::kMove;
   const SmPlan plan = op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, num_sms, budget)
-                                   : PlanPush(shape, row_bytes, op == "scaled push", num_sms, budget);
+                                   : PlanPush(shape, row_bytes, kind, num_sms, budget);
   return {plan.links, plan.local};
 }
 

@@ -61,9 +61,15 @@ def _rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) ->
 
 
 def quantizes(routing: Routing, x: jax.Array) -> bool:
-    """Whether `route` can make FP8 of rows like x itself: on GPUs, of few tokens."""
+    """Whether `route` can make FP8 of rows like x itself."""
+    is_wide = jax.dtypes.itemsize_bits(x.dtype) == 64
+    return routing.group._platform == "gpu" and _extension.extension() is not None and not is_wide
+
+
+def goes_through_arena(routing: Routing, x: jax.Array) -> bool:
+    """Whether `route` brings rows like x, as FP8, by way of the arena: on GPUs, of few tokens."""
     module = _extension.extension()
-    if routing.group._platform != "gpu" or module is None or jax.dtypes.itemsize_bits(x.dtype) == 64:
+    if module is None:
         return False
     row_bytes = sum(-(-math.prod(part.shape[1:]) * part.dtype.itemsize // 16) * 16 for part in _as_fp8(x))
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)

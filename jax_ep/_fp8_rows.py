@@ -58,7 +58,7 @@ def route_fp8(
 ) -> tuple[Any, Routed]:
     """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
     (x,) = leaves
-    if implementation != "xla" and not routing.makes_two_hops and _ffi.quantizes(routing, x):
+    if _packs(implementation, routing, x):
         sent = _route_as_fp8(implementation, routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
         sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
@@ -71,6 +71,16 @@ def route_fp8(
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
     out = attach(implementation, named, leaves, topk_weights)
     return out.rows[0], out
+
+
+def _packs(implementation: Implementation, routing: Routing, x: jax.Array) -> bool:
+    """Whether the kernel that sends rows makes FP8 of them.
+
+    Rows that are apart go along a handle, which takes them as they are.
+    """
+    if implementation == "xla" or routing.makes_two_hops or not _ffi.quantizes(routing, x):
+        return False
+    return implementation != "ffi apart" or _ffi.goes_through_arena(routing, x)
 
 
 def _route_as_fp8(

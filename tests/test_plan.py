@@ -5,7 +5,7 @@ import pytest
 from jax_ep import _extension
 from jax_ep.bench.shapes import SHAPES
 
-OPS = ("push", "scaled push", "pull")
+OPS = ("push", "scaled push", "FP8 push", "pull")
 SMS = 132
 
 

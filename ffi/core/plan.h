@@ -38,6 +38,7 @@ constexpr double kCopySlack = 3;
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
+constexpr int32_t kQuantizingSenders = 24;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
@@ -80,14 +81,19 @@ inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, Local
   return plan;
 }
 
-// `row_bytes` of all payloads together. A push that scales works on every row.
-inline SmPlan PlanPush(const Shape& shape, double row_bytes, bool scales, int32_t num_sms, int32_t budget) {
+// What a push does to rows while it moves them.
+enum class PushWork : int32_t { kMove, kScale, kQuantize };
+
+// `row_bytes` of all payloads together, as they travel. A push that scales works on every row.
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, int32_t num_sms, int32_t budget) {
+  const bool scales = kind == PushWork::kScale;
   const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
   const double rows_us = scales ? rows * row_bytes / kScaleRate : (rows - tokens) * row_bytes / kCopyRate;
   LocalWork work{std::max(clear_us + rows_us, 1.0), clear_us + rows_us / (scales ? 1 : kCopySlack)};
   int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
+  if (kind == PushWork::kQuantize) links = kQuantizingSenders;
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
   return PlanSms(shape, row_bytes, links, work, num_sms, budget);
 }

@@ -31,14 +31,8 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 }
 
 // Of ops of many tokens, which cannot do what only the arena makes possible.
-static ffi::Error NeedsArena(const char* op, const Attendance& attendance, Quantize quantize) {
-  if (attendance.active_ranks == nullptr && quantize == Quantize::kNone) return ffi::Error::Success();
-  if (attendance.active_ranks == nullptr) {
-    return InvalidArgument(
-        op,
-        ": this program was compiled so that the kernel makes FP8 of the rows, which needs "
-        "num_sms of the Group to be None, or 8 or more; compile it again");
-  }
+static ffi::Error NeedsArena(const char* op, const Attendance& attendance) {
+  if (attendance.active_ranks == nullptr) return ffi::Error::Success();
   return InvalidArgument(
       op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
       kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
@@ -81,9 +75,8 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
   const bool through_arena = GoesThroughArena(*seat.group, call);
-  auto error = FirstError(
-      {CheckLimits(op, shape, call.payloads.size()),
-       through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, params.quantize)});
+  auto error = FirstError({CheckLimits(op, shape, call.payloads.size()),
+                           through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
   if (error.failure()) return error;
   Announcement announced{op, [&] {
                            std::string what = Text(op, " by ", Describe(shape));
@@ -123,9 +116,9 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
   PullParams& params = call.params;
   const Shape& shape = params.shape;
   const bool through_arena = GoesThroughArena(*seat.group, call);
-  auto error = FirstError(
-      {CheckLimits(op, shape, call.summands.size()), AtMost(op, "biases", call.biases.size(), kMaxBiases),
-       through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance, Quantize::kNone)});
+  auto error = FirstError({CheckLimits(op, shape, call.summands.size()),
+                           AtMost(op, "biases", call.biases.size(), kMaxBiases),
+                           through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
   if (error.failure()) return error;
   params.folds = shape.folds();
   for (const Summand& summand : call.summands) {

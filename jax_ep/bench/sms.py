@@ -13,7 +13,7 @@ from jax_ep.bench.shapes import Shape
 # Kernels of a step that carry rows over the links.
 CARRIERS = {
     "dispatch": ("push",),
-    "dispatch FP8": ("push",),
+    "dispatch FP8": ("FP8 push",),
     "combine": ("pull",),
     "round trip": ("push", "pull"),
     "chained pair": ("push", "pull"),

@@ -29,6 +29,13 @@ __device__ inline void FenceBulk() {
 #endif
 }
 
+// The same of shared memory alone: it does not wait for what this thread has stored elsewhere.
+__device__ inline void FenceBulkShared() {
+#if JAX_EP_HAS_SM_90
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Begins a load into shared memory. Addresses and bytes are multiples of 16.
 __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
 #if JAX_EP_HAS_SM_90

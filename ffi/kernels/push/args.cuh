@@ -10,6 +10,7 @@ struct BulkPlan {
   int32_t num_warps;    // 0: rows are sent by loads and stores
   int32_t num_sending;  // of them, a token each
   int32_t stage_bytes;
+  int32_t num_payloads;  // of the first so many the long rows are copied so
 };
 
 // Shorter rows gain nothing from bulk copies, and others cannot be copied so.
@@ -34,6 +35,11 @@ struct PushArgs {
   // Few tokens are counted by every block for itself, as one chunk; others beforehand.
   bool counts_here;
   TopkIds topk_idx;
+  // Unless kNone, rows of this type become FP8 on the way: values, and scales as a second payload. An element
+  // has `width` bytes before; it is 1 where rows are moved as they are.
+  Quantize quantize;
+  Float quantized_type;
+  int32_t width;
   const float* row_weights;
   const void* factors[kMaxPayloads];
   const float* topk_weights;

@@ -11,9 +11,9 @@
 
 namespace jax_ep::cuda {
 
-// Scaling takes registers.
-template <typename Scale>
-constexpr int kPushThreads = std::is_void_v<Scale> ? 1024 : 512;
+// Scaling takes registers, and so does making FP8.
+template <typename Scale, bool kQuantizes>
+constexpr int kPushThreads = std::is_void_v<Scale> && !kQuantizes ? 1024 : 512;
 constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not take
 // Of the barriers that a block has; 0 is __syncthreads.
 constexpr int kHelpersBarrier = 1;
@@ -43,7 +43,7 @@ __device__ inline void FinishBatch(const PushArgs& args, int wave, uint32_t epoc
 // rows, and send what is left of the present batch. By expert the last warp tells the peers of the batch
 // before the last one, which has arrived: its fence waits for the block's stores, and would hold up those
 // that send.
-template <bool kInBulk>
+template <bool kInBulk, bool kQuantizes>
 __device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const Published* published,
                      Stages& stages) {
   __shared__ int dealt[2];
@@ -54,6 +54,14 @@ __device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const
   const bool in_bulk = warp < num_bulk_warps, tells = args.spreads && warp == num_warps - 1;
   const Team helpers{static_cast<int>(threadIdx.x) - num_bulk_warps * kWarp,
                      (num_warps - num_bulk_warps - (args.spreads ? 1 : 0)) * kWarp, kHelpersBarrier};
+  const auto send_rows = [&](int t, const Rows& rows) {
+    const int lane = threadIdx.x % kWarp;
+    if constexpr (!kQuantizes) {
+      SendPayloads(args, t, rows, published, lane);
+    } else if constexpr (!kInBulk) {
+      QuantizeToRows(args, t, rows, published, lane);
+    }
+  };
   const auto begin = [&](int batch) { return min(batch * args.batch, args.shape.num_tokens); };
   const auto prepare = [&](int batch, int* next) {
     if (helpers.thread == 0) *next = NextBatch(args, batch, num_batches);
@@ -68,12 +76,12 @@ __device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const
     if (in_bulk) {
       if (turn > 0)
         LoadSlice(args, FirstSlice(args, begin(batch)), begin(batch + 1), stages, stages.used % 2);
-      SendTokensInBulk(args, begin(batch), begin(batch + 1), published, stages);
+      SendTokensInBulk<kQuantizes>(args, begin(batch), begin(batch + 1), published, stages);
     } else if (tells) {
       if (arrived >= 0) FinishBatch(args, arrived, epoch);
     } else {
       prepare(following, &dealt[(turn + 1) % 2]);
-      SendTokens(args, begin(batch), begin(batch + 1), published, helpers);
+      SendTokens(args, begin(batch), begin(batch + 1), published, helpers, send_rows);
     }
     __syncthreads();
     arrived = sent;
@@ -131,7 +139,8 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
 //   own.
 //           |                                                 | The last block writes what the counts say of
 //           this |                                                 | rank as a receiver
-//   send    | first warps: rows, by bulk copies. Helpers:     | -
+//   send    | first warps: rows, by bulk copies, if need be   | -
+//           | as FP8. Helpers:                                |
 //           | where rows go, and what bulk copies do not      |
 //           | take. By expert the last warp: tells the peers  |
 //           | of batches that have arrived                    |
@@ -148,8 +157,9 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
 // Along a handle nobody counts. A permute meets nobody: it neither leaves, spreads nor closes. An op that
 // fails before the ranks have met ends in FailBlock, one that fails later in GiveUp by the last block; both
 // leave NaN and -1 in the results (FillResults).
-template <bool kInBulk, typename Scale>
-__global__ void __launch_bounds__(kPushThreads<Scale>, 1) PushKernel(const __grid_constant__ PushArgs args) {
+template <bool kInBulk, typename Scale, bool kQuantizes>
+__global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
+    PushKernel(const __grid_constant__ PushArgs args) {
   extern __shared__ __align__(128) std::byte shared[];  // counts; for bulk copies then the stages
   __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
@@ -164,7 +174,9 @@ __global__ void __launch_bounds__(kPushThreads<Scale>, 1) PushKernel(const __gri
   std::byte* const bytes = shared + HeadBytes(args);
 
   const State state = local ? State{} : LoadState(peers, args.rank_operand);
-  Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0};
+  Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
+                reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +
+                    warp * (args.bulk.stage_bytes / args.width / kFp8Block)};
   const Slice slice = FirstSlice(args, blockIdx.x * args.batch);
   const int end = min(static_cast<int>(blockIdx.x + 1) * args.batch, shape.num_tokens);
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
@@ -193,7 +205,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale>, 1) PushKernel(const __gri
   const bool counts_pairs = closes && !local && routes && !shape.has_row_per_choice();
   const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
   if (sends) {
-    Send<kInBulk>(args, epoch, counts, published, stages);
+    Send<kInBulk, kQuantizes>(args, epoch, counts, published, stages);
   } else if (!routes && shape.has_expert_blocks() && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }

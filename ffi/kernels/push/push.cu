@@ -19,35 +19,56 @@ constexpr int kWave = 128;  // tokens, spread at a time
 // short, and so the wave's delay.
 constexpr int kSpreadingWarps = 6;
 
-// Two stages a warp, as many warps as have room.
+// Of a warp that copies in bulk: two stages, and where rows become FP8 the scales of one.
+int64_t WarpBytes(const PushArgs& args, int64_t stage_bytes) {
+  const bool quantizes = args.quantize != Quantize::kNone;
+  const int64_t blocks = stage_bytes / args.width / kFp8Block;
+  return 2 * stage_bytes + (quantizes ? blocks * static_cast<int64_t>(sizeof(float)) : 0);
+}
+
+// As many warps as have room.
 BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
   int64_t longest = 0;
-  for (int p = 0; p < args.num_payloads; ++p) {
-    if (IsBulkRow(args.payloads[p].row_bytes)) longest = std::max(longest, args.payloads[p].row_bytes);
+  const int num_payloads = args.quantize == Quantize::kNone ? args.num_payloads : 1;  // but for the scales
+  for (int p = 0; p < num_payloads; ++p) {
+    if (IsBulkRow(args.payloads[p].row_bytes))
+      longest = std::max(longest, args.payloads[p].row_bytes * args.width);
   }
   if (longest == 0 || !device.copies_in_bulk) return {};
   const int64_t stage = std::min(AlignUp(longest, 128), int64_t{kMaxStageBytes});
   const int64_t room = kBulkBytes - HeadBytes(args);
-  const int num_warps = static_cast<int>(std::min(room / (2 * stage), int64_t{kMaxBulkWarps}));
-  return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps,
-          static_cast<int>(stage)};
+  const int num_warps = static_cast<int>(std::min(room / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
+  return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps, static_cast<int>(stage),
+          num_payloads};
 }
 
-// Calls f with the kernel and its threads a block, for rows to be scaled or not.
+// What happens to rows on the way, beyond their being moved.
+struct Change {
+  bool quantizes;
+  std::optional<Float> scaled;
+};
+
+// Calls f with the kernel and its threads a block.
 template <typename F>
-cudaError_t WithKernel(bool in_bulk, std::optional<Float> scaled, F&& f) {
-  const auto with = [&](auto* null) {
+cudaError_t WithKernel(bool in_bulk, const Change& change, F&& f) {
+  const auto with = [&](auto* null, auto quantizes) {
     using Scale = std::remove_pointer_t<decltype(null)>;
-    return f(in_bulk ? PushKernel<true, Scale> : PushKernel<false, Scale>, kPushThreads<Scale>);
+    constexpr bool kQuantizes = decltype(quantizes)::value;
+    return f(in_bulk ? PushKernel<true, Scale, kQuantizes> : PushKernel<false, Scale, kQuantizes>,
+             kPushThreads<Scale, kQuantizes>);
   };
-  if (!scaled) return with(static_cast<void*>(nullptr));
-  return WithType(*scaled, with);
+  if (change.quantizes) return with(static_cast<void*>(nullptr), std::true_type{});
+  if (!change.scaled) return with(static_cast<void*>(nullptr), std::false_type{});
+  return WithType(*change.scaled, [&](auto* null) { return with(null, std::false_type{}); });
 }
 
 SmPlan PlanOf(const PushArgs& args, const Device& device) {
   double row_bytes = 0;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
-  return PlanPush(args.shape, row_bytes, args.row_weights != nullptr, device.num_sms, device.sm_budget);
+  const PushWork work = args.quantize != Quantize::kNone ? PushWork::kQuantize
+                        : args.row_weights != nullptr    ? PushWork::kScale
+                                                         : PushWork::kMove;
+  return PlanPush(args.shape, row_bytes, work, device.num_sms, device.sm_budget);
 }
 
 // How the blocks share the work: what of args depends on the device and on the number of senders.
@@ -68,9 +89,9 @@ void Divide(PushArgs& args, const Device& device, int num_senders) {
 
 cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
                          cudaStream_t stream) {
-  int64_t shared = HeadBytes(args);
-  shared += int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes;
-  return WithKernel(args.bulk.num_warps > 0, scaled, [&](auto* kernel, int num_threads) {
+  const int64_t shared = HeadBytes(args) + args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
+  const Change change{args.quantize != Quantize::kNone, scaled};
+  return WithKernel(args.bulk.num_warps > 0, change, [&](auto* kernel, int num_threads) {
     // Stages, and counts of many experts, need more than the default.
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
@@ -87,6 +108,7 @@ PushArgs ArgsOf(const Params& params) {
   for (int p = 0; p < params.num_payloads; ++p) args.payloads[p] = params.payloads[p];
   args.num_payloads = params.num_payloads;
   args.topk_weights = params.topk_weights;
+  args.width = 1;
   return args;
 }
 
@@ -107,6 +129,9 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   args.num_dropped = params.num_dropped;
   args.wait_us = params.attendance.wait_us;
   args.topk_idx = params.topk_idx;
+  args.quantize = params.quantize;
+  args.quantized_type = params.quantized_type;
+  if (args.quantize != Quantize::kNone) args.width = static_cast<int32_t>(BytesOf(args.quantized_type));
   args.sends_map = params.routes() && params.shape.has_row_per_choice();
   std::optional<Float> scaled;
   if (params.scales()) {
@@ -146,7 +171,7 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
 // architecture they were compiled for, not the device's own.
 static bool IsBuiltForHopper() {
   cudaFuncAttributes attributes{};
-  return cudaFuncGetAttributes(&attributes, PushKernel<true, void>) == cudaSuccess &&
+  return cudaFuncGetAttributes(&attributes, PushKernel<true, void, false>) == cudaSuccess &&
          attributes.ptxVersion >= 90;
 }
 
@@ -162,12 +187,12 @@ Device DescribeDevice(bool plain_copies, int sm_budget) {
 cudaError_t PreloadPush() {
   cudaFuncAttributes attributes;
   cudaError_t error = PreloadCount();
-  for (std::optional<Float> scaled :
-       {std::optional<Float>(), std::optional(Float::kF16), std::optional(Float::kBF16),
-        std::optional(Float::kF32), std::optional(Float::kF64)}) {
+  for (const Change& change :
+       {Change{}, Change{true, {}}, Change{false, Float::kF16}, Change{false, Float::kBF16},
+        Change{false, Float::kF32}, Change{false, Float::kF64}}) {
     for (bool in_bulk : {false, true}) {
       if (error != cudaSuccess) return error;
-      error = WithKernel(in_bulk, scaled,
+      error = WithKernel(in_bulk, change,
                          [&](auto* kernel, int) { return cudaFuncGetAttributes(&attributes, kernel); });
     }
   }

@@ -2,17 +2,11 @@
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
+#include "kernels/push/quantize.cuh"
 #include "kernels/push/receive.cuh"
 #include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {
-
-// Where a token goes: lane i of a warp holds its i-th row, -1 none, and the rank that takes it.
-struct Rows {
-  int row;
-  int receiver;
-  unsigned carried;  // lanes whose rows the token's bytes are sent to
-};
 
 __device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
   const Place place = FindPlace(args.shape, args.handle, t, lane);
@@ -33,11 +27,15 @@ __device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
 }
 
-__device__ inline void SendPayload(const PushArgs& args, int p, int t, const Rows& rows,
-                                   const Published* published, int lane) {
-  const int64_t bytes = args.payloads[p].row_bytes;
-  std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
-  CopyBytes(args.payloads[p].in + t * bytes, bytes, rows.carried, target, lane);
+// By loads and stores, those of a token's rows that bulk copies do not take.
+__device__ inline void SendPayloads(const PushArgs& args, int t, const Rows& rows, const Published* published,
+                                    int lane) {
+  for (int p = 0; p < args.num_payloads; ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    if (args.bulk.num_warps > 0 && IsBulkRow(bytes)) continue;
+    std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
+    CopyBytes(args.payloads[p].in + t * bytes, bytes, rows.carried, target, lane);
+  }
 }
 
 // The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
@@ -75,45 +73,48 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows
   }
 }
 
-// Sends the routing of tokens [begin, end), and by loads and stores those rows that bulk copies do not take.
-// A warp of the team for each token.
-__device__ inline void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
-                                  const Team& team) {
+// Sends the routing of tokens [begin, end), and of each by send_rows(token, rows) what else there is. A warp
+// of the team for each token.
+template <typename SendRows>
+__device__ void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
+                           const Team& team, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
     const Rows rows = FindRows(args, t, lane);
-    for (int p = 0; p < args.num_payloads; ++p) {
-      if (args.bulk.num_warps > 0 && IsBulkRow(args.payloads[p].row_bytes)) continue;
-      SendPayload(args, p, t, rows, published, lane);
-    }
+    send_rows(t, rows);
     SendRouting(args, t, rows, published, lane);
   }
 }
 
-// The bytes of a row that are sent at a time: they fit a stage of shared memory.
+// The bytes of a row that are loaded at a time: they fit a stage of shared memory.
 struct Slice {
   int token;
   int payload;
   int64_t offset;
 };
 
+// Of a row as it is loaded.
+__device__ inline int64_t LoadedBytes(const PushArgs& args, int p) {
+  return args.payloads[p].row_bytes * args.width;
+}
+
 __device__ inline uint32_t SizeOf(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
-      min(int64_t{args.bulk.stage_bytes}, args.payloads[slice.payload].row_bytes - slice.offset));
+      min(int64_t{args.bulk.stage_bytes}, LoadedBytes(args, slice.payload) - slice.offset));
 }
 
 __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
-  while (p < args.num_payloads && !IsBulkRow(args.payloads[p].row_bytes)) ++p;
+  while (p < args.bulk.num_payloads && !IsBulkRow(args.payloads[p].row_bytes)) ++p;
   return p;
 }
 
 // The slice of this warp that follows: along the row, then the next payload, then the warp's next token.
 __device__ inline Slice Next(const PushArgs& args, Slice slice) {
   slice.offset += args.bulk.stage_bytes;
-  if (slice.offset < args.payloads[slice.payload].row_bytes) return slice;
+  if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
   slice.offset = 0;
   slice.payload = NextBulkPayload(args, slice.payload + 1);
-  if (slice.payload < args.num_payloads) return slice;
+  if (slice.payload < args.bulk.num_payloads) return slice;
   slice.payload = NextBulkPayload(args, 0);
   slice.token += args.bulk.num_sending;
   return slice;
@@ -125,15 +126,15 @@ struct Stages {
   std::byte* bytes;
   uint64_t* barriers;
   uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
+  float* scales;  // of the slice that is sent, where rows become FP8
 };
 
 __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int end, const Stages& stages,
                                  int stage) {
   if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
-  const Payload& payload = args.payloads[slice.payload];
   BulkLoad(stages.bytes + stage * args.bulk.stage_bytes,
-           payload.in + slice.token * payload.row_bytes + slice.offset, SizeOf(args, slice),
-           &stages.barriers[stage]);
+           args.payloads[slice.payload].in + slice.token * LoadedBytes(args, slice.payload) + slice.offset,
+           SizeOf(args, slice), &stages.barriers[stage]);
 }
 
 // The warp's first slice of tokens from `begin` on.
@@ -143,8 +144,9 @@ __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
 
 // Begins to send tokens [begin, end) by bulk copies; the first slice is being loaded already. Called by the
 // block's first bulk.num_sending warps. By expert those that it had sent before have then arrived.
-__device__ inline void SendTokensInBulk(const PushArgs& args, int begin, int end, const Published* published,
-                                        Stages& stages) {
+template <bool kQuantizes>
+__device__ void SendTokensInBulk(const PushArgs& args, int begin, int end, const Published* published,
+                                 Stages& stages) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
   Slice slice = FirstSlice(args, begin);
@@ -153,20 +155,33 @@ __device__ inline void SendTokensInBulk(const PushArgs& args, int begin, int end
   for (; slice.token < end; ++stages.used) {
     const Slice following = Next(args, slice);
     const int stage = stages.used % 2;
+    const auto find_rows = [&] {
+      if (slice.token == token) return;
+      token = slice.token;
+      rows = Turn(args, FindRows(args, token, lane), lane);
+    };
+    if constexpr (kQuantizes) find_rows();
     WaitForStoresRead();
     __syncwarp();
     LoadSlice(args, following, end, stages, 1 - stage);
-    if (slice.token != token) {
-      token = slice.token;
-      rows = Turn(args, FindRows(args, token, lane), lane);
-    }
+    if constexpr (!kQuantizes) find_rows();
     WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
+    std::byte* const staged = stages.bytes + stage * args.bulk.stage_bytes;
+    uint32_t size = SizeOf(args, slice);
+    int64_t offset = slice.offset;
+    if constexpr (kQuantizes) {
+      size /= args.width, offset /= args.width;
+      QuantizeStaged(args, staged, static_cast<int>(size), stages.scales, lane);
+    }
     if (rows.carried >> lane & 1) {
       std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[slice.payload]) +
-                          rows.row * args.payloads[slice.payload].row_bytes + slice.offset;
-      BulkStore(target, stages.bytes + stage * args.bulk.stage_bytes, SizeOf(args, slice));
+                          rows.row * args.payloads[slice.payload].row_bytes + offset;
+      BulkStore(target, staged, size);
     }
     CommitStores();
+    if constexpr (kQuantizes) {
+      SendScales(args, offset, static_cast<int>(size), rows, published, stages.scales, lane);
+    }
     if (args.spreads && stages.used == used) WaitForStores<1>();
     slice = following;
   }

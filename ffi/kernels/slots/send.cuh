@@ -1,7 +1,7 @@
 // A token to its slots at the ranks where its experts live.
 #pragma once
 
-#include "kernels/slots/quantize.cuh"
+#include "kernels/rows/quantize.cuh"
 #include "kernels/slots/route.cuh"
 
 namespace jax_ep::cuda {
