@@ -1,8 +1,9 @@
 """Ops on XLA's stream for communication, each as a start and a done, with room for other work between them.
 
 Those functions of `_ffi.py` that move rows, with the same arguments and results: each array comes by a call
-of its own, and all such calls are on one stream, so that no two are in flight at once. They are a handler's
-call and nothing else: JAX sees no gradient in them, and the gradients of these ops are ops of this file, too.
+of its own, and all such calls are on one stream, so that no two of them are in flight at once. They are a
+handler's call and nothing else: JAX sees no gradient in them, and the gradients of these ops are ops of this
+file, too.
 """
 
 import contextlib
@@ -38,10 +39,11 @@ def route(
 ) -> Routed:
     """Where everything goes is found out before; the rows follow, apart.
 
-    Not so if the rows are made FP8 on the way or have empty slots, both of few tokens, or if ranks may miss
-    the op, whose handle is then for one other op only.
+    Not so of few tokens, whose one op by way of the arena is faster than two; nor if ranks may miss the op,
+    whose handle is then for one other op only.
     """
-    if quantize or routing.slots is not None or attendance.active_ranks is not None:
+    few = quantize != 0 or _ffi.goes_through_arena(routing, leaves)
+    if few or routing.slots is not None or attendance.active_ranks is not None:
         return _ffi.route(routing, leaves, topk_idx, topk_weights, attendance, quantize)
     routed = _ffi.route(routing, (), topk_idx, topk_weights, attendance)
     return routed._replace(rows=push(routed.handle, leaves, None)[0])
@@ -74,15 +76,12 @@ def pull(
     returned = None
     if weights is not None:
         returned = _begin(lambda: cast(jax.Array, _ffi.pull(handle, (), None, (), weights)[1]))
-    every = zip(rows, biases or [None] * len(rows), strict=True)
-    sums = tuple(_pull_one(handle, row, row_weights, bias) for row, bias in every)
+    # There are biases of a single array only.
+    sums = tuple(_pull_one(handle, row, row_weights, biases) for row in rows)
     return sums, returned, Attended(None, None)
 
 
-def _pull_one(
-    handle: Handle, row: jax.Array, row_weights: jax.Array | None, bias: jax.Array | None
-) -> jax.Array:
-    biases = () if bias is None else (bias,)
+def _pull_one(handle: Handle, row: jax.Array, row_weights: jax.Array | None, biases: Leaves) -> jax.Array:
     return _begin(lambda: _ffi.pull(handle, (row,), row_weights, biases, None)[0][0])
 
 
@@ -109,7 +108,8 @@ def has_stream(group: Any, implementation: str | None) -> bool:
     """
     on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
     mesh = jax.sharding.get_abstract_mesh()
-    others = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    left = set(mesh.axis_names) - set(mesh.manual_axes)
+    others = [axis for axis in left if mesh.shape[axis] > 1 or axis in mesh.explicit_axes]
     return on_gpus and not others and group._resolve(implementation) == "ffi"
 
 

@@ -83,7 +83,8 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
         number = int(np.asarray(count).reshape(()))
         if not 0 <= number <= ids.shape[0]:
             raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
-    return jnp.where(jnp.arange(ids.shape[0])[:, None] < given.reshape(()), ids, jnp.asarray(-1, ids.dtype))
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(tokens < given.reshape(()).astype(jnp.int32), ids, jnp.asarray(-1, ids.dtype))
 
 
 def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits: bool = False) -> Attendance:

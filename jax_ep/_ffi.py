@@ -62,18 +62,23 @@ def _rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) ->
 
 def quantizes(routing: Routing, x: jax.Array) -> bool:
     """Whether `route` can make FP8 of rows like x itself."""
-    is_wide = jax.dtypes.itemsize_bits(x.dtype) == 64
+    is_wide = _bits(x) == 64
     return routing.group._platform == "gpu" and _extension.extension() is not None and not is_wide
 
 
-def goes_through_arena(routing: Routing, x: jax.Array) -> bool:
-    """Whether `route` brings rows like x, as FP8, by way of the arena: on GPUs, of few tokens."""
+def goes_through_arena(routing: Routing, leaves: Sequence[jax.Array], quantize: int = 0) -> bool:
+    """Whether `route` brings these rows by way of the arena: on GPUs, of few tokens."""
     module = _extension.extension()
-    if module is None:
+    if routing.group._platform != "gpu" or module is None:
         return False
-    row_bytes = sum(-(-math.prod(part.shape[1:]) * part.dtype.itemsize // 16) * 16 for part in _as_fp8(x))
+    parts = leaves if quantize == 0 else _as_fp8(*leaves)
+    row_bytes = sum(-(-math.prod(part.shape[1:]) * _bits(part) // 128) * 16 for part in parts)
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
     return module.fits_arena(routing.group._key, *sizes, row_bytes)
+
+
+def _bits(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return jax.dtypes.itemsize_bits(array.dtype)
 
 
 def _as_fp8(x: jax.Array) -> list[jax.ShapeDtypeStruct]:

@@ -80,7 +80,7 @@ def _packs(implementation: Implementation, routing: Routing, x: jax.Array) -> bo
     """
     if implementation == "xla" or routing.makes_two_hops or not _ffi.quantizes(routing, x):
         return False
-    return implementation != "ffi apart" or _ffi.goes_through_arena(routing, x)
+    return implementation != "ffi apart" or _ffi.goes_through_arena(routing, (x,), quantize=1)
 
 
 def _route_as_fp8(

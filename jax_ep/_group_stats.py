@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from jax_ep._extension import Implementation
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
@@ -20,7 +18,7 @@ class GroupStats:
         "xla", its collectives; None if the ranks share one host.
     """
 
-    implementation: Implementation
+    implementation: Literal["ffi", "xla"]
     reason: str
     device_bytes: int
     ranks_per_node: int

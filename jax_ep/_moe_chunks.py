@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jax_ep._reverse_mode import reverse_mode
 Send = Callable[[jax.Array, jax.Array, jax.Array], DispatchedByExpert]
 Experts = Callable[[DispatchedByExpert], Any]
 Counts = tuple[jax.Array, jax.Array, jax.Array]
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +149,8 @@ def _forward(
 
     operands = [layer.chunk(tokens, number) for number in range(layer.count)]
     sums, ready, _ = _pipeline(layer, range(layer.count), operands, send, experts, fetch)
-    sums[-1] = fetch(layer.count - 1, ready)
+    # All of it or nothing: what uses one array alone would not wait for the others.
+    sums[-1] = barrier(fetch(layer.count - 1, ready))
     totals = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *counts)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *sums), totals, saved
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
-from jax_ep import _apart, _extension
+from jax_ep import _apart, _extension, _ffi
 
 processes.join()
 
@@ -91,10 +91,11 @@ def open_group() -> Iterator[Callable[..., jax_ep.Group]]:
 
 @pytest.fixture
 def gpu_group(open_group: Callable[..., jax_ep.Group], monkeypatch: pytest.MonkeyPatch) -> jax_ep.Group:
-    """A group as it would be on GPUs that are not here."""
+    """A group as it would be on GPUs that are not here, to ops of many tokens."""
     group = open_group(make_mesh((most_ranks(),), ("ep",)), "ep")
     monkeypatch.setattr(group, "_platform", "gpu")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    monkeypatch.setattr(_ffi, "goes_through_arena", lambda *rows: False)
     return group
 
 

@@ -16,17 +16,19 @@ from conftest import most_ranks, need_gpu
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _apart
 
 R, T, K, E, H = most_ranks(), 8, 3, 16, 128
 L = E // R
 ORDERS = ["rank", "expert", "expert_padded"]
 
 
-def arrays():
+def arrays(tokens=T):
     """Rows, ids, weights, rows for something else, and how many tokens are valid."""
-    ids = routing("sprinkled", R, T, K, E).reshape(-1, K)
-    counts = np.arange(R, dtype=np.int32) % (T + 1)
-    return floats((R * T, H)), ids, floats((R * T, K), seed=2), floats((R * T, H), seed=3), counts
+    ids = routing("sprinkled", R, tokens, K, E).reshape(-1, K)
+    counts = np.arange(R, dtype=np.int32) % (tokens + 1)
+    rows = [floats((R * tokens, width), seed=seed) for seed, width in ((0, H), (2, K), (3, H))]
+    return rows[0], ids, *rows[1:], counts
 
 
 def together(x, ids, weights, **options):
@@ -177,6 +179,15 @@ def test_vmap(annotated):
     assert_same(run("apart"), run("together"))
 
 
+def test_several_biases(annotated):
+    def shard(way, group, x, ids, weights, other, _):
+        sent = WAYS[way][0](x, ids, weights, group=group)
+        return WAYS[way][1](sent.x, sent.handle, bias=(other, x), row_weights=sent.row_weights)
+
+    run = lambda way: jax.jit(mapped(functools.partial(shard, way)))(*arrays())
+    assert_same(run("apart"), run("together"))
+
+
 def lowered_for_gpus(group, implementation):
     """The program of a layer and its gradient."""
     x, *rest = arrays()
@@ -207,6 +218,32 @@ def test_what_is_apart(gpu_group):
     assert text.count("_xla_stream_annotation") == len(annotated)
 
 
+def test_few_tokens_are_not_apart(gpu_group, monkeypatch):
+    """But for their sums."""
+    monkeypatch.setattr(_apart._ffi, "goes_through_arena", lambda *rows: True)
+    lowered = lowered_for_gpus(gpu_group, "ffi")
+    assert count_calls(lowered.as_text("hlo")) == {"route": 1, "push": 1, "pull": 2}
+    assert lowered.as_text().count("_xla_stream_annotation") == 2
+
+
+def test_no_loop_is_apart(gpu_group):
+    """A batch is a loop around ops, which XLA would not compile in one that is apart."""
+    x, ids, weights, other, counts = arrays()
+    twice = lambda array: np.stack([array, array[::-1]], axis=1)
+
+    def shard(x, ids, weights, other, counts):
+        one = lambda x, weights: layer("apart", gpu_group, x, ids, weights, other, counts)
+        return jax.vmap(one, 1, 1)(x, weights)
+
+    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    traced = jax.jit(function).trace(twice(x), ids, twice(weights), other, counts)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
+    apart = re.findall(r'call @(\w+)\(.*_xla_stream_annotation = "coll', text)
+    assert apart
+    assert not any("while" in bodies[name] for name in apart)
+
+
 def test_xla_starts_its_own_collectives(gpu_group):
     assert "_xla_stream_annotation" not in lowered_for_gpus(gpu_group, "xla").as_text()
 
@@ -219,7 +256,7 @@ def test_other_work_runs_between_start_and_done(backward):
     """
     need_gpu()
     assert ranks(R).group.stats().implementation == "ffi"
-    x, ids, weights, other, _ = arrays()
+    x, ids, weights, other, _ = arrays(tokens=136)  # more than go through the arena
     square = floats((R * H, H), seed=4)
 
     def beside(other, square):
