@@ -203,7 +203,7 @@ std::string ConnectRails(const std::string& key,
 std::string PrepareRails(const std::string& key, double trial_s) {
   const auto rails = MakeRails(key);
   std::string reason = rails->Prepare(trial_s);
-  if (const auto group = FindGroup(key)) rails->Configure(group->name(), group->timeout_s());
+  if (const auto group = FindGroup(key)) rails->Configure(group->timeout_s());
   return reason;
 }
 
@@ -217,7 +217,7 @@ void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
 #endif
 #if defined(JAX_EP_WITH_NCCL)
-  if (const auto rails = FindRails(key)) rails->Configure(name, timeout_s);
+  if (const auto rails = FindRails(key)) rails->Configure(timeout_s);
 #endif
 }
 
@@ -238,11 +238,6 @@ std::optional<std::string> TakeExpired(const std::string& key) {
 #if defined(JAX_EP_WITH_CUDA)
   if (auto peers = FindDevicePeers(key)) {
     if (std::string text = peers->DescribeFailure(); !text.empty()) return text;
-  }
-#endif
-#if defined(JAX_EP_WITH_NCCL)
-  if (const auto rails = FindRails(key)) {
-    if (std::string text = rails->DescribeFailure(); !text.empty()) return text;
   }
 #endif
   return group->TakeExpired();

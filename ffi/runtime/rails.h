@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,23 +47,20 @@ class Rails {
   };
   const Rail* Find(int64_t device) const;
 
-  // The group's name for errors, and how long a hop waits for other hosts.
-  void Configure(const std::string& name, double timeout_s);
-  // The text of a hop that failed; empty if none did.
-  std::string DescribeFailure() const;
+  // How long a hop waits for another host.
+  void Configure(double timeout_s);
+  // Why a hop has failed: then all later ones do. Empty if none has.
+  std::string WhyFailed() const;
 
  private:
   template <typename F>
   std::string OnAll(const char* what, F&& f);
   std::string MakeWindow(Rail& rail);
   std::string Try(const Rail& rail);
-  std::string Describe(const Rail& rail, const HopReason& reason) const;
 
   const Nccl* nccl_ = nullptr;
   int num_hosts_ = 0;
   std::vector<Rail> rails_;
-  mutable std::mutex mutex_;  // of what follows
-  std::string name_;
 };
 
 // The group's rails, which are made if there are none yet.
