@@ -50,7 +50,7 @@ MISTAKES = {
         (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")
     ],
     "gives up silently": [(WAIT, "if (atomicExch(&track.told, 1u) != 0) return;", "return;")],
-    "waits for ever": [(WAIT, "if (clock.IsUp(hop.report))", "if (false)")],
+    "waits for ever": [(WAIT, "if (clock.IsUp(hop.timeout_ns))", "if (false)")],
     "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
     "clears what its track failed of only": [
         (EXCHANGE, "threadIdx.x == 0 && LoadStamped(&hop.state->reason) != 0", "!alive")

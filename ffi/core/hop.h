@@ -108,9 +108,8 @@ struct HopState {
 
 // In host memory that the device can read and write.
 struct HopReport {
-  uint64_t reason;  // as that of HopState
-
-  uint64_t timeout_ns;  // written by the host: how long a wait may last
+  uint64_t reason;    // as that of HopState
+  uint64_t trial_ns;  // written by the host: how long a wait may last while hops are tried
 };
 
 struct HopParams {
@@ -124,8 +123,9 @@ struct HopParams {
   std::byte* slots;        // the window, here
   HopState* state;
   HopReport* report;
-  uint64_t most_pieces;  // that a track may have in all
-  Peers peers;           // the ranks of this host; none where hops are tried
+  const uint64_t* timeout_ns;  // in host memory: how long a wait may last
+  uint64_t most_pieces;        // that a track may have in all
+  Peers peers;                 // the ranks of this host; none where hops are tried
 };
 
 }  // namespace jax_ep

@@ -10,12 +10,13 @@ constexpr const char* kCompileAgain =
     "(jax.clear_caches())";
 
 static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, ffi::AnyBuffer in,
-                             ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
+                             ffi::Result<ffi::AnyBuffer> out, std::string_view group,
+                             std::string_view rail_key, int64_t num_ranks) {
   const char* op = "hop between hosts";
   Seat seat;
   auto error = FindSeat(op, group, context.device, -1, static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
-  const auto rails = FindRails(seat.group->key());
+  const auto rails = FindRails(std::string(rail_key));
   const Rails::Rail* const rail = rails == nullptr ? nullptr : rails->Find(context.device);
   const int64_t bytes = static_cast<int64_t>(in.size_bytes());
   if (bytes == 0) return ffi::Error::Success();
@@ -44,6 +45,7 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, 
   return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     hop.call = peers.call.hash;
     hop.peers = peers;
+    hop.timeout_ns = &peers.report->timeout_ns;
     return cuda::LaunchHop(hop, rail->gin, context.stream);
   });
 }
@@ -56,6 +58,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRailHopHandler, RunRailHop,
                                   .Arg<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Ret<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Attr<std::string_view>("group")
+                                  .Attr<std::string_view>("rails")
                                   .Attr<int64_t>("num_ranks"));
 
 }  // namespace jax_ep

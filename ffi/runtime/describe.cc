@@ -51,14 +51,14 @@ Phase PhaseOf(const Report& report) {
 
 }  // namespace
 
-std::string WhyOf(const HopReason& reason, double timeout_s) {
+std::string WhyOf(const HopReason& reason, const std::string& in_time) {
   const std::string by = Text("the rank on host ", reason.by());
   switch (reason.phase()) {
     case HopPhase::kNone:
       return "";
     case HopPhase::kLate:
-      return Text(by, " heard nothing from host ", reason.blamed(), " within ", timeout_s,
-                  " s. A process there has ended, stands still or has not reached the same op, or the "
+      return Text(by, " heard nothing from host ", reason.blamed(), " ", in_time,
+                  ". A process there has ended, stands still or has not reached the same op, or the "
                   "network has failed (with its first error it may stop bringing anything, from living "
                   "hosts, too)");
     case HopPhase::kOther:
@@ -143,7 +143,7 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
       const HopReason reason{report.hop};
       const bool names_other = reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0;
       return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
-                  WhyOf(reason, 1e-9 * static_cast<double>(report.timeout_ns)),
+                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")),
                   names_other ? Text(", which called ", other) : "", ".", kRemedy);
     }
     case Phase::kStuck:

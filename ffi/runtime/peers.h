@@ -97,8 +97,8 @@ class DevicePeers {
   std::map<uint32_t, std::string> calls_;  // by hash
 };
 
-// Why a hop between hosts failed whose waits may last so long, without a full stop.
-std::string WhyOf(const HopReason& reason, double timeout_s);
+// Why a hop between hosts failed, without a full stop.
+std::string WhyOf(const HopReason& reason, const std::string& in_time = "in time");
 
 // Makes the peers of a group, or finds them. Empty text on success. Takes over nothing.
 std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,

@@ -54,7 +54,7 @@ bool FromHexadecimal(const std::string& text, ncclUniqueId& id) {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Rails>> rails;
+  std::map<std::string, std::shared_ptr<Rails>> begun, rails;
 };
 
 Registry& GetRegistry() {
@@ -100,7 +100,6 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
   if (nccl_ == nullptr) return reason;
   if (num_hosts > kMaxHosts) return Text("at most ", kMaxHosts, " hosts are joined so, got ", num_hosts);
   num_hosts_ = num_hosts;
-  rails_.clear();
   std::map<int64_t, ncclUniqueId> ids;
   for (const RailSeat& seat : seats) {
     Rail rail{};
@@ -134,47 +133,72 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
   });
 }
 
-std::string Rails::Prepare(double trial_s) {
+std::string Rails::Allocate() {
   if (rails_.empty()) return "";
   auto* const reports = static_cast<HopReport*>(
       MappedHostMemory(rails_.front().device, static_cast<int64_t>(sizeof(HopReport) * rails_.size())));
   for (size_t i = 0; i < rails_.size(); ++i) rails_[i].hop.report = &reports[i];
-  std::string text = OnAll("making a window of NCCL's", [&](Rail& rail) { return MakeWindow(rail); });
-  if (!text.empty()) return text;
-  Configure(trial_s);
-  return OnAll("trying a hop", [&](Rail& rail) { return Try(rail); });
+  return OnAll("taking memory for a window", [&](Rail& rail) -> std::string {
+    void* memory = nullptr;
+    const ncclResult_t result = nccl_->MemAlloc(&memory, rail.window_bytes() + sizeof(HopState));
+    if (result != ncclSuccess) return nccl_->GetErrorString(result);
+    rail.hop.slots = static_cast<std::byte*>(memory);
+    rail.hop.state = reinterpret_cast<HopState*>(rail.hop.slots + rail.window_bytes());
+    cudaError_t error = cudaMemset(memory, 0, rail.window_bytes() + sizeof(HopState));
+    if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
+    if (error == cudaSuccess) error = cuda::PreloadHop();
+    return error == cudaSuccess ? "" : Failed("clearing it", error);
+  });
 }
 
-std::string Rails::MakeWindow(Rail& rail) {
-  HopParams& hop = rail.hop;
-  const size_t window_bytes = static_cast<size_t>(AlignUp(hop.window.bytes(), NCCL_WIN_REQUIRED_ALIGNMENT));
-  void* memory = nullptr;
-  ncclResult_t result = nccl_->MemAlloc(&memory, window_bytes + sizeof(HopState));
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  hop.slots = static_cast<std::byte*>(memory);
-  hop.state = reinterpret_cast<HopState*>(hop.slots + window_bytes);
-  cudaError_t error = cudaMemset(memory, 0, window_bytes + sizeof(HopState));
-  if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
-  if (error == cudaSuccess) error = cuda::PreloadHop();
-  if (error != cudaSuccess) return Failed("clearing it", error);
-  result =
-      nccl_->CommWindowRegister(rail.comm, memory, window_bytes, &rail.gin.window, NCCL_WIN_COLL_SYMMETRIC);
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  if (rail.gin.window == nullptr) return "NCCL makes none of its own memory";
-  ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
-  needs.ginConnectionType = rail.connections;
-  needs.ginContextCount = hop.window.tracks;
-  needs.ginSignalCount = hop.window.num_signals();
-  needs.ginQueueDepth = kQueueDepth;
-  needs.ginStrongSignalsRequired = false;
-  needs.ginVaSignalsRequired = false;
-  result = nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm);
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
+std::string Rails::Register() {
+  return OnAll("making a window of NCCL's", [&](Rail& rail) -> std::string {
+    std::string text =
+        Collective(rail, nccl_->CommWindowRegister(rail.comm, rail.hop.slots, rail.window_bytes(),
+                                                   &rail.gin.window, NCCL_WIN_COLL_SYMMETRIC));
+    if (!text.empty()) return text;
+    return rail.gin.window == nullptr ? "NCCL makes none of its own memory" : "";
+  });
+}
+
+std::string Rails::Join() {
+  return OnAll("making a communicator for kernels", [&](Rail& rail) -> std::string {
+    ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+    needs.ginConnectionType = rail.connections;
+    needs.ginContextCount = rail.hop.window.tracks;
+    needs.ginSignalCount = rail.hop.window.num_signals();
+    needs.ginQueueDepth = kQueueDepth;
+    needs.ginStrongSignalsRequired = false;
+    needs.ginVaSignalsRequired = false;
+    std::string text = Collective(rail, nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm));
+    return text.empty() ? WhyNotBy(rail) : text;
+  });
+}
+
+std::string Rails::Try(double trial_s) {
+  return OnAll("trying a hop", [&](Rail& rail) -> std::string {
+    rail.hop.report->trial_ns = static_cast<uint64_t>(trial_s * 1e9);
+    rail.hop.timeout_ns = &rail.hop.report->trial_ns;
+    return Try(rail);
+  });
+}
+
+// NCCL's calls that all ranks of a rail make wait for each other. Who fails of one ends the waits of the
+// others.
+std::string Rails::Collective(Rail& rail, ncclResult_t result) {
+  if (result == ncclSuccess) return "";
+  (void)nccl_->CommAbort(rail.comm);
+  rail.comm = nullptr;
+  return nccl_->GetErrorString(result);
+}
+
+// What hops need of the communicator, or why they cannot go by it.
+std::string Rails::WhyNotBy(Rail& rail) {
   if (static_cast<int>(rail.gin.comm.ginContextCount) < kHopTracks) {
     return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
                 kHopTracks, ", or they might wait for room in a queue");
   }
-  hop.most_pieces = UINT64_MAX;
+  rail.hop.most_pieces = UINT64_MAX;
   for (int i = 0; i < rail.gin.comm.ginConnectionCount; ++i) {
     const int type = rail.gin.comm.ginNetDeviceTypes[i];
     // The kernels were compiled for these, and what they do with others is undefined.
@@ -183,7 +207,7 @@ std::string Rails::MakeWindow(Rail& rail) {
       return Text("NCCL has a network of a kind that its version ", NcclVersionText(kLeastNccl),
                   ", with whose headers this extension was built, does not know (", type, ")");
     }
-    if (type == NCCL_NET_DEVICE_GIN_PROXY) hop.most_pieces = kMostProxyPieces;
+    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.most_pieces = kMostProxyPieces;
   }
   // NCCL's rails join the ranks of one index among those that load from each other's memory.
   if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
@@ -242,10 +266,11 @@ std::string Rails::Try(const Rail& rail) {
 
 void Rails::Drop() {
   (void)OnAll("disconnecting hosts", [&](Rail& rail) -> std::string {
-    if (rail.comm != nullptr && rail.hop.slots == nullptr) (void)nccl_->CommDestroy(rail.comm);
+    if (rail.gin.window != nullptr) return "";
+    if (rail.comm != nullptr) (void)nccl_->CommDestroy(rail.comm);
+    if (rail.hop.slots != nullptr) (void)nccl_->MemFree(rail.hop.slots);
     return "";
   });
-  rails_.clear();
 }
 
 const Rails::Rail* Rails::Find(int64_t device) const {
@@ -255,28 +280,30 @@ const Rails::Rail* Rails::Find(int64_t device) const {
   return nullptr;
 }
 
-void Rails::Configure(double timeout_s) {
-  for (Rail& rail : rails_) {
-    if (rail.hop.report == nullptr) continue;
-    __atomic_store_n(&rail.hop.report->timeout_ns, static_cast<uint64_t>(timeout_s * 1e9), __ATOMIC_RELEASE);
-  }
-}
-
 std::string Rails::WhyFailed() const {
   for (const Rail& rail : rails_) {
-    if (rail.hop.report == nullptr) continue;
     const HopReason reason{__atomic_load_n(&rail.hop.report->reason, __ATOMIC_ACQUIRE)};
-    if (reason.word != 0) return WhyOf(reason, 1e-9 * static_cast<double>(rail.hop.report->timeout_ns));
+    if (reason.word != 0) return WhyOf(reason);
   }
   return "";
 }
 
-std::shared_ptr<Rails> MakeRails(const std::string& key) {
+std::shared_ptr<Rails> BeginRails(const std::string& key) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  std::shared_ptr<Rails>& rails = registry.rails[key];
-  if (rails == nullptr) rails = std::make_shared<Rails>();
-  return rails;
+  return registry.begun[key] = std::make_shared<Rails>();
+}
+
+std::shared_ptr<Rails> FindBegunRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  return registry.begun.at(key);
+}
+
+void PublishRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.rails[key] = registry.begun.at(key);
 }
 
 std::shared_ptr<Rails> FindRails(const std::string& key) {

@@ -125,7 +125,7 @@ class World {
       Member& member = members_[i];
       member.host = i / ranks, member.rail = i % ranks;
       member.slots.resize(window_.bytes() / 16);
-      member.report.timeout_ns = member.within.timeout_ns = timeout;
+      member.within.timeout_ns = timeout;
       networks_[member.rail].Attach(member.host, reinterpret_cast<std::byte*>(member.slots.data()),
                                     window_.num_signals());
       for (Channel& channel : member.control->channels) {
@@ -239,12 +239,19 @@ class World {
       if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
     run.operand = run.call.misplaced ? (h + 1) % num_hosts() : h;
-    run.hop = {window_,       h,
-               &run.operand,  in,
-               run.rows(),    block,
-               run.call.word, reinterpret_cast<std::byte*>(member.slots.data()),
-               &member.state, &member.report,
-               most_pieces,   peers};
+    run.hop = {window_,
+               h,
+               &run.operand,
+               in,
+               run.rows(),
+               block,
+               run.call.word,
+               reinterpret_cast<std::byte*>(member.slots.data()),
+               &member.state,
+               &member.report,
+               &member.within.timeout_ns,
+               most_pieces,
+               peers};
     run.net = {&networks_[member.rail], h};
     run.launch.grid = {static_cast<unsigned>(window_.tracks)};
     run.launch.block = {static_cast<unsigned>(threads_)};

@@ -22,12 +22,12 @@ struct HopClock {
   uint64_t began = 0;  // in nanoseconds
   uint64_t limit = 0;  // 0 until the host was asked
 
-  __device__ bool IsUp(const HopReport* report) {
+  __device__ bool IsUp(const uint64_t* timeout_ns) {
     constexpr uint64_t kLong = 1'000'000;
     const uint64_t now = GlobalNanoseconds();
     if (began == 0) began = now;
     if (now < began + kLong) return false;
-    if (limit == 0) limit = LoadFromHost(&report->timeout_ns);
+    if (limit == 0) limit = LoadFromHost(timeout_ns);
     return now - began > limit;
   }
 };
@@ -65,7 +65,7 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Re
     }
     const uint64_t reason = FindReason(hop, net);
     if (reason != 0) return reason;
-    if (clock.IsUp(hop.report)) return HopReason::Of(HopPhase::kLate, hop.host, host).word;
+    if (clock.IsUp(hop.timeout_ns)) return HopReason::Of(HopPhase::kLate, hop.host, host).word;
   }
 }
 
