@@ -234,6 +234,23 @@ def test_only_the_library_that_is_loaded_is_used():
         assert re.search(r"JAX has loaded NCCL \d.*, and at least \d.* is needed", reason)
 
 
+def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
+    """Nobody has it to close it."""
+    closed = []
+    module = SimpleNamespace(close_group=closed.append)
+
+    def stuck(*_):
+        raise _processes.SetupTimeout("connecting hosts did not end")
+
+    within = two_hosts.group._within
+    with monkeypatch.context() as patched:
+        patched.setattr(_rails, "open_rails", stuck)
+        patched.setattr(_extension, "extension", lambda: module)
+        with pytest.raises(jax_ep.PeerTimeoutError, match="did not end"):
+            two_hosts.group._open_rails(within, grid([[0, 0, 1, 1]]), 1.0)
+    assert closed == [within._key]
+
+
 @pytest.fixture
 def two_hosts(monkeypatch):
     """A group of two hosts as it would be on GPUs that are not here."""
