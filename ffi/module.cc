@@ -197,17 +197,19 @@ std::string ConnectRails(const std::string& key,
                          const std::vector<std::tuple<int64_t, int, std::string>>& seats, int num_hosts) {
   std::vector<RailSeat> rails;
   for (const auto& [device, host, id] : seats) rails.push_back({device, host, id});
-  return MakeRails(key)->Connect(rails, num_hosts);
+  return BeginRails(key)->Connect(rails, num_hosts);
 }
 
-std::string PrepareRails(const std::string& key, double trial_s) {
-  const auto rails = MakeRails(key);
-  std::string reason = rails->Prepare(trial_s);
-  if (const auto group = FindGroup(key)) rails->Configure(group->name(), group->timeout_s());
-  return reason;
-}
+std::string AllocateRails(const std::string& key) { return FindBegunRails(key)->Allocate(); }
+std::string RegisterRails(const std::string& key) { return FindBegunRails(key)->Register(); }
+std::string JoinRails(const std::string& key) { return FindBegunRails(key)->Join(); }
+std::string TryRails(const std::string& key, double trial_s) { return FindBegunRails(key)->Try(trial_s); }
+void DropRails(const std::string& key) { FindBegunRails(key)->Drop(); }
 
-void DropRails(const std::string& key) { MakeRails(key)->Drop(); }
+std::string WhyRailsFailed(const std::string& key) {
+  const auto rails = FindRails(key);
+  return rails == nullptr ? "" : rails->WhyFailed();
+}
 #endif
 
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
@@ -215,9 +217,6 @@ void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<
   OpenGroup(key, name, std::move(devices), num_ranks, {timeout_s, num_sms});
 #if defined(JAX_EP_WITH_CUDA)
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
-#endif
-#if defined(JAX_EP_WITH_NCCL)
-  if (const auto rails = FindRails(key)) rails->Configure(name, timeout_s);
 #endif
 }
 
@@ -241,11 +240,6 @@ std::optional<std::string> TakeExpired(const std::string& key) {
 #if defined(JAX_EP_WITH_CUDA)
   if (auto peers = FindDevicePeers(key)) {
     if (std::string text = peers->DescribeFailure(); !text.empty()) return text;
-  }
-#endif
-#if defined(JAX_EP_WITH_NCCL)
-  if (const auto rails = FindRails(key)) {
-    if (std::string text = rails->DescribeFailure(); !text.empty()) return text;
   }
 #endif
   return group->TakeExpired();
@@ -320,9 +314,18 @@ NB_MODULE(_C, m) {
   m.def("rail_id", &MakeRailId, Unlocked(), "What the ranks of a rail find each other by");
   m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("seats"), nb::arg("num_hosts"), Unlocked(),
         "Joins this process's devices with those of other hosts; the reason if that fails");
-  m.def("prepare_rails", &PrepareRails, nb::arg("key"), nb::arg("trial_s"), Unlocked(),
-        "Makes the windows and tries a few hops; the reason if that fails");
-  m.def("drop_rails", &DropRails, nb::arg("key"), Unlocked(), "Forgets rails that cannot be used");
+  m.def("allocate_rails", &AllocateRails, nb::arg("key"), Unlocked(),
+        "Takes memory for the windows, and loads the kernel; the reason if that fails");
+  m.def("register_rails", &RegisterRails, nb::arg("key"), Unlocked(),
+        "Makes the windows; the reason if that fails");
+  m.def("join_rails", &JoinRails, nb::arg("key"), Unlocked(),
+        "Makes communicators for kernels; the reason if that fails");
+  m.def("try_rails", &TryRails, nb::arg("key"), nb::arg("trial_s"), Unlocked(),
+        "Tries a few hops; the reason if that fails");
+  m.def("publish_rails", &PublishRails, nb::arg("key"), "Lets programs find rails that are complete");
+  m.def("drop_rails", &DropRails, nb::arg("key"), Unlocked(),
+        "Gives back what rails have that cannot be used");
+  m.def("why_rails_failed", &WhyRailsFailed, nb::arg("key"), "Why a hop has failed; empty if none has");
 #endif
 }
 

@@ -326,7 +326,7 @@ def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
     if within is None or not group._has_rails:
         return _hop.between_hosts(group, blocks)
     number = on_platform(host(group).astype(INT), group._platform, repr(group))
-    options = {"group": within._key, "num_ranks": np.int64(within.size)}
+    options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
     (out,) = call("rail_hop", [number, blocks], [(blocks.shape, blocks.dtype)], **options)
     return out
 

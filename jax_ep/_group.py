@@ -60,7 +60,8 @@ class Group:
 
     On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
     must make it, and several groups in the same order: they tell each other where their memory lies
-    (docs/multi_process.md). A group that has failed (`check`) works again once all have made it anew.
+    (docs/multi_process.md). A group that has failed (`check`) works again once all have made it anew; between
+    hosts rows then go by JAX's collectives.
     """
 
     def __init__(
@@ -124,11 +125,13 @@ class Group:
     def _open_rails(self, within: "Group", devices: np.ndarray, timeout_s: float) -> str:
         limit_s = max(timeout_s, _processes.LEAST_S)
         try:
-            return _rails.open_rails(
-                within._key, devices, within._size, within._reason_against_ffi(), limit_s
-            )
-        except _processes.SetupTimeout as error:
-            raise PeerTimeoutError(str(error)) from None
+            return _rails.open_rails(devices, within._size, within._reason_against_ffi(), limit_s)
+        except BaseException as error:
+            if module := _extension.extension():
+                module.close_group(within._key)
+            if isinstance(error, _processes.SetupTimeout):
+                raise PeerTimeoutError(str(error)) from None
+            raise
 
     def _make_within(self, devices: np.ndarray, size: int, timeout_s: float, num_sms: int | None) -> "Group":
         """The groups of the ranks of each host [hosts, ranks], along the same axis: what hop 2 goes among."""
@@ -158,6 +161,7 @@ class Group:
             self._key += f":{self._within._size} ranks a host"
         elif self._index_groups is not None:
             self._key += f":within each of {len(self._index_groups)} hosts"
+        self._rails_key = _rails.key_of(devices, self.ranks_per_node)
         self._closed = False
         self._unreachable = reason
         self._without_rails = ""  # why rows between hosts of GPUs do not go by NCCL's device API, if so

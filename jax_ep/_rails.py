@@ -1,5 +1,7 @@
 """Rails: communicators of NCCL's that join the ranks of one index on all hosts, for hops between them."""
 
+import contextlib
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -10,32 +12,51 @@ import numpy as np
 from jax_ep import _extension, _processes
 from jax_ep._extension_types import Extension
 
-# How long the hops are given that are tried when rails are made.
+# How long each hop may wait that is tried when rails are made.
 TRIAL_S = 20.0
-# Key of a group's hosts -> why its hops cannot go over rails, or nothing.
+# Of what ranks of a rail put into each other's windows. Who changes that gives it another number.
+PROTOCOL = 1
+STUCK = (
+    "NCCL waits for other hosts there: a process may have ended or failed, or cannot be reached "
+    "(NCCL_DEBUG=INFO says more). This process should end, for NCCL cannot be told to stop. "
+    "JAX_EP_NO_RAILS=1 in the environment keeps hops with JAX's collectives."
+)
+# Key of rails -> why hops cannot go over them, or nothing.
 _settled: dict[str, str] = {}
 
 
-def open_rails(key: str, devices: np.ndarray, per_host: int, reason: str, limit_s: float) -> str:
+def key_of(devices: np.ndarray, per_host: int) -> str:
+    """What groups of devices [groups, R] have in common that hop over the same rails."""
+    ids = [[device.id for device in group] for group in devices]
+    return f"rails:{ids}:{per_host} ranks a host"
+
+
+def open_rails(devices: np.ndarray, per_host: int, reason: str, limit_s: float) -> str:
     """Makes the rails of groups of devices [groups, R], or finds them; why there are none, or nothing.
 
-    `key` is that of the groups of each host's ranks, and `reason` why they cannot use handlers, if so. All
-    processes of the groups must call it, and all find the same. Raises SetupTimeout where the others do not
-    answer.
+    `reason` is why the groups cannot use handlers, if so. All processes of the groups must call it, and all
+    find the same. Raises SetupTimeout where the others do not answer.
     """
-    if all(device.process_index == jax.process_index() for device in devices.flat):
-        return "its hosts are made up: all ranks are in this process"
+    if all(device.process_index == row[0].process_index for row in devices for device in row):
+        return "its hosts are made up: all ranks of a group are in one process"
     with _processes.taking_turns(limit_s):
-        if key not in _settled:
-            _settled[key] = _Rails(key, devices, per_host, limit_s).open(reason)
-        return _settled[key]
+        rails = _Rails(devices, per_host, limit_s)
+        try:
+            _settled[rails.key] = rails.settle(reason)
+        except _processes.SetupError as error:
+            _settled[rails.key] = str(error)
+        except _processes.SetupTimeout as error:
+            # Others may have gone on: they are told when the group is made anew.
+            _settled[rails.key] = f"an earlier set-up did not end: {error}"
+            raise
+        return _settled[rails.key]
 
 
 class _Rails:
     """One process's part in joining hosts."""
 
-    def __init__(self, key: str, devices: np.ndarray, per_host: int, limit_s: float):
-        self.key = key
+    def __init__(self, devices: np.ndarray, per_host: int, limit_s: float):
+        self.key = key_of(devices, per_host)
         self.limit_s = limit_s
         self.num_hosts = devices.shape[1] // per_host
         self.everywhere = list(devices.flat)
@@ -46,30 +67,69 @@ class _Rails:
             for rank, device in enumerate(row)
             if device.process_index == jax.process_index()
         ]
-        self.ids: dict[str, str] = {}
 
-    def open(self, reason: str) -> str:
+    def settle(self, reason: str) -> str:
+        """Why hops cannot go over these rails; or nothing, and they are there."""
         module = _extension.extension()
+        # JAX's own exchange between all of them, which also makes it load NCCL.
+        state = lambda: {"key": _digest(self.key), "state": self._state(module)}
+        told = self._together("saying which group is made", state)
+        if len({message["key"] for message in told.values()}) > 1:
+            return "the processes make different groups at the same time"
+        states = {message["state"] for message in told.values()}
+        if states == {None}:
+            self._make(module, reason)
+            return ""
+        reasons = sorted(state for state in states if state)
+        if reasons or states == {""}:
+            return reasons[0] if reasons else ""
+        return "an earlier set-up of this group ended in some of the processes only"
+
+    def _state(self, module: Extension | None) -> str | None:
+        """As _settled has it, None if nothing is. Where a hop has failed, its rails are not used again."""
+        state = _settled.get(self.key)
+        if state == "" and module is not None and (why := module.why_rails_failed(self.key)):
+            return f"a hop over NCCL has failed before, and it is not used again ({why})"
+        return None if state is None else state[: _processes.MOST_WORDS]
+
+    def _make(self, module: Extension | None, reason: str) -> None:
+        told = self._together("saying which NCCL is loaded", lambda: self._introduce(module, reason))
+        for what, name in (("NCCL", "version"), ("jax_ep", "protocol")):
+            found = sorted({str(message[name]) for message in told.values()})
+            if len(found) > 1:
+                raise _processes.SetupError(
+                    f"the processes have loaded different versions of {what}: {', '.join(found)}"
+                )
+        assert module is not None  # or somebody would have said so
+        key = self.key
+        ids = {rail: id for message in told.values() for rail, id in message["ids"].items()}
+        seats = [(device.local_hardware_id, host, ids[str(rail)]) for device, host, rail in self.seats]
+
+        # Nothing that XLA has launched may wait for memory while NCCL takes some.
+        mine = [device for device, _, _ in self.seats]
+        self._together("ending earlier programs", lambda: _processes.drain(mine, self.limit_s))
+        steps: list[tuple[str, Callable[[], str]]] = [
+            ("connecting hosts by NCCL", lambda: module.connect_rails(key, seats, self.num_hosts)),
+            ("taking memory for hops between hosts", lambda: module.allocate_rails(key)),
+            ("registering it with NCCL", lambda: module.register_rails(key)),
+            ("joining kernels of hosts by NCCL", lambda: module.join_rails(key)),
+            ("trying hops between hosts", lambda: module.try_rails(key, min(TRIAL_S, self.limit_s))),
+        ]
         try:
-            # JAX's own exchange between all of them, which also makes it load NCCL.
-            told = self._together("saying which group is made", lambda: {"key": _digest(self.key)})
-            if len({message["key"] for message in told.values()}) > 1:
-                return "the processes make different groups at the same time"
-            told = self._together("saying which NCCL is loaded", lambda: self._introduce(module, reason))
-            versions = sorted({message["version"] for message in told.values()})
-            if len(versions) > 1:
-                return f"the processes have loaded different versions of NCCL: {', '.join(versions)}"
-            assert module is not None  # or somebody would have said so
-            self.ids = {rail: id for message in told.values() for rail, id in message["ids"].items()}
-            try:
-                self._together("connecting hosts by NCCL", lambda: self._connect(module))
-                self._together("trying hops between hosts", lambda: self._prepare(module))
-            except _processes.SetupError:
-                module.drop_rails(self.key)
-                raise
-        except _processes.SetupError as error:
-            return str(error)
-        return ""
+            for step, work in steps:
+                self._together(step, functools.partial(self._advance, step, work))
+        except _processes.SetupError:
+            with contextlib.suppress(_processes.SetupTimeout):
+                _processes.within(self.limit_s, "disconnecting hosts", lambda: module.drop_rails(key))
+            raise
+        module.publish_rails(key)
+
+    def _advance(self, step: str, work: Callable[[], str]) -> None:
+        try:
+            _processes.raise_if(_processes.within(self.limit_s, step, work))
+        except _processes.SetupTimeout:
+            where = f"within {self.limit_s:g} s in process {jax.process_index()}"
+            raise _processes.SetupTimeout(f"Group: {step} did not end {where}. {STUCK}") from None
 
     def _together(self, step: str, work: Callable[[], dict[str, Any] | None]) -> dict[int, dict[str, Any]]:
         return _processes.together(self.everywhere, step, work, self.limit_s, times=2)
@@ -80,18 +140,7 @@ class _Rails:
         _processes.raise_if(why_not)
         assert module is not None
         ids = {str(rail): module.rail_id() for _, host, rail in self.seats if host == 0}
-        return {"version": version, "ids": ids}
-
-    def _connect(self, module: Extension) -> None:
-        seats = [(device.local_hardware_id, host, self.ids[str(rail)]) for device, host, rail in self.seats]
-        # Nothing that XLA has launched may wait for memory while NCCL takes some.
-        _processes.drain([device for device, _, _ in self.seats], self.limit_s)
-        connect = lambda: module.connect_rails(self.key, seats, self.num_hosts)
-        _processes.raise_if(_processes.within(self.limit_s, "connecting hosts by NCCL", connect))
-
-    def _prepare(self, module: Extension) -> None:
-        prepare = lambda: module.prepare_rails(self.key, min(TRIAL_S, self.limit_s))
-        _processes.raise_if(_processes.within(self.limit_s, "trying hops between hosts", prepare))
+        return {"version": version, "protocol": PROTOCOL, "ids": ids}
 
 
 def _usable_nccl(module: Extension | None, reason: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -18,12 +19,14 @@ from layers import R, inputs, layer
 import jax_ep
 from jax_ep import _extension, _info, _processes, _rails
 
+STEPS = ["connect", "allocate", "register", "join", "try", "publish"]
+
 
 class Module:
     """What the extension would say, and what it is asked."""
 
     def __init__(self, **says):
-        self.says = {"version": ("2.30.7", ""), "connect": "", "prepare": ""} | says
+        self.says = {"version": ("2.30.7", "")} | says
         self.asked = []
 
     def build_info(self):
@@ -38,14 +41,23 @@ class Module:
 
     def connect_rails(self, key, seats, num_hosts):
         self.asked.append(("connect", seats, num_hosts))
-        return self.says["connect"]
+        return self._say("connect")
 
-    def prepare_rails(self, key, trial_s):
-        self.asked.append("prepare")
-        return self.says["prepare"]
+    def _say(self, step):
+        """What it says of a step; `step:` names what to do instead."""
+        if f"{step}:" in self.says:
+            return self.says[f"{step}:"]()
+        return self.says.get(step, "")
 
-    def drop_rails(self, key):
-        self.asked.append("drop")
+    def why_rails_failed(self, key):
+        return self._say("failed")
+
+    def __getattr__(self, name):
+        step, _, noun = name.partition("_")
+        if noun != "rails" or step not in (*STEPS, "drop"):
+            raise AttributeError(name)
+        self.asked.append(step)
+        return lambda key, *_: self._say(step)
 
 
 def grid(processes):
@@ -75,9 +87,9 @@ def others(monkeypatch):
     return answers
 
 
-def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), key="key", reason=""):
+def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), reason="", per_host=2, limit_s=1.0):
     monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
-    return _rails.open_rails(key, grid(processes), 2, reason, 1.0)
+    return _rails.open_rails(grid(processes), per_host, reason, limit_s)
 
 
 def test_each_index_has_a_rail(others, monkeypatch):
@@ -85,20 +97,23 @@ def test_each_index_has_a_rail(others, monkeypatch):
     assert open_rails(module, monkeypatch) == ""
     # This process has host 0, and so it names both rails.
     seats = [(10, 0, "id 1"), (11, 0, "id 2")]
-    assert module.asked == ["id", "id", ("connect", seats, 2), "prepare"]
+    assert module.asked == ["id", "id", ("connect", seats, 2), *STEPS[1:]]
 
 
 def test_groups_beside_each_other_have_rails_of_their_own(others, monkeypatch):
     module = Module()
     assert open_rails(module, monkeypatch, [[0, 0, 1, 1], [0, 0, 1, 1]]) == ""
-    _, seats, _ = module.asked[-2]
+    _, seats, _ = module.asked[-len(STEPS)]
     assert seats == [(10, 0, "id 1"), (11, 0, "id 2"), (14, 0, "id 3"), (15, 0, "id 4")]
 
 
 def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
     assert "too old" in open_rails(Module(version=("", "it is too old")), monkeypatch)
     assert "too old" in open_rails(Module(), monkeypatch)
-    assert open_rails(Module(), monkeypatch, key="another") == ""
+    assert open_rails(Module(), monkeypatch, [[0, 0, 1, 1], [0, 0, 1, 1]]) == ""
+    module = Module()
+    assert open_rails(module, monkeypatch, [[0, 0, 1, 1], [0, 0, 1, 1]]) == ""
+    assert module.asked == []
 
 
 @pytest.mark.parametrize(
@@ -107,16 +122,19 @@ def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
         ({"version": ("", "NCCL 2.27.7 is loaded")}, {}, "process 0: NCCL 2.27.7 is loaded", []),
         ({}, {"NCCL is loaded": {"error": "NCCL 2.27.7 is loaded"}}, "process 1: NCCL 2.27.7", []),
         ({}, {"NCCL is loaded": {"version": "2.32.3"}}, "different versions of NCCL: 2.30.7, 2.32.3", []),
+        ({}, {"NCCL is loaded": {"protocol": 0}}, "different versions of jax_ep: 0, 1", []),
         ({}, {"group is made": {"key": "other"}}, "different groups at the same time", []),
-        ({"connect": "GIN needs an RDMA network"}, {}, "process 0: GIN needs", ["connect", "drop"]),
-        ({}, {"connecting": {"error": "no GIN"}}, "process 1: no GIN", ["connect", "drop"]),
-        ({"prepare": "it brought other bytes"}, {}, "it brought", ["connect", "prepare", "drop"]),
-        (
-            {},
-            {"trying": {"error": "heard nothing"}},
-            "process 1: heard nothing",
-            ["connect", "prepare", "drop"],
-        ),
+        ({}, {"group is made": {"state": ""}}, "ended in some of the processes only", []),
+        ({}, {"group is made": {"state": "it did not end"}}, "it did not end", []),
+        ({}, {"earlier programs": {"error": "one fails"}}, "process 1: one fails", []),
+        ({"connect": "GIN needs an RDMA network"}, {}, "process 0: GIN needs", [*STEPS[:1], "drop"]),
+        ({}, {"connecting": {"error": "no GIN"}}, "process 1: no GIN", [*STEPS[:1], "drop"]),
+        ({"allocate": "out of memory"}, {}, "process 0: out of memory", [*STEPS[:2], "drop"]),
+        ({}, {"taking memory": {"error": "none"}}, "process 1: none", [*STEPS[:2], "drop"]),
+        ({"register": "no windows"}, {}, "process 0: no windows", [*STEPS[:3], "drop"]),
+        ({"join": "4 contexts"}, {}, "process 0: 4 contexts", [*STEPS[:4], "drop"]),
+        ({"try": "it brought other bytes"}, {}, "it brought", [*STEPS[:5], "drop"]),
+        ({}, {"trying": {"error": "heard nothing"}}, "process 1: heard nothing", [*STEPS[:5], "drop"]),
     ],
 )
 def test_all_processes_have_rails_or_none(says, answers, expected, asked, others, monkeypatch):
@@ -144,10 +162,39 @@ def test_what_is_missing_here_is_told(module, reason, expected, others, monkeypa
     assert expected in open_rails(module, monkeypatch, reason=reason)
 
 
-def test_hosts_of_one_process_are_made_up(others, monkeypatch):
+@pytest.mark.parametrize("processes", [[[0, 0, 0, 0]], [[0, 0], [1, 1]]])
+def test_hosts_of_one_process_are_made_up(processes, others, monkeypatch):
     module = Module()
-    assert "all ranks are in this process" in open_rails(module, monkeypatch, [[0, 0, 0, 0]])
+    reason = open_rails(module, monkeypatch, processes, per_host=1)
+    assert "all ranks of a group are in one process" in reason
     assert module.asked == []
+
+
+def test_rails_that_have_failed_are_not_used_again(others, monkeypatch):
+    assert open_rails(Module(), monkeypatch) == ""
+    assert open_rails(Module(), monkeypatch) == ""
+    others["group is made"] = {"state": "a hop has failed there"}
+    assert open_rails(Module(), monkeypatch) == "a hop has failed there"
+    del others["group is made"]
+    assert open_rails(Module(), monkeypatch) == "a hop has failed there"
+
+
+def test_a_failed_hop_of_this_process_is_told(others, monkeypatch):
+    assert open_rails(Module(), monkeypatch) == ""
+    assert "(host 1 is silent)" in open_rails(Module(failed="host 1 is silent"), monkeypatch)
+
+
+def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
+    """Its thread is still at work, and so nothing is given back, and the next group has no rails."""
+    ends = threading.Event()
+    module = Module(**{"connect:": lambda: ends.wait(60) and ""})
+    with pytest.raises(
+        _processes.SetupTimeout, match=r"connecting hosts by NCCL did not end within 0.2 s.*NCCL"
+    ):
+        open_rails(module, monkeypatch, limit_s=0.2)
+    assert "an earlier set-up did not end" in open_rails(Module(), monkeypatch)
+    ends.set()
+    assert "drop" not in module.asked
 
 
 @pytest.mark.parametrize(
@@ -185,6 +232,23 @@ def test_only_the_library_that_is_loaded_is_used():
     assert bool(version) != bool(reason)
     if reason:
         assert re.search(r"JAX has loaded NCCL \d.*, and at least \d.* is needed", reason)
+
+
+def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
+    """Nobody has it to close it."""
+    closed = []
+    module = SimpleNamespace(close_group=closed.append)
+
+    def stuck(*_):
+        raise _processes.SetupTimeout("connecting hosts did not end")
+
+    within = two_hosts.group._within
+    with monkeypatch.context() as patched:
+        patched.setattr(_rails, "open_rails", stuck)
+        patched.setattr(_extension, "extension", lambda: module)
+        with pytest.raises(jax_ep.PeerTimeoutError, match="did not end"):
+            two_hosts.group._open_rails(within, grid([[0, 0, 1, 1]]), 1.0)
+    assert closed == [within._key]
 
 
 @pytest.fixture

@@ -113,8 +113,9 @@ enum class Phase : int32_t {
   kChannel = 6,  // another op of this device was still using the channel
   kGivenUp = 7,  // another rank gave up
   kStuck = 8,    // ranks did not finish, and could still write here: the GPU was stopped
+  kHop = 9,      // a hop between hosts failed (hop.h)
 };
-enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3 };
+enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3, kHop = 4 };
 
 // Who gave up first, and why, in one word that every rank passes on. Never 0.
 struct Reason {
@@ -139,7 +140,8 @@ struct Report {
   uint32_t epoch;
   uint32_t reason;      // Phase::kGivenUp: the Reason that was found
   uint64_t call;        // Call::WithBlocks(0)
-  uint64_t other_call;  // Phase::kCall and kChannel: what the first of those ranks called instead
+  uint64_t other_call;  // Phase::kCall, kChannel and kHop: what the first of those ranks called instead
+  uint64_t hop;         // Phase::kHop: the HopReason
   uint32_t left_out;    // an op has left out a rank, which may have counted fewer ops since
 
   // Written by the host.

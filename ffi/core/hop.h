@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/control.h"
 #include "core/index.h"
 
 namespace jax_ep {
@@ -72,10 +73,12 @@ struct HopWindow {
 // Why a hop failed.
 enum class HopPhase : int32_t {
   kNone = 0,
-  kLate = 1,   // nothing came from a host
-  kOther = 2,  // a host called another op
-  kBusy = 3,   // another hop of this device was under way
-  kPlace = 4,  // the program runs on another mesh than the group's
+  kLate = 1,    // nothing came from a host
+  kOther = 2,   // a host called another op
+  kBusy = 3,    // another hop of this device was under way
+  kPlace = 4,   // the program runs on another mesh than the group's
+  kWithin = 5,  // an op among the ranks of the host has failed
+  kWorn = 6,    // the network counts no further
 };
 
 // The host that gave up first, the one that it blames, and why, in one word that hosts pass on. Never 0.
@@ -105,12 +108,8 @@ struct HopState {
 
 // In host memory that the device can read and write.
 struct HopReport {
-  // Written by the device, `reason` last.
-  uint64_t call;
-  uint64_t other_call;  // HopPhase::kOther: what that host called
-  uint64_t reason;      // HopReason
-
-  uint64_t timeout_ns;  // written by the host: how long all waits of a track in one hop may last
+  uint64_t reason;    // as that of HopState
+  uint64_t trial_ns;  // written by the host: how long a wait may last while hops are tried
 };
 
 struct HopParams {
@@ -120,10 +119,13 @@ struct HopParams {
   const std::byte* in;     // [hosts, block_bytes]
   std::byte* out;          // [hosts, block_bytes]
   int64_t block_bytes;     // more than 0
-  uint64_t call;           // stands for the op and its shape
+  uint64_t call;           // stands for the op and its shape; below 2^32
   std::byte* slots;        // the window, here
   HopState* state;
   HopReport* report;
+  const uint64_t* timeout_ns;  // in host memory: how long a wait may last
+  uint64_t most_pieces;        // that a track may have in all
+  Peers peers;                 // the ranks of this host; none where hops are tried
 };
 
 }  // namespace jax_ep

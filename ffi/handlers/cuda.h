@@ -64,6 +64,8 @@ struct Announcement {
   std::vector<const void*> published{};  // buffers that peers reach
   bool through_arena = false;
   bool may_miss_ranks = false;  // some ranks need not call it
+  std::string obstacle{};       // why this rank cannot launch it
+  bool tells_others = false;    // it tells ranks outside of the group that the group has failed
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group

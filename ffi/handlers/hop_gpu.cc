@@ -5,41 +5,47 @@
 
 namespace jax_ep {
 
+constexpr const char* kCompileAgain =
+    "and this program was compiled while it stood. Make the Group anew in all processes, and compile again "
+    "(jax.clear_caches())";
+
 static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, ffi::AnyBuffer in,
-                             ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
+                             ffi::Result<ffi::AnyBuffer> out, std::string_view group,
+                             std::string_view rail_key, int64_t num_ranks) {
   const char* op = "hop between hosts";
   Seat seat;
   auto error = FindSeat(op, group, context.device, -1, static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
-  const auto rails = FindRails(seat.group->key());
+  const auto rails = FindRails(std::string(rail_key));
   const Rails::Rail* const rail = rails == nullptr ? nullptr : rails->Find(context.device);
-  if (rail == nullptr) {
-    return ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        Text(op, ": GPU ", context.device,
-             " is not connected to other hosts by NCCL; this program was compiled where it was. "
-             "Compile it again"));
-  }
-  const int64_t hosts = rail->hop.window.hosts, bytes = static_cast<int64_t>(in.size_bytes());
-  if (in.dimensions().size() == 0 || in.dimensions()[0] != hosts || out->size_bytes() != in.size_bytes()) {
-    return InvalidArgument(op, ": expected a block for each of ", hosts,
-                           " hosts, and a result like the operand");
-  }
-  if (std::string text = rails->DescribeFailure(); !text.empty()) {
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
-  }
+  const int64_t bytes = static_cast<int64_t>(in.size_bytes());
   if (bytes == 0) return ffi::Error::Success();
-  HopParams hop = rail->hop;
+  HopParams hop = rail == nullptr ? HopParams{} : rail->hop;
+  const int64_t hosts = in.dimensions().size() == 0 ? 0 : in.dimensions()[0];
+  std::string obstacle;
+  const bool fits = hosts == hop.window.hosts && out->size_bytes() == in.size_bytes();
+  if (rail == nullptr) {
+    obstacle = Text("GPU ", context.device, " is not connected to other hosts by NCCL, ", kCompileAgain);
+  } else if (!fits) {
+    obstacle =
+        Text("expected a block for each of ", hop.window.hosts, " hosts, and a result like the operand");
+  } else if (const std::string why = rails->WhyFailed(); !why.empty()) {
+    obstacle = Text("the connection by NCCL has failed and is not used again (", why, "), ", kCompileAgain);
+  }
   hop.operand = host.typed_data();
   hop.in = static_cast<const std::byte*>(in.untyped_data());
   hop.out = static_cast<std::byte*>(out->untyped_data());
-  hop.block_bytes = bytes / hosts;
-  const Announcement announced{op, [&] {
-                                 return Text(op, ", ", hosts, " blocks of ", hop.block_bytes, " bytes (",
-                                             DtypeName(in.element_type()), ")");
-                               }};
+  hop.block_bytes = hosts == 0 ? 0 : bytes / hosts;
+  Announcement announced{op, [&] {
+                           return Text(op, ", ", hosts, " blocks of ", hop.block_bytes, " bytes (",
+                                       DtypeName(in.element_type()), ")");
+                         }};
+  announced.obstacle = obstacle;
+  announced.tells_others = rail != nullptr && fits;
   return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
     hop.call = peers.call.hash;
+    hop.peers = peers;
+    hop.timeout_ns = &peers.report->timeout_ns;
     return cuda::LaunchHop(hop, rail->gin, context.stream);
   });
 }
@@ -52,6 +58,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRailHopHandler, RunRailHop,
                                   .Arg<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Ret<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Attr<std::string_view>("group")
+                                  .Attr<std::string_view>("rails")
                                   .Attr<int64_t>("num_ranks"));
 
 }  // namespace jax_ep

@@ -56,14 +56,13 @@ ffi::Error Launched(const char* op, cudaError_t error) {
   return ffi::Error::Internal(std::string(op) + ": the launch failed: " + cudaGetErrorString(error));
 }
 
-static ffi::Error CheckReach(const char* op, const DevicePeers& devices, const Seat& seat,
-                             const std::vector<const void*>& published) {
-  for (const void* buffer : published) {
-    const std::string reason = devices.ReasonAgainst(seat.place, buffer);
-    if (!reason.empty())
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, std::string(op) + ": " + reason);
+static ffi::Error CheckReach(const DevicePeers& devices, const Seat& seat, const Announcement& announced) {
+  std::string reason = announced.obstacle;
+  for (const void* buffer : announced.published) {
+    if (reason.empty()) reason = devices.ReasonAgainst(seat.place, buffer);
   }
-  return ffi::Error::Success();
+  if (reason.empty()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, Text(announced.op, ": ", reason));
 }
 
 static ffi::Error Expired(const Seat& seat, const std::string& text) {
@@ -76,10 +75,16 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   const char* op = announced.op;
   const std::shared_ptr<DevicePeers> devices = FindDevicePeers(seat.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
-  if (std::string text = devices->DescribeFailure(); !text.empty()) return Expired(seat, text);
-  Board& board = devices->board();
   const auto call = context.site->Find(context.device);
-  if (auto error = CheckReach(op, *devices, seat, announced.published); error.failure()) {
+  if (std::string text = devices->DescribeFailure(); !text.empty()) {
+    if (announced.tells_others) {
+      const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
+      (void)launch(devices->At(seat.place, refused, announced.through_arena));
+    }
+    return Expired(seat, text);
+  }
+  Board& board = devices->board();
+  if (auto error = CheckReach(*devices, seat, announced); error.failure()) {
     if (!call) board.GiveUp(*seat.group, seat.place);  // the others would wait for this rank
     return error;
   }

@@ -15,7 +15,7 @@ std::string RankList(uint32_t ranks) {
 }
 
 const char* NameOf(Op op) {
-  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather"};
+  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather", "hop between hosts"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -29,6 +29,17 @@ constexpr const char* kRemedy =
     "Group(timeout_s=...). The results of this op, and of later ones, are NaN and -1. Make the Group anew to "
     "go on.";
 
+// Why a rank that others name gave up.
+std::string WhyOf(const Reason& reason) {
+  if (reason.phase() == Phase::kHop) return ": its hop between hosts failed";
+  if (reason.missing() == 0) return "";
+  if (reason.phase() == Phase::kCall) {
+    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op");
+  }
+  return Text(": rank(s)", RankList(reason.missing()), " did not ", WhatIsMissing(reason.phase()),
+              " in time");
+}
+
 // The one to tell first: what a rank found itself says more than that another has given up.
 int Weight(Phase phase) {
   return phase == Phase::kNone ? 0 : phase == Phase::kGivenUp ? 1 : phase == Phase::kStuck ? 3 : 2;
@@ -39,6 +50,36 @@ Phase PhaseOf(const Report& report) {
 }
 
 }  // namespace
+
+std::string WhyOf(const HopReason& reason, const std::string& in_time) {
+  const std::string by = Text("the rank on host ", reason.by());
+  switch (reason.phase()) {
+    case HopPhase::kNone:
+      return "";
+    case HopPhase::kLate:
+      return Text(by, " heard nothing from host ", reason.blamed(), " ", in_time,
+                  ". A process there has ended, stands still or has not reached the same op, or the "
+                  "network has failed (with its first error it may stop bringing anything, from living "
+                  "hosts, too)");
+    case HopPhase::kOther:
+      return Text(by, " was sent rows of another op, or of other shapes, by host ", reason.blamed());
+    case HopPhase::kBusy:
+      return Text(by,
+                  " began a hop while another one was under way on the same GPU. Let one of them use the "
+                  "other's result, so that they run in turn");
+    case HopPhase::kPlace:
+      return Text(by,
+                  " runs as that of another host: the group was made for another mesh. Make the Group from "
+                  "the mesh of this shard_map");
+    case HopPhase::kWithin:
+      return Text(by, " gave up, for an op among the ranks of that host had failed");
+    case HopPhase::kWorn:
+      return Text(by,
+                  " has sent as many pieces as NCCL's proxy can count. A Group that is made anew takes JAX's "
+                  "collectives between hosts; a new process has rails again");
+  }
+  return "";
+}
 
 bool DevicePeers::HasFailed() const {
   for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -93,14 +134,17 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
                   kRemedy);
     case Phase::kGivenUp: {
       const Reason reason{report.reason};
-      const std::string why =
-          reason.missing() == 0
-              ? std::string(" gave up")
-              : Text(" gave up: rank(s)", RankList(reason.missing()), " did not ",
-                     reason.phase() == Phase::kCall ? "call the same op" : WhatIsMissing(reason.phase()),
-                     reason.phase() == Phase::kCall ? "" : " in time");
-      return Text(op, of_group, "rank ", reason.rank(), why, "; rank ", report.rank,
-                  " found so in the group's op ", report.epoch, " (", call, ").", kRemedy);
+      // A hop is none of the ops that are counted.
+      const std::string number = report.epoch == 0 ? "" : Text("the group's op ", report.epoch, " ");
+      return Text(op, of_group, "rank ", reason.rank(), " gave up", WhyOf(reason), "; rank ", report.rank,
+                  " found so in ", number, "(", call, ").", kRemedy);
+    }
+    case Phase::kHop: {
+      const HopReason reason{report.hop};
+      const bool names_other = reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0;
+      return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
+                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")),
+                  names_other ? Text(", which called ", other) : "", ".", kRemedy);
     }
     case Phase::kStuck:
       return Text(op, of_group, "rank(s)", missing, " are stuck inside ", call,

@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
+#include <type_traits>
+
 #include "core/text.h"
 #include "runtime/switches.h"
 
@@ -38,6 +41,7 @@ Found Load() {
                         NcclVersionText(kLeastNccl), " is needed (pip install -U nvidia-nccl-cu13)");
   } else if (!find(nccl.GetErrorString, "ncclGetErrorString") || !find(nccl.GetUniqueId, "ncclGetUniqueId") ||
              !find(nccl.CommInitRank, "ncclCommInitRank") || !find(nccl.CommDestroy, "ncclCommDestroy") ||
+             !find(nccl.CommAbort, "ncclCommAbort") || !find(nccl.MemFree, "ncclMemFree") ||
              !find(nccl.CommQueryProperties, "ncclCommQueryProperties") ||
              !find(nccl.MemAlloc, "ncclMemAlloc") ||
              !find(nccl.CommWindowRegister, "ncclCommWindowRegister") ||
@@ -53,10 +57,16 @@ std::string NcclVersionText(int version) {
   return Text(version / 10000, '.', version / 100 % 100, '.', version % 100);
 }
 
+// What is found stays; what is missing may be loaded later.
 const Nccl* FindNccl(std::string& reason) {
-  static const Found* const found = new Found(Load());
-  reason = found->reason;
-  return reason.empty() ? &found->nccl : nullptr;
+  static std::mutex mutex;
+  static const Nccl* nccl = nullptr;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (nccl != nullptr) return nccl;
+  const Found found = Load();
+  reason = found.reason;
+  if (reason.empty()) nccl = new Nccl(found.nccl);
+  return nccl;
 }
 
 }  // namespace jax_ep

@@ -18,8 +18,10 @@ struct Nccl {
   decltype(&ncclGetUniqueId) GetUniqueId;
   decltype(&ncclCommInitRank) CommInitRank;
   decltype(&ncclCommDestroy) CommDestroy;
+  decltype(&ncclCommAbort) CommAbort;
   decltype(&ncclCommQueryProperties) CommQueryProperties;
   decltype(&ncclMemAlloc) MemAlloc;
+  decltype(&ncclMemFree) MemFree;
   decltype(&ncclCommWindowRegister) CommWindowRegister;
   decltype(&ncclDevCommCreate) DevCommCreate;
 };

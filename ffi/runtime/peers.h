@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/hop.h"
 #include "runtime/board.h"
 #include "runtime/groups.h"
 #include "runtime/regions.h"
@@ -95,6 +96,9 @@ class DevicePeers {
   std::string name_;
   std::map<uint32_t, std::string> calls_;  // by hash
 };
+
+// Why a hop between hosts failed, without a full stop.
+std::string WhyOf(const HopReason& reason, const std::string& in_time = "in time");
 
 // Makes the peers of a group, or finds them. Empty text on success. Takes over nothing.
 std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,

@@ -5,9 +5,11 @@
 #include <cstdlib>
 #include <future>
 #include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "core/text.h"
+#include "runtime/peers.h"
 #include "runtime/prepare.h"
 
 namespace jax_ep {
@@ -15,12 +17,16 @@ namespace {
 
 // What a track may have posted to a host that is not answered: pieces and credits for each slot, and its end.
 constexpr int kMostPosted = 2 * kHopSlots + 1;
-// A queue of NCCL's proxy holds so many to a host, whatever is asked for. There is one for each context.
+// A queue of NCCL's proxy holds so many to a host, whatever is asked for, unless the user says otherwise.
+// There is one for each context. What has been answered leaves it a little later, and before that as much may
+// be posted again.
 constexpr int kLeastQueue = 32;
-constexpr int kTracksOfContext = kLeastQueue / kMostPosted;
-constexpr int kLeastContexts = (kHopTracks + kTracksOfContext - 1) / kTracksOfContext;
+static_assert(2 * kMostPosted < kLeastQueue, "a track's posts have room, with a context of its own");
 // In the network's own queues each may take several places.
 constexpr int kQueueDepth = 4 * kLeastQueue;
+// NCCL's proxy counts what was posted to a host in 32 bits, and waits for ever where they begin anew. A piece
+// is two of these: itself and a credit.
+constexpr uint64_t kMostProxyPieces = (uint64_t{1} << 31) - (1 << 20);
 
 std::string Failed(const char* what, cudaError_t error) {
   (void)cudaGetLastError();
@@ -48,7 +54,7 @@ bool FromHexadecimal(const std::string& text, ncclUniqueId& id) {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Rails>> rails;
+  std::map<std::string, std::shared_ptr<Rails>> begun, rails;
 };
 
 Registry& GetRegistry() {
@@ -94,7 +100,6 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
   if (nccl_ == nullptr) return reason;
   if (num_hosts > kMaxHosts) return Text("at most ", kMaxHosts, " hosts are joined so, got ", num_hosts);
   num_hosts_ = num_hosts;
-  rails_.clear();
   std::map<int64_t, ncclUniqueId> ids;
   for (const RailSeat& seat : seats) {
     Rail rail{};
@@ -113,6 +118,13 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
     if (!properties.deviceApiSupport) return "NCCL's device API does not run here (NCCL_DEBUG=INFO says why)";
     rail.connections =
         properties.ginType != NCCL_GIN_TYPE_NONE ? NCCL_GIN_CONNECTION_FULL : NCCL_GIN_CONNECTION_RAIL;
+    // NCCL may have read it from a file of its own by now.
+    const char* const queue = std::getenv("NCCL_GIN_PROXY_QUEUE_SIZE");
+    const int64_t places = queue == nullptr ? kLeastQueue : std::strtoll(queue, nullptr, 0);
+    if (0 <= places && places < kLeastQueue) {
+      return Text("hops need NCCL_GIN_PROXY_QUEUE_SIZE to be ", kLeastQueue, " or more, or unset; it is ",
+                  queue);
+    }
     if (properties.ginType == NCCL_GIN_TYPE_NONE && properties.railedGinType == NCCL_GIN_TYPE_NONE) {
       return "NCCL's kernels reach no other host here: GIN needs an RDMA network that NCCL supports, or a "
              "plugin (NCCL_DEBUG=INFO says what it found)";
@@ -121,45 +133,81 @@ std::string Rails::Connect(const std::vector<RailSeat>& seats, int num_hosts) {
   });
 }
 
-std::string Rails::Prepare(double trial_s) {
+std::string Rails::Allocate() {
   if (rails_.empty()) return "";
   auto* const reports = static_cast<HopReport*>(
       MappedHostMemory(rails_.front().device, static_cast<int64_t>(sizeof(HopReport) * rails_.size())));
   for (size_t i = 0; i < rails_.size(); ++i) rails_[i].hop.report = &reports[i];
-  std::string text = OnAll("making a window of NCCL's", [&](Rail& rail) { return MakeWindow(rail); });
-  if (!text.empty()) return text;
-  Configure("(trial)", trial_s);
-  return OnAll("trying a hop", [&](Rail& rail) { return Try(rail); });
+  return OnAll("taking memory for a window", [&](Rail& rail) -> std::string {
+    void* memory = nullptr;
+    const ncclResult_t result = nccl_->MemAlloc(&memory, rail.window_bytes() + sizeof(HopState));
+    if (result != ncclSuccess) return nccl_->GetErrorString(result);
+    rail.hop.slots = static_cast<std::byte*>(memory);
+    rail.hop.state = reinterpret_cast<HopState*>(rail.hop.slots + rail.window_bytes());
+    cudaError_t error = cudaMemset(memory, 0, rail.window_bytes() + sizeof(HopState));
+    if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
+    if (error == cudaSuccess) error = cuda::PreloadHop();
+    return error == cudaSuccess ? "" : Failed("clearing it", error);
+  });
 }
 
-std::string Rails::MakeWindow(Rail& rail) {
-  HopParams& hop = rail.hop;
-  const size_t window_bytes = static_cast<size_t>(AlignUp(hop.window.bytes(), NCCL_WIN_REQUIRED_ALIGNMENT));
-  void* memory = nullptr;
-  ncclResult_t result = nccl_->MemAlloc(&memory, window_bytes + sizeof(HopState));
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  hop.slots = static_cast<std::byte*>(memory);
-  hop.state = reinterpret_cast<HopState*>(hop.slots + window_bytes);
-  cudaError_t error = cudaMemset(memory, 0, window_bytes + sizeof(HopState));
-  if (error == cudaSuccess) error = cudaStreamSynchronize(cudaStreamLegacy);
-  if (error == cudaSuccess) error = cuda::PreloadHop();
-  if (error != cudaSuccess) return Failed("clearing it", error);
-  result =
-      nccl_->CommWindowRegister(rail.comm, memory, window_bytes, &rail.gin.window, NCCL_WIN_COLL_SYMMETRIC);
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  if (rail.gin.window == nullptr) return "NCCL makes none of its own memory";
-  ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
-  needs.ginConnectionType = rail.connections;
-  needs.ginContextCount = hop.window.tracks;
-  needs.ginSignalCount = hop.window.num_signals();
-  needs.ginQueueDepth = kQueueDepth;
-  needs.ginStrongSignalsRequired = false;
-  needs.ginVaSignalsRequired = false;
-  result = nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm);
-  if (result != ncclSuccess) return nccl_->GetErrorString(result);
-  if (rail.gin.comm.ginContextCount < kLeastContexts) {
+std::string Rails::Register() {
+  return OnAll("making a window of NCCL's", [&](Rail& rail) -> std::string {
+    std::string text =
+        Collective(rail, nccl_->CommWindowRegister(rail.comm, rail.hop.slots, rail.window_bytes(),
+                                                   &rail.gin.window, NCCL_WIN_COLL_SYMMETRIC));
+    if (!text.empty()) return text;
+    return rail.gin.window == nullptr ? "NCCL makes none of its own memory" : "";
+  });
+}
+
+std::string Rails::Join() {
+  return OnAll("making a communicator for kernels", [&](Rail& rail) -> std::string {
+    ncclDevCommRequirements_t needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+    needs.ginConnectionType = rail.connections;
+    needs.ginContextCount = rail.hop.window.tracks;
+    needs.ginSignalCount = rail.hop.window.num_signals();
+    needs.ginQueueDepth = kQueueDepth;
+    needs.ginStrongSignalsRequired = false;
+    needs.ginVaSignalsRequired = false;
+    std::string text = Collective(rail, nccl_->DevCommCreate(rail.comm, &needs, &rail.gin.comm));
+    return text.empty() ? WhyNotBy(rail) : text;
+  });
+}
+
+std::string Rails::Try(double trial_s) {
+  return OnAll("trying a hop", [&](Rail& rail) -> std::string {
+    rail.hop.report->trial_ns = static_cast<uint64_t>(trial_s * 1e9);
+    rail.hop.timeout_ns = &rail.hop.report->trial_ns;
+    return Try(rail);
+  });
+}
+
+// NCCL's calls that all ranks of a rail make wait for each other. Who fails of one ends the waits of the
+// others.
+std::string Rails::Collective(Rail& rail, ncclResult_t result) {
+  if (result == ncclSuccess) return "";
+  (void)nccl_->CommAbort(rail.comm);
+  rail.comm = nullptr;
+  return nccl_->GetErrorString(result);
+}
+
+// What hops need of the communicator, or why they cannot go by it.
+std::string Rails::WhyNotBy(Rail& rail) {
+  if (static_cast<int>(rail.gin.comm.ginContextCount) < kHopTracks) {
     return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
-                kLeastContexts, ", or they might wait for room in a queue");
+                kHopTracks, ", or they might wait for room in a queue");
+  }
+  rail.hop.most_pieces = UINT64_MAX;
+  for (int i = 0; i < rail.gin.comm.ginConnectionCount; ++i) {
+    const int type = rail.gin.comm.ginNetDeviceTypes[i];
+    // The kernels were compiled for these, and what they do with others is undefined.
+    if (type != NCCL_NET_DEVICE_GIN_PROXY && type != NCCL_NET_DEVICE_GIN_GDAKI &&
+        type != NCCL_NET_DEVICE_GIN_GPI) {
+      return Text("NCCL has a network of a kind that its version ", NcclVersionText(kLeastNccl),
+                  ", with whose headers this extension was built, does not know (", type, ")");
+    }
+    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.most_pieces = kMostProxyPieces;
   }
   // NCCL's rails join the ranks of one index among those that load from each other's memory.
   if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
@@ -212,16 +260,17 @@ std::string Rails::Try(const Rail& rail) {
   }
   give_back();
   if (error != cudaSuccess) return Failed("running it", error);
-  if (const std::string text = DescribeFailure(); !text.empty()) return text;
+  if (const std::string text = WhyFailed(); !text.empty()) return text;
   return right ? "" : "it brought other bytes than were sent";
 }
 
 void Rails::Drop() {
   (void)OnAll("disconnecting hosts", [&](Rail& rail) -> std::string {
-    if (rail.comm != nullptr && rail.hop.slots == nullptr) (void)nccl_->CommDestroy(rail.comm);
+    if (rail.gin.window != nullptr) return "";
+    if (rail.comm != nullptr) (void)nccl_->CommDestroy(rail.comm);
+    if (rail.hop.slots != nullptr) (void)nccl_->MemFree(rail.hop.slots);
     return "";
   });
-  rails_.clear();
 }
 
 const Rails::Rail* Rails::Find(int64_t device) const {
@@ -231,60 +280,30 @@ const Rails::Rail* Rails::Find(int64_t device) const {
   return nullptr;
 }
 
-void Rails::Configure(const std::string& name, double timeout_s) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  name_ = name;
-  for (Rail& rail : rails_) {
-    __atomic_store_n(&rail.hop.report->timeout_ns, static_cast<uint64_t>(timeout_s * 1e9), __ATOMIC_RELEASE);
-  }
-}
-
-std::string Rails::DescribeFailure() const {
+std::string Rails::WhyFailed() const {
   for (const Rail& rail : rails_) {
     const HopReason reason{__atomic_load_n(&rail.hop.report->reason, __ATOMIC_ACQUIRE)};
-    if (reason.word != 0) return Describe(rail, reason);
+    if (reason.word != 0) return WhyOf(reason);
   }
   return "";
 }
 
-std::string Rails::Describe(const Rail& rail, const HopReason& reason) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const double waited = 1e-9 * static_cast<double>(rail.hop.report->timeout_ns);
-  const bool passed_on = reason.by() != rail.hop.host;
-  const std::string by = Text("its rank on host ", reason.by());
-  std::string why;
-  switch (reason.phase()) {
-    case HopPhase::kLate:
-      why =
-          Text(by, passed_on ? " gave up: it" : "", " heard nothing from host ", reason.blamed(), " within ",
-               waited, " s. A process there has ended, stands still or has not reached the same op");
-      break;
-    case HopPhase::kOther:
-      why = Text(by, " was sent rows of another op, or of other shapes, by host ", reason.blamed(),
-                 ". All processes must run the same programs in the same order");
-      break;
-    case HopPhase::kBusy:
-      why = Text(by,
-                 " began a hop while another one was under way on the same GPU. Let one of them use the "
-                 "other's result, so that they run in turn");
-      break;
-    default:
-      why = Text(by,
-                 " runs as that of another host: the group was made for another mesh. Make the Group from "
-                 "the mesh of this shard_map");
-  }
-  return Text(
-      "hop between hosts: of group ", name_, ", GPU ", rail.device, ": ", why,
-      ". This process should end: NCCL's communicator between the hosts is not used again. If ranks are "
-      "only slow, raise Group(timeout_s=...).");
-}
-
-std::shared_ptr<Rails> MakeRails(const std::string& key) {
+std::shared_ptr<Rails> BeginRails(const std::string& key) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  std::shared_ptr<Rails>& rails = registry.rails[key];
-  if (rails == nullptr) rails = std::make_shared<Rails>();
-  return rails;
+  return registry.begun[key] = std::make_shared<Rails>();
+}
+
+std::shared_ptr<Rails> FindBegunRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  return registry.begun.at(key);
+}
+
+void PublishRails(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.rails[key] = registry.begun.at(key);
 }
 
 std::shared_ptr<Rails> FindRails(const std::string& key) {

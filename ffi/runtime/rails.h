@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -24,17 +23,21 @@ struct RailSeat {
 // std::runtime_error.
 std::string MakeRailId();
 
-// They live as long as the process: programs may be under way, and a group of the same devices finds them
-// again.
+// Once they are published they live as long as the process: programs may be under way, and a group of the
+// same devices finds them again.
 class Rails {
  public:
-  // All processes of the rails must call Connect at the same time, and then Prepare. They say why hops cannot
-  // go over the rails, or nothing.
+  // The steps of making them. All processes of the rails must take each, and go on to the next only if it has
+  // succeeded on all: but for Allocate they wait for each other. They say why hops cannot go over the rails,
+  // or nothing.
   std::string Connect(const std::vector<RailSeat>& seats, int num_hosts);
-  // Makes the windows, and tries a few hops, for up to so many seconds each.
-  std::string Prepare(double trial_s);
-  // Forgets rails that cannot be used. Communicators are given back if no window was made; else nobody knows
-  // what a trial has left under way, and they stay.
+  std::string Allocate();
+  std::string Register();
+  std::string Join();
+  // A few hops, each of which may wait so long.
+  std::string Try(double trial_s);
+  // Of rails that cannot be used, instead of a further step. Communicators and memory are given back if no
+  // window was made; else nobody knows what a trial has left under way, and they stay.
   void Drop();
 
   // What a hop needs on a device, but for its arrays; null if the device is on no rail.
@@ -45,31 +48,35 @@ class Rails {
     // Among all of its ranks, or where a network has none between different rails, along these.
     ncclGinConnectionType_t connections;
     cuda::Gin gin;
+
+    size_t window_bytes() const {
+      return static_cast<size_t>(AlignUp(hop.window.bytes(), NCCL_WIN_REQUIRED_ALIGNMENT));
+    }
   };
   const Rail* Find(int64_t device) const;
 
-  // The group's name for errors, and how long a hop waits for other hosts.
-  void Configure(const std::string& name, double timeout_s);
-  // The text of a hop that failed; empty if none did.
-  std::string DescribeFailure() const;
+  // Why a hop has failed: then all later ones do. Empty if none has.
+  std::string WhyFailed() const;
 
  private:
   template <typename F>
   std::string OnAll(const char* what, F&& f);
-  std::string MakeWindow(Rail& rail);
+  std::string Collective(Rail& rail, ncclResult_t result);
+  static std::string WhyNotBy(Rail& rail);
   std::string Try(const Rail& rail);
-  std::string Describe(const Rail& rail, const HopReason& reason) const;
 
   const Nccl* nccl_ = nullptr;
   int num_hosts_ = 0;
   std::vector<Rail> rails_;
-  mutable std::mutex mutex_;  // of what follows
-  std::string name_;
 };
 
-// The group's rails, which are made if there are none yet.
-std::shared_ptr<Rails> MakeRails(const std::string& key);
-// Null if none were made.
+// New ones, to be made. A thread may still be at work on those that were begun before.
+std::shared_ptr<Rails> BeginRails(const std::string& key);
+// Those that were begun last.
+std::shared_ptr<Rails> FindBegunRails(const std::string& key);
+// From now on programs find them.
+void PublishRails(const std::string& key);
+// Null if none were published.
 std::shared_ptr<Rails> FindRails(const std::string& key);
 
 }  // namespace jax_ep

@@ -1,9 +1,10 @@
-// Hosts with a rank each, which run hops between them over an emulated network, and what each must find at
-// the end of one.
+// Hosts with a few ranks each, which run hops between hosts over emulated networks and ops within their host,
+// and what each rank must find at the end of one.
 #pragma once
 
 #include <deque>
 
+#include "kernels/comm/give_up.cuh"
 #include "kernels/hop/exchange.cuh"
 #include "network.h"
 
@@ -15,6 +16,7 @@ namespace jax_ep::cuda {
 using Random = std::mt19937;
 using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
+constexpr int kMostRanks = 3;  // of a host
 
 struct EmulatedNet {
   emulation::Network* network;
@@ -30,9 +32,10 @@ struct EmulatedNet {
   }
 };
 
-// One hop, as a host calls it.
+// One op, as a rank calls it: a hop, or an op among the ranks of its host.
 struct HopCall {
   int number = 0;
+  bool is_within = false;
   int64_t block_bytes = 16;
   uint64_t word = 1;     // HopParams::call
   int shift = 0;         // of the arrays, from where 16-byte words begin
@@ -54,137 +57,241 @@ struct Run {
   std::vector<uint4> in, out;
   emulation::Launch launch;
   EmulatedNet net{};
+  bool is_inside = false;  // between its launch and its return
+  uint32_t said = 0;       // within a host: what it tells its peers
   std::byte* rows() { return reinterpret_cast<std::byte*>(out.data()) + call.shift; }
 };
 
-struct Host {
+// An op among the ranks of a host, by the protocol of such ops: each takes what its peers say.
+inline void ShareWithin(Run& run) {
+  __shared__ Published mine, published[kMostRanks];
+  const Peers& peers = run.hop.peers;
+  const State state = LoadState(peers, &run.operand);
+  uint32_t epoch = 0;
+  bool alive = Begin(peers, Op::kGather, state, &epoch);
+  if (alive) {
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
+      __syncthreads();
+      Enter(peers, mine, 1, epoch);
+    }
+    const uint32_t missing = ReadPublished(peers, Op::kGather, 1, epoch, published);
+    alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
+  }
+  const auto fill = [&] { FillResult(run.out.data(), peers.num_ranks * sizeof(uint32_t)); };
+  if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
+  for (int r = static_cast<int>(threadIdx.x); r < peers.num_ranks; r += static_cast<int>(blockDim.x)) {
+    const Run& peer = *static_cast<const Run*>(published[r].buffers[0]);
+    if (!peer.is_inside) Die("a rank reads one that has returned");
+    reinterpret_cast<uint32_t*>(run.out.data())[r] = peer.said;
+  }
+  LeavePeers(peers, epoch, true);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
+    GiveUp(peers, Op::kGather, epoch, Standing::kOpened, fill);
+  }
+  End(peers);
+}
+
+// A rank of a host.
+struct Member {
+  int host = 0, rail = 0;
   std::vector<uint4> slots;
   HopState state{};
   HopReport report{};
+  std::unique_ptr<Control, decltype(&std::free)> control{
+      static_cast<Control*>(std::calloc(1, sizeof(Control))), &std::free};
+  Report within{};
   std::deque<HopCall> calls, strays;
   std::vector<std::unique_ptr<Run>> running;
   uint64_t since = 0;
   int ended = 0, failed = 0;
-  bool gone = false;
+  bool hop_failed = false, gone = false;
 };
 
+// The ranks of one index on all hosts are on a network of their own.
 class World {
  public:
-  World(Random& random, int hosts, uint64_t timeout)
+  uint64_t most_pieces = ~uint64_t{0};
+  uint64_t longest_ns = 0;
+
+  World(Random& random, int hosts, int ranks, uint64_t timeout)
       : random_(random),
-        network(hosts),
-        hosts_(hosts),
+        networks_(ranks, emulation::Network(hosts)),
+        members_(hosts * ranks),
         window_{hosts, 1 + static_cast<int>(random() % 3), 0} {
     window_.piece_bytes = 16 << random() % 4;
     threads_ = random() % 2 == 0 ? 32 : 64;
-    for (int h = 0; h < hosts; ++h) {
-      hosts_[h].slots.resize(window_.bytes() / 16);
-      hosts_[h].report.timeout_ns = timeout;
-      network.Attach(h, reinterpret_cast<std::byte*>(hosts_[h].slots.data()), window_.num_signals());
+    for (int i = 0; i < num_members(); ++i) {
+      Member& member = members_[i];
+      member.host = i / ranks, member.rail = i % ranks;
+      member.slots.resize(window_.bytes() / 16);
+      member.within.timeout_ns = timeout;
+      networks_[member.rail].Attach(member.host, reinterpret_cast<std::byte*>(member.slots.data()),
+                                    window_.num_signals());
+      for (Channel& channel : member.control->channels) {
+        channel.epoch = 1;
+        channel.gate = channel.opened = Stamp(0, 1);
+      }
     }
+    Machine::Get().on_trap = [](int rank) { Die("rank %d is stopped", rank); };
   }
 
-  Host& host(int h) { return hosts_[h]; }
+  Member& member(int i) { return members_[i]; }
+  emulation::Network& network(int rail) { return networks_[rail]; }
   int num_hosts() const { return window_.hosts; }
-  int tracks() const { return window_.tracks; }
-  int64_t piece_bytes() const { return window_.piece_bytes; }
+  int num_ranks() const { return static_cast<int>(networks_.size()); }
+  int num_members() const { return static_cast<int>(members_.size()); }
+  const HopWindow& window() const { return window_; }
 
-  // Until every host that is not gone has run its hops. `freeze` may hold one of them up.
+  // Until every rank that is not gone has run its ops. `freeze` may hold one of them up.
   void RunAll(const std::function<void(int, Run&)>& freeze) {
     Machine& machine = Machine::Get();
-    const uint64_t last = machine.now + 1'000'000'000;
-    for (Host& host : hosts_) host.since = machine.now;
+    const uint64_t last = machine.now + 2'000'000'000;
+    for (Member& member : members_) member.since = machine.now;
     while (true) {
       bool done = true;
-      for (int h = 0; h < num_hosts(); ++h) {
-        Host& host = hosts_[h];
-        if (host.gone) continue;
-        if (!host.calls.empty() && host.running.empty() &&
-            machine.now >= host.since + host.calls.front().late_by) {
-          Begin(h, host.calls, freeze);
+      for (int i = 0; i < num_members(); ++i) {
+        Member& member = members_[i];
+        if (member.gone) continue;
+        if (!member.calls.empty() && member.running.empty() &&
+            machine.now >= member.since + member.calls.front().late_by) {
+          Begin(i, member.calls, freeze);
         }
-        if (!host.strays.empty() && !host.running.empty()) Begin(h, host.strays, freeze);
-        done = done && host.calls.empty() && host.running.empty();
+        if (!member.strays.empty() && !member.running.empty() && !member.running[0]->call.is_within) {
+          Begin(i, member.strays, freeze);
+        }
+        done = done && member.calls.empty() && member.running.empty();
       }
       if (done) return;
-      network.Deliver();
+      for (emulation::Network& network : networks_) network.Deliver();
       for (emulation::Launch* launch : machine.Round()) {
-        Host& host = hosts_[launch->rank];
-        for (size_t i = 0; i < host.running.size(); ++i) {
-          if (&host.running[i]->launch != launch) continue;
-          End(launch->rank, *host.running[i]);
-          host.running.erase(host.running.begin() + i);
-          host.since = machine.now;
+        Member& member = members_[launch->rank];
+        for (size_t i = 0; i < member.running.size(); ++i) {
+          if (&member.running[i]->launch != launch) continue;
+          End(launch->rank, *member.running[i]);
+          member.running.erase(member.running.begin() + i);
+          member.since = machine.now;
           break;
         }
       }
-      for (int h = 0; h < num_hosts(); ++h) {
-        if (hosts_[h].gone || machine.rank_frozen_until[h] < machine.now + kForEver / 2) continue;
-        hosts_[h].gone = true;
-        network.CutOff(h);
+      for (int i = 0; i < num_members(); ++i) {
+        Member& member = members_[i];
+        if (member.gone || machine.rank_frozen_until[i] < machine.now + kForEver / 2) continue;
+        member.gone = true;
+        networks_[member.rail].CutOff(member.host);
+        for (Member& peer : members_) {
+          if (peer.host == member.host) peer.within.gone |= 1u << member.rail;
+        }
       }
-      if (machine.now > last) Die("hops do not return");
+      if (machine.now > last) Die("ops do not return");
     }
   }
 
-  uint64_t longest_ns = 0;
-
  private:
-  void Begin(int h, std::deque<HopCall>& calls, const std::function<void(int, Run&)>& freeze) {
-    Host& host = hosts_[h];
-    host.running.push_back(std::make_unique<Run>());
-    Run& run = *host.running.back();
+  // What a rank says in an op within its host, if all that it has done before went well.
+  static uint32_t WordOf(int number, int host, int rail) {
+    return static_cast<uint32_t>(number * 7919 + host * 131 + rail) & 0x7fffffff;
+  }
+
+  void Begin(int i, std::deque<HopCall>& calls, const std::function<void(int, Run&)>& freeze) {
+    Member& member = members_[i];
+    member.running.push_back(std::make_unique<Run>());
+    Run& run = *member.running.back();
     run.call = calls.front();
     calls.pop_front();
+    const int h = member.host;
+    Peers peers{};
+    for (Member& peer : members_) {
+      if (peer.host == h) {
+        peers.channel[peer.rail] = &peer.control->channels[run.call.number % kChannels];
+      }
+    }
+    peers.channel_number = run.call.number % kChannels;
+    peers.report = &member.within;
+    peers.call = {static_cast<uint32_t>(run.call.word), static_cast<uint32_t>(run.call.number)};
+    peers.rank = member.rail, peers.num_ranks = num_ranks();
+    run.is_inside = true;
+    run.launch.rank = i;
+    if (run.call.is_within) {
+      run.hop.peers = peers;
+      run.call.shift = 0;
+      run.operand = member.rail;
+      run.out.assign(num_ranks() / 4 + 1, uint4{0, 0, 0, 0});
+      run.said = member.failed == 0 ? WordOf(run.call.number, h, member.rail) : 0;
+      run.launch.grid = {1 + static_cast<unsigned>(random_() % 2)};
+      run.launch.block = {64};
+      run.launch.body = [&run] { ShareWithin(run); };
+    } else {
+      PrepareHop(member, run, peers);
+    }
+    freeze(i, run);
+    Machine::Get().Start(run.launch);
+  }
+
+  void PrepareHop(Member& member, Run& run, const Peers& peers) {
+    const int h = member.host;
     const int64_t block = run.call.block_bytes, bytes = block * num_hosts();
     run.in.resize((bytes + run.call.shift) / 16 + 1);
     run.out.assign(run.in.size(), uint4{0, 0, 0, 0});
     auto* const in = reinterpret_cast<std::byte*>(run.in.data()) + run.call.shift;
     for (int64_t i = 0; i < bytes; ++i) {
       in[i] = ByteOf(run.call.number, h, static_cast<int>(i / block), i % block);
+      if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
     run.operand = run.call.misplaced ? (h + 1) % num_hosts() : h;
-    run.hop = {window_,     h,           &run.operand,  in,
-               run.rows(),  block,       run.call.word, reinterpret_cast<std::byte*>(host.slots.data()),
-               &host.state, &host.report};
-    run.net = {&network, h};
-    run.launch.rank = h;
+    run.hop = {window_,
+               h,
+               &run.operand,
+               in,
+               run.rows(),
+               block,
+               run.call.word,
+               reinterpret_cast<std::byte*>(member.slots.data()),
+               &member.state,
+               &member.report,
+               &member.within.timeout_ns,
+               most_pieces,
+               peers};
+    run.net = {&networks_[member.rail], h};
     run.launch.grid = {static_cast<unsigned>(window_.tracks)};
     run.launch.block = {static_cast<unsigned>(threads_)};
     run.launch.body = [&run] { Exchange(run.hop, run.net); };
-    freeze(h, run);
-    Machine::Get().Start(run.launch);
   }
 
-  // What has come is whole, or all 0xff; and a hop that follows a failed one has failed.
-  void End(int h, Run& run) {
-    Host& host = hosts_[h];
+  // What has come is whole and of ranks that have not failed, or all 0xff; and an op that follows a failed
+  // one has failed.
+  void End(int i, Run& run) {
+    Member& member = members_[i];
+    run.is_inside = false;
     longest_ns = std::max(longest_ns, Machine::Get().now - run.launch.began);
-    const int64_t block = run.call.block_bytes, bytes = block * num_hosts();
+    const bool within = run.call.is_within;
+    const int64_t block = run.call.block_bytes;
+    const int64_t bytes = within ? num_ranks() * sizeof(uint32_t) : block * num_hosts();
     const std::byte* const rows = run.rows();
     const bool filled = std::all_of(rows, rows + bytes, [](std::byte b) { return b == std::byte{0xff}; });
-    ++host.ended;
+    ++member.ended;
     if (filled) {
-      ++host.failed;
-      if (host.report.reason == 0) Die("host %d fails hop %d and does not say why", h, run.call.number);
+      ++member.failed;
+      member.hop_failed = member.hop_failed || !within;
       return;
     }
-    if (host.failed != 0) Die("host %d's hop %d goes well after one has failed", h, run.call.number);
-    for (int64_t i = 0; i < bytes; ++i) {
-      if (rows[i] != ByteOf(run.call.number, static_cast<int>(i / block), h, i % block)) {
-        Die("host %d, hop %d: byte %d from host %d is not what it sent", h, run.call.number,
-            static_cast<int>(i % block), static_cast<int>(i / block));
+    if (member.failed != 0) Die("rank %d's op %d goes well after one has failed", i, run.call.number);
+    for (int r = 0; within && r < num_ranks(); ++r) {
+      if (reinterpret_cast<const uint32_t*>(rows)[r] != WordOf(run.call.number, member.host, r)) {
+        Die("rank %d takes part in op %d with rank %d, which has failed", i, run.call.number, r);
+      }
+    }
+    for (int64_t k = 0; !within && k < bytes; ++k) {
+      if (rows[k] != ByteOf(run.call.number, static_cast<int>(k / block), member.host, k % block)) {
+        Die("rank %d, hop %d: byte %d from host %d is not what it sent", i, run.call.number,
+            static_cast<int>(k % block), static_cast<int>(k / block));
       }
     }
   }
 
   Random& random_;
-
- public:
-  emulation::Network network;
-
- private:
-  std::vector<Host> hosts_;
+  std::vector<emulation::Network> networks_;
+  std::vector<Member> members_;
   HopWindow window_;
   int threads_;
 };

@@ -77,21 +77,15 @@ JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t ins
 // peers may know of its memory: waits until those are out that have opened it too. The whole block.
 JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened) {
   const int r = threadIdx.x;
-  constexpr int kAll = kChannels + 1;
-  const uint32_t reason = LoadFlag(&peers.own().gate);
-  const auto close = [&](uint64_t* gate) {
-    if (LoadFlag(gate) == 0) StoreFlag(gate, reason);  // the first reason is the one to tell
-  };
-  for (int i = threadIdx.x; i < peers.num_ranks * kAll; i += blockDim.x) {
-    close(&peers.control(i / kAll).channels[i % kAll].gate);
-  }
+  CloseGatesOfAll(peers, r, blockDim.x);
   __shared__ uint32_t inside;
   if (r == 0) inside = 0;
   __syncthreads();
   if (opened && r < peers.num_ranks && r != peers.rank) {
+    uint64_t* const gate = &peers.channel[r]->gate;
     // Either the peer finds the reason when it adds to its gate, or the loads below find that it has done so
     // before.
-    close(&peers.channel[r]->gate);
+    if (LoadFlag(gate) == 0) StoreFlag(gate, LoadFlag(&peers.own().gate));
     FenceTotal();
     const uint64_t until = GlobalNanoseconds() + LoadFromHost(&peers.report->timeout_ns);
     bool out;

@@ -68,6 +68,17 @@ JAX_EP_RARE bool CloseGate(const Peers& peers, Reason reason) {
   return false;
 }
 
+// Stores this rank's reason in the gates of all ranks, in all channels; every `step`th of them. The first
+// reason that comes to a gate is the one to tell.
+JAX_EP_RARE void CloseGatesOfAll(const Peers& peers, int first, int step) {
+  constexpr int kAll = kChannels + 1;
+  const uint32_t reason = LoadFlag(&peers.own().gate);
+  for (int i = first; i < peers.num_ranks * kAll; i += step) {
+    uint64_t* const gate = &peers.control(i / kAll).channels[i % kAll].gate;
+    if (LoadFlag(gate) == 0) StoreFlag(gate, reason);
+  }
+}
+
 // Tells the host how an op failed.
 JAX_EP_RARE void WriteReport(const Peers& peers, Op op, Phase phase, uint32_t epoch, uint32_t missing,
                              uint64_t other_call) {

@@ -34,7 +34,7 @@ struct HopPiece {
 
 // The whole block: sends a piece to every other host, and copies the own one. False if the hop has failed.
 template <typename Net>
-__device__ bool SendPiece(const HopParams& hop, const Net& net, HopClock& clock, const HopPiece& piece) {
+__device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
   const int64_t own = hop.host * hop.block_bytes + piece.offset;
   CopyBlock(hop.out + own, hop.in + own, piece.bytes);
@@ -43,7 +43,7 @@ __device__ bool SendPiece(const HopParams& hop, const Net& net, HopClock& clock,
     uint64_t reason = 0;
     if (threadIdx.x == 0 && piece.number >= kHopSlots) {
       const uint64_t credits = piece.number - kHopSlots + 1;
-      reason = AwaitHost(hop, net, clock, to,
+      reason = AwaitHost(hop, net, to,
                          [&] { return net.Signalled(window.CreditSignal(piece.track, to)) >= credits; });
       if (reason != 0) GiveUpHop(hop, net, reason);
     }
@@ -63,11 +63,10 @@ __device__ bool SendPiece(const HopParams& hop, const Net& net, HopClock& clock,
 
 // As the first thread: waits for a piece from a host, and refuses one of another op.
 template <typename Net>
-__device__ bool HasArrived(const HopParams& hop, const Net& net, HopClock& clock, const HopPiece& piece,
-                           int from) {
+__device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece& piece, int from) {
   const HopWindow& window = hop.window;
   const uint64_t uses = piece.number / kHopSlots + 1;  // of its slot
-  const uint64_t reason = AwaitHost(hop, net, clock, from, [&] {
+  const uint64_t reason = AwaitHost(hop, net, from, [&] {
     return net.Signalled(window.PieceSignal(piece.track, from, piece.number)) >= uses;
   });
   if (reason != 0) {
@@ -77,17 +76,17 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, HopClock& clock
   const std::byte* const slot = hop.slots + window.SlotFrom(piece.track, from, piece.number);
   const uint64_t call = LoadWord(reinterpret_cast<const uint64_t*>(slot));
   if (call == hop.call) return true;
-  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.host, from).word, call);
+  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.host, from).word, static_cast<uint32_t>(call));
   return false;
 }
 
 // The whole block: takes a piece from every other host. False if the hop has failed.
 template <typename Net>
-__device__ bool TakePiece(const HopParams& hop, const Net& net, HopClock& clock, const HopPiece& piece) {
+__device__ bool TakePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
   for (int k = 1; k < window.hosts; ++k) {
     const int from = (hop.host + window.hosts - k) % window.hosts;
-    const bool fails = threadIdx.x == 0 && !HasArrived(hop, net, clock, piece, from);
+    const bool fails = threadIdx.x == 0 && !HasArrived(hop, net, piece, from);
     if (__syncthreads_or(fails)) return false;
     const int64_t slot = window.SlotFrom(piece.track, from, piece.number);
     CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
@@ -100,12 +99,16 @@ __device__ bool TakePiece(const HopParams& hop, const Net& net, HopClock& clock,
 // As the first thread: takes the track, if the hop may begin.
 template <typename Net>
 __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track) {
-  uint64_t reason = LoadStamped(&hop.state->reason);
+  uint64_t reason = FindOwnReason(hop);
   const bool is_busy = atomicExch(&track.busy, 1u) != 0;
   FenceSystem();  // what the hop before has left of this track is seen
   if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.host, hop.host).word;
   if (reason == 0 && *hop.operand != hop.host) {
     reason = HopReason::Of(HopPhase::kPlace, hop.host, hop.host).word;
+  }
+  const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
+  if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.most_pieces) {
+    reason = HopReason::Of(HopPhase::kWorn, hop.host, hop.host).word;
   }
   if (reason != 0) GiveUpHop(hop, net, reason);
   return reason == 0;
@@ -119,10 +122,9 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
   if (alive) {
     const uint64_t first = track.pieces;
     const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
-    HopClock clock;
     for (int64_t i = 0; alive && i < pieces + kHopLag; ++i) {
-      if (i < pieces) alive = SendPiece(hop, net, clock, HopPiece::Of(hop, first, i));
-      if (alive && i >= kHopLag) alive = TakePiece(hop, net, clock, HopPiece::Of(hop, first, i - kHopLag));
+      if (i < pieces) alive = SendPiece(hop, net, HopPiece::Of(hop, first, i));
+      if (alive && i >= kHopLag) alive = TakePiece(hop, net, HopPiece::Of(hop, first, i - kHopLag));
     }
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -5,15 +5,13 @@
 
 namespace jax_ep::cuda {
 
-// Each track posts to a context of its own where there are as many, so that they do not share a queue.
-// Signals are of a context: what one track posts, the same track reads. What a track has posted and not been
-// answered is less than a queue holds (runtime/rails.cc asks for that), so nothing waits for room in it.
+// Each track posts to a context of its own, so that they do not share a queue. Signals are of a context: what
+// one track posts, the same track reads. What a track has posted and not been answered is less than a queue
+// holds (runtime/rails.cc asks for that), so nothing waits for room in it.
 class GinNet {
  public:
   __device__ explicit GinNet(const Gin& gin)
-      : gin_(gin.comm, static_cast<int>(blockIdx.x % gin.comm.ginContextCount)),
-        team_(ncclTeamWorld(gin.comm)),
-        window_(gin.window) {}
+      : gin_(gin.comm, static_cast<int>(blockIdx.x)), team_(ncclTeamWorld(gin.comm)), window_(gin.window) {}
 
   __device__ void Put(int host, int64_t to, int64_t from, int64_t bytes, uint32_t signal) const {
     gin_.put(team_, host, window_, static_cast<size_t>(to), window_, static_cast<size_t>(from),

@@ -2,37 +2,48 @@
 // recorded then. All of it is done by the first thread of a block.
 //
 // A network (Net) offers, to one thread:
-//   Put(host, to, from, bytes, signal)   bytes of the window here to the window there; then 1 more on a
-//   signal Signal(host, signal, number)         so many more on a signal there Signalled(signal) what has
-//   been signalled here, by all hosts together
+//
+// - Put(host, to, from, bytes, signal): bytes of the window here go to the window there, and then there is 1
+//   more on a signal there;
+// - Signal(host, signal, number): so many more on a signal there;
+// - Signalled(signal): what has been signalled here, by all hosts together.
+//
 // Nothing keeps its order, but for a put's signal, which comes after what that put brings. What a put takes
 // it may read until the signal is seen. Neither Put nor Signal waits for another host.
 #pragma once
 
 #include "core/hop.h"
-#include "kernels/ptx/memory.cuh"
+#include "kernels/comm/wait.cuh"
 
 namespace jax_ep::cuda {
 
-// How long a track has waited in the present hop; the first thread's own.
+// How long a wait has lasted; the first thread's own.
 struct HopClock {
-  uint64_t began = 0;  // when a wait first lasted, in nanoseconds
-  uint64_t limit = 0;  // how long all waits together may last; 0 until the host was asked
+  uint64_t began = 0;  // in nanoseconds
+  uint64_t limit = 0;  // 0 until the host was asked
 
-  __device__ bool IsUp(const HopReport* report) {
+  __device__ bool IsUp(const uint64_t* timeout_ns) {
     constexpr uint64_t kLong = 1'000'000;
     const uint64_t now = GlobalNanoseconds();
     if (began == 0) began = now;
     if (now < began + kLong) return false;
-    if (limit == 0) limit = LoadFromHost(&report->timeout_ns);
+    if (limit == 0) limit = LoadFromHost(timeout_ns);
     return now - began > limit;
   }
 };
 
-// Why this rank, or another one as it has told, has given up; 0 if none has.
+// Why this rank hops no more: a hop of it has failed, or an op within its host, so that it might send on what
+// has not come. 0 if neither has.
+__device__ inline uint64_t FindOwnReason(const HopParams& hop) {
+  const uint64_t known = LoadStamped(&hop.state->reason);
+  if (known != 0 || hop.peers.num_ranks == 0 || !IsGivenUp(hop.peers)) return known;
+  return HopReason::Of(HopPhase::kWithin, hop.host, hop.host).word;
+}
+
+// The same, and why another rank has given up, as it has told.
 template <typename Net>
 __device__ uint64_t FindReason(const HopParams& hop, const Net& net) {
-  const uint64_t known = LoadStamped(&hop.state->reason);
+  const uint64_t known = FindOwnReason(hop);
   if (known != 0) return known;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
@@ -44,9 +55,9 @@ __device__ uint64_t FindReason(const HopParams& hop, const Net& net) {
 
 // Calls ready() until it is true, and returns 0; else why the hop cannot go on.
 template <typename Net, typename Ready>
-__device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, HopClock& clock, int host,
-                              Ready&& ready) {
+__device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Ready&& ready) {
   constexpr int kPolls = 64;
+  HopClock clock;
   while (true) {
 #pragma unroll 1
     for (int i = 0; i < kPolls; ++i) {
@@ -54,28 +65,38 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, HopClock& cl
     }
     const uint64_t reason = FindReason(hop, net);
     if (reason != 0) return reason;
-    if (clock.IsUp(hop.report)) return HopReason::Of(HopPhase::kLate, hop.host, host).word;
+    if (clock.IsUp(hop.timeout_ns)) return HopReason::Of(HopPhase::kLate, hop.host, host).word;
   }
 }
 
-// Lets this hop and all later ones fail. The first reason is told to the host, and by each track, once, to
-// the other hosts: a track of theirs that has not ended may wait for this one.
+// Lets all ops within this host fail that begin from now on: its ranks would take what has not come for rows,
+// and send it on to others. `other_call` is what another host called instead, if that is why.
+JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t other_call) {
+  const Peers& peers = hop.peers;
+  if (peers.num_ranks == 0) return;
+  const bool is_first = CloseGate(peers, Reason::Of(peers.rank, Phase::kHop, 0));
+  CloseGatesOfAll(peers, 0, 1);
+  // Another track tells, or an earlier op of this rank has told.
+  if (!is_first && Reason{LoadFlag(&peers.own().gate)}.rank() == peers.rank) return;
+  if (atomicExch(&peers.control(peers.rank).recorded, 1u) != 0) return;
+  peers.report->hop = reason;
+  WriteReport(peers, Op::kHop, is_first ? Phase::kHop : Phase::kGivenUp, 0, 0,
+              Call{other_call, 0}.WithBlocks(0));
+}
+
+// Lets this hop and all later ones fail, and the ops within the host. By each track, once, the first reason
+// is told to the other hosts: a track of theirs that has not ended may wait for this one.
 template <typename Net>
-__device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason, uint64_t other_call = 0) {
+__device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason, uint32_t other_call = 0) {
   const uint64_t earlier = CompareAndSwap(&hop.state->reason, 0, reason);
-  if (earlier == 0) {
-    hop.report->call = hop.call;
-    hop.report->other_call = other_call;
-    FenceSystem();
-    *static_cast<volatile uint64_t*>(&hop.report->reason) = reason;
-    FenceSystem();
-  }
+  const uint64_t first = earlier == 0 ? reason : earlier;
+  if (earlier == 0) *static_cast<volatile uint64_t*>(&hop.report->reason) = reason;
+  GiveUpHost(hop, first, earlier == 0 ? other_call : 0);
   HopTrack& track = hop.state->tracks[blockIdx.x];
   if (atomicExch(&track.told, 1u) != 0) return;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
-    net.Signal(host, hop.window.EndSignal(static_cast<int>(blockIdx.x), hop.host),
-               earlier == 0 ? reason : earlier);
+    net.Signal(host, hop.window.EndSignal(static_cast<int>(blockIdx.x), hop.host), first);
   }
 }
 
