@@ -95,7 +95,7 @@ def gpu_group(open_group: Callable[..., jax_ep.Group], monkeypatch: pytest.Monke
     group = open_group(make_mesh((most_ranks(),), ("ep",)), "ep")
     monkeypatch.setattr(group, "_platform", "gpu")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    monkeypatch.setattr(_ffi, "goes_through_arena", lambda *rows: False)
+    monkeypatch.setattr(_ffi, "goes_through_arena", lambda *rows, **options: False)
     return group
 
 
