@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax_ep import _control_blocks, _extension, _hosts, _numbers, _processes, _rails
 from jax_ep._extension_types import Extension
 from jax_ep._group_stats import GroupStats
+from jax_ep._mesh import named_axes
 
 # Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -73,28 +73,7 @@ class Group:
         timeout_s: float = 300.0,
         num_sms: int | None = None,
     ):
-        if isinstance(mesh, jax.sharding.AbstractMesh):
-            raise TypeError(
-                "Group: mesh must be a jax.sharding.Mesh, with devices; got an AbstractMesh, which has none. "
-                "Under jit JAX shows no other, so make the group outside of jit and hand it to the model: "
-                "jax_ep.Group(jax.sharding.get_mesh(), axis_name), where jax.set_mesh has set the mesh"
-            )
-        if not isinstance(mesh, jax.sharding.Mesh):
-            raise TypeError(
-                f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}"
-            )
-        if mesh.empty:
-            raise ValueError(
-                "Group: mesh must be a jax.sharding.Mesh, with devices; got an empty one, as "
-                "jax.sharding.get_mesh() gives it where jax.set_mesh has set none"
-            )
-        axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-        missing = [axis for axis in axes if not isinstance(axis, Hashable) or axis not in mesh.axis_names]
-        if missing or not axes or len(set(axes)) < len(axes):
-            raise ValueError(
-                f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
-                f"the mesh has {mesh.axis_names}"
-            )
+        axes = named_axes(mesh, axis_name)
         timeout_s = _numbers.time_out(timeout_s)
         num_sms = _numbers.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
