@@ -91,10 +91,7 @@ if(NOT JAX_EP_CUTLASS_INCLUDE)
     "${JAX_EP_CUTLASS_HINTS}. Install them (pip install nvidia-cutlass==4.2.0.0), or set JAX_EP_CUTLASS to a "
     "folder that has them (-Ccmake.define.JAX_EP_CUTLASS=...), or build for other architectures.")
 endif()
-file(STRINGS "${JAX_EP_CUTLASS_INCLUDE}/cutlass/version.h" JAX_EP_CUTLASS_NUMBERS
-  REGEX "define CUTLASS_(MAJOR|MINOR|PATCH) ")
-string(REGEX MATCHALL "[0-9]+" JAX_EP_CUTLASS_VERSION "${JAX_EP_CUTLASS_NUMBERS}")
-list(JOIN JAX_EP_CUTLASS_VERSION "." JAX_EP_CUTLASS_VERSION)
+jax_ep_read_version("${JAX_EP_CUTLASS_INCLUDE}/cutlass/version.h" CUTLASS JAX_EP_CUTLASS_VERSION)
 if(JAX_EP_CUTLASS_VERSION VERSION_LESS 4.2)
   message(FATAL_ERROR "jax_ep: CUTLASS must be 4.2 or newer, that in ${JAX_EP_CUTLASS_INCLUDE} is "
     "${JAX_EP_CUTLASS_VERSION}")

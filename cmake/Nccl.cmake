@@ -31,9 +31,7 @@ if(NOT EXISTS "${JAX_EP_NCCL_HINT}/nccl_device.h")
   return()
 endif()
 
-file(STRINGS "${JAX_EP_NCCL_HINT}/nccl.h" JAX_EP_NCCL_NUMBERS REGEX "define NCCL_(MAJOR|MINOR|PATCH) ")
-string(REGEX MATCHALL "[0-9]+" JAX_EP_NCCL_VERSION "${JAX_EP_NCCL_NUMBERS}")
-list(JOIN JAX_EP_NCCL_VERSION "." JAX_EP_NCCL_VERSION)
+jax_ep_read_version("${JAX_EP_NCCL_HINT}/nccl.h" NCCL JAX_EP_NCCL_VERSION)
 if(JAX_EP_NCCL_VERSION VERSION_LESS 2.30.7)
   message(FATAL_ERROR "jax_ep: NCCL must be 2.30.7 or newer, that in ${JAX_EP_NCCL_HINT} is "
     "${JAX_EP_NCCL_VERSION}; JAX_EP_NCCL=OFF builds without it")

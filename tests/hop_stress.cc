@@ -12,15 +12,11 @@
 // fences that lack, reports whose words are written in another order, and counts that are not atomic go
 // unnoticed. Nor does this network read past the end of what a put takes, so pieces need not be rounded up.
 #include <algorithm>
-#include <cstdarg>
 
 #include "emulation/hosts.h"
 
 namespace jax_ep::cuda {
 namespace {
-
-uint64_t seed;
-const char* what = "";
 
 enum Fault {
   kNoFault,
@@ -233,16 +229,6 @@ int Main(int argc, char** argv) {
 }
 
 }  // namespace
-
-void Die(const char* format, ...) {
-  std::fprintf(stderr, "hop_stress: seed %llu (%s): ", static_cast<unsigned long long>(seed), what);
-  va_list arguments;
-  va_start(arguments, format);
-  std::vfprintf(stderr, format, arguments);
-  va_end(arguments);
-  std::fprintf(stderr, "\n");
-  std::_Exit(1);
-}
 
 }  // namespace jax_ep::cuda
 

@@ -11,15 +11,10 @@
 // each report that names another fault. With -fsanitize=address,undefined or thread instead of -O2 it is ten
 // times slower; `faults` then shows what is meant with strays: own.epoch, which one op writes while another
 // reads it.
-#include <cstdarg>
-
 #include "emulation/world.h"
 
 namespace jax_ep::cuda {
 namespace {
-
-uint64_t seed;
-const char* what = "";
 
 using Random = std::mt19937;
 bool Chance(Random& random, int percent) { return static_cast<int>(random() % 100) < percent; }
@@ -243,16 +238,6 @@ void RunFaults() {
 }
 
 }  // namespace
-
-void Die(const char* format, ...) {
-  std::fprintf(stderr, "protocol_stress: seed %llu (%s): ", static_cast<unsigned long long>(seed), what);
-  va_list arguments;
-  va_start(arguments, format);
-  std::vfprintf(stderr, format, arguments);
-  va_end(arguments);
-  std::fprintf(stderr, "\n");
-  std::_Exit(1);
-}
 
 int Main(int argc, char** argv) {
   const bool plain = argc > 1 && std::strcmp(argv[1], "plain") == 0;

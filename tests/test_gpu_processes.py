@@ -78,8 +78,7 @@ def test_hosts_of_one_process_each():
 def network(tmp_path_factory):
     """The environment in which NCCL's proxy has a plugin that takes the place of a network between hosts."""
     need_gpus(2)
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++ for the plugin")
+    skip_or_fail("compilers (g++)", 1, int(shutil.which("g++") is not None))
     plugin = tmp_path_factory.mktemp("plugin") / "librma_test.so"
     options = ["-std=c++17", "-O2", "-fvisibility=hidden", "-shared", "-fPIC"]
     source = str(WORKER.with_name("rma_plugin.cc"))

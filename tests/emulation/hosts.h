@@ -4,14 +4,12 @@
 
 #include <deque>
 
+#include "die.h"
 #include "kernels/comm/give_up.cuh"
 #include "kernels/hop/exchange.cuh"
 #include "network.h"
 
 namespace jax_ep::cuda {
-
-// Ends the program: of what is not as it must be.
-[[noreturn]] void Die(const char* format, ...);
 
 using Random = std::mt19937;
 using emulation::Machine;

@@ -3,6 +3,7 @@
 // the way.
 #pragma once
 
+#include "die.h"
 #include "kernels/comm/fill.cuh"
 #include "kernels/comm/give_up.cuh"
 #include "kernels/comm/waves.cuh"
@@ -11,8 +12,6 @@ namespace jax_ep::cuda {
 
 constexpr int kWords = 4;  // of a row
 constexpr int kBins = 40;
-
-[[noreturn]] void Die(const char* format, ...);
 
 // A call, equal on all ranks that are to meet.
 struct Work {

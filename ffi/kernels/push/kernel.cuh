@@ -130,28 +130,23 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
 //           | senders                                         | the other blocks
 //   load    | first warps: begin to load the first rows       | in bulk: zero the 4 KB that they clear with
 //   count   | few tokens: each counts all of them. More: each | in a permute: add up all chunks, as the
-//   senders
-//           | adds up its share of the chunks' counts         | do there
+//           | adds up its share of the chunks' counts         | senders do there
 //   meet    | block 0 opens the op and tells of its buffers.  | wait for all ranks' buffers and counts
 //           | Each tells of its share of the counts, then     |
 //           | waits as the others do                          |
 //   place   | find where the rows of each expert start        | the same, or along a handle find this rank's
-//   own.
-//           |                                                 | The last block writes what the counts say of
-//           this |                                                 | rank as a receiver
+//           |                                                 | own. The last block writes what the counts
+//           |                                                 | say of this rank as a receiver
 //   send    | first warps: rows, by bulk copies, if need be   | -
-//           | as FP8. Helpers:                                |
-//           | where rows go, and what bulk copies do not      |
-//           | take. By expert the last warp: tells the peers  |
-//           | of batches that have arrived                    |
+//           | as FP8. Helpers: where rows go, and what bulk   |
+//           | copies do not take. By expert the last warp:    |
+//           | tells the peers of batches that have arrived    |
 //   leave   | each tells the peers that it is done with their memory
 //   clear   | -                                               | what no row fills; in bulk the last warps
-//   spread  | by expert: each token's row to its other places here; in bulk, unless rows are scaled, the
-//   first
-//           | warps only
+//   spread  | by expert: each token's row to its other places here; in bulk, unless rows are scaled,
+//           | the first warps only
 //   close   | -                                               | the last one: waits until all have left; by
-//   rank it
-//           |                                                 | counts what the capacity has cut
+//           |                                                 | rank it counts what the capacity has cut
 //   end     | each counts itself, so that the next op finds the channel free
 //
 // Along a handle nobody counts. A permute meets nobody: it neither leaves, spreads nor closes. An op that
