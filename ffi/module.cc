@@ -228,7 +228,8 @@ std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std:
   const PushWork kind = op == "scaled push" ? PushWork::kScale
                         : op == "FP8 push"  ? PushWork::kQuantize
                                             : PushWork::kMove;
-  const SmPlan plan = op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, num_sms, budget)
+  const SmPlan plan = op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1,
+                                              PullsByRing(shape, row_bytes), num_sms, budget)
                                    : PlanPush(shape, row_bytes, kind, num_sms, budget);
   return {plan.links, plan.local};
 }

@@ -13,9 +13,23 @@ MANY = most_ranks()
 
 
 def run(
-    ids, num_experts, y_shape, dtype, implementation, *, weighted=False, biases=(), poison=True, **options
+    ids,
+    num_experts,
+    y_shape,
+    dtype,
+    implementation,
+    *,
+    weighted=False,
+    exact=False,
+    biases=(),
+    poison=True,
+    **options,
 ):
-    """Dispatches, then combines rows of its own; returns the sums and the oracle's."""
+    """Dispatches, then combines rows of its own; returns the sums and the oracle's.
+
+    `exact`: weights are powers of two. GPUs round a product and its sum once, the oracle twice, and among
+    millions of sums a fold that is rounded to bfloat16 may then be rounded the other way.
+    """
     num_ranks, tokens, _ = ids.shape
     on = ranks(num_ranks)
     order = options.setdefault("order", "rank")
@@ -31,6 +45,8 @@ def run(
     capacity = len(expected[0].sources)
     y = floats((num_ranks, capacity, *y_shape), np.float64).astype(dtype)
     row_weights = floats((num_ranks, capacity), seed=5) if weighted else None
+    if exact:
+        row_weights = np.exp2(np.round(row_weights))
     if poison:  # padding, tail and dropped rows are never read
         unused = np.array([[source is None for source in one.sources] for one in expected])
         y[unused] = np.nan
@@ -64,6 +80,18 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
     assert_close(got, expected)
     if kind == "unused":
         assert not got.astype(np.float32).any()
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(("dtype", "width"), [(BF16, 4096), (np.dtype(np.float32), 3600)], ids=str)
+def test_long_rows_of_many_tokens(dtype, width, order):
+    """On GPUs these come through shared memory, those of 14400 bytes in two parts."""
+    tokens = 1100
+    biases = (floats((2, tokens, width), seed=6).astype(dtype),)
+    weighted = order == "expert"
+    options = {"order": order, "weighted": weighted, "exact": weighted, "biases": biases, "capacity": 1000}
+    got, expected = run(routing("uniform", 2, tokens, 2, 8), 8, (width,), dtype, "ffi", **options)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name)

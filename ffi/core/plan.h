@@ -42,6 +42,17 @@ constexpr int32_t kQuantizingSenders = 24;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
+// The same by rings (PullsByRing), and how fast an SM then folds. Of two ranks not the links take longest,
+// but device memory, through which all rows go; its rate is that beside the links.
+constexpr int32_t kRingPullers = 6;
+constexpr int32_t kFoldingRingPullers = 9;
+constexpr int32_t kFoldingRingPullersOfTwo = 7;
+constexpr double kRingFoldRate = 39.5e3;
+constexpr double kRingFoldSlack = 1.25;
+constexpr double kMemoryRate = 3000e3;
+// From here on rings are faster: a ring is filled before the first sum ends, and each row costs some steps.
+constexpr int32_t kLeastRingTokens = 1024;
+constexpr double kLeastRingRow = 8192;  // bytes
 // Few tokens are a matter of latency: a token a warp.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
@@ -60,19 +71,22 @@ struct LocalWork {
   double least_us;
 };
 
-// `budget` 0 means no limit but that of the device.
-inline SmPlan PlanSms(const Shape& shape, double row_bytes, int32_t links, LocalWork work, int32_t num_sms,
-                      int32_t budget) {
+// What the links take for one row of each (token, rank), in microseconds.
+inline double LinkMicroseconds(const Shape& shape, double row_bytes) {
   const double wire = ExpectedTokens(shape) * (shape.num_ranks - 1) / shape.num_ranks * row_bytes;
-  const double link_us = std::max(wire / kLinkRate, kLeastMicroseconds);
-  SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(work.us / link_us), 1e6))};
+  return std::max(wire / kLinkRate, kLeastMicroseconds);
+}
+
+// The work is to end in `op_us`. `budget` 0 means no limit but that of the device.
+inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_sms, int32_t budget) {
+  SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(work.us / op_us), 1e6))};
   const bool limited = budget > 0 && budget < num_sms;
   // The others are left to kernels that run beside this one: a collective that finds no SM on one rank, and
   // keeps this op's blocks from theirs on another, would hold up both.
   const int32_t most = limited ? budget : std::max(num_sms * 3 / 4, 2);
   if (plan.total() <= most) return plan;
   if (plan.local > 0) {
-    const double least = work.least_us / link_us;
+    const double least = work.least_us / op_us;
     const int32_t share = static_cast<int32_t>(most * least / (links + least));
     // Where nothing limits the op, the links keep theirs.
     plan.local = std::clamp(limited ? share : most - links, 1, most - 1);
@@ -95,16 +109,35 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, int3
   int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
   if (kind == PushWork::kQuantize) links = kQuantizingSenders;
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
-  return PlanSms(shape, row_bytes, links, work, num_sms, budget);
+  return PlanSms(LinkMicroseconds(shape, row_bytes), links, work, num_sms, budget);
 }
 
-inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, int32_t num_sms, int32_t budget) {
-  const double rows = 1.0 * shape.num_tokens * shape.top_k;
-  const int32_t folding = shape.num_ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
-  int32_t links = (folds ? folding : kPullers) * shape.num_ranks / std::max(shape.num_ranks - 1, 1);
-  if (shape.num_tokens <= kFewTokens) links = kFewSms;
-  const double fold_us = folds ? rows * row_bytes / kFoldRate : 0;
-  return PlanSms(shape, row_bytes, links, {fold_us, fold_us / kFoldSlack}, num_sms, budget);
+// Whether rows of `row_bytes`, the shortest, are better pulled and folded by rings, in shared memory, than by
+// loads into registers.
+inline bool PullsByRing(const Shape& shape, double row_bytes) {
+  return shape.num_tokens >= kLeastRingTokens && row_bytes >= kLeastRingRow;
+}
+
+// The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.
+inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
+  const int32_t ranks = shape.num_ranks, others = std::max(ranks - 1, 1);
+  int32_t pullers = by_ring ? kRingPullers : kPullers;
+  if (folds && ranks == 2) pullers = by_ring ? kFoldingRingPullersOfTwo : kFoldingPullersOfTwo;
+  if (folds && ranks != 2) pullers = by_ring ? kFoldingRingPullers : kFoldingPullers;
+  return by_ring ? (pullers * ranks + others - 1) / others : pullers * ranks / others;
+}
+
+inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, int32_t num_sms,
+                       int32_t budget) {
+  const double tokens = ExpectedTokens(shape), rows = 1.0 * shape.num_tokens * shape.top_k;
+  const int32_t links = shape.num_tokens <= kFewTokens ? kFewSms : PlanPullers(shape, folds, by_ring);
+  const double link_us = LinkMicroseconds(shape, row_bytes);
+  if (!folds) return PlanSms(link_us, links, {}, num_sms, budget);
+  const double fold_us = rows * row_bytes / (by_ring ? kRingFoldRate : kFoldRate);
+  const LocalWork work{fold_us, fold_us / (by_ring ? kRingFoldSlack : kFoldSlack)};
+  // Rows are read, their sums written and read, and the tokens' written.
+  const double memory_us = (rows + 2 * tokens + shape.num_tokens) * row_bytes / kMemoryRate;
+  return PlanSms(by_ring ? std::max(link_us, memory_us) : link_us, links, work, num_sms, budget);
 }
 
 }  // namespace jax_ep

@@ -62,7 +62,7 @@ static bool GoesThroughArena(const Group& group, const PullCall& call) {
 }
 
 cuda::Device ThisDevice(const Group* group) {
-  return cuda::DescribeDevice(PlainCopies(), group == nullptr ? 0 : group->options().num_sms);
+  return cuda::DescribeDevice(PlainCopies(), NoArena(), group == nullptr ? 0 : group->options().num_sms);
 }
 
 // Fills a result with bits that no right op leaves there. For stress tests.

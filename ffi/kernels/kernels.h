@@ -13,11 +13,12 @@ struct Device {
   int num_sms;
   bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer
   bool has_clusters;    // likewise
+  bool few_as_many;     // ops of few tokens go the way of those of many, in all they do
   int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
 };
 
 // Of the current device. `plain_copies` forbids bulk copies.
-Device DescribeDevice(bool plain_copies, int sm_budget);
+Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget);
 
 // The layout kernel's counts lie in shared memory.
 constexpr int kMaxLayoutRanks = 256;

@@ -6,19 +6,34 @@
 
 namespace jax_ep::cuda {
 
+// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
+JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
+
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier that completes a phase with every `count` arrivals, once the bytes of the loads that count
+// for the phase have arrived, too.
+__device__ inline void InitBarrier(uint64_t* barrier, uint32_t count) {
+#if JAX_EP_HAS_SM_90
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count)
+               : "memory");
+#endif
+}
+
+// What InitBarrier has done comes before this thread's bulk copies.
+__device__ inline void FenceBarriers() {
+#if JAX_EP_HAS_SM_90
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 // Two barriers, which complete a phase once the bytes of one load have arrived. Called by the thread that
 // begins the loads.
 __device__ inline void InitBarriers(uint64_t* barriers) {
-#if JAX_EP_HAS_SM_90
-  for (int i = 0; i < 2; ++i) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&barriers[i])) : "memory");
-  }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+  for (int i = 0; i < 2; ++i) InitBarrier(&barriers[i], 1);
+  FenceBarriers();
 }
 
 // Orders what this thread has seen by ordinary accesses before its later bulk copies, and the other way
@@ -50,7 +65,14 @@ __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint
 #endif
 }
 
-// Waits for a load of this device's own memory: it always comes.
+// Arrives: whoever sees the phase completed sees what this thread has done before.
+__device__ inline void Arrive(uint64_t* barrier) {
+#if JAX_EP_HAS_SM_90
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+#endif
+}
+
+// Waits for a load of memory that is mapped here, which always comes, or for warps of this block.
 __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
 #if JAX_EP_HAS_SM_90
   asm volatile(

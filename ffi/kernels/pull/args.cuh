@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/comm/waves.cuh"
+#include "kernels/rows/ring.cuh"
 
 namespace jax_ep::cuda {
 
@@ -16,6 +17,7 @@ struct PullArgs {
   int32_t num_pullers;  // blocks that pull; the others fold
   bool folds;
   Waves waves;
+  RingPlan ring;
   const float* row_weights;
   Bias biases[kMaxBiases];
   int32_t num_biases;

@@ -1,56 +1,23 @@
 // Pull: each token's rows come from the peers' buffers and summed in registers. By expert a rank's rows
 // of a token are first summed where they lie ("folded"), so that one of them travels.
+#include <limits>
+
 #include "core/plan.h"
 #include "kernels/comm/fill.cuh"
 #include "kernels/comm/give_up.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
-#include "kernels/pull/fold.cuh"
+#include "kernels/pull/by_ring.cuh"
 
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kThreads = 512;
 constexpr int kTickets = 1024;  // for each block that pulls, so that its warps end together
 // Tokens that are folded at a time: few at first, for nothing can be pulled yet.
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
-
-// Where a token's rows come from: lane r holds rank r's.
-struct Source {
-  int row;     // -1: none, or several
-  bool folds;  // several, which the rank has folded
-};
-
-__device__ Source FindSource(const PullArgs& args, int t, int lane) {
-  const Place place = FindPlace(args.shape, args.handle, t, lane);
-  if (!args.shape.has_row_per_choice()) return {place.row, false};
-  unsigned mine = 0;
-  for (int r = 0; r < args.shape.num_ranks; ++r) {
-    const unsigned here = __ballot_sync(kAllLanes, place.row >= 0 && place.rank == r);
-    if (lane == r) mine = here;
-  }
-  const int row = __shfl_sync(kAllLanes, place.row, mine == 0 ? 0 : __ffs(mine) - 1);
-  return {__popc(mine) == 1 ? row : -1, __popc(mine) > 1};
-}
-
-// The rows that a token's sum is made of.
-template <typename T>
-__device__ Terms<T> FindTerms(const PullArgs& args, const Published* published, int index, int t, int lane) {
-  const Source source = FindSource(args, t, lane);
-  const int64_t width = args.summands[index].num_elements;
-  Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.folds)};
-  if (source.folds) {
-    const int64_t global_token = int64_t{args.peers.rank} * args.shape.num_tokens + t;
-    terms.row = static_cast<const T*>(published[lane].partials[index]) + global_token * width;
-  } else if (source.row >= 0) {
-    terms.row = static_cast<const T*>(published[lane].buffers[index]) + source.row * width;
-    if (args.row_weights != nullptr) {
-      terms.factor = static_cast<const float*>(published[lane].weights)[source.row];
-    }
-  }
-  return terms;
-}
+constexpr int kRingWave = 384;
+constexpr int64_t kRingRoom = 208 * 1024;  // of a block's shared memory
 
 // Pulls one slice of a token's sum. kRows, kVectors: as those of SumSlice.
 template <typename T, int N, int kRows, int kVectors>
@@ -86,7 +53,8 @@ __device__ void PullArray(const PullArgs& args, const Published* published, int 
       folded = args.waves.Of(t);
       if (!WaitForWave(args.peers, Op::kCombine, folded, epoch)) return;
     }
-    const Terms<T> terms = FindTerms<T>(args, published, index, t, lane);
+    const Source source = FindSource(args, FindPlace(args.shape, args.handle, t, lane), lane);
+    const Terms<T> terms = FindTerms<T>(args, published, index, t, source, lane);
     for (int first = ticket % mates * kColumns; first < width; first += mates * kColumns) {
       PullSlice<T, N, kRows, kVectors>(args, terms, index, t, first, lane);
     }
@@ -129,15 +97,25 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
   }
 }
 
-// Sums arrays of one type, of which a token has at most kFewRows rows or more: each kind then has the
+// How rows come: by rings, or by loads, of which a token has at most kFewRows or more. Each way then has the
 // registers to itself.
-template <typename T, bool kFew>
-__global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant__ PullArgs args) {
+enum class Way { kByRing, kFew, kMany };
+template <Way kWay>
+constexpr int kThreads = kWay == Way::kByRing ? kMaxTeamWarps * kWarp : 512;
+
+// Sums arrays of one type.
+template <typename T, Way kWay>
+__global__ void __launch_bounds__(kThreads<kWay>, 1) PullKernel(const __grid_constant__ PullArgs args) {
+  constexpr bool kByRing = kWay == Way::kByRing, kFew = kWay == Way::kFew;
+  extern __shared__ __align__(128) std::byte room[];
   __shared__ Published mine, published[kMaxRanks];
+  __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
   const Peers& peers = args.peers;
   const State state = LoadState(peers, args.rank_operand);
+  Ring ring(args.ring, memory, room);
+  if constexpr (kByRing) ring.Init();
   uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kCombine, state, &epoch);
+  bool alive = Begin(peers, Op::kCombine, state, &epoch);  // the block synchronises
   if (alive && blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.num_summands; ++i) {
@@ -156,9 +134,15 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
   unsigned asked = 0;
   bool taken = false;
   if (alive) {
-    if (args.folds) Fold<T>(args, epoch);
+    if (args.folds) {
+      if constexpr (kByRing) {
+        FoldByRing<T>(args, ring, epoch);
+      } else {
+        Fold<T>(args, epoch);
+      }
+    }
     // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
-    taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
+    taken = !kByRing && pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
     if (taken) asked = take(0);
     const uint32_t missing = ReadPublished(peers, Op::kCombine, args.num_summands, epoch, published);
     alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
@@ -166,13 +150,17 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
   const auto fill = [&] { FillResults(args); };
   if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
   if (pulls) {
-    for (int i = 0; i < args.num_summands; ++i) {
-      if (i > 0 || !taken) asked = take(i);
-      WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
-        constexpr int N = decltype(vector)::value;
-        PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(args, published, i,
-                                                                                          asked, epoch);
-      });
+    if constexpr (kByRing) {
+      PullByRing<T>(args, ring, published, epoch);
+    } else {
+      for (int i = 0; i < args.num_summands; ++i) {
+        if (i > 0 || !taken) asked = take(i);
+        WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
+          constexpr int N = decltype(vector)::value;
+          PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(args, published,
+                                                                                            i, asked, epoch);
+        });
+      }
     }
     if (args.arrived_weights != nullptr) ReturnWeights(args, published);
   }
@@ -185,13 +173,27 @@ __global__ void __launch_bounds__(kThreads, 1) PullKernel(const __grid_constant_
 
 }  // namespace
 
-// Calls f with the kernel for arrays of a type, and so many ranks.
+// Calls f with the kernel for arrays of a type.
 template <typename F>
-static cudaError_t WithKernel(Float type, int num_ranks, F&& f) {
+static cudaError_t WithKernel(Float type, Way way, F&& f) {
   return WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return num_ranks <= kFewRows ? f(PullKernel<T, true>) : f(PullKernel<T, false>);
+    return way == Way::kByRing ? f(PullKernel<T, Way::kByRing>)
+           : way == Way::kFew  ? f(PullKernel<T, Way::kFew>)
+                               : f(PullKernel<T, Way::kMany>);
   });
+}
+
+// The rings for these arrays, if all their rows can be copied in bulk. They may differ from rank to rank;
+// waves may not.
+static RingPlan PlanRings(const PullArgs& args, int64_t element_bytes, const Device& device) {
+  int64_t longest = 0;
+  for (int i = 0; i < args.num_summands; ++i) {
+    const int64_t bytes = args.summands[i].num_elements * element_bytes;
+    if (!IsBulkRow(bytes)) return {};
+    longest = std::max(longest, bytes);
+  }
+  return longest == 0 || !device.copies_in_bulk ? RingPlan{} : PlanRing(longest, kRingRoom);
 }
 
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
@@ -217,15 +219,26 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
     args.folds = params.folds && args.num_summands > 0;
-    args.waves = PlanWaves(args.shape, kFirstWave, kWave, 1);
-    double row_bytes = 0;
+    double row_bytes = 0, shortest = args.num_summands == 0 ? 0 : std::numeric_limits<double>::max();
     for (int i = 0; i < args.num_summands; ++i) {
-      row_bytes += static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
+      const double bytes = static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
+      row_bytes += bytes;
+      shortest = std::min(shortest, bytes);
     }
-    const SmPlan plan = PlanPull(args.shape, row_bytes, args.folds, device.num_sms, device.sm_budget);
+    const bool suits_rings = PullsByRing(args.shape, shortest);
+    args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
+    args.ring = suits_rings || device.few_as_many ? PlanRings(args, BytesOf(type), device) : RingPlan{};
+    const bool by_ring = args.ring.teams > 0;
+    const SmPlan plan =
+        PlanPull(args.shape, row_bytes, args.folds, by_ring, device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
-    const cudaError_t error = WithKernel(type, args.shape.num_ranks, [&](auto* kernel) {
-      return Launch(kernel, plan.total(), kThreads, 0, stream, true, args);
+    const Way way = by_ring ? Way::kByRing : args.shape.num_ranks <= kFewRows ? Way::kFew : Way::kMany;
+    const int num_threads = by_ring ? args.ring.threads() : kThreads<Way::kFew>;
+    const cudaError_t error = WithKernel(type, way, [&](auto* kernel) {
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                     static_cast<int>(args.ring.bytes()));
+      if (error != cudaSuccess) return error;
+      return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
     });
     if (error != cudaSuccess) return error;
     args.arrived_weights = nullptr;
@@ -236,9 +249,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
 cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
   for (Float type : kTypes) {
-    for (int num_ranks : {kFewRows, kFewRows + 1}) {
-      const cudaError_t error = WithKernel(
-          type, num_ranks, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+    for (Way way : {Way::kByRing, Way::kFew, Way::kMany}) {
+      const cudaError_t error =
+          WithKernel(type, way, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
       if (error != cudaSuccess) return error;
     }
   }

@@ -13,9 +13,6 @@ struct BulkPlan {
   int32_t num_payloads;  // of the first so many the long rows are copied so
 };
 
-// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
-JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
-
 // A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
 struct PushArgs {
   Shape shape;

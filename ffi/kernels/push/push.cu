@@ -175,13 +175,13 @@ static bool IsBuiltForHopper() {
          attributes.ptxVersion >= 90;
 }
 
-Device DescribeDevice(bool plain_copies, int sm_budget) {
+Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget) {
   int device = 0, num_sms = 1;
   (void)cudaGetDevice(&device);
   (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   num_sms = std::min(num_sms, kMaxBlocks);
   const bool is_new = IsBuiltForHopper();
-  return {num_sms, !plain_copies && is_new, is_new, sm_budget};
+  return {num_sms, !plain_copies && is_new, is_new, few_as_many, sm_budget};
 }
 
 cudaError_t PreloadPush() {

@@ -80,9 +80,9 @@ __device__ inline void StoreAs(Float type, void* data, int64_t i, Acc value) {
   }
 }
 
-// Products and sums are kept apart, as on the host: fused, they would round differently.
-__device__ inline float MultiplyAdd(float a, float b, float c) { return __fadd_rn(__fmul_rn(a, b), c); }
-__device__ inline double MultiplyAdd(double a, double b, double c) { return __dadd_rn(__dmul_rn(a, b), c); }
+// a * b + c, rounded once.
+__device__ inline float MultiplyAdd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ inline double MultiplyAdd(double a, double b, double c) { return __fma_rn(a, b, c); }
 
 // N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that). They stay as they
 // were loaded until each is asked for: taken apart at once, every load would be waited for before the next.
@@ -102,6 +102,11 @@ struct Vector {
   }
 
   __device__ auto operator[](int i) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+      // The upper half of a float32: one instruction each.
+      const uint32_t two = reinterpret_cast<const uint32_t*>(&bits)[i / 2];
+      return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000u);
+    }
     T value;
     memcpy(&value, reinterpret_cast<const char*>(&bits) + i * sizeof(T), sizeof(T));
     return Widen(value);

@@ -1,0 +1,235 @@
+// Rows on their way through shared memory: one warp of a team has them loaded by bulk copies, the others sum
+// them. Many more bytes are under way than registers could hold.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/ptx/bulk.cuh"
+#include "kernels/rows/sum.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kMaxSlots = 32;      // of a ring
+constexpr int kMaxTeams = 4;       // of a block
+constexpr int kMaxSummers = 7;     // warps of a team that sum
+constexpr int kMaxTeamWarps = 16;  // of all teams of a block
+constexpr int kRingVectors = 4;    // 16-byte vectors of a row that a thread sums
+
+// How a block is divided, and how much of a row is in a slot.
+struct RingPlan {
+  int32_t teams;       // 0: no rings
+  int32_t summers;     // warps of a team that sum
+  int32_t slots;       // of a team
+  int32_t slot_bytes;  // a multiple of 128
+
+  JAX_EP_HD int threads() const { return teams * (summers + 1) * kWarp; }
+  JAX_EP_HD int64_t bytes() const { return int64_t{teams} * slots * slot_bytes; }
+  // 16-byte vectors of a row that are loaded at a time.
+  JAX_EP_HD int vectors() const { return summers * kRingVectors * kWarp; }
+};
+
+// The most slots that there is room for, for rows of up to `row_bytes`, a multiple of 16. Long rows are taken
+// in parts of about the same size.
+inline RingPlan PlanRing(int64_t row_bytes, int64_t room) {
+  constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
+  const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t parts = ceiling(row_bytes, kMaxSummers * kSummerBytes);
+  RingPlan plan{};
+  plan.summers = static_cast<int32_t>(ceiling(ceiling(row_bytes, parts), kSummerBytes));
+  plan.teams = std::min(kMaxTeams, kMaxTeamWarps / (plan.summers + 1));
+  plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(row_bytes, plan.summers * kSummerBytes), 128));
+  const int64_t slots = room / (int64_t{plan.teams} * plan.slot_bytes);
+  plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
+  return plan;
+}
+
+// Where a sum goes.
+struct alignas(16) Goal {
+  int32_t array;
+  int32_t first;   // column
+  int32_t number;  // of the sum, which says where it goes
+  int32_t wave;    // folds: the wave of which all of a sum is done then; or -1
+};
+
+// What stands beside a row in its slot.
+struct alignas(16) Note {
+  enum Flag : int32_t {
+    kRow = 1,   // the slot has a row; a sum of no rows has a note alone
+    kLast = 2,  // the sum ends, and the goal counts
+    kEnd = 4,   // no more sums, until the next phase
+  };
+  int32_t flags;
+  float factor;
+  int32_t vectors;  // 16 bytes each
+  Goal goal;
+};
+
+struct RingMemory {
+  uint64_t full[kMaxSlots], empty[kMaxSlots];
+  Note notes[kMaxSlots];
+};
+
+// One warp's view of its team's ring. All of a team's warps go through the slots in the same order.
+class Ring {
+ public:
+  __device__ Ring(const RingPlan& plan, RingMemory* memory, std::byte* room)
+      : plan_(plan),
+        lane_(threadIdx.x % kWarp),
+        place_(threadIdx.x / kWarp % (plan.summers + 1)),
+        memory_(memory[threadIdx.x / kWarp / (plan.summers + 1)]),
+        bytes_(room + int64_t{plan.slots} * plan.slot_bytes * (threadIdx.x / kWarp / (plan.summers + 1))) {}
+
+  // By the whole block, which synchronises before it uses the ring.
+  __device__ void Init() {
+    if (loads() && lane_ == 0) {
+      for (int i = 0; i < plan_.slots; ++i) {
+        InitBarrier(&memory_.full[i], 1);
+        InitBarrier(&memory_.empty[i], plan_.summers);
+      }
+      FenceBarriers();
+    }
+  }
+
+  // Whether this warp has rows loaded, or sums them.
+  __device__ bool loads() const { return place_ == plan_.summers; }
+  // Of a warp that sums: its number in the team.
+  __device__ int place() const { return place_; }
+  __device__ const RingPlan& plan() const { return plan_; }
+
+  // As the warp that loads: puts notes into the next slots, each of the lanes one, in their order; and where
+  // it has a row, that from `row` on.
+  __device__ void Put(unsigned lanes, const Note& note, const void* row, uint32_t bytes) {
+    const int count = __popc(lanes), mine = __popc(lanes & ((1u << lane_) - 1));
+    for (int done = 0; done < count; done += plan_.slots) {  // as many at a time as there are slots
+      const int ahead = mine - done;
+      if ((lanes >> lane_ & 1) != 0 && ahead >= 0 && ahead < plan_.slots) {
+        const bool wraps = slot_ + ahead >= plan_.slots;
+        const int slot = slot_ + ahead - (wraps ? plan_.slots : 0);
+        WaitForLoad(&memory_.empty[slot], phase_ ^ 1 ^ static_cast<uint32_t>(wraps));
+        memory_.notes[slot] = note;
+        if ((note.flags & Note::kRow) != 0) {
+          BulkLoad(bytes_ + slot * plan_.slot_bytes, row, bytes, &memory_.full[slot]);
+        } else {
+          Arrive(&memory_.full[slot]);
+        }
+      }
+      __syncwarp();
+      Step(min(count - done, plan_.slots));
+    }
+  }
+
+  // As a warp that sums: the next slot's note, once its row has come.
+  __device__ const Note& Await() const {
+    WaitForLoad(&memory_.full[slot_], phase_);
+    return memory_.notes[slot_];
+  }
+  __device__ const std::byte* row() const { return bytes_ + slot_ * plan_.slot_bytes; }
+  // Done with the slot.
+  __device__ void Release() {
+    __syncwarp();
+    if (lane_ == 0) Arrive(&memory_.empty[slot_]);
+    Step(1);
+  }
+
+ private:
+  __device__ void Step(int slots) {
+    slot_ += slots;
+    if (slot_ < plan_.slots) return;
+    slot_ -= plan_.slots;
+    phase_ ^= 1;
+  }
+
+  const RingPlan& plan_;
+  int lane_, place_;
+  RingMemory& memory_;
+  std::byte* bytes_;
+  int slot_ = 0;
+  uint32_t phase_ = 0;
+};
+
+// Puts the notes of one sum of rows of an array. `terms`: as those of SumSlice. `sum` and `wave`: as in the
+// Goal of its last part.
+template <typename T>
+__device__ void PutSum(Ring& ring, const Terms<T>& terms, int array, int64_t width, int sum, int wave) {
+  constexpr int N = 16 / sizeof(T);
+  const int columns = ring.plan().vectors() * N, lane = threadIdx.x % kWarp;
+  const unsigned lanes = terms.lanes == 0 ? 1 : terms.lanes;
+  const int flags = (terms.lanes == 0 ? 0 : Note::kRow) | (lane == 31 - __clz(lanes) ? Note::kLast : 0);
+  for (int first = 0; first < width; first += columns) {
+    const int vectors = static_cast<int>(min(int64_t{columns}, width - first)) / N;
+    const Note note{flags, terms.factor, vectors, {array, first, sum, first + columns < width ? -1 : wave}};
+    ring.Put(lanes, note, terms.row + first, vectors * 16);
+  }
+}
+
+// Adds a row's vectors to their sums.
+template <typename T, int N>
+__device__ void AddRow(const Vector<T, N> (&vectors)[kRingVectors], float factor,
+                       typename Sum<T>::Acc (&total)[kRingVectors][N]) {
+  using Acc = typename Sum<T>::Acc;
+  const auto add = [&](auto weigh) {
+#pragma unroll
+    for (int v = 0; v < kRingVectors; ++v) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[v][j] = weigh(static_cast<Acc>(vectors[v][j]), total[v][j]);
+    }
+  };
+  // One times a number is the number.
+  if (factor == 1) {
+    add([](Acc value, Acc sum) { return sum + value; });
+  } else {
+    add([&](Acc value, Acc sum) { return MultiplyAdd(static_cast<Acc>(factor), value, sum); });
+  }
+}
+
+// What a thread has taken from a slot.
+template <typename T>
+struct Taken {
+  Vector<T, 16 / sizeof(T)> vectors[kRingVectors];
+  float factor;
+  int flags;
+  Goal goal;  // if the row is the last of a sum
+
+  __device__ void From(Ring& ring, int mine) {
+    const Note& note = ring.Await();
+    flags = note.flags;
+    factor = note.factor;
+    const int left = note.vectors - mine;
+    if ((flags & Note::kLast) != 0) goal = note.goal;
+#pragma unroll
+    for (int v = 0; v < kRingVectors; ++v) {
+      if (v * kWarp < left) vectors[v].bits = reinterpret_cast<const uint4*>(ring.row())[mine + v * kWarp];
+    }
+    ring.Release();
+  }
+};
+
+// As a warp that sums: takes rows until the phase ends. store(goal, first, total) is called with each sum's
+// columns from `first` on that are this warp's.
+template <typename T, typename Store>
+__device__ void SumRows(Ring& ring, Store&& store) {
+  constexpr int N = 16 / sizeof(T);
+  const int mine = ring.place() * kRingVectors * kWarp;  // the warp's first vector
+  typename Sum<T>::Acc total[kRingVectors][N] = {};
+  // The next row is taken before the present one is added, so that one comes while the other is worked on.
+  const auto add = [&](const Taken<T>& taken, Taken<T>& next) {
+    if ((taken.flags & Note::kEnd) != 0) return false;
+    next.From(ring, mine + threadIdx.x % kWarp);
+    if ((taken.flags & Note::kRow) != 0) AddRow<T, N>(taken.vectors, taken.factor, total);
+    if ((taken.flags & Note::kLast) != 0) {
+      store(taken.goal, taken.goal.first + mine * N, total);
+#pragma unroll
+      for (int v = 0; v < kRingVectors; ++v) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) total[v][j] = 0;
+      }
+    }
+    return true;
+  };
+  Taken<T> one, other;
+  one.From(ring, mine + threadIdx.x % kWarp);
+  while (add(one, other) && add(other, one)) {
+  }
+}
+
+}  // namespace jax_ep::cuda
