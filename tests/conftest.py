@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "xla_cpu_collective_call_terminate" not in os.environ["XLA_FLAGS"]:
+    # XLA's own collectives end the process if a device is 40 s late, as on a machine with much else to do.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=240"
 
 import hypothesis
 import jax

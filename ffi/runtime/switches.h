@@ -5,10 +5,10 @@
 
 namespace jax_ep {
 
-// JAX_EP_PLAIN_COPIES=1: dispatch copies by loads and stores where it could use bulk copies.
+// JAX_EP_PLAIN_COPIES=1: ops move rows by loads and stores where they could use bulk copies.
 bool PlainCopies();
 
-// JAX_EP_NO_ARENA=1: ops of few tokens go the way of those of many.
+// JAX_EP_NO_ARENA=1: ops of few tokens, and of short rows, go the way of those of many.
 bool NoArena();
 
 // JAX_EP_NO_RAILS=1: hops between hosts go by XLA's collectives, also where NCCL's kernels could do them.
