@@ -40,7 +40,7 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
         int(rng.integers(1, 9)),
     )
     experts = ranks * int(rng.integers(1, 17))
-    width = int(rng.choice([1, 3, 8, 64] if small else [1, 3, 8, 64, 520, 1024]))
+    width = int(rng.choice([1, 3, 8, 64] if small else [1, 3, 8, 64, 520, 1024, 4096]))
     order = str(rng.choice(["rank", "expert", "expert_padded"]))
     dtype = jnp.dtype(str(rng.choice(["float32", "bfloat16"])))
     alignment = int(rng.choice([1, 8])) if order == "expert" else 1

@@ -94,6 +94,33 @@ def test_long_rows_of_many_tokens(dtype, width, order):
     assert_close(got, expected)
 
 
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sums_of_many_long_rows(num_ranks, order):
+    """With JAX_EP_NO_ARENA=1 on GPUs: more rows a sum than shared memory holds at a time."""
+    ids = routing("uniform", num_ranks, 40, 12, 16)
+    got, expected = run(ids, 16, (7168,), BF16, "ffi", order=order)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_several_arrays_of_long_rows(order):
+    on, ids, options = ranks(2), routing("uniform", 2, 300, 3, 8), {"num_experts": 8, "order": order}
+    widths = {"a": 1032, "b": 520}
+
+    def shard(ids):
+        sent = jax_ep.dispatch(jax.numpy.zeros((300, 1)), ids, group=on.group, capacity=700, **options)
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("ep"))
+        rows = {name: jax.random.normal(key, (700, width)) for name, width in widths.items()}
+        apart = {name: jax_ep.combine(one, sent.handle) for name, one in rows.items()}
+        return jax_ep.combine(rows, sent.handle), apart
+
+    together, apart = on.run(shard, ids)
+    for name in widths:
+        np.testing.assert_array_equal(together[name], apart[name])
+        assert together[name].any()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name)
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("y_shape", [(), (1,), (1500,), (3, 4)], ids=str)

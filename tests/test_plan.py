@@ -1,5 +1,7 @@
 """How many SMs an op takes. Needs no GPU."""
 
+import dataclasses
+
 import pytest
 
 from jax_ep import _extension
@@ -40,7 +42,17 @@ def test_few_sms_carry_rows_by_rank():
     links, local = plan("push", False, shape, 8, 8 * shape.tokens, 0)
     assert links == 12
     assert links + local <= 16
-    assert sum(plan("pull", False, shape, 8, 8 * shape.tokens, 0)) <= 24
+    assert sum(plan("pull", False, shape, 8, 8 * shape.tokens, 0)) == 13
+    assert sum(plan("pull", False, shape, 2, 2 * shape.tokens, 0)) == 12
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+def test_long_rows_of_many_tokens_take_fewer_sms(by_expert):
+    """They come through shared memory, which fewer tokens and shorter rows do not."""
+    long = dataclasses.replace(SHAPES["deepseek_v3"], tokens=1024, hidden=4096)
+    few, short = dataclasses.replace(long, tokens=1023), dataclasses.replace(long, hidden=4088)
+    sms = [sum(plan("pull", by_expert, shape, 2, 16 * 1024, 0)) for shape in (long, few, short)]
+    assert sms[0] < min(sms[1:])
 
 
 def test_more_to_clear_takes_more_sms():

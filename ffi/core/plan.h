@@ -44,9 +44,12 @@ constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
 // The same by rings (PullsByRing), and how fast an SM then folds. Of two ranks not the links take longest,
 // but device memory, through which all rows go; its rate is that beside the links.
-constexpr int32_t kRingPullers = 6;
-constexpr int32_t kFoldingRingPullers = 9;
+// Sums of more than two rows leave a ring emptier between them. How much that costs has not been measured, so
+// there are more pullers then.
+constexpr int32_t kRingPullersOfTwo = 6;
 constexpr int32_t kFoldingRingPullersOfTwo = 7;
+constexpr int32_t kRingPullers = 12;
+constexpr int32_t kFoldingRingPullers = 14;
 constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingFoldSlack = 1.25;
 constexpr double kMemoryRate = 3000e3;
@@ -121,10 +124,10 @@ inline bool PullsByRing(const Shape& shape, double row_bytes) {
 // The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.
 inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
   const int32_t ranks = shape.num_ranks, others = std::max(ranks - 1, 1);
-  int32_t pullers = by_ring ? kRingPullers : kPullers;
-  if (folds && ranks == 2) pullers = by_ring ? kFoldingRingPullersOfTwo : kFoldingPullersOfTwo;
-  if (folds && ranks != 2) pullers = by_ring ? kFoldingRingPullers : kFoldingPullers;
-  return by_ring ? (pullers * ranks + others - 1) / others : pullers * ranks / others;
+  if (by_ring && ranks == 2) return ranks * (folds ? kFoldingRingPullersOfTwo : kRingPullersOfTwo);
+  if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / others;
+  const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
+  return (folds ? folding : kPullers) * ranks / others;
 }
 
 inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, int32_t num_sms,

@@ -13,7 +13,7 @@ struct Device {
   int num_sms;
   bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer
   bool has_clusters;    // likewise
-  bool few_as_many;     // ops of few tokens go the way of those of many, in all they do
+  bool few_as_many;     // a pull uses rings also for few tokens and short rows
   int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
 };
 

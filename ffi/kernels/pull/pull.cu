@@ -1,4 +1,4 @@
-// Pull: each token's rows come from the peers' buffers and summed in registers. By expert a rank's rows
+// Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows
 // of a token are first summed where they lie ("folded"), so that one of them travels.
 #include <limits>
 
@@ -17,7 +17,7 @@ constexpr int kTickets = 1024;  // for each block that pulls, so that its warps 
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
 constexpr int kRingWave = 384;
-constexpr int64_t kRingRoom = 208 * 1024;  // of a block's shared memory
+constexpr int kRingRoom = 208 * 1024;  // of a block's shared memory
 
 // Pulls one slice of a token's sum. kRows, kVectors: as those of SumSlice.
 template <typename T, int N, int kRows, int kVectors>
@@ -184,9 +184,9 @@ static cudaError_t WithKernel(Float type, Way way, F&& f) {
   });
 }
 
-// The rings for these arrays, if all their rows can be copied in bulk. They may differ from rank to rank;
-// waves may not.
-static RingPlan PlanRings(const PullArgs& args, int64_t element_bytes, const Device& device) {
+// Rings for the longest of these arrays, if all their rows can be copied in bulk. They may differ from rank
+// to rank; waves may not.
+static RingPlan PlanRingsOf(const PullArgs& args, int64_t element_bytes, const Device& device) {
   int64_t longest = 0;
   for (int i = 0; i < args.num_summands; ++i) {
     const int64_t bytes = args.summands[i].num_elements * element_bytes;
@@ -225,9 +225,10 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
       row_bytes += bytes;
       shortest = std::min(shortest, bytes);
     }
+    args.folds = args.folds && row_bytes > 0;  // rows of no columns are in no block's way
     const bool suits_rings = PullsByRing(args.shape, shortest);
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    args.ring = suits_rings || device.few_as_many ? PlanRings(args, BytesOf(type), device) : RingPlan{};
+    args.ring = suits_rings || device.few_as_many ? PlanRingsOf(args, BytesOf(type), device) : RingPlan{};
     const bool by_ring = args.ring.teams > 0;
     const SmPlan plan =
         PlanPull(args.shape, row_bytes, args.folds, by_ring, device.num_sms, device.sm_budget);
@@ -235,8 +236,10 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const Way way = by_ring ? Way::kByRing : args.shape.num_ranks <= kFewRows ? Way::kFew : Way::kMany;
     const int num_threads = by_ring ? args.ring.threads() : kThreads<Way::kFew>;
     const cudaError_t error = WithKernel(type, way, [&](auto* kernel) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     static_cast<int>(args.ring.bytes()));
+      // The same for all shapes: another thread may be about to launch the same kernel.
+      const cudaError_t error =
+          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingRoom)
+                  : cudaSuccess;
       if (error != cudaSuccess) return error;
       return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
     });
