@@ -61,8 +61,9 @@ def test_the_example_learns():
     assert losses[-1] < losses[0]
     assert "8 ranks in 2 processes: GroupStats(implementation='ffi', reason=''" in done.stdout
     assert "ranks_per_node=4" in done.stdout
-    # Gloo tells of its connections, where it likes.
-    assert len([line for line in done.stdout.splitlines() if "peer ranks" not in line]) == 6
+    # Besides, Gloo tells of its connections, of several processes at a time and in the midst of a line.
+    others = [line for line in done.stdout.splitlines() if not line.startswith(("step ", "8 ranks "))]
+    assert all("Gloo" in line or "peer ranks" in line or line.strip("0123456789 ") == "" for line in others)
     assert done.stderr == ""
 
 
