@@ -78,7 +78,7 @@ __device__ void PullByRing(const PullArgs& args, Ring& ring, const Published* pu
     });
     return;
   }
-  FenceBulk();      // of what peers have told by ordinary stores
+  FenceBulk();      // the peers' rows were there before what this warp has read of them
   int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   bool in_time = true;
   for (int i = 0; i < args.num_summands && in_time; ++i) {

@@ -1,5 +1,5 @@
-// Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows
-// of a token are first summed where they lie ("folded"), so that one of them travels.
+// Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows of a token
+// are first summed where they lie ("folded"), so that one of them travels.
 #include <limits>
 
 #include "core/plan.h"
@@ -218,14 +218,13 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     }
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
-    args.folds = params.folds && args.num_summands > 0;
     double row_bytes = 0, shortest = args.num_summands == 0 ? 0 : std::numeric_limits<double>::max();
     for (int i = 0; i < args.num_summands; ++i) {
       const double bytes = static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
       row_bytes += bytes;
       shortest = std::min(shortest, bytes);
     }
-    args.folds = args.folds && row_bytes > 0;  // rows of no columns are in no block's way
+    args.folds = params.folds && row_bytes > 0;
     const bool suits_rings = PullsByRing(args.shape, shortest);
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
     args.ring = suits_rings || device.few_as_many ? PlanRingsOf(args, BytesOf(type), device) : RingPlan{};
