@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-if "xla_cpu_collective_call_terminate" not in os.environ["XLA_FLAGS"]:
-    # XLA's own collectives end the process if a device is 40 s late, as on a machine with much else to do.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=240"
 if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in os.environ["XLA_FLAGS"]:
     # Nearly all of the time goes into compiling programs that run once: half of it, if LLVM does its least.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
