@@ -11,6 +11,7 @@
 #include "handlers/cpu.h"
 #include "handlers/handlers.h"
 #include "runtime/groups.h"
+#include "runtime/switches.h"
 
 #if defined(JAX_EP_WITH_CUDA)
 #include "handlers/cuda.h"
@@ -228,9 +229,10 @@ std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std:
   const PushWork kind = op == "scaled push" ? PushWork::kScale
                         : op == "FP8 push"  ? PushWork::kQuantize
                                             : PushWork::kMove;
-  const SmPlan plan = op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1,
-                                              PullsByRing(shape, row_bytes), num_sms, budget)
-                                   : PlanPush(shape, row_bytes, kind, num_sms, budget);
+  const bool rings = !PlainCopies() && SuitsRings(shape, row_bytes);
+  const SmPlan plan =
+      op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, rings, num_sms, budget)
+                   : PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, num_sms, budget);
   return {plan.links, plan.local};
 }
 

@@ -21,6 +21,7 @@ from jax_ep import _extension
 K, EXPERTS, WIDTH = 4, 64, 512
 # Few enough for the slots of the arena, where nobody touches a peer's arrays; not so few; and many.
 FEW_ENOUGH_FOR_SLOTS, FEW, SEVERAL_WAVES = 64, 160, 1200
+LONG = 4096  # of so many tokens such rows go through shared memory
 KINDS = tuple(f"{op} {order}" for op in ("dispatch", "combine", "gradient") for order in ("rank", "expert"))
 SLACK_S = 0.25
 UNIT_S = 0.025  # what a piece of work takes that keeps a GPU busy
@@ -111,7 +112,8 @@ class Program:
 
     def _arguments(self, seed: int) -> tuple[Any, ...]:
         rig, ranks = self.rig, self.rig.size
-        x = floats((ranks * self.tokens, WIDTH), BF16, seed)
+        width = LONG if self.tokens == SEVERAL_WAVES else WIDTH
+        x = floats((ranks * self.tokens, width), BF16, seed)
         ids = routing("sprinkled", ranks, self.tokens, K, EXPERTS, seed).reshape(-1, K)
         weights = floats((ranks * self.tokens, K), seed=seed + 1)
         noise = np.arange(ranks * 2**18, dtype=np.float32).reshape(ranks, -1) % (seed + 100)

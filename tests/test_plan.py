@@ -46,12 +46,14 @@ def test_few_sms_carry_rows_by_rank():
     assert sum(plan("pull", False, shape, 2, 2 * shape.tokens, 0)) == 12
 
 
-@pytest.mark.parametrize("by_expert", [False, True])
-def test_long_rows_of_many_tokens_take_fewer_sms(by_expert):
+@pytest.mark.parametrize(
+    ("op", "by_expert"), [("pull", False), ("pull", True), ("scaled push", True)], ids=str
+)
+def test_long_rows_of_many_tokens_take_fewer_sms(op, by_expert):
     """They come through shared memory, which fewer tokens and shorter rows do not."""
     long = dataclasses.replace(SHAPES["deepseek_v3"], tokens=1024, hidden=4096)
     few, short = dataclasses.replace(long, tokens=1023), dataclasses.replace(long, hidden=4088)
-    sms = [sum(plan("pull", by_expert, shape, 2, 16 * 1024, 0)) for shape in (long, few, short)]
+    sms = [sum(plan(op, by_expert, shape, 2, 16 * 1024, 0)) for shape in (long, few, short)]
     assert sms[0] < min(sms[1:])
 
 

@@ -42,7 +42,7 @@ constexpr int32_t kQuantizingSenders = 24;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
-// The same by rings (PullsByRing), and how fast an SM then folds. Of two ranks not the links take longest,
+// The same by rings (SuitsRings), and how fast an SM then folds. Of two ranks not the links take longest,
 // but device memory, through which all rows go; its rate is that beside the links.
 // Sums of more than two rows leave a ring emptier between them. How much that costs has not been measured, so
 // there are more pullers then.
@@ -51,6 +51,7 @@ constexpr int32_t kFoldingRingPullersOfTwo = 7;
 constexpr int32_t kRingPullers = 12;
 constexpr int32_t kFoldingRingPullers = 14;
 constexpr double kRingFoldRate = 39.5e3;
+constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
 constexpr double kMemoryRate = 3000e3;
 // From here on rings are faster: a ring is filled before the first sum ends, and each row costs some steps.
@@ -98,27 +99,33 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
   return plan;
 }
 
+// Whether rows of `row_bytes`, the shortest, are better pulled, folded and scaled by rings, in shared
+// memory, than by loads into registers.
+inline bool SuitsRings(const Shape& shape, double row_bytes) {
+  return shape.num_tokens >= kLeastRingTokens && row_bytes >= kLeastRingRow;
+}
+
 // What a push does to rows while it moves them.
 enum class PushWork : int32_t { kMove, kScale, kQuantize };
 
 // `row_bytes` of all payloads together, as they travel. A push that scales works on every row.
-inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, int32_t num_sms, int32_t budget) {
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,
+                       int32_t budget) {
   const bool scales = kind == PushWork::kScale;
   const bool by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
   const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
-  const double rows_us = scales ? rows * row_bytes / kScaleRate : (rows - tokens) * row_bytes / kCopyRate;
+  const double scale_rate = by_ring ? kRingScaleRate : kScaleRate;
+  const double rows_us = scales ? rows * row_bytes / scale_rate : (rows - tokens) * row_bytes / kCopyRate;
   LocalWork work{std::max(clear_us + rows_us, 1.0), clear_us + rows_us / (scales ? 1 : kCopySlack)};
   int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
   if (kind == PushWork::kQuantize) links = kQuantizingSenders;
   if (shape.num_tokens <= kFewTokens) links = kFewSms;
-  return PlanSms(LinkMicroseconds(shape, row_bytes), links, work, num_sms, budget);
-}
-
-// Whether rows of `row_bytes`, the shortest, are better pulled and folded by rings, in shared memory, than by
-// loads into registers.
-inline bool PullsByRing(const Shape& shape, double row_bytes) {
-  return shape.num_tokens >= kLeastRingTokens && row_bytes >= kLeastRingRow;
+  const double link_us = LinkMicroseconds(shape, row_bytes);
+  // The tokens are written and read, the factors read, and the rows and what is cleared written.
+  const double moved = 2 * tokens + rows + std::max(1.0 * shape.capacity, rows);
+  const double memory_us = moved * row_bytes / kMemoryRate;
+  return PlanSms(by_ring ? std::max(link_us, memory_us) : link_us, links, work, num_sms, budget);
 }
 
 // The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.

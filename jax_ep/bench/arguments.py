@@ -69,7 +69,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=capacity_factor(zero_too=False),
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing, also between hosts "
-        "(default: the worst case)",
+        "(default: the worst case, which padded experts always have)",
     )
     parser.add_argument(
         "--num-sms", type=at_least(2, MOST_SMS), help="of an op on GPUs (default: chosen from the shapes)"

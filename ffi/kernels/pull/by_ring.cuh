@@ -6,8 +6,6 @@
 
 namespace jax_ep::cuda {
 
-__device__ inline void EndNotes(Ring& ring) { ring.Put(1, {Note::kEnd, 0, 0, {}}, nullptr, 0); }
-
 // As Fold. Each of a team's warps that sums counts what it has stored.
 template <typename T>
 __device__ void FoldByRing(const PullArgs& args, Ring& ring, uint32_t epoch) {

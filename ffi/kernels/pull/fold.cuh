@@ -33,11 +33,14 @@ __device__ void FoldRows(const PullArgs& args, int index, int64_t global_token, 
 // token, which is a token of any rank: `source * T + token`.
 struct FoldShare {
   int begin;  // token
-  int block, num_blocks;
+  int block;  // negative: it folds nothing
+  int num_blocks;
   int num_sums;  // of the wave
 
   // How many of them.
-  __device__ int size() const { return block < num_sums ? (num_sums - 1 - block) / num_blocks + 1 : 0; }
+  __device__ int size() const {
+    return block < 0 || block >= num_sums ? 0 : (num_sums - 1 - block) / num_blocks + 1;
+  }
 };
 
 // The first wave is shared by all blocks, for there is nothing to pull yet.

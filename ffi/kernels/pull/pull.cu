@@ -1,7 +1,5 @@
 // Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows of a token
 // are first summed where they lie ("folded"), so that one of them travels.
-#include <limits>
-
 #include "core/plan.h"
 #include "kernels/comm/fill.cuh"
 #include "kernels/comm/give_up.cuh"
@@ -184,18 +182,6 @@ static cudaError_t WithKernel(Float type, Way way, F&& f) {
   });
 }
 
-// Rings for the longest of these arrays, if all their rows can be copied in bulk. They may differ from rank
-// to rank; waves may not.
-static RingPlan PlanRingsOf(const PullArgs& args, int64_t element_bytes, const Device& device) {
-  int64_t longest = 0;
-  for (int i = 0; i < args.num_summands; ++i) {
-    const int64_t bytes = args.summands[i].num_elements * element_bytes;
-    if (!IsBulkRow(bytes)) return {};
-    longest = std::max(longest, bytes);
-  }
-  return longest == 0 || !device.copies_in_bulk ? RingPlan{} : PlanRing(longest, kRingRoom);
-}
-
 constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64};
 
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
@@ -218,19 +204,16 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     }
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
-    double row_bytes = 0, shortest = args.num_summands == 0 ? 0 : std::numeric_limits<double>::max();
-    for (int i = 0; i < args.num_summands; ++i) {
-      const double bytes = static_cast<double>(args.summands[i].num_elements) * BytesOf(type);
-      row_bytes += bytes;
-      shortest = std::min(shortest, bytes);
-    }
-    args.folds = params.folds && row_bytes > 0;
-    const bool suits_rings = PullsByRing(args.shape, shortest);
+    RowBytes rows;
+    for (int i = 0; i < args.num_summands; ++i) rows.Add(args.summands[i].num_elements * BytesOf(type));
+    args.folds = params.folds && rows.sum > 0;
+    // Waves are the same on all ranks; whether rings are used may not be.
+    const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest));
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    args.ring = suits_rings || device.few_as_many ? PlanRingsOf(args, BytesOf(type), device) : RingPlan{};
+    args.ring = PlanRings(args.shape, rows, kRingRoom, device);
     const bool by_ring = args.ring.teams > 0;
-    const SmPlan plan =
-        PlanPull(args.shape, row_bytes, args.folds, by_ring, device.num_sms, device.sm_budget);
+    const SmPlan plan = PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring,
+                                 device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
     const Way way = by_ring ? Way::kByRing : args.shape.num_ranks <= kFewRows ? Way::kFew : Way::kMany;
     const int num_threads = by_ring ? args.ring.threads() : kThreads<Way::kFew>;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/comm/waves.cuh"
+#include "kernels/rows/ring_plan.cuh"
 
 namespace jax_ep::cuda {
 
@@ -23,6 +24,7 @@ struct PushArgs {
   Payload payloads[kMaxPayloads];
   int32_t num_payloads;
   BulkPlan bulk;
+  RingPlan ring;        // of a push that scales
   int32_t num_senders;  // blocks that send; the others clear what no row fills
   // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
   bool spreads;

@@ -7,6 +7,7 @@
 #include "kernels/comm/give_up.cuh"
 #include "kernels/push/clear.cuh"
 #include "kernels/push/place.cuh"
+#include "kernels/push/scale_by_ring.cuh"
 #include "kernels/push/spread.cuh"
 
 namespace jax_ep::cuda {
@@ -144,7 +145,7 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
 //   leave   | each tells the peers that it is done with their memory
 //   clear   | -                                               | what no row fills; in bulk the last warps
 //   spread  | by expert: each token's row to its other places here; in bulk, unless rows are scaled,
-//           | the first warps only
+//           | the first warps only. Long rows are scaled by rings, which lie where the stages were
 //   close   | -                                               | the last one: waits until all have left; by
 //           |                                                 | rank it counts what the capacity has cut
 //   end     | each counts itself, so that the next op finds the channel free
@@ -159,6 +160,8 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   __shared__ Published mine, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   __shared__ __align__(128) uint4 zeros[kInBulk ? kZeroBytes / 16 : 1];
+  constexpr bool kRings = kInBulk && !std::is_void_v<Scale>;
+  __shared__ RingMemory memory[kRings ? kMaxTeams : 1];
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.routes(), local = args.is_local();
@@ -177,6 +180,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
   const bool loads = kInBulk && sends && warp < args.bulk.num_sending;
   if (has_stages && threadIdx.x % kWarp == 0) InitBarriers(stages.barriers);
+  if constexpr (kRings) Ring(args.ring, memory, bytes).Init();
   if (loads) LoadSlice(args, slice, end, stages, 0);
   if (kInBulk && !sends) {
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) zeros[i] = make_uint4(0, 0, 0, 0);
@@ -207,7 +211,8 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   if (!local) LeavePeers(peers, epoch, true);
   if (!sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr, epoch);
   if (local) return;
-  if (args.spreads) SpreadRows<kInBulk, Scale>(args, op, stages, epoch);
+  if constexpr (kRings) ScaleByRing<Scale>(args, Ring(args.ring, memory, bytes), epoch);
+  if (args.spreads && args.ring.teams == 0) SpreadRows<kInBulk, Scale>(args, op, stages, epoch);
   if (closes) {
     if (!Leave(peers, op, published, epoch, args.spreads)) {
       GiveUp(peers, op, epoch, Standing::kOpened, [&] { FillResults(args); });

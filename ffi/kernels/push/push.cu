@@ -10,14 +10,17 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Shared memory of a block: its counts, then its stages.
+// Shared memory of a block: its counts, then its stages. A push that scales has more beside it.
 constexpr int kBulkBytes = 216 * 1024;
+constexpr int kScaleBytes = 203 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
 constexpr int kBatch = 32;  // tokens, sent by loads and stores
 constexpr int kWave = 128;  // tokens, spread at a time
 // By expert the receiver waits for each wave. Fewer warps that send keep the queue in front of the links
 // short, and so the wave's delay.
 constexpr int kSpreadingWarps = 6;
+
+int BulkBytes(const PushArgs& args) { return args.row_weights != nullptr ? kScaleBytes : kBulkBytes; }
 
 // Of a warp that copies in bulk: two stages, and where rows become FP8 the scales of one.
 int64_t WarpBytes(const PushArgs& args, int64_t stage_bytes) {
@@ -36,7 +39,7 @@ BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
   }
   if (longest == 0 || !device.copies_in_bulk) return {};
   const int64_t stage = std::min(AlignUp(longest, 128), int64_t{kMaxStageBytes});
-  const int64_t room = kBulkBytes - HeadBytes(args);
+  const int64_t room = BulkBytes(args) - HeadBytes(args);
   const int num_warps = static_cast<int>(std::min(room / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
   return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps, static_cast<int>(stage),
           num_payloads};
@@ -62,13 +65,12 @@ cudaError_t WithKernel(bool in_bulk, const Change& change, F&& f) {
   return WithType(*change.scaled, [&](auto* null) { return with(null, std::false_type{}); });
 }
 
-SmPlan PlanOf(const PushArgs& args, const Device& device) {
-  double row_bytes = 0;
-  for (int p = 0; p < args.num_payloads; ++p) row_bytes += static_cast<double>(args.payloads[p].row_bytes);
+SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) {
   const PushWork work = args.quantize != Quantize::kNone ? PushWork::kQuantize
                         : args.row_weights != nullptr    ? PushWork::kScale
                                                          : PushWork::kMove;
-  return PlanPush(args.shape, row_bytes, work, device.num_sms, device.sm_budget);
+  return PlanPush(args.shape, static_cast<double>(rows.sum), work, args.ring.teams > 0, device.num_sms,
+                  device.sm_budget);
 }
 
 // How the blocks share the work: what of args depends on the device and on the number of senders.
@@ -89,12 +91,15 @@ void Divide(PushArgs& args, const Device& device, int num_senders) {
 
 cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
                          cudaStream_t stream) {
-  const int64_t shared = HeadBytes(args) + args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
+  const int64_t stages = args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
+  const int64_t shared = HeadBytes(args) + std::max(stages, args.ring.bytes());
   const Change change{args.quantize != Quantize::kNone, scaled};
-  return WithKernel(args.bulk.num_warps > 0, change, [&](auto* kernel, int num_threads) {
-    // Stages, and counts of many experts, need more than the default.
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  const bool in_bulk = args.bulk.num_warps > 0;
+  return WithKernel(in_bulk, change, [&](auto* kernel, int num_threads) {
+    // More than the default, and in bulk the same for all shapes: another thread may be about to launch the
+    // same kernel. Counts of many experts need more, too.
+    const int most = in_bulk ? BulkBytes(args) : static_cast<int>(shared);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return error;
     // A permute meets nobody, and may have more blocks than there is room for.
     return Launch(kernel, num_blocks, num_threads, shared, stream, !args.is_local(), args);
@@ -133,13 +138,16 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   args.quantized_type = params.quantized_type;
   if (args.quantize != Quantize::kNone) args.width = static_cast<int32_t>(BytesOf(args.quantized_type));
   args.sends_map = params.routes() && params.shape.has_row_per_choice();
+  RowBytes rows;
+  for (int p = 0; p < args.num_payloads; ++p) rows.Add(args.payloads[p].row_bytes);
   std::optional<Float> scaled;
   if (params.scales()) {
     args.row_weights = params.row_weights;
     for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
     scaled = params.factor_type;
+    args.ring = PlanRings(args.shape, rows, BulkBytes(args) - HeadBytes(args), device);
   }
-  const SmPlan plan = PlanOf(args, device);
+  const SmPlan plan = PlanOf(args, rows, device);
   Divide(args, device, plan.links);
   if (params.routes() && !args.counts_here) {
     const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,

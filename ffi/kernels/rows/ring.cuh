@@ -1,47 +1,11 @@
-// Rows on their way through shared memory: one warp of a team has them loaded by bulk copies, the others sum
-// them. Many more bytes are under way than registers could hold.
+// Rows on their way through shared memory: one warp of a team has them loaded by bulk copies, the others work
+// on them. Many more bytes are under way than registers could hold.
 #pragma once
 
-#include <algorithm>
-
-#include "kernels/ptx/bulk.cuh"
+#include "kernels/rows/ring_plan.cuh"
 #include "kernels/rows/sum.cuh"
 
 namespace jax_ep::cuda {
-
-constexpr int kMaxSlots = 32;      // of a ring
-constexpr int kMaxTeams = 4;       // of a block
-constexpr int kMaxSummers = 7;     // warps of a team that sum
-constexpr int kMaxTeamWarps = 16;  // of all teams of a block
-constexpr int kRingVectors = 4;    // 16-byte vectors of a row that a thread sums
-
-// How a block is divided, and how much of a row is in a slot.
-struct RingPlan {
-  int32_t teams;       // 0: no rings
-  int32_t summers;     // warps of a team that sum
-  int32_t slots;       // of a team
-  int32_t slot_bytes;  // a multiple of 128
-
-  JAX_EP_HD int threads() const { return teams * (summers + 1) * kWarp; }
-  JAX_EP_HD int64_t bytes() const { return int64_t{teams} * slots * slot_bytes; }
-  // 16-byte vectors of a row that are loaded at a time.
-  JAX_EP_HD int vectors() const { return summers * kRingVectors * kWarp; }
-};
-
-// The most slots that there is room for, for rows of up to `row_bytes`, a multiple of 16. Long rows are taken
-// in parts of about the same size.
-inline RingPlan PlanRing(int64_t row_bytes, int64_t room) {
-  constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
-  const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t parts = ceiling(row_bytes, kMaxSummers * kSummerBytes);
-  RingPlan plan{};
-  plan.summers = static_cast<int32_t>(ceiling(ceiling(row_bytes, parts), kSummerBytes));
-  plan.teams = std::min(kMaxTeams, kMaxTeamWarps / (plan.summers + 1));
-  plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(row_bytes, plan.summers * kSummerBytes), 128));
-  const int64_t slots = room / (int64_t{plan.teams} * plan.slot_bytes);
-  plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
-  return plan;
-}
 
 // Where a sum goes.
 struct alignas(16) Goal {
@@ -75,13 +39,14 @@ class Ring {
   __device__ Ring(const RingPlan& plan, RingMemory* memory, std::byte* room)
       : plan_(plan),
         lane_(threadIdx.x % kWarp),
+        team_(threadIdx.x / kWarp / (plan.summers + 1)),
         place_(threadIdx.x / kWarp % (plan.summers + 1)),
-        memory_(memory[threadIdx.x / kWarp / (plan.summers + 1)]),
-        bytes_(room + int64_t{plan.slots} * plan.slot_bytes * (threadIdx.x / kWarp / (plan.summers + 1))) {}
+        memory_(memory[team_]),
+        bytes_(room + int64_t{plan.slots} * plan.slot_bytes * team_) {}
 
   // By the whole block, which synchronises before it uses the ring.
   __device__ void Init() {
-    if (loads() && lane_ == 0) {
+    if (is_used() && loads() && lane_ == 0) {
       for (int i = 0; i < plan_.slots; ++i) {
         InitBarrier(&memory_.full[i], 1);
         InitBarrier(&memory_.empty[i], plan_.summers);
@@ -90,9 +55,12 @@ class Ring {
     }
   }
 
-  // Whether this warp has rows loaded, or sums them.
+  // Whether this warp belongs to a team; a block may have warps left.
+  __device__ bool is_used() const { return team_ < plan_.teams; }
+  // Whether this warp has rows loaded, or works on them.
   __device__ bool loads() const { return place_ == plan_.summers; }
-  // Of a warp that sums: its number in the team.
+  __device__ int team() const { return team_; }
+  // Of a warp that works on rows: its number in the team.
   __device__ int place() const { return place_; }
   __device__ const RingPlan& plan() const { return plan_; }
 
@@ -140,12 +108,15 @@ class Ring {
   }
 
   const RingPlan& plan_;
-  int lane_, place_;
+  int lane_, team_, place_;
   RingMemory& memory_;
   std::byte* bytes_;
   int slot_ = 0;
   uint32_t phase_ = 0;
 };
+
+// As the warp that loads: no more rows come in this phase.
+__device__ inline void EndNotes(Ring& ring) { ring.Put(1, {Note::kEnd, 0, 0, {}}, nullptr, 0); }
 
 // Puts the notes of one sum of rows of an array. `terms`: as those of SumSlice. `sum` and `wave`: as in the
 // Goal of its last part.

@@ -1,0 +1,196 @@
+// Rows scaled through rings: one warp of a team has a token's row loaded, and after it the factors of the
+// token's rows here; the others scale the one and form its dot products with the others.
+#pragma once
+
+#include "kernels/push/scale.cuh"
+#include "kernels/rows/ring.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kTeamBarrier = 2;  // that of the first team's warps that sum; those of the others follow
+
+// What a warp that sums does with what comes through the ring: a token's row, then the factors.
+template <typename T>
+class RowScaler {
+ public:
+  using Acc = typename Sum<T>::Acc;
+  // Dot products of each warp's columns: of a token's rows, and meanwhile of those of the token before.
+  using Parts = Acc[2][kMaxTeamWarps][kWarp];
+
+  __device__ RowScaler(const PushArgs& args, Ring& ring, Parts& parts)
+      : args_(args),
+        ring_(ring),
+        parts_(parts),
+        lane_(threadIdx.x % kWarp),
+        mine_((ring.place() * kRingVectors * kWarp + lane_) * N) {}
+
+  // Until the ring's phase ends. The next row is taken before the present one is worked on.
+  __device__ void Run() {
+    Taken<T> one, other;
+    Take(one);
+    while (Step(one, other) && Step(other, one)) {
+    }
+  }
+
+ private:
+  static constexpr int N = 16 / sizeof(T);
+
+  __device__ void Take(Taken<T>& taken) { taken.From(ring_, ring_.place() * kRingVectors * kWarp + lane_); }
+
+  __device__ bool Step(const Taken<T>& taken, Taken<T>& next) {
+    if ((taken.flags & Note::kEnd) != 0) return false;
+    Take(next);
+    if ((taken.flags & Note::kLast) == 0) {
+      Keep(taken);
+      return true;
+    }
+    Scale(taken);
+    if ((next.flags & Note::kLast) == 0) Finish(taken.goal);  // no more of this token
+    return true;
+  }
+
+  __device__ void Keep(const Taken<T>& taken) {
+#pragma unroll
+    for (int v = 0; v < kRingVectors; ++v) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) token_[v][j] = taken.vectors[v][j];
+    }
+  }
+
+  // Stores the row that the factors belong to, and keeps the warp's part of their dot product in a lane.
+  __device__ void Scale(const Taken<T>& taken) {
+    const Goal& goal = taken.goal;
+    const Payload& payload = args_.payloads[goal.array];
+    const int width = static_cast<int>(payload.row_bytes / sizeof(T));
+    T* const row = reinterpret_cast<T*>(payload.out) + int64_t{goal.number} * width;
+    Acc sum = 0;
+#pragma unroll
+    for (int v = 0; v < kRingVectors; ++v) {
+      const int column = goal.first + mine_ + v * kWarp * N;
+      if (column >= width) break;
+      Acc scaled[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        sum = MultiplyAdd(static_cast<Acc>(taken.vectors[v][j]), token_[v][j], sum);
+        scaled[j] = static_cast<Acc>(taken.factor) * token_[v][j];
+      }
+      Vector<T, N>::Store(row + column, scaled);
+    }
+    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    if (lane_ == num_rows_) {
+      dot_ = sum;
+      row_ = goal.number;
+    }
+    ++num_rows_;
+  }
+
+  // Adds up the dot products of the team's warps. A lane stands for the same row in all parts of a token.
+  __device__ void Finish(const Goal& goal) {
+    const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.place(), summers = ring_.plan().summers;
+    parts_[turn_][first + ring_.place()][lane_] = dot_;
+    Team{0, summers * kWarp, kTeamBarrier + ring_.team()}.Sync();
+    if (ring_.place() == 0 && lane_ < num_rows_) {
+      Acc sum = 0;
+      for (int i = 0; i < summers; ++i) sum += parts_[turn_][first + i][lane_];
+      float& gradient = args_.arrived_weights[row_];
+      const bool begins = goal.array == 0 && goal.first == 0;
+      gradient = static_cast<float>(begins ? sum : static_cast<Acc>(gradient) + sum);
+    }
+    turn_ ^= 1;
+    num_rows_ = 0;
+  }
+
+  const PushArgs& args_;
+  Ring& ring_;
+  Parts& parts_;
+  int lane_;
+  int mine_;  // this thread's first column
+  Acc token_[kRingVectors][N];
+  int num_rows_ = 0;  // of the present token so far: lane k holds what belongs to the k-th
+  int row_ = 0;
+  Acc dot_ = 0;
+  int turn_ = 0;
+};
+
+// A token whose rows are next.
+struct ScaleTask {
+  int token;  // of its rank; T and more: no more
+  Spread spread;
+  float weight;  // of the row that the lane holds
+};
+
+// As the warp that loads: all tokens of all ranks in their order, a ticket of the dealer after the other.
+template <typename T>
+__device__ void LoadScaled(const PushArgs& args, Ring& ring, uint32_t epoch) {
+  constexpr int N = 16 / sizeof(T);
+  const Shape& shape = args.shape;
+  const int lane = threadIdx.x % kWarp, R = shape.num_ranks, num_tokens = shape.num_tokens;
+  const int columns = ring.plan().vectors() * N;
+  const Dealer dealer{&args.peers.own().spread[epoch % 2]};
+  int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  unsigned asked = dealer.Take(lane);
+  int coming = 0, row = -1;
+  const auto look_up = [&] {
+    const int ticket = Dealer::Show(asked);
+    asked = dealer.Take(lane);
+    coming = ticket / R;
+    if (coming >= num_tokens) return;
+    const int64_t global_token = int64_t{ticket % R} * num_tokens + coming;
+    row = lane < shape.top_k ? args.handle.received_rows[global_token * shape.top_k + lane] : -1;
+  };
+  const auto find = [&](ScaleTask& task) {
+    task.token = coming;
+    if (coming >= num_tokens) return;
+    const bool is_row = IsRow(row, shape.capacity);
+    task.spread = {row, __ballot_sync(kAllLanes, is_row)};
+    task.weight = is_row ? args.row_weights[row] : 0.0f;
+  };
+  const auto put = [&](const ScaleTask& task, int p) {
+    const Spread& spread = task.spread;
+    const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
+    const T* const out = reinterpret_cast<const T*>(args.payloads[p].out);
+    const T* const token = out + int64_t{__shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1)} * width;
+    const T* const factors = static_cast<const T*>(args.factors[p]) + int64_t{spread.row} * width;
+    for (int first = 0; first < width; first += columns) {
+      const int vectors = min(columns, width - first) / N;
+      ring.Put(1, {Note::kRow, 0, vectors, {}}, token + first, vectors * 16);
+      const Note note{Note::kRow | Note::kLast, task.weight, vectors, {p, first, spread.row, -1}};
+      ring.Put(spread.lanes, note, factors + first, vectors * 16);
+    }
+  };
+  // Two tokens ahead the rows are being loaded, and one ahead their weights: what is loaded is not touched
+  // before it is needed, not even to be kept elsewhere.
+  const auto scale = [&](const ScaleTask& task, ScaleTask& next) {
+    if (task.token >= num_tokens) return false;
+    find(next);
+    look_up();
+    if (args.waves.Of(task.token) != come) {
+      come = args.waves.Of(task.token);
+      if (!WaitForWave(args.peers, Op::kRedispatch, come, epoch)) return false;
+      FenceBulk();
+    }
+    for (int p = 0; p < args.num_payloads && task.spread.lanes != 0; ++p) put(task, p);
+    return true;
+  };
+  ScaleTask one, other;
+  look_up();
+  find(one);
+  look_up();
+  while (scale(one, other) && scale(other, one)) {
+  }
+  EndNotes(ring);
+}
+
+// As SpreadRows, of rows that are scaled, if there are rings.
+template <typename T>
+__device__ void ScaleByRing(const PushArgs& args, Ring ring, uint32_t epoch) {
+  __shared__ typename RowScaler<T>::Parts parts;
+  if (!ring.is_used()) return;
+  if (ring.loads()) {
+    LoadScaled<T>(args, ring, epoch);
+  } else {
+    RowScaler<T>(args, ring, parts).Run();
+  }
+}
+
+}  // namespace jax_ep::cuda
