@@ -63,10 +63,13 @@ __device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const
       QuantizeToRows(args, t, rows, published, lane);
     }
   };
-  const auto begin = [&](int batch) { return min(batch * args.batch, args.shape.num_tokens); };
+  const auto tokens = [&](int batch) {
+    const int T = args.shape.num_tokens;
+    return Batch{min(batch * args.batch, T), min((batch + 1) * args.batch, T)};
+  };
   const auto prepare = [&](int batch, int* next) {
     if (helpers.thread == 0) *next = NextBatch(args, batch, num_batches);
-    if (routes) FinishRows(args, begin(batch), begin(batch + 1), counts, helpers);
+    if (routes) FinishRows(args, tokens(batch).begin, tokens(batch).end, counts, helpers);
   };
   int batch = blockIdx.x;
   int sent = -1, arrived = -1;  // the waves of the batches before
@@ -74,19 +77,18 @@ __device__ void Send(const PushArgs& args, uint32_t epoch, Counts& counts, const
   __syncthreads();
   for (int turn = 0; batch < num_batches; ++turn) {
     const int following = dealt[turn % 2];
+    const Batch present = tokens(batch);
     if (in_bulk) {
-      if (turn > 0)
-        LoadSlice(args, FirstSlice(args, begin(batch)), begin(batch + 1), stages, stages.used % 2);
-      SendTokensInBulk<kQuantizes>(args, begin(batch), begin(batch + 1), published, stages);
+      SendInBulk<kQuantizes>(args, present, tokens(following), published, stages);
     } else if (tells) {
       if (arrived >= 0) FinishBatch(args, arrived, epoch);
     } else {
       prepare(following, &dealt[(turn + 1) % 2]);
-      SendTokens(args, begin(batch), begin(batch + 1), published, helpers, send_rows);
+      SendTokens(args, present.begin, present.end, published, helpers, send_rows);
     }
     __syncthreads();
     arrived = sent;
-    sent = args.waves.Of(begin(batch));
+    sent = args.waves.Of(present.begin);
     batch = following;
   }
   if (kInBulk) WaitForStores();

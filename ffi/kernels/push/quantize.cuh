@@ -26,38 +26,40 @@ __device__ void WithRowType(const PushArgs& args, F&& f) {
   }
 }
 
-// Makes FP8 of `size` elements, a multiple of kFp8Block. Calls store(i, values, scale) with each vector's
-// place among them, as a whole warp: i is -1 where the lane has none. The values of all vectors before the
-// one of place i may be stored where `elements` begin: those have been read.
-template <typename T, typename Store>
-__device__ void QuantizeElements(const T* elements, int size, bool rounded, int lane, Store&& store) {
-  constexpr int kElements = Quantized<T>::kElements, kVectors = 4;  // loads in flight a thread
-  using Bits = std::conditional_t<kElements == 8, uint2, uint32_t>;
+// The place in a row of a lane's vector of a block. Of two neighbouring blocks the lanes take their vectors
+// in another order: what a warp loads from shared memory at a time then lies in all of its banks.
+template <typename T, int kVectors>
+__device__ int VectorOf(int block, int v, int lane) {
+  constexpr int kLanes = Quantized<T, kVectors>::kLanes;
+  const int turn = kVectors > 1 ? block % 2 * kLanes : 0;
+  return block * (kVectors * kLanes) + lane % kLanes + v * kLanes + (v % 2 == 0 ? turn : -turn);
+}
+
+// Makes FP8 of `size` elements, a multiple of kFp8Block: kSets times as many blocks at a time as a warp holds
+// with kVectors a lane. Calls take(block, quantized) for each, as a whole warp: block is -1 where the lane
+// has none. The values of all blocks before may be stored where `elements` begin: those have been read.
+template <typename T, int kSets, int kVectors, typename Take>
+__device__ void QuantizeElements(const T* elements, int size, bool rounded, int lane, Take&& take) {
+  constexpr int kLanes = Quantized<T, kVectors>::kLanes, kBlocks = kWarp / kLanes;
   const uint4* const vectors = reinterpret_cast<const uint4*>(elements);
-  const int n = size / kElements;
-  for (int begin = 0; begin < n; begin += kVectors * kWarp) {
-    uint4 loaded[kVectors];
+  const int num_blocks = size / kFp8Block;
+  for (int first = 0; first < num_blocks; first += kSets * kBlocks) {
+    uint4 loaded[kSets][kVectors];
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int i = begin + j * kWarp + lane;
-      loaded[j] = i < n ? vectors[i] : uint4{};
+    for (int s = 0; s < kSets; ++s) {
+      const int block = first + s * kBlocks + lane / kLanes;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        loaded[s][v] = block < num_blocks ? vectors[VectorOf<T, kVectors>(block, v, lane)] : uint4{};
+      }
     }
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int i = begin + j * kWarp + lane;
-      const auto q = QuantizeVector<T>({loaded[j]}, rounded);
-      Bits bits;
-      memcpy(&bits, q.values, sizeof(bits));
-      store(i < n ? i : -1, bits, q.scale);
+    for (int s = 0; s < kSets; ++s) {
+      const int block = first + s * kBlocks + lane / kLanes;
+      take(block < num_blocks ? block : -1, QuantizeBlock<T>(loaded[s], rounded));
     }
   }
-}
-
-// The lane that tells of a block's scale.
-template <typename T>
-__device__ bool HasScale(int i) {
-  return i >= 0 && i % Quantized<T>::kLanes == 0;
 }
 
 // Sends token t by loads and stores. One warp.
@@ -67,35 +69,42 @@ __device__ inline void QuantizeToRows(const PushArgs& args, int t, const Rows& r
   const bool rounded = args.quantize == Quantize::kFp8Rounded;
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
+    using Block = Quantized<T>;
     const T* const row = reinterpret_cast<const T*>(args.payloads[0].in) + t * size;
-    QuantizeElements(row, static_cast<int>(size), rounded, lane, [&](int i, auto bits, float scale) {
+    QuantizeElements<T, 4, 1>(row, static_cast<int>(size), rounded, lane, [&](int block, const Block& part) {
       for (unsigned left = rows.carried; left != 0; left &= left - 1) {
         const int from = __ffs(left) - 1;
         const int64_t to = __shfl_sync(kAllLanes, rows.row, from);
         const Published& there = published[__shfl_sync(kAllLanes, rows.receiver, from)];
-        if (i >= 0) {
-          reinterpret_cast<decltype(bits)*>(static_cast<std::byte*>(there.buffers[0]) + to * size)[i] = bits;
-        }
-        if (HasScale<T>(i)) {
-          static_cast<float*>(there.buffers[1])[to * (size / kFp8Block) + i / Quantized<T>::kLanes] = scale;
-        }
+        if (block < 0) continue;
+        auto* const values = static_cast<std::byte*>(there.buffers[0]) + to * size;
+        reinterpret_cast<typename Block::Values*>(values)[VectorOf<T, 1>(block, 0, lane)] = part.values[0];
+        float* const scales = static_cast<float*>(there.buffers[1]) + to * (size / kFp8Block);
+        if (lane % Block::kLanes == 0) scales[block] = part.scale;
       }
     });
   });
 }
 
 // Makes FP8 of what a stage of shared memory holds: the values take its front, from where bulk copies may
-// then send them. One warp.
+// then send them. One warp. Several vectors a lane: a block's largest number and its scale are found by fewer
+// lanes, which takes half of the instructions.
 __device__ inline void QuantizeStaged(const PushArgs& args, std::byte* staged, int size, float* scales,
                                       int lane) {
+  constexpr int kVectors = 4;
   const bool rounded = args.quantize == Quantize::kFp8Rounded;
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    QuantizeElements(reinterpret_cast<const T*>(staged), size, rounded, lane,
-                     [&](int i, auto bits, float scale) {
-                       if (i >= 0) reinterpret_cast<decltype(bits)*>(staged)[i] = bits;
-                       if (HasScale<T>(i)) scales[i / Quantized<T>::kLanes] = scale;
-                     });
+    using Block = Quantized<T, kVectors>;
+    QuantizeElements<T, 1, kVectors>(reinterpret_cast<const T*>(staged), size, rounded, lane,
+                                     [&](int block, const Block& part) {
+                                       if (block < 0) return;
+                                       auto* const values = reinterpret_cast<typename Block::Values*>(staged);
+#pragma unroll
+                                       for (int v = 0; v < kVectors; ++v)
+                                         values[VectorOf<T, kVectors>(block, v, lane)] = part.values[v];
+                                       if (lane % Block::kLanes == 0) scales[block] = part.scale;
+                                     });
   });
   FenceBulkShared();
   __syncwarp();

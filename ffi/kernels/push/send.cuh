@@ -142,18 +142,25 @@ __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
-// Begins to send tokens [begin, end) by bulk copies; the first slice is being loaded already. Called by the
-// block's first bulk.num_sending warps. By expert those that it had sent before have then arrived.
+// Tokens that a block sends before it synchronises.
+struct Batch {
+  int begin, end;
+};
+
+// Begins to send a batch by bulk copies. Its first slice is being loaded already, and at the end that of the
+// following batch is. Called by the block's first bulk.num_sending warps; one that has no token in a batch
+// has none in the following ones. By expert those that it had sent before have then arrived.
 template <bool kQuantizes>
-__device__ void SendTokensInBulk(const PushArgs& args, int begin, int end, const Published* published,
-                                 Stages& stages) {
+__device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch& following,
+                           const Published* published, Stages& stages) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
-  Slice slice = FirstSlice(args, begin);
+  Slice slice = FirstSlice(args, batch.begin);
   Rows rows{};
   int token = -1;
-  for (; slice.token < end; ++stages.used) {
-    const Slice following = Next(args, slice);
+  for (; slice.token < batch.end; ++stages.used) {
+    const Slice next = Next(args, slice);
+    const bool is_last = next.token >= batch.end;
     const int stage = stages.used % 2;
     const auto find_rows = [&] {
       if (slice.token == token) return;
@@ -163,7 +170,8 @@ __device__ void SendTokensInBulk(const PushArgs& args, int begin, int end, const
     if constexpr (kQuantizes) find_rows();
     WaitForStoresRead();
     __syncwarp();
-    LoadSlice(args, following, end, stages, 1 - stage);
+    LoadSlice(args, is_last ? FirstSlice(args, following.begin) : next, is_last ? following.end : batch.end,
+              stages, 1 - stage);
     if constexpr (!kQuantizes) find_rows();
     WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     std::byte* const staged = stages.bytes + stage * args.bulk.stage_bytes;
@@ -183,7 +191,7 @@ __device__ void SendTokensInBulk(const PushArgs& args, int begin, int end, const
       SendScales(args, offset, static_cast<int>(size), rows, published, stages.scales, lane);
     }
     if (args.spreads && stages.used == used) WaitForStores<1>();
-    slice = following;
+    slice = next;
   }
   if (args.spreads && stages.used == used) WaitForStores();
 }

@@ -7,27 +7,32 @@
 
 namespace jax_ep::cuda {
 
-// 16 bytes of a row as FP8, and the scale of their block, which neighbouring lanes hold together.
-template <typename T>
+// A lane's vectors, of 16 bytes each, of one block of a row of T, as FP8. Neighbouring lanes hold the block
+// together.
+template <typename T, int kVectors = 1>
 struct Quantized {
-  static constexpr int kElements = 16 / sizeof(T);
-  static constexpr int kLanes = kFp8Block / kElements;  // that hold a block
-  uint32_t values[kElements / 4];                       // four each
+  static constexpr int kElements = 16 / sizeof(T);                     // of a vector
+  static constexpr int kLanes = kFp8Block / kElements / kVectors;      // that hold a block
+  using Values = std::conditional_t<kElements == 8, uint2, uint32_t>;  // of a vector
+  Values values[kVectors];
   float scale;
 };
 
 // The bits of the largest magnitude of a block, as float32. The bits of magnitudes are in their order, NaN
 // last. The whole warp.
-template <typename T>
-__device__ inline uint32_t LargestMagnitude(const uint4& bits) {
-  const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+template <typename T, int kVectors>
+__device__ inline uint32_t LargestMagnitude(const uint4 (&vectors)[kVectors]) {
+  constexpr uint32_t kMagnitude = sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu;
   uint32_t largest = 0;
   const auto take = [&](uint32_t word) {  // two at a time of 16 bits each
-    largest = sizeof(T) == 2 ? __vmaxu2(largest, word & 0x7fff7fffu) : max(largest, word & 0x7fffffffu);
+    largest = sizeof(T) == 2 ? __vmaxu2(largest, word) : max(largest, word);
   };
-  for (uint32_t word : words) take(word);
 #pragma unroll
-  for (int step = 1; step < Quantized<T>::kLanes; step *= 2) {
+  for (int v = 0; v < kVectors; ++v) {
+    for (uint32_t word : {vectors[v].x, vectors[v].y, vectors[v].z, vectors[v].w}) take(word & kMagnitude);
+  }
+#pragma unroll
+  for (int step = 1; step < Quantized<T, kVectors>::kLanes; step *= 2) {
     take(__shfl_xor_sync(kAllLanes, largest, step));
   }
   if constexpr (sizeof(T) == 4) {
@@ -49,23 +54,28 @@ __device__ inline float Reciprocal(float scale) {
 }
 
 // Blocks that are not finite have NaN as scale and values. The whole warp; lanes past the row hold anything.
-template <typename T>
-__device__ inline Quantized<T> QuantizeVector(const Vector<T, Quantized<T>::kElements>& row, bool rounded) {
+template <typename T, int kVectors>
+__device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kVectors], bool rounded) {
   constexpr float kFloor = 1e-4f, kScale = 1.0f / 448;
   constexpr uint32_t kInfinity = 0x7f800000, kMantissa = 0x7fffff;
-  Quantized<T> out;
-  const uint32_t largest = LargestMagnitude<T>(row.bits);
+  constexpr int kElements = Quantized<T, kVectors>::kElements;
+  Quantized<T, kVectors> out;
+  const uint32_t largest = LargestMagnitude<T>(vectors);
   float scale = __fmul_rn(fmaxf(__uint_as_float(largest), kFloor), kScale);
   if (rounded) scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
   if (largest >= kInfinity) scale = __uint_as_float(0x7fc00000);
   const float factor = Reciprocal(scale);
 #pragma unroll
-  for (int i = 0; i < out.kElements; i += 4) {
+  for (int v = 0; v < kVectors; ++v) {
+    const Vector<T, kElements> row{vectors[v]};
     const auto two = [&](int j) -> uint32_t {
       const float2 scaled = {__fmul_rn(row[j], factor), __fmul_rn(row[j + 1], factor)};
       return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
     };
-    out.values[i / 4] = two(i) | two(i + 2) << 16;
+    uint32_t words[kElements / 4];
+#pragma unroll
+    for (int i = 0; i < kElements; i += 4) words[i / 4] = two(i) | two(i + 2) << 16;
+    memcpy(&out.values[v], words, sizeof(words));
   }
   out.scale = scale;
   return out;

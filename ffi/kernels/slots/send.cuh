@@ -44,8 +44,7 @@ constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
 template <typename T>
 struct Part {
   static constexpr int kLanes = Quantized<T>::kLanes;  // that hold a block
-  using Bits = std::conditional_t<Quantized<T>::kElements == 8, uint2, uint32_t>;
-  Bits bits;
+  typename Quantized<T>::Values bits;
   float scale;
 };
 template <>
@@ -86,9 +85,9 @@ __device__ void LoadParts(const SlotPushArgs& args, int t, int first, int n, Par
     if constexpr (std::is_void_v<T>) {
       parts[j].bits = vectors[j];
     } else {
-      const auto q = QuantizeVector<T>({vectors[j]}, args.quantize == Quantize::kFp8Rounded);
-      memcpy(&parts[j].bits, q.values, sizeof(parts[j].bits));
-      parts[j].scale = q.scale;
+      const auto quantized = QuantizeBlock<T>({vectors[j]}, args.quantize == Quantize::kFp8Rounded);
+      parts[j].bits = quantized.values[0];
+      parts[j].scale = quantized.scale;
     }
   }
 }
