@@ -17,10 +17,6 @@ from jax_ep._reverse_mode import without_gradient
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
-# SMs with which the kernel makes FP8 as fast as a cast before it, seen on H200 (docs/performance.md).
-_LEAST_SMS_BY_RANK = 24
-_LEAST_SMS_BY_CHOICE = 48
-
 NO_GRADIENT = (
     "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
     "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
@@ -80,16 +76,11 @@ def route_fp8(
 def _packs(implementation: Implementation, routing: Routing, x: jax.Array) -> bool:
     """Whether the kernel that sends rows makes FP8 of them.
 
-    Rows that are apart go along a handle, which takes them as they are. And where the kernel has few SMs, it
-    is slower than a cast by all of them before.
+    Rows that are apart go along a handle, which takes them as they are, unless they are few.
     """
     if implementation == "xla" or routing.makes_two_hops or not _ffi.quantizes(routing, x):
         return False
-    if _ffi.goes_through_arena(routing, (x,), quantize=1):
-        return True
-    least = _LEAST_SMS_BY_CHOICE if routing.has_row_per_choice else _LEAST_SMS_BY_RANK
-    num_sms = routing.group._num_sms
-    return implementation != "ffi apart" and (num_sms is None or num_sms >= least)
+    return implementation != "ffi apart" or _ffi.goes_through_arena(routing, (x,), quantize=1)
 
 
 def _route_as_fp8(

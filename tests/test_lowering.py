@@ -33,12 +33,9 @@ def test_every_op_lowers_for_cuda(order, gpu_group):
     assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
 
 
-@pytest.mark.parametrize(
-    ("order", "num_sms", "in_kernel"),
-    [("rank", None, 1), ("rank", 16, 0), ("rank", 24, 1), ("expert", None, 1), ("expert", 24, 0)],
-)
-def test_who_makes_fp8(order, num_sms, in_kernel, gpu_group, monkeypatch):
-    """The kernel, or where it may take few SMs, XLA before it."""
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("num_sms", [None, 8])
+def test_the_kernel_makes_fp8(order, num_sms, gpu_group, monkeypatch):
     monkeypatch.setattr(gpu_group, "_num_sms", num_sms)
     x, ids, _ = inputs()
 
@@ -49,7 +46,7 @@ def test_who_makes_fp8(order, num_sms, in_kernel, gpu_group, monkeypatch):
 
     mapped = jax.jit(jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep")))
     text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"quantize = (\d)", text) == [str(in_kernel)]
+    assert re.findall(r"quantize = (\d)", text) == ["1"]
 
 
 def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):

@@ -37,11 +37,13 @@ def test_budgets_are_kept(name, op, by_expert, ranks):
 
 
 def test_few_sms_carry_rows_by_rank():
-    """What is documented: 12 SMs send, others clear the tail, as many as pay for their sums pull."""
+    """What is documented: 12 SMs send, 16 on two ranks, others clear the tail, and few pull."""
     shape = SHAPES["deepseek_v3"]
     links, local = plan("push", False, shape, 8, 8 * shape.tokens, 0)
     assert links == 12
     assert links + local <= 16
+    assert plan("push", False, shape, 2, 2 * shape.tokens, 0)[0] == 16
+    assert plan("FP8 push", False, shape, 2, 2 * shape.tokens, 0)[0] > 24
     assert sum(plan("pull", False, shape, 8, 8 * shape.tokens, 0)) == 13
     assert sum(plan("pull", False, shape, 2, 2 * shape.tokens, 0)) == 12
 

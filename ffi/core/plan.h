@@ -21,10 +21,13 @@ struct SmPlan {
   int32_t total() const { return links + local; }
 };
 
-// Bytes a microsecond: of a GPU's links in one direction, and of one SM that clears, or that scales, folds or
-// copies rows. The last two are less than what it can do, so that the links need not wait for it.
+// Bytes a microsecond: of a GPU's links in one direction, and of one SM that stores (at most), sends, makes
+// FP8 (of what it makes), or scales, folds or copies rows. The last two are less than what it can do, so that
+// the links need not wait for it.
 constexpr double kLinkRate = 320e3;
-constexpr double kClearRate = 48e3;
+constexpr double kStoreRate = 48e3;
+constexpr double kSendRate = 40e3;
+constexpr double kQuantizeRate = 18.5e3;
 constexpr double kScaleRate = 15e3;
 constexpr double kFoldRate = 21e3;
 constexpr double kCopyRate = 30e3;
@@ -32,13 +35,13 @@ constexpr double kCopyRate = 30e3;
 // rows help to copy.
 constexpr double kFoldSlack = 1.7;
 constexpr double kCopySlack = 3;
-// SMs that carry rows. Twelve fill the links, ten do not. By expert a sender tells the peers of what has
-// arrived, which is the later the more is under way. A pull sums as it goes, the rank's own rows too; by
-// expert the folds beside it slow it down.
+// SMs that carry rows, at least. Twelve fill the links of four GPUs, ten do not. By expert a sender tells the
+// peers of what has arrived, which is the later the more is under way. A pull sums as it goes, the rank's own
+// rows too; by expert the folds beside it slow it down.
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
-constexpr int32_t kQuantizingSenders = 24;
+constexpr int32_t kQuantizingSenders = 20;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
@@ -69,10 +72,11 @@ inline double ExpectedTokens(const Shape& shape) {
   return ranks * shape.num_tokens * (1 - std::pow(1 - 1 / ranks, shape.top_k));
 }
 
-// What one SM takes for the work in device memory, in microseconds: with slack, and at least.
+// The work in device memory: what one SM takes for it, in microseconds, with slack; and the SMs that it needs
+// at least to keep up with the links.
 struct LocalWork {
   double us;
-  double least_us;
+  double least_sms;
 };
 
 // What the links take for one row of each (token, rank), in microseconds.
@@ -90,8 +94,7 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
   const int32_t most = limited ? budget : std::max(num_sms * 3 / 4, 2);
   if (plan.total() <= most) return plan;
   if (plan.local > 0) {
-    const double least = work.least_us / op_us;
-    const int32_t share = static_cast<int32_t>(most * least / (links + least));
+    const int32_t share = static_cast<int32_t>(most * work.least_sms / (links + work.least_sms));
     // Where nothing limits the op, the links keep theirs.
     plan.local = std::clamp(limited ? share : most - links, 1, most - 1);
   }
@@ -108,24 +111,37 @@ inline bool SuitsRings(const Shape& shape, double row_bytes) {
 // What a push does to rows while it moves them.
 enum class PushWork : int32_t { kMove, kScale, kQuantize };
 
-// `row_bytes` of all payloads together, as they travel. A push that scales works on every row.
+// The SMs that send. They store the rank's own rows, too, which are half of all with two ranks. `row_bytes`
+// of all payloads together, as they travel.
+inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind) {
+  if (shape.num_tokens <= kFewTokens) return kFewSms;
+  const bool quantizes = kind == PushWork::kQuantize;
+  const int32_t least = quantizes                     ? kQuantizingSenders
+                        : !shape.has_row_per_choice() ? kRankSenders
+                        : kind == PushWork::kScale    ? kScalingSenders
+                                                      : kExpertSenders;
+  if (shape.num_ranks == 1) return least;
+  const double sent = ExpectedTokens(shape) * row_bytes, made = shape.num_tokens * row_bytes;
+  const double us = quantizes ? sent / kStoreRate + made / kQuantizeRate : sent / kSendRate;
+  return std::max(least, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
+}
+
+// A push that scales works on every row; `by_ring`: through shared memory.
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,
                        int32_t budget) {
-  const bool scales = kind == PushWork::kScale;
-  const bool by_rank = !shape.has_row_per_choice();
+  const bool scales = kind == PushWork::kScale, by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
-  const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kClearRate;
-  const double scale_rate = by_ring ? kRingScaleRate : kScaleRate;
-  const double rows_us = scales ? rows * row_bytes / scale_rate : (rows - tokens) * row_bytes / kCopyRate;
-  LocalWork work{std::max(clear_us + rows_us, 1.0), clear_us + rows_us / (scales ? 1 : kCopySlack)};
-  int32_t links = by_rank ? kRankSenders : scales ? kScalingSenders : kExpertSenders;
-  if (kind == PushWork::kQuantize) links = kQuantizingSenders;
-  if (shape.num_tokens <= kFewTokens) links = kFewSms;
+  const double cleared = std::max(shape.capacity - rows, 0.0), written = scales ? rows : rows - tokens;
   const double link_us = LinkMicroseconds(shape, row_bytes);
-  // The tokens are written and read, the factors read, and the rows and what is cleared written.
-  const double moved = 2 * tokens + rows + std::max(1.0 * shape.capacity, rows);
-  const double memory_us = moved * row_bytes / kMemoryRate;
-  return PlanSms(by_ring ? std::max(link_us, memory_us) : link_us, links, work, num_sms, budget);
+  // The tokens are written, by expert read again, and the factors read; other rows and zeros are written.
+  const double moved = (by_rank ? 1 : 2) * tokens + (scales ? rows : 0) + written + cleared;
+  const double op_us = std::max(link_us, moved * row_bytes / kMemoryRate);
+  const double clear_us = cleared * row_bytes / kStoreRate;
+  const double rate = !scales ? kCopyRate : by_ring ? kRingScaleRate : kScaleRate;
+  const double rows_us = written * row_bytes / rate;
+  const LocalWork work{std::max(clear_us + rows_us, 1.0),
+                       scales ? (clear_us + rows_us) / op_us : (clear_us + rows_us / kCopySlack) / link_us};
+  return PlanSms(op_us, PlanSenders(shape, row_bytes, kind), work, num_sms, budget);
 }
 
 // The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.
@@ -143,11 +159,12 @@ inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by
   const int32_t links = shape.num_tokens <= kFewTokens ? kFewSms : PlanPullers(shape, folds, by_ring);
   const double link_us = LinkMicroseconds(shape, row_bytes);
   if (!folds) return PlanSms(link_us, links, {}, num_sms, budget);
-  const double fold_us = rows * row_bytes / (by_ring ? kRingFoldRate : kFoldRate);
-  const LocalWork work{fold_us, fold_us / (by_ring ? kRingFoldSlack : kFoldSlack)};
   // Rows are read, their sums written and read, and the tokens' written.
   const double memory_us = (rows + 2 * tokens + shape.num_tokens) * row_bytes / kMemoryRate;
-  return PlanSms(by_ring ? std::max(link_us, memory_us) : link_us, links, work, num_sms, budget);
+  const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
+  const double fold_us = rows * row_bytes / (by_ring ? kRingFoldRate : kFoldRate);
+  const LocalWork work{fold_us, fold_us / (by_ring ? kRingFoldSlack : kFoldSlack) / op_us};
+  return PlanSms(op_us, links, work, num_sms, budget);
 }
 
 }  // namespace jax_ep
