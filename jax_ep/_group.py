@@ -135,7 +135,6 @@ class Group:
             device.process_index != group[0].process_index for group in devices for device in group
         )
         self._timeout_s = min(timeout_s, LONGEST_S)
-        self._num_sms = num_sms
         self._key = f"{self._platform}:{','.join(self._axes)}:{self._device_ids}"
         if self._within is not None:
             self._key += f":{self._within._size} ranks a host"

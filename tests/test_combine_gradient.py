@@ -53,13 +53,15 @@ def test_closed_form_of_combine(capacity, implementation):
     np.testing.assert_array_equal(d_bias, 1)
 
 
-def check_weighted(ids, leaves, capacity, implementation):
+def check_weighted(ids, leaves, capacity, implementation, num_experts=E):
     """D y = weight * cotangent of the token, d weight = <y, cotangent>, summed over the leaves.
 
     `leaves`: of each its shape behind the rows, and its dtype.
     """
     num_ranks, tokens, _ = ids.shape
-    received = oracle.dispatch(np.zeros((num_ranks, tokens, 1)), ids, None, E, "expert", capacity, 4)
+    received = oracle.dispatch(
+        np.zeros((num_ranks, tokens, 1)), ids, None, num_experts, "expert", capacity, 4
+    )
     unused = np.array([[source is None for source in one.sources] for one in received])
     y, d_out = {}, {}
     for i, (shape, dtype) in enumerate(leaves):
@@ -71,7 +73,7 @@ def check_weighted(ids, leaves, capacity, implementation):
     on = ranks(num_ranks)
 
     def shard(ids, y, weights, d_out):
-        routing = {"num_experts": E, "capacity": capacity, "expert_alignment": 4}
+        routing = {"num_experts": num_experts, "capacity": capacity, "expert_alignment": 4}
         options = {"implementation": implementation}
         handle = jax_ep.dispatch(jnp.zeros((tokens, 1)), ids, group=on.group, **routing, **options).handle
         combine = lambda y, weights: jax_ep.combine(y, handle, row_weights=weights, **options)
@@ -83,7 +85,7 @@ def check_weighted(ids, leaves, capacity, implementation):
         real, (s, t) = ~unused[rank], sources.T[:2]
         dot, size = np.zeros(capacity), np.zeros(capacity)
         for i, leaf in y.items():
-            cotangent = d_out[i][s, t].astype(np.float32)
+            cotangent = d_out[i][s, t].astype(np.promote_types(leaf.dtype, np.float32))
             factor = np.where(real, weights[rank], 0).reshape(-1, *(1,) * (cotangent.ndim - 1))
             want = (factor * cotangent).astype(leaf.dtype)
             np.testing.assert_array_equal(d_y[i][rank], want, f"leaf {i} at rank {rank}")
@@ -104,15 +106,22 @@ def test_leaves_of_several_dtypes(tokens, implementation):
 @pytest.mark.parametrize("capacity", [1000, 2800])
 @pytest.mark.parametrize(
     "leaves",
-    [[((4096,), BF16)], [((3600,), np.float32)], [((8192,), np.float16), ((4112,), np.float16)]],
-    ids=["bfloat16", "float32", "two of float16"],
+    [
+        [((4096,), BF16)],
+        [((3600,), np.float32)],
+        [((8192,), np.float16), ((4112,), np.float16)],
+        [((1808,), np.float64)],
+    ],
+    ids=["bfloat16", "float32", "two of float16", "float64"],
 )
 def test_long_rows_of_many_tokens(leaves, capacity):
     """On GPUs they are scaled in shared memory, those of more than 14336 bytes in two parts."""
     ids = routing("sprinkled", 2, 1100, 2, E)
-    check_weighted(ids, [(shape, np.dtype(dtype)) for shape, dtype in leaves], capacity, "ffi")
+    with jax.enable_x64(leaves[0][1] == np.float64):
+        check_weighted(ids, [(shape, np.dtype(dtype)) for shape, dtype in leaves], capacity, "ffi")
 
 
 def test_more_rows_of_a_token_than_are_loaded_at_a_time():
     """With JAX_EP_NO_ARENA=1 on GPUs: shared memory holds seven of these."""
-    check_weighted(routing("uniform", 1, 40, 12, E), [((7168,), BF16)], 40 * 12 + 8 * 3, "ffi")
+    ids = routing("uniform", 1, 40, 12, 16)
+    check_weighted(ids, [((7168,), BF16)], 40 * 12 + 16 * 3, "ffi", num_experts=16)

@@ -18,7 +18,7 @@ import jax_ep
 from jax_ep import _ffi
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
-SEVERAL_WAVES = 1200
+SEVERAL_WAVES, LONG = 1200, 4096  # of so many tokens such rows go through shared memory
 
 
 def forward_and_backward(devices, order="expert", **options):
@@ -43,7 +43,8 @@ def forward_and_backward(devices, order="expert", **options):
 
 def inputs(seed, tokens=T):
     ids = routing("sprinkled", R, tokens, K, E, seed).reshape(-1, K)
-    return floats((R * tokens, H), BF16, seed), ids, floats((R * tokens, K), seed=seed + 1)
+    width = LONG if tokens == SEVERAL_WAVES else H
+    return floats((R * tokens, width), BF16, seed), ids, floats((R * tokens, K), seed=seed + 1)
 
 
 def digest(results):

@@ -11,9 +11,10 @@ namespace jax_ep::cuda {
 // What launches depend on.
 struct Device {
   int num_sms;
-  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer
+  int shared_bytes;     // of a block, at most
+  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer, on GPUs with as much shared memory
   bool has_clusters;    // likewise
-  bool few_as_many;     // a pull uses rings also for few tokens and short rows
+  bool few_as_many;     // rings are used also for few tokens and short rows
   int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
 };
 

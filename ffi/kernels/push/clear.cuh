@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 constexpr int kZeroBytes = 4 * 1024;        // stored at a time
 constexpr int64_t kClearBytes = 16 * 1024;  // dealt out to a warp at a time
 // In bulk as many warps of a block as keep its SM busy; more would hold up the rows that it spreads. The last
-// ones: they have no stages to spread rows with.
+// ones: they have no stages to spread rows with, and of the rings the last teams begin after them.
 constexpr int kClearingWarps = 8;
 
 // What holds tokens: by expert the first `rows[i]` rows from `starts[i]` on, those of local expert i; by

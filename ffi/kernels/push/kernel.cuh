@@ -214,7 +214,8 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   if (!sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr, epoch);
   if (local) return;
   if constexpr (kRings) ScaleByRing<Scale>(args, Ring(args.ring, memory, bytes), epoch);
-  if (args.spreads && args.ring.teams == 0) SpreadRows<kInBulk, Scale>(args, op, stages, epoch);
+  const bool by_ring = kRings && args.ring.teams > 0;
+  if (args.spreads && !by_ring) SpreadRows<kInBulk, Scale>(args, op, stages, epoch);
   if (closes) {
     if (!Leave(peers, op, published, epoch, args.spreads)) {
       GiveUp(peers, op, epoch, Standing::kOpened, [&] { FillResults(args); });

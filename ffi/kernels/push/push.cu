@@ -10,9 +10,13 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Shared memory of a block: its counts, then its stages. A push that scales has more beside it.
+// Shared memory of a block, as far as it is not static: its counts, then its stages. A push that scales has
+// more beside it.
 constexpr int kBulkBytes = 216 * 1024;
 constexpr int kScaleBytes = 203 * 1024;
+constexpr int kStaticBytes = 8 * 1024;  // at most, of a push that does not copy in bulk
+// What bulk copies are planned for: what a block may have on sm_90 and sm_100, but not on all later GPUs.
+constexpr int kBulkDeviceBytes = 227 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
 constexpr int kBatch = 32;  // tokens, sent by loads and stores
 constexpr int kWave = 128;  // tokens, spread at a time
@@ -90,15 +94,14 @@ void Divide(PushArgs& args, const Device& device, int num_senders) {
 }
 
 cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
-                         cudaStream_t stream) {
+                         const Device& device, cudaStream_t stream) {
   const int64_t stages = args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
   const int64_t shared = HeadBytes(args) + std::max(stages, args.ring.bytes());
   const Change change{args.quantize != Quantize::kNone, scaled};
   const bool in_bulk = args.bulk.num_warps > 0;
   return WithKernel(in_bulk, change, [&](auto* kernel, int num_threads) {
-    // More than the default, and in bulk the same for all shapes: another thread may be about to launch the
-    // same kernel. Counts of many experts need more, too.
-    const int most = in_bulk ? BulkBytes(args) : static_cast<int>(shared);
+    // The same for all shapes: another thread may be about to launch the same kernel.
+    const int most = in_bulk ? BulkBytes(args) : device.shared_bytes - kStaticBytes;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return error;
     // A permute meets nobody, and may have more blocks than there is room for.
@@ -154,7 +157,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                                           params.handle.sent_rows, params.chunk_counts, stream);
     if (error != cudaSuccess) return error;
   }
-  return LaunchKernel(args, plan.total(), scaled, stream);
+  return LaunchKernel(args, plan.total(), scaled, device, stream);
 }
 
 // A push within a group of one rank, which meets nobody. The routed ids are the row map's, and are
@@ -172,7 +175,7 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   args.num_dropped = params.num_dropped;
   // All SMs send; as many clear, once those are done.
   Divide(args, device, device.num_sms);
-  return LaunchKernel(args, 2 * device.num_sms, std::nullopt, stream);
+  return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
 }
 
 // Whether the kernels that run on the current device were compiled for sm_90 or newer: what counts is the
@@ -184,12 +187,14 @@ static bool IsBuiltForHopper() {
 }
 
 Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget) {
-  int device = 0, num_sms = 1;
+  int device = 0, num_sms = 1, shared_bytes = 0;
   (void)cudaGetDevice(&device);
   (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  (void)cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   num_sms = std::min(num_sms, kMaxBlocks);
   const bool is_new = IsBuiltForHopper();
-  return {num_sms, !plain_copies && is_new, is_new, few_as_many, sm_budget};
+  const bool in_bulk = is_new && !plain_copies && shared_bytes >= kBulkDeviceBytes;
+  return {num_sms, shared_bytes, in_bulk, is_new, few_as_many, sm_budget};
 }
 
 cudaError_t PreloadPush() {

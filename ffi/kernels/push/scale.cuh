@@ -1,25 +1,13 @@
 // By expert: what a token's rows at a rank become where each is scaled by its weight.
 #pragma once
 
-#include "kernels/push/args.cuh"
+#include "kernels/push/find.cuh"
 #include "kernels/rows/vector.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kScaledRows = 3;       // rows, and
 constexpr int kColumnsInFlight = 4;  // columns of each, whose loads are in flight at a time
-
-// A token's rows at this rank: lane k holds that of its k-th choice, -1 none.
-struct Spread {
-  int row;
-  unsigned lanes;  // that hold a row; the first one's has come
-};
-
-__device__ inline Spread FindSpread(const int32_t* received_rows, const Shape& shape, int64_t global_token,
-                                    int lane) {
-  const int row = lane < shape.top_k ? __ldcg(&received_rows[global_token * shape.top_k + lane]) : -1;
-  return {row, __ballot_sync(kAllLanes, IsRow(row, shape.capacity))};
-}
 
 // Each row becomes its weight times the token's, which lies in the first of them; and the weight's gradient
 // the dot product of the token's row with the factors. Some rows at a time, the first of all in the end: each

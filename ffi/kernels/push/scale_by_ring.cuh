@@ -22,32 +22,22 @@ class RowScaler {
         ring_(ring),
         parts_(parts),
         lane_(threadIdx.x % kWarp),
-        mine_((ring.place() * kRingVectors * kWarp + lane_) * N) {}
+        mine_((ring.first_vector() + lane_) * N) {}
 
-  // Until the ring's phase ends. The next row is taken before the present one is worked on.
+  // Until the ring's phase ends.
   __device__ void Run() {
-    Taken<T> one, other;
-    Take(one);
-    while (Step(one, other) && Step(other, one)) {
-    }
+    TakeRows<T>(ring_, [&](const Taken<T>& taken, int next) {
+      if ((taken.flags & Note::kLast) == 0) {
+        Keep(taken);
+      } else {
+        Scale(taken);
+        if ((next & Note::kLast) == 0) Finish(taken.goal);  // no more of this token
+      }
+    });
   }
 
  private:
   static constexpr int N = 16 / sizeof(T);
-
-  __device__ void Take(Taken<T>& taken) { taken.From(ring_, ring_.place() * kRingVectors * kWarp + lane_); }
-
-  __device__ bool Step(const Taken<T>& taken, Taken<T>& next) {
-    if ((taken.flags & Note::kEnd) != 0) return false;
-    Take(next);
-    if ((taken.flags & Note::kLast) == 0) {
-      Keep(taken);
-      return true;
-    }
-    Scale(taken);
-    if ((next.flags & Note::kLast) == 0) Finish(taken.goal);  // no more of this token
-    return true;
-  }
 
   __device__ void Keep(const Taken<T>& taken) {
 #pragma unroll
@@ -84,7 +74,8 @@ class RowScaler {
     ++num_rows_;
   }
 
-  // Adds up the dot products of the team's warps. A lane stands for the same row in all parts of a token.
+  // Adds up the dot products of the team's warps. A lane stands for the same row in all parts of a token, and
+  // keeps what they have come to.
   __device__ void Finish(const Goal& goal) {
     const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.place(), summers = ring_.plan().summers;
     parts_[turn_][first + ring_.place()][lane_] = dot_;
@@ -92,9 +83,9 @@ class RowScaler {
     if (ring_.place() == 0 && lane_ < num_rows_) {
       Acc sum = 0;
       for (int i = 0; i < summers; ++i) sum += parts_[turn_][first + i][lane_];
-      float& gradient = args_.arrived_weights[row_];
       const bool begins = goal.array == 0 && goal.first == 0;
-      gradient = static_cast<float>(begins ? sum : static_cast<Acc>(gradient) + sum);
+      gradient_ = begins ? sum : gradient_ + sum;
+      args_.arrived_weights[row_] = static_cast<float>(gradient_);
     }
     turn_ ^= 1;
     num_rows_ = 0;
@@ -109,6 +100,7 @@ class RowScaler {
   int num_rows_ = 0;  // of the present token so far: lane k holds what belongs to the k-th
   int row_ = 0;
   Acc dot_ = 0;
+  Acc gradient_ = 0;  // of the first of a team's warps: of that row's weight, so far
   int turn_ = 0;
 };
 

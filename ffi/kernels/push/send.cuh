@@ -121,7 +121,8 @@ __device__ inline Slice Next(const PushArgs& args, Slice slice) {
 }
 
 // A warp's two stages of shared memory: it loads one slice into one while the stores of the slice before
-// leave the other. Between calls the stage whose turn it is has been read.
+// leave the other. Between batches the next one's first slice is being loaded into the stage whose turn it
+// is.
 struct Stages {
   std::byte* bytes;
   uint64_t* barriers;

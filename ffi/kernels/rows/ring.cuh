@@ -7,20 +7,21 @@
 
 namespace jax_ep::cuda {
 
-// Where a sum goes.
+// What becomes of a sum; or of a row that is scaled, to which the factors in the slot belong.
 struct alignas(16) Goal {
   int32_t array;
   int32_t first;   // column
-  int32_t number;  // of the sum, which says where it goes
+  int32_t number;  // of the sum, or of the row, which says where it goes
   int32_t wave;    // folds: the wave of which all of a sum is done then; or -1
 };
 
-// What stands beside a row in its slot.
+// What stands beside a row in its slot. Rows that are scaled: a token's row, kRow alone, and then the
+// factors, each with kLast, for each is a dot product of its own.
 struct alignas(16) Note {
   enum Flag : int32_t {
     kRow = 1,   // the slot has a row; a sum of no rows has a note alone
     kLast = 2,  // the sum ends, and the goal counts
-    kEnd = 4,   // no more sums, until the next phase
+    kEnd = 4,   // no more rows, until the next phase
   };
   int32_t flags;
   float factor;
@@ -41,7 +42,7 @@ class Ring {
         lane_(threadIdx.x % kWarp),
         team_(threadIdx.x / kWarp / (plan.summers + 1)),
         place_(threadIdx.x / kWarp % (plan.summers + 1)),
-        memory_(memory[team_]),
+        memory_(memory[is_used() ? team_ : 0]),
         bytes_(room + int64_t{plan.slots} * plan.slot_bytes * team_) {}
 
   // By the whole block, which synchronises before it uses the ring.
@@ -60,8 +61,9 @@ class Ring {
   // Whether this warp has rows loaded, or works on them.
   __device__ bool loads() const { return place_ == plan_.summers; }
   __device__ int team() const { return team_; }
-  // Of a warp that works on rows: its number in the team.
+  // Of a warp that works on rows: its number in the team, and the first of its vectors of each part of a row.
   __device__ int place() const { return place_; }
+  __device__ int first_vector() const { return place_ * kRingVectors * kWarp; }
   __device__ const RingPlan& plan() const { return plan_; }
 
   // As the warp that loads: puts notes into the next slots, each of the lanes one, in their order; and where
@@ -175,32 +177,39 @@ struct Taken {
   }
 };
 
-// As a warp that sums: takes rows until the phase ends. store(goal, first, total) is called with each sum's
-// columns from `first` on that are this warp's.
-template <typename T, typename Store>
-__device__ void SumRows(Ring& ring, Store&& store) {
-  constexpr int N = 16 / sizeof(T);
-  const int mine = ring.place() * kRingVectors * kWarp;  // the warp's first vector
-  typename Sum<T>::Acc total[kRingVectors][N] = {};
-  // The next row is taken before the present one is added, so that one comes while the other is worked on.
-  const auto add = [&](const Taken<T>& taken, Taken<T>& next) {
+// As a warp that works on rows: takes them until the phase ends. Calls work(taken, next) with each and the
+// flags of the one after it, which is taken before the present one is worked on: one comes meanwhile.
+template <typename T, typename Work>
+__device__ void TakeRows(Ring& ring, Work&& work) {
+  const int mine = ring.first_vector() + threadIdx.x % kWarp;
+  const auto step = [&](const Taken<T>& taken, Taken<T>& next) {
     if ((taken.flags & Note::kEnd) != 0) return false;
-    next.From(ring, mine + threadIdx.x % kWarp);
-    if ((taken.flags & Note::kRow) != 0) AddRow<T, N>(taken.vectors, taken.factor, total);
-    if ((taken.flags & Note::kLast) != 0) {
-      store(taken.goal, taken.goal.first + mine * N, total);
-#pragma unroll
-      for (int v = 0; v < kRingVectors; ++v) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) total[v][j] = 0;
-      }
-    }
+    next.From(ring, mine);
+    work(taken, next.flags);
     return true;
   };
   Taken<T> one, other;
-  one.From(ring, mine + threadIdx.x % kWarp);
-  while (add(one, other) && add(other, one)) {
+  one.From(ring, mine);
+  while (step(one, other) && step(other, one)) {
   }
+}
+
+// As a warp that sums: store(goal, first, total) is called with each sum's columns from `first` on that are
+// this warp's.
+template <typename T, typename Store>
+__device__ void SumRows(Ring& ring, Store&& store) {
+  constexpr int N = 16 / sizeof(T);
+  typename Sum<T>::Acc total[kRingVectors][N] = {};
+  TakeRows<T>(ring, [&](const Taken<T>& taken, int) {
+    if ((taken.flags & Note::kRow) != 0) AddRow<T, N>(taken.vectors, taken.factor, total);
+    if ((taken.flags & Note::kLast) == 0) return;
+    store(taken.goal, taken.goal.first + ring.first_vector() * N, total);
+#pragma unroll
+    for (int v = 0; v < kRingVectors; ++v) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) total[v][j] = 0;
+    }
+  });
 }
 
 }  // namespace jax_ep::cuda
