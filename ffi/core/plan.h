@@ -131,16 +131,16 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool
                        int32_t budget) {
   const bool scales = kind == PushWork::kScale, by_rank = !shape.has_row_per_choice();
   const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
-  const double cleared = std::max(shape.capacity - rows, 0.0), written = scales ? rows : rows - tokens;
+  const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kStoreRate;
+  const double scale_rate = by_ring ? kRingScaleRate : kScaleRate;
+  const double rows_us = scales ? rows * row_bytes / scale_rate : (rows - tokens) * row_bytes / kCopyRate;
   const double link_us = LinkMicroseconds(shape, row_bytes);
-  // The tokens are written, by expert read again, and the factors read; other rows and zeros are written.
-  const double moved = (by_rank ? 1 : 2) * tokens + (scales ? rows : 0) + written + cleared;
-  const double op_us = std::max(link_us, moved * row_bytes / kMemoryRate);
-  const double clear_us = cleared * row_bytes / kStoreRate;
-  const double rate = !scales ? kCopyRate : by_ring ? kRingScaleRate : kScaleRate;
-  const double rows_us = written * row_bytes / rate;
+  // The tokens are written and read, the factors read, and the rows written. (What is cleared is not counted:
+  // it takes little of the memory's time, and as many more SMs.)
+  const double memory_us = 2 * (tokens + rows) * row_bytes / kMemoryRate;
+  const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
   const LocalWork work{std::max(clear_us + rows_us, 1.0),
-                       scales ? (clear_us + rows_us) / op_us : (clear_us + rows_us / kCopySlack) / link_us};
+                       (clear_us + rows_us / (scales ? 1 : kCopySlack)) / op_us};
   return PlanSms(op_us, PlanSenders(shape, row_bytes, kind), work, num_sms, budget);
 }
 
