@@ -45,10 +45,10 @@ constexpr int32_t kQuantizingSenders = 20;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
-// The same by rings (SuitsRings), and how fast an SM then folds. Of two ranks not the links take longest,
-// but device memory, through which all rows go; its rate is that beside the links.
-// Sums of more than two rows leave a ring emptier between them. How much that costs has not been measured, so
-// there are more pullers then.
+// The same by rings (SuitsRings), and how fast an SM then folds and scales. Of two ranks not the links take
+// longest, but device memory, through which all rows go; its rate is that beside the links. Sums of more than
+// two rows leave a ring emptier between them. How much that costs has not been measured, so there are more
+// pullers then.
 constexpr int32_t kRingPullersOfTwo = 6;
 constexpr int32_t kFoldingRingPullersOfTwo = 7;
 constexpr int32_t kRingPullers = 12;

@@ -12,8 +12,8 @@ namespace jax_ep::cuda {
 struct Device {
   int num_sms;
   int shared_bytes;     // of a block, at most
-  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer, on GPUs with as much shared memory
-  bool has_clusters;    // likewise
+  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer, where a block may have 227 KB
+  bool has_clusters;    // kernels for sm_90 and newer
   bool few_as_many;     // rings are used also for few tokens and short rows
   int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
 };
