@@ -59,6 +59,23 @@ def test_long_rows_of_many_tokens_take_fewer_sms(op, by_expert):
     assert sms[0] < min(sms[1:])
 
 
+@pytest.mark.parametrize(("ranks", "least", "most"), [(2, 60, 72), (4, 43, 43), (8, 30, 30)])
+def test_a_dispatch_takes_as_many_sms_as_pay(ranks, least, most):
+    """What was timed: on two ranks 60 SMs lose 3 %, and more than 72 gain nothing, for memory is busy."""
+    shape = SHAPES["deepseek_v3"]
+    capacity = shape.tokens * shape.top_k * 5 // 4
+    assert least <= sum(plan("push", True, shape, ranks, capacity, 0)) <= most
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_alone_shares_its_sms(op):
+    """It has no links, and yet must carry its rows to themselves."""
+    shape = SHAPES["deepseek_v3"]
+    for budget in (16, 64):
+        links, local = plan(op, True, shape, 1, shape.tokens * shape.top_k, budget)
+        assert min(links, local) >= budget // 8
+
+
 def test_more_to_clear_takes_more_sms():
     shape = SHAPES["deepseek_v3"]
     local = [plan("push", True, shape, 8, capacity, 0)[1] for capacity in (40_000, 80_000, 160_000)]

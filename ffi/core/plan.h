@@ -23,7 +23,7 @@ struct SmPlan {
 
 // Bytes a microsecond: of a GPU's links in one direction, and of one SM that stores (at most), sends, makes
 // FP8 (of what it makes), or scales, folds or copies rows. The last two are less than what it can do, so that
-// the links need not wait for it.
+// the links need not wait for it; the next is what it can do.
 constexpr double kLinkRate = 320e3;
 constexpr double kStoreRate = 48e3;
 constexpr double kSendRate = 40e3;
@@ -31,6 +31,7 @@ constexpr double kQuantizeRate = 18.5e3;
 constexpr double kScaleRate = 15e3;
 constexpr double kFoldRate = 21e3;
 constexpr double kCopyRate = 30e3;
+constexpr double kFreeCopyRate = 36e3;
 // By how much less: this counts where SMs are short, and all wait for each other. Blocks that have sent all
 // rows help to copy.
 constexpr double kFoldSlack = 1.7;
@@ -46,9 +47,9 @@ constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // of two ranks: sums of two rows have more loads in flight
 // The same by rings (SuitsRings), and how fast an SM then folds and scales. Of two ranks not the links take
-// longest, but device memory, through which all rows go; its rate is that beside the links. Sums of more than
-// two rows leave a ring emptier between them. How much that costs has not been measured, so there are more
-// pullers then.
+// longest, but device memory, through which all rows go; its rates are those of rows beside the links, and of
+// zeros. Sums of more than two rows leave a ring emptier between them. How much that costs has not been
+// measured, so there are more pullers then.
 constexpr int32_t kRingPullersOfTwo = 6;
 constexpr int32_t kFoldingRingPullersOfTwo = 7;
 constexpr int32_t kRingPullers = 12;
@@ -57,6 +58,7 @@ constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
 constexpr double kMemoryRate = 3000e3;
+constexpr double kClearRate = 4460e3;
 // From here on rings are faster: a ring is filled before the first sum ends, and each row costs some steps.
 constexpr int32_t kLeastRingTokens = 1024;
 constexpr double kLeastRingRow = 8192;  // bytes
@@ -72,6 +74,11 @@ inline double ExpectedTokens(const Shape& shape) {
   return ranks * shape.num_tokens * (1 - std::pow(1 - 1 / ranks, shape.top_k));
 }
 
+// Rows that it receives in all: by rank no more than these.
+inline double ExpectedRows(const Shape& shape) {
+  return shape.has_row_per_choice() ? 1.0 * shape.num_tokens * shape.top_k : ExpectedTokens(shape);
+}
+
 // The work in device memory: what one SM takes for it, in microseconds, with slack; and the SMs that it needs
 // at least to keep up with the links.
 struct LocalWork {
@@ -79,9 +86,10 @@ struct LocalWork {
   double least_sms;
 };
 
-// What the links take for one row of each (token, rank), in microseconds.
+// What the links take for one row of each (token, rank), in microseconds. A rank alone moves rows at no less
+// than that.
 inline double LinkMicroseconds(const Shape& shape, double row_bytes) {
-  const double wire = ExpectedTokens(shape) * (shape.num_ranks - 1) / shape.num_ranks * row_bytes;
+  const double wire = ExpectedTokens(shape) * std::max(shape.num_ranks - 1, 1) / shape.num_ranks * row_bytes;
   return std::max(wire / kLinkRate, kLeastMicroseconds);
 }
 
@@ -115,33 +123,51 @@ enum class PushWork : int32_t { kMove, kScale, kQuantize };
 // of all payloads together, as they travel.
 inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind) {
   if (shape.num_tokens <= kFewTokens) return kFewSms;
-  const bool quantizes = kind == PushWork::kQuantize;
-  const int32_t least = quantizes                     ? kQuantizingSenders
+  const int32_t least = kind == PushWork::kQuantize   ? kQuantizingSenders
                         : !shape.has_row_per_choice() ? kRankSenders
                         : kind == PushWork::kScale    ? kScalingSenders
                                                       : kExpertSenders;
-  if (shape.num_ranks == 1) return least;
   const double sent = ExpectedTokens(shape) * row_bytes, made = shape.num_tokens * row_bytes;
-  const double us = quantizes ? sent / kStoreRate + made / kQuantizeRate : sent / kSendRate;
+  const double us = kind == PushWork::kQuantize ? sent / kStoreRate + made / kQuantizeRate : sent / kSendRate;
   return std::max(least, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
 }
 
 // A push that scales works on every row; `by_ring`: through shared memory.
-inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,
-                       int32_t budget) {
-  const bool scales = kind == PushWork::kScale, by_rank = !shape.has_row_per_choice();
-  const double tokens = ExpectedTokens(shape), rows = by_rank ? tokens : 1.0 * shape.num_tokens * shape.top_k;
+inline SmPlan PlanScale(const Shape& shape, double row_bytes, bool by_ring, int32_t num_sms, int32_t budget) {
+  const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
   const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kStoreRate;
-  const double scale_rate = by_ring ? kRingScaleRate : kScaleRate;
-  const double rows_us = scales ? rows * row_bytes / scale_rate : (rows - tokens) * row_bytes / kCopyRate;
+  const double local_us = clear_us + rows * row_bytes / (by_ring ? kRingScaleRate : kScaleRate);
   const double link_us = LinkMicroseconds(shape, row_bytes);
   // The tokens are written and read, the factors read, and the rows written. (What is cleared is not counted:
   // it takes little of the memory's time, and as many more SMs.)
   const double memory_us = 2 * (tokens + rows) * row_bytes / kMemoryRate;
   const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
-  const LocalWork work{std::max(clear_us + rows_us, 1.0),
-                       (clear_us + rows_us / (scales ? 1 : kCopySlack)) / op_us};
-  return PlanSms(op_us, PlanSenders(shape, row_bytes, kind), work, num_sms, budget);
+  const int32_t senders = PlanSenders(shape, row_bytes, PushWork::kScale);
+  return PlanSms(op_us, senders, {std::max(local_us, 1.0), local_us / op_us}, num_sms, budget);
+}
+
+// A push that moves rows, or makes FP8 of them, copies those of a token beyond its first.
+inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int32_t num_sms, int32_t budget) {
+  const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
+  const double cleared = std::max(shape.capacity - rows, 0.0), copied = rows - tokens;
+  const double clear_us = cleared * row_bytes / kStoreRate, link_us = LinkMicroseconds(shape, row_bytes);
+  const double least_sms = (clear_us + copied * row_bytes / kCopyRate / kCopySlack) / link_us;
+  // Each token is read where it is sent, and written, and read again to be copied.
+  const double moved = shape.num_tokens + 2 * tokens + copied;
+  const double op_us = std::max(link_us, (moved / kMemoryRate + cleared / kClearRate) * row_bytes);
+  const int32_t senders = PlanSenders(shape, row_bytes, kind);
+  // Where memory takes longer than the links, nothing waits for the copies, and the senders copy, too, when
+  // they have sent all.
+  const bool waits = op_us == link_us || kind == PushWork::kQuantize;
+  const double copy_us = copied * row_bytes / (waits ? kCopyRate : kFreeCopyRate);
+  const double local_us = clear_us + copy_us - senders * (op_us - link_us);
+  return PlanSms(op_us, senders, {std::max(local_us, 1.0), least_sms}, num_sms, budget);
+}
+
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,
+                       int32_t budget) {
+  return kind == PushWork::kScale ? PlanScale(shape, row_bytes, by_ring, num_sms, budget)
+                                  : PlanMove(shape, row_bytes, kind, num_sms, budget);
 }
 
 // The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.
