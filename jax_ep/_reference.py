@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_ep import _hop
 from jax_ep._collectives import exchange, gather, rank
 from jax_ep._dtypes import sum_dtype, sum_of_all
+from jax_ep._extension import current_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
 from jax_ep._manual import vary_alike
@@ -298,7 +299,21 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     if product == 2:
         return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
-    return jax.lax.ragged_dot(rows, others if product == 0 else others.swapaxes(1, 2), group_sizes)
+    matrices = others if product == 0 else others.swapaxes(1, 2)
+    if current_platform() == "tpu":
+        return jax.lax.ragged_dot(rows, matrices, group_sizes)
+    # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
+    # a single matrix that is not finite would spoil all rows.
+    result = jnp.zeros_like(rows, shape=(rows.shape[0], matrices.shape[2]))
+    result, *_ = vary_alike([result, rows, matrices])
+    number = jnp.arange(rows.shape[0])[:, None]
+
+    def add(result: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        matrix, size, end = group
+        found = jnp.matmul(rows, matrix, preferred_element_type=sum_dtype(rows.dtype)).astype(rows.dtype)
+        return jnp.where((number >= end - size) & (number < end), found, result), None
+
+    return jax.lax.scan(add, result, (matrices, group_sizes, jnp.cumsum(group_sizes)))[0]
 
 
 def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:

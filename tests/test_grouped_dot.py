@@ -56,6 +56,22 @@ def test_products_and_gradients(sizes, inner, outer):
         begin += size
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spoilt", [0, 1, 3])
+def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt, dtype):
+    """Expert 1 has none."""
+    sizes = np.array([12, 0, 9, 7], np.int32)
+    rows, weights = (jnp.ones(shape, dtype) for shape in ((C, 16), (4, 16, 24)))
+    weights = weights.at[spoilt].set(jnp.inf)
+    of = np.append(np.repeat(np.arange(4), sizes), np.full(C - sizes.sum(), 4))
+    want = np.append(np.where(np.arange(4) == spoilt, np.inf, 16), 0.0)[of]
+    got, transposed = jax.vjp(lambda rows: jax_ep.grouped_dot(rows, weights, sizes), rows)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.broadcast_to(want[:, None], (C, 24)))
+    (d_rows,) = transposed(jnp.ones_like(got))
+    want = np.where(want == 16, 24, want)
+    np.testing.assert_array_equal(np.asarray(d_rows, np.float32), np.broadcast_to(want[:, None], (C, 16)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_are_summed_in_float32(dtype):
     sizes = np.array([300, 0, 212], np.int32)
