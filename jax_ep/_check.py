@@ -40,9 +40,22 @@ def array(op: str, name: str, value: Any) -> jax.Array:
         with contextlib.suppress(TypeError, ValueError):
             given = jnp.asarray(value)
         if given is not None:
+            _require_same_integers(op, name, value, given)
             return on_device(op, name, given)
     kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
+
+
+def _require_same_integers(op: str, name: str, value: Any, given: jax.Array) -> None:
+    """ValueError if JAX has cut off the upper halves of integers."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
+        return
+    kept = np.iinfo(given.dtype)
+    if value.min() < kept.min or value.max() > kept.max:
+        raise ValueError(
+            f"{op}: {name} must hold numbers from {kept.min} to {kept.max}, for JAX makes {given.dtype} of "
+            f"{value.dtype} unless jax_enable_x64 is set; got some from {value.min()} to {value.max()}"
+        )
 
 
 def on_device(op: str, name: str, array: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ NO_GRADIENT = (
 
 
 def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
-    if quantize not in ("fp8", "fp8_dequantize"):
+    if not isinstance(quantize, str) or quantize not in ("fp8", "fp8_dequantize"):
         raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
     if isinstance(x, QuantizedArray):
         raise ValueError(

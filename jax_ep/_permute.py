@@ -195,6 +195,8 @@ def unpermute(
       TypeError: y, bias or out_dtype is not floating, or y or bias is FP8.
     """
     op = "unpermute"
+    if isinstance(y, tuple | list):
+        raise TypeError(f"{op}: y must be one array, got {type(y).__name__}; call it for each array")
     chosen = _extension.local_implementation(implementation)
     y, row_map = _check.array(op, "y", y), _check.array(op, "row_map", row_map)
     if y.ndim < 1:
@@ -209,21 +211,22 @@ def unpermute(
     if topk_weights is not None:
         weights = _check.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
     ids = None
-    if bias is not None:
-        bias = _check.array(op, "bias", bias)
-        _check.floating(op, "bias", [bias])
-        if topk_idx is None:
-            raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
-        if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
-            raise ValueError(
-                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
-                f"got {_check.shape_text(bias)}"
-            )
+    if topk_idx is not None:
         ids = _check.topk_idx(op, topk_idx)
         if ids.shape != row_map.shape:
             raise ValueError(
                 f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
                 f"got {_check.shape_text(ids)}"
+            )
+    if bias is not None:
+        bias = _check.array(op, "bias", bias)
+        _check.floating(op, "bias", [bias])
+        if ids is None:
+            raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
+        if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
+            raise ValueError(
+                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
+                f"got {_check.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
     operands = vary_alike(whole((y, row_map, weights, bias, ids)))
@@ -278,14 +281,14 @@ def _unpermute_backward(
     if bias is not None:
         experts = bias.shape[0]
         chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
-        one_hot = jax.nn.one_hot(chosen, experts, dtype=wide)  # [C, K, L], zero where -1
+        is_chosen = jax.nn.one_hot(chosen, experts, dtype=bool)  # [C, K, L], none where -1
         flat = _flat(cotangent, wide)
-        flat_bias = _flat(bias, wide)
         product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        if d_weights is not None:
-            d_weights += product("ckl,ch,lh->ck", one_hot, flat, flat_bias)
-        scaled = one_hot if weights is None else one_hot * jnp.where(used, weights, 0).astype(wide)[..., None]
-        d_bias = product("ckl,ch->lh", scaled, flat).astype(bias.dtype).reshape(bias.shape)
+        if d_weights is not None:  # what other experts' biases would give need not be finite
+            with_each = product("ch,lh->cl", flat, _flat(bias, wide))
+            d_weights += jnp.sum(jnp.where(is_chosen, with_each[:, None], 0), axis=-1)
+        scaled = jnp.where(is_chosen, 1 if weights is None else weights.astype(wide)[..., None], 0)
+        d_bias = product("ckl,ch->lh", scaled.astype(wide), flat).astype(bias.dtype).reshape(bias.shape)
     return d_y, None, None if d_weights is None else d_weights.astype(jnp.float32), d_bias, None
 
 

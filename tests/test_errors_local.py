@@ -42,11 +42,8 @@ UNPERMUTE = {
     "bias alone": ({"bias": BIAS}, ValueError, "bias needs topk_idx"),
     "bias' shape": ({"bias": BIAS[:, 1:], "topk_idx": IDS}, ValueError, "bias must be .L, ...."),
     "integer bias": ({"bias": BIAS.astype(int), "topk_idx": IDS}, TypeError, "bias is summed"),
-    "ids' shape": (
-        {"bias": BIAS, "topk_idx": IDS[1:]},
-        ValueError,
-        "topk_idx must have the shape of row_map",
-    ),
+    "ids' shape": ({"topk_idx": IDS[1:]}, ValueError, "topk_idx must have the shape of row_map"),
+    "several arrays": ({"y": (X, X)}, TypeError, "y must be one array, got tuple; call it for each"),
     "out_dtype": ({"out_dtype": np.int32}, TypeError, "out_dtype must be floating, got int32"),
 }
 
@@ -60,6 +57,7 @@ def test_unpermute(name):
 
 LAYOUT = {
     "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
+    "wide ids": ({"topk_idx": np.full((2, 1), 2**32)}, "to 2147483647, for JAX makes int32 of int64 unless"),
     "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
     "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
     "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide num_ranks = 2, got 3"),

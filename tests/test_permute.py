@@ -162,6 +162,17 @@ def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
     np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_bias_that_is_not_finite_stays_with_its_expert(value, implementation):
+    y, ids = np.ones((3, 2), np.float32), np.array([[0], [1], [-1]], np.int32)
+    bias, row_map = np.ones((3, 2), np.float32), np.array([[0], [1], [-1]], np.int32)
+    bias[1:] = value
+    extra = {"bias": bias, "topk_idx": ids, "implementation": implementation}
+    f = lambda w: jnp.sum(jax_ep.unpermute(y, row_map, topk_weights=w, **extra))
+    d_w = jax.grad(f)(np.array([[1], [1], [np.nan]], np.float32))
+    np.testing.assert_array_equal(d_w, [[4], [2 + 2 * value], [0]])
+
+
 def test_the_two_step_way_equals_expert_order():
     """Dispatch by rank, permute, unpermute, combine: the same as by expert (one process, 4 ranks)."""
     from cases import ranks
