@@ -34,19 +34,19 @@ class ExpertsGradient:
     `shared` is for all chunks, `forward` and `backward` are for one each, and `finish` is for all again.
     """
 
-    def __init__(self, function: Function, chunk: Arrays, weights: Arrays) -> None:
-        """`chunk` and `weights` may be types of arrays."""
+    def __init__(self, function: Function, chunk: Arrays, weights: Arrays, wanted: Sequence[int]) -> None:
+        """`chunk` and `weights` may be types of arrays; `wanted` are the weights that get gradients."""
         chunk, weights = list(chunk), list(weights)
+        self._wanted = list(wanted)
         cotangents = jax.make_jaxpr(function)(chunk, weights).out_avals
-        both = jax.make_jaxpr(_with_gradients(function))(chunk, weights, cotangents)
+        both = jax.make_jaxpr(_with_gradients(function, self._wanted))(chunk, weights, cotangents)
         flat = jax.make_jaxpr(lambda *arrays: evaluate(both, constants_of(both), arrays, _inline))
         traced = flat(*both.in_avals)
         self._equations = traced.jaxpr.eqns
         self._constants = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
         sizes = len(chunk), len(weights), len(cotangents)
         self._chunk, self._weights, self._cotangents = _cut(traced.jaxpr.invars, sizes)
-        self._differentiable = differentiable(weights)
-        sizes = len(cotangents), len(differentiable(chunk)), len(self._differentiable)
+        sizes = len(cotangents), len(differentiable(chunk)), len(self._wanted)
         self._results, self._d_chunk, self._d_weights = _cut(traced.jaxpr.outvars, sizes)
         if not self._divide(apart=True):
             self._divide(apart=False)
@@ -79,7 +79,7 @@ class ExpertsGradient:
     def finish(
         self, prepared: Arrays, late: Sequence[Arrays], terms: Sequence[Arrays], shared: Arrays
     ) -> list[jax.Array | None]:
-        """Gradients of the weights, of each chunk's operands and terms; None of what has no gradient."""
+        """Gradients of the weights, of each chunk's operands and terms; None of those not wanted."""
         chunks = [dict(zip(self._operands, one, strict=True)) for one in late]
         joint = dict(zip(self._early, prepared, strict=True))
         joint.update(zip(self._late, _joint(self._late, chunks), strict=True))
@@ -92,7 +92,7 @@ class ExpertsGradient:
         added = (self._added, [functools.reduce(jnp.add, one) for one in zip(*terms, strict=True)])
         given = (products, list(products.values())), added, (self._shared, shared)
         found = iter(self._run(self._finish, self._d_weights, *given))
-        return [next(found) if i in self._differentiable else None for i in range(len(self._weights))]
+        return [next(found) if i in self._wanted else None for i in range(len(self._weights))]
 
     def _divide(self, apart: bool) -> bool:
         """Finds out what depends on what. Says whether weight products can be kept apart, if they are to be.
@@ -193,21 +193,22 @@ def _joint(pairs: Iterable[tuple[Any, Any]], chunks: Sequence[Values]) -> Arrays
     return found
 
 
-def _with_gradients(function: Function) -> Callable[..., Any]:
+def _with_gradients(function: Function, wanted: Sequence[int]) -> Callable[..., Any]:
     """Results, and gradients of what has them, of a chunk, weights and cotangents of the results."""
 
     def both(chunk: Arrays, weights: Arrays, cotangents: Arrays) -> Any:
-        of_some = lambda some, others: function(_put(chunk, some), _put(weights, others))
-        pick = lambda arrays: [arrays[i] for i in differentiable(arrays)]
-        results, transposed = jax.vjp(of_some, pick(chunk), pick(weights))
+        rows = differentiable(chunk)
+        of_some = lambda *some: function(_put(chunk, rows, some[0]), _put(weights, wanted, some[1]))
+        operands = [chunk[i] for i in rows], [weights[i] for i in wanted]
+        results, transposed = jax.vjp(of_some, *operands)
         return results, *transposed(list(cotangents))
 
     return both
 
 
-def _put(arrays: Arrays, some: Arrays) -> Arrays:
-    """The arrays, those that are differentiable replaced."""
-    found = dict(zip(differentiable(arrays), some, strict=True))
+def _put(arrays: Arrays, places: Sequence[int], some: Arrays) -> Arrays:
+    """The arrays, with those at some places replaced."""
+    found = dict(zip(places, some, strict=True))
     return [found.get(i, array) for i, array in enumerate(arrays)]
 
 

@@ -91,7 +91,8 @@ class Handle:
     sent_rows: jax.Array
     """By rank [T, R], by expert [T, K]: the token's row in the receiver's buffer, -1 none or dropped."""
     rank_prefix_matrix: jax.Array
-    """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank."""
+    """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank that takes
+    part."""
     expert_counts: jax.Array
     """[L] choices of all ranks' tokens that fell on each expert of this rank, before drops."""
     received_rows: jax.Array | None

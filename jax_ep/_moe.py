@@ -112,9 +112,9 @@ def moe(
         their sums are zero. None: all.
       num_chunks: in how many chunks of consecutive tokens the layer works, the last of which may have fewer,
         so that on GPUs the communication of some runs beside the experts of others. `expert_fn` is traced
-        once, and sees the rows of one chunk at a time. Each chunk gets an equal share of the capacity,
-        rounded up to a multiple of expert_alignment, and of host_capacity, so that other rows may be dropped
-        than in one chunk.
+        once, and sees the rows of one chunk at a time; what it computes leaves it by its result alone. Each
+        chunk gets an equal share of the capacity, rounded up to a multiple of expert_alignment, and of
+        host_capacity, so that other rows may be dropped than in one chunk.
         Gradients of weights by `grouped_dot` are products of the rows of all chunks, taken once.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
@@ -127,7 +127,7 @@ def moe(
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
         of rows, or no shard_map binds the group's axis.
       TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
-        floating.
+        floating; with num_chunks > 1, it uses a `jax.Ref` from outside.
     """
     if isinstance(x, QuantizedArray):
         raise TypeError(

@@ -90,10 +90,16 @@ def in_chunks(
 
     # What the experts close over becomes an argument, of which there can be a gradient.
     traced, made = jax.make_jaxpr(rows_and_weights, return_shape=True)(*sends.out_avals)
-    function = lambda leaves, closed: evaluate(traced, closed, leaves)
+    constants, jaxpr = constants_of(traced), traced.jaxpr
+    if any(isinstance(array, jax.Ref) for array in constants):
+        raise TypeError(
+            "moe: with num_chunks > 1, expert_fn is traced once for all chunks, so it must not read or write "
+            "a jax.Ref from outside; read it before moe, and return_stats=True for counts of rows"
+        )
+    function = lambda leaves, closed: evaluate(jaxpr, closed, leaves)
     shapes = sends.out_avals, jax.tree.structure(made)
     layer = _Layer(count, size, send, function, *shapes, has_rows, group, implementation)
-    sums, counts = _run(layer, *tokens, list(constants_of(traced)))
+    sums, counts = _run(layer, *tokens, list(constants))
     return jax.tree.map(lambda leaf: leaf[:num_tokens], sums), counts
 
 
@@ -105,8 +111,12 @@ def _run(
     return _forward(layer, (x, ids, weights), compute)[:2]
 
 
-def _run_forward(layer: _Layer, x: Any, ids: Any, weights: Any, closed: Arrays) -> Any:
-    gradient = ExpertsGradient(layer.experts, layer.arrived, [jax.typeof(array) for array in closed])
+def _run_forward(layer: _Layer, *marked: Any) -> Any:
+    x, ids, weights, closed = jax.tree.map(lambda primal: primal.value, marked)
+    # Nothing else need have a gradient: weights that are not trained may be FP8, or go through a callback.
+    wanted = [i for i, primal in enumerate(marked[3]) if primal.perturbed]
+    types = [jax.typeof(array) for array in closed]
+    gradient = ExpertsGradient(layer.experts, layer.arrived, types, wanted)
     shared = gradient.shared(closed)
     compute = lambda leaves: gradient.forward(leaves, shared)
     sums, counts, saved = _forward(layer, (x, ids, weights), compute)
@@ -156,7 +166,7 @@ def _forward(
 
 
 def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
-    d_sums, _ = cotangents
+    d_sums = vary_alike(jax.tree.map(_instantiated, cotangents[0]), layer.group._axes)
     gradient, shared = saved.gradient, saved.shared
     handles, made, own = zip(*saved.chunks, strict=True)
     late: list[Any] = [None] * layer.count
@@ -199,7 +209,12 @@ def _run_backward(layer: _Layer, saved: _Saved, cotangents: Any) -> Any:
     return d_rows[0] if d_rows else None, None, jnp.concatenate(d_weights), found
 
 
-_run.defvjp(_run_forward, _run_backward)
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, made: tuple[Any, jax.Array]) -> Any:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks, routing, same_bits
-from chunks import EXPERTS, K, L, R, T, arrays, gradient, mapped, mlp, parameters, shard
+from chunks import EXPERTS, F, H, K, L, R, T, arrays, assert_sums, gradient, mapped, mlp, parameters, shard
 from conftest import need_gpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep import _joint_rows
 from jax_ep._grouped_dot import is_weight_product
 
@@ -58,6 +59,54 @@ def test_joint_rows(kind):
     want = np.concatenate([pieces[chunk][expert] for expert in range(8) for chunk in range(3)])
     assert same_bits(got[: len(want)], want)
     assert got.shape == (len(want) + 12, 5)
+
+
+def test_what_is_not_trained_needs_no_gradient():
+    """The layer in chunks asks for no gradient that nobody asks it for."""
+    x, ids, w = arrays()
+    p = parameters()
+    quantised = jax.jit(lambda up: jax_ep.quantize_fp8(up, block=(128, 128)))(
+        jnp.pad(p["up"], [(0, 0), (0, 128 - H), (0, 128 - F)])
+    )
+
+    def experts(p, sent):
+        up = jax_ep.dequantize_fp8(p["quantised"], jnp.float32)
+        rows = jnp.pad(sent.x, [(0, 0), (0, 128 - H)])
+        return jax_ep.grouped_dot(rows, up, sent.group_sizes)[:, :H] * p["scale"].mean()
+
+    def loss(w, scale, num_chunks):
+        layer = mapped(experts, num_chunks=num_chunks)
+        return jnp.sum(layer(x, ids, w, {"quantised": quantised, "scale": scale}) ** 2)
+
+    of = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+    for got, want in zip(of(w, p["scale"], 2), of(w, p["scale"], 1), strict=True):
+        assert_sums(got, want)
+
+
+def test_nothing_is_left_of_a_trace():
+    """What `jax.checking_leaks` finds would be the library's, not the user's."""
+    x, ids, w = arrays()
+    with jax.checking_leaks():
+        gradient(mapped(mlp, num_chunks=2), ids)(x, w, parameters())
+
+
+def test_a_ref_from_outside():
+    x, ids, w = arrays()
+
+    def experts(p, sent):
+        p["ref"][...] += 1
+        return sent.x
+
+    def layer(num_chunks, x, ids, w):
+        p = {"ref": jax.new_ref(jax.lax.pcast(jnp.zeros(()), ("ep",), to="varying"))}
+        return shard(ranks(R).group, experts, x, ids, w, p, num_chunks=num_chunks)
+
+    run = lambda n: jax.jit(
+        jax.shard_map(functools.partial(layer, n), mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    )(x, ids, w)
+    run(1)
+    with pytest.raises(TypeError, match=r"moe: with num_chunks > 1, expert_fn .* must not read or write a"):
+        run(2)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])

@@ -292,6 +292,7 @@ def test_a_number_of_chunks_that_is_none(num_chunks):
         ({"capacity": 2.5}, ValueError, "moe: capacity counts rows"),
         ({"num_valid_tokens": 1.0}, TypeError, "moe: num_valid_tokens must be"),
         ({"quantize": "fp4"}, ValueError, "quantize must be None, 'fp8'"),
+        ({"quantize": np.ones(2)}, ValueError, "quantize must be None, 'fp8'"),
     ],
 )
 def test_bad_arguments(change, error, text):
