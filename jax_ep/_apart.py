@@ -19,7 +19,7 @@ from jax_ep._batch import takes_no_batch
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
-from jax_ep._jaxprs import constants_of, evaluate
+from jax_ep._jaxprs import constants_of, evaluate, without_constants
 from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
 
 # XLA's name of the stream that its own collectives run on.
@@ -122,10 +122,11 @@ def _begin(run: Callable[[], jax.Array]) -> jax.Array:
     # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
     # function that is called in it, too.
     traced = jax.make_jaxpr(run)()
+    program = without_constants(traced)
 
     @takes_no_batch  # for XLA does not compile a loop in a call that is apart
     def apart(*operands: jax.Array) -> jax.Array:
-        compute = lambda *operands: evaluate(traced, operands, ())[0]
+        compute = lambda *operands: evaluate(program, operands, ())[0]
         memory = jax.memory.Space.Device
         return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
@@ -11,10 +11,24 @@ Arrays = Sequence[jax.Array]
 Values = dict[Any, Any]
 
 
+class Program(NamedTuple):
+    """A jaxpr without its constants. Where they are tracers, what keeps it for longer must not hold them."""
+
+    constvars: Sequence[Any]
+    invars: Sequence[Any]
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+
+
+def without_constants(closed: Any) -> Program:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return Program(jaxpr.constvars, jaxpr.invars, jaxpr.eqns, jaxpr.outvars)
+
+
 def evaluate(
     closed: Any, constants: Arrays, arrays: Arrays, bind: Callable[[Any, Arrays], Arrays] | None = None
 ) -> list[Any]:
-    """The results of a jaxpr, with other constants than it was traced with; `bind` in place of `apply`."""
+    """The results of a jaxpr or program, with these constants; `bind` in place of `apply`."""
     jaxpr = getattr(closed, "jaxpr", closed)  # of an open one there is nothing around
     values: Values = {}
     values.update(zip(jaxpr.constvars, constants, strict=True))

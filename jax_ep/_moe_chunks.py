@@ -13,7 +13,7 @@ from jax_ep._dispatch import DispatchedByExpert
 from jax_ep._experts_gradient import ExpertsGradient
 from jax_ep._group import Group
 from jax_ep._handle import Handle
-from jax_ep._jaxprs import Arrays, constants_of, evaluate
+from jax_ep._jaxprs import Arrays, constants_of, evaluate, without_constants
 from jax_ep._manual import vary_alike, whole
 from jax_ep._order import barrier
 from jax_ep._push_pull import open_handle, pull, push_scaled
@@ -90,13 +90,13 @@ def in_chunks(
 
     # What the experts close over becomes an argument, of which there can be a gradient.
     traced, made = jax.make_jaxpr(rows_and_weights, return_shape=True)(*sends.out_avals)
-    constants, jaxpr = constants_of(traced), traced.jaxpr
+    constants, program = constants_of(traced), without_constants(traced)
     if any(isinstance(array, jax.Ref) for array in constants):
         raise TypeError(
             "moe: with num_chunks > 1, expert_fn is traced once for all chunks, so it must not read or write "
             "a jax.Ref from outside; read it before moe, and return_stats=True for counts of rows"
         )
-    function = lambda leaves, closed: evaluate(jaxpr, closed, leaves)
+    function = lambda leaves, closed: evaluate(program, closed, leaves)
     shapes = sends.out_avals, jax.tree.structure(made)
     layer = _Layer(count, size, send, function, *shapes, has_rows, group, implementation)
     sums, counts = _run(layer, *tokens, list(constants))

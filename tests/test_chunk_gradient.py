@@ -83,11 +83,16 @@ def test_what_is_not_trained_needs_no_gradient():
         assert_sums(got, want)
 
 
-def test_nothing_is_left_of_a_trace():
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_nothing_is_left_of_a_trace(on_gpus, gpu_group):
     """What `jax.checking_leaks` finds would be the library's, not the user's."""
     x, ids, w = arrays()
+    group = gpu_group if on_gpus else ranks(R).group
+    function = functools.partial(shard, group, mlp, num_chunks=2)
+    layer = jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
     with jax.checking_leaks():
-        gradient(mapped(mlp, num_chunks=2), ids)(x, w, parameters())
+        traced = gradient(layer, ids).trace(x, w, parameters())
+        traced.lower(lowering_platforms=("cuda",) if on_gpus else None)
 
 
 def test_a_ref_from_outside():
