@@ -1,6 +1,5 @@
 """Checks of the arguments: what must hold, what came, what to do."""
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,30 +29,36 @@ def shape_text(array: Any) -> str:
 
 
 def array(op: str, name: str, value: Any) -> jax.Array:
-    """The value as an array, or TypeError."""
+    """The value as an array; TypeError if there is none, ValueError for integers that do not fit into it."""
     if isinstance(value, jax.Ref):
         raise TypeError(
             f"{op}: {name} must be an array, got {jax.typeof(value)}; read what it holds: ref[...]"
         )
     if value is not None:
-        given = None
-        with contextlib.suppress(TypeError, ValueError):
+        try:
             given = jnp.asarray(value)
-        if given is not None:
-            _require_same_integers(op, name, value, given)
+        except OverflowError as error:
+            raise ValueError(
+                f"{op}: {name} must hold integers that JAX can hold (up to 32 bits, unless jax_enable_x64 is "
+                f"set): {error}"
+            ) from error
+        except (TypeError, ValueError):
+            pass
+        else:
+            _require_same_integers(op, name, value, given.dtype)
             return on_device(op, name, given)
     kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
 
 
-def _require_same_integers(op: str, name: str, value: Any, given: jax.Array) -> None:
-    """ValueError if JAX has cut off the upper halves of integers."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or not value.size:
+def _require_same_integers(op: str, name: str, value: Any, dtype: Any) -> None:
+    """ValueError if JAX has cut off the upper halves of NumPy's integers, of which it says nothing."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu" or not value.size:
         return
-    kept = np.iinfo(given.dtype)
+    kept = np.iinfo(dtype)
     if value.min() < kept.min or value.max() > kept.max:
         raise ValueError(
-            f"{op}: {name} must hold numbers from {kept.min} to {kept.max}, for JAX makes {given.dtype} of "
+            f"{op}: {name} must hold numbers from {kept.min} to {kept.max}, for JAX makes {dtype} of "
             f"{value.dtype} unless jax_enable_x64 is set; got some from {value.min()} to {value.max()}"
         )
 

@@ -214,7 +214,7 @@ _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 def _instantiated(cotangent: Any) -> jax.Array:
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    return jnp.zeros(cotangent.shape, jnp.result_type(cotangent.dtype)) if is_zero else cotangent
 
 
 def _combine_gradient(layer: _Layer, handle: Handle, d_sums: Any, made: tuple[Any, jax.Array]) -> Any:

@@ -192,10 +192,10 @@ def unpermute(
 
     Raises:
       ValueError: shapes do not fit, or a bias came without topk_idx.
-      TypeError: y, bias or out_dtype is not floating, or y or bias is FP8.
+      TypeError: y is several arrays, y, bias or out_dtype is not floating, or y or bias is FP8.
     """
     op = "unpermute"
-    if isinstance(y, tuple | list):
+    if isinstance(y, tuple | list) and any(hasattr(part, "dtype") for part in y):
         raise TypeError(f"{op}: y must be one array, got {type(y).__name__}; call it for each array")
     chosen = _extension.local_implementation(implementation)
     y, row_map = _check.array(op, "y", y), _check.array(op, "row_map", row_map)
@@ -282,7 +282,9 @@ def _unpermute_backward(
         experts = bias.shape[0]
         chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
         is_chosen = jax.nn.one_hot(chosen, experts, dtype=bool)  # [C, K, L], none where -1
-        flat = _flat(cotangent, wide)
+        # Sums that no row went into need not have a finite cotangent. (Those of others must: one that is not
+        # finite spoils the gradient of each expert's bias.)
+        flat = jnp.where(jnp.any(chosen >= 0, axis=1)[:, None], _flat(cotangent, wide), 0)
         product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         if d_weights is not None:  # what other experts' biases would give need not be finite
             with_each = product("ch,lh->cl", flat, _flat(bias, wide))

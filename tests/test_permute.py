@@ -173,6 +173,15 @@ def test_a_bias_that_is_not_finite_stays_with_its_expert(value, implementation):
     np.testing.assert_array_equal(d_w, [[4], [2 + 2 * value], [0]])
 
 
+def test_the_gradient_of_a_bias_reads_no_cotangent_of_a_sum_without_rows(implementation):
+    ids, row_map = np.array([[0], [1], [-1]], np.int32), np.array([[0], [1], [-1]], np.int32)
+    extra = {"topk_idx": ids, "implementation": implementation}
+    f = lambda bias: jax_ep.unpermute(np.ones((2, 2), np.float32), row_map, bias=bias, **extra)
+    _, pull = jax.vjp(f, jnp.zeros((3, 2)))
+    (d_bias,) = pull(jnp.array([[1.0, 2], [3, 4], [np.nan, np.inf]]))
+    np.testing.assert_array_equal(d_bias, [[1, 2], [3, 4], [0, 0]])
+
+
 def test_the_two_step_way_equals_expert_order():
     """Dispatch by rank, permute, unpermute, combine: the same as by expert (one process, 4 ranks)."""
     from cases import ranks

@@ -22,8 +22,8 @@ struct SmPlan {
 };
 
 // Bytes a microsecond: of a GPU's links in one direction, and of one SM that stores (at most), sends, makes
-// FP8 (of what it makes), or scales, folds or copies rows. The last two are less than what it can do, so that
-// the links need not wait for it; the next is what it can do.
+// FP8 (of what it makes), or scales, folds or copies rows. kFoldRate and kCopyRate are less than what it can
+// do, so that the links need not wait for it; kFreeCopyRate is what it can do.
 constexpr double kLinkRate = 320e3;
 constexpr double kStoreRate = 48e3;
 constexpr double kSendRate = 40e3;
@@ -156,11 +156,11 @@ inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int3
   const double moved = shape.num_tokens + 2 * tokens + copied;
   const double op_us = std::max(link_us, (moved / kMemoryRate + cleared / kClearRate) * row_bytes);
   const int32_t senders = PlanSenders(shape, row_bytes, kind);
-  // Where memory takes longer than the links, nothing waits for the copies, and the senders copy, too, when
-  // they have sent all.
+  // Where memory takes longer than the links, nothing waits for the copies, and the senders copy, too (they
+  // clear nothing), when they have sent all.
   const bool waits = op_us == link_us || kind == PushWork::kQuantize;
   const double copy_us = copied * row_bytes / (waits ? kCopyRate : kFreeCopyRate);
-  const double local_us = clear_us + copy_us - senders * (op_us - link_us);
+  const double local_us = clear_us + std::max(copy_us - senders * (op_us - link_us), 0.0);
   return PlanSms(op_us, senders, {std::max(local_us, 1.0), least_sms}, num_sms, budget);
 }
 
