@@ -38,7 +38,8 @@ format: $(VENV)/.built
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
-# What communicates, with the GPUs shared among PROCESSES processes; and what such processes must do besides.
+# What communicates, with the GPUs shared among PROCESSES processes, of which several share one if there are fewer;
+# and what such processes must do besides.
 test-gpu-processes:
 	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
 	JAX_PLATFORMS=cuda $(PYTHON) tests/processes.py $(or $(PROCESSES),2) $(addprefix tests/test_,dispatch.py \

@@ -1,6 +1,7 @@
 """One Mixture-of-Experts layer and its gradient over the devices of several processes.
 
-    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each;
+    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each,
+                                                   # or one that several share if there are fewer than four;
                                                    # without GPUs a share of eight virtual CPU devices
     srun --ntasks 4 --gpus-per-task 1 python examples/multi_process.py
     mpirun -n 4 python examples/multi_process.py
@@ -37,7 +38,13 @@ def shares(count: int) -> list[dict[str, str]]:
         }
         return [each] * count
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    each = len(listed.splitlines()) // count
+    gpus = len(listed.splitlines())
+    if count > gpus:
+        # NCCL 2.30 and newer then let several processes have the same GPU. Each takes its part of the memory.
+        part = 0.75 / -(-count // gpus)
+        shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{part:.3f}"}
+        return [shared | {"CUDA_VISIBLE_DEVICES": str(process % gpus)} for process in range(count)]
+    each = gpus // count
     mine = [",".join(str(process * each + i) for i in range(each)) for process in range(count)]
     return [{"CUDA_VISIBLE_DEVICES": numbers} for numbers in mine]
 

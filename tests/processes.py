@@ -1,8 +1,8 @@
 """The suite in several processes: `python tests/processes.py 4 [pytest arguments]` runs it in each of 4.
 
-Every process runs the same tests in the same order, and owns its share of the host's GPUs. `join` is
-called by conftest.py in each; it also makes what `jax.jit` returns whole on every process, so that the tests
-read results as they do in one.
+Every process runs the same tests in the same order. It owns its share of the host's GPUs, or one of them
+together with other processes if there are more processes than GPUs. `join` is called by conftest.py in each;
+it also makes what `jax.jit` returns whole on every process, so that the tests read results as they do in one.
 """
 
 import functools
@@ -14,8 +14,8 @@ import tempfile
 import time
 from typing import Any
 
-ADDRESS, NUM, INDEX, DEVICES = (
-    f"JAX_EP_TEST_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS", "DEVICES")
+ADDRESS, NUM, INDEX, GPUS = (
+    f"JAX_EP_TEST_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS", "GPUS")
 )
 
 
@@ -29,8 +29,8 @@ def join() -> None:
         return
     import jax
 
-    process, devices = int(os.environ[INDEX]), int(os.environ[DEVICES])
-    mine = list(range(process * devices, (process + 1) * devices))
+    mine = [int(gpu) for gpu in os.environ[GPUS].split(",")]
+    process = int(os.environ[INDEX])
     jax.distributed.initialize(os.environ[ADDRESS], num_processes(), process, local_device_ids=mine)
     original = jax.jit
 
@@ -117,30 +117,41 @@ def run_all(
     return outputs
 
 
+def shares(processes: int, gpus: int) -> list[dict[str, str]]:
+    """The environment that gives each process its GPUs (docs/multi_process.md: more ranks than GPUs)."""
+    each = gpus // processes
+    if each:
+        lists = [range(process * each, (process + 1) * each) for process in range(processes)]
+        return [{GPUS: ",".join(map(str, mine))} for mine in lists]
+    shared = {
+        GPUS: "0",  # the only one that it sees
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.75 / -(-processes // gpus):.3f}",
+    }
+    return [shared | {"CUDA_VISIBLE_DEVICES": str(process % gpus)} for process in range(processes)]
+
+
 def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
     from jax_ep._cli import free_address
     from jax_ep.bench.processes import count_gpus
 
-    devices = count_gpus() // processes
-    if devices < 1:
-        raise SystemExit(f"{processes} processes need as many GPUs, there are {count_gpus()}")
+    if not count_gpus():
+        raise SystemExit("needs a GPU; nvidia-smi lists none")
     address = free_address()
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "90", *arguments]
     workers, outputs = [], []
-    for process in range(processes):
-        environment = os.environ | {
-            ADDRESS: address,
-            NUM: str(processes),
-            INDEX: str(process),
-            DEVICES: str(devices),
-        }
+    for process, share in enumerate(shares(processes, count_gpus())):
+        own = {ADDRESS: address, NUM: str(processes), INDEX: str(process)}
         # The first one's output is shown, the others' where they fail.
         output = None if process == 0 else tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this
         outputs.append(output)
         workers.append(
             subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT if output else None
+                command,
+                env=os.environ | share | own,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
             )
         )
     deadline = time.monotonic() + limit_s

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 import pytest
-from processes import run_all
+from processes import GPUS, run_all, shares
 
 from jax_ep._cli import free_address
 
@@ -40,6 +40,22 @@ def test_hosts_of_several_devices(count):
     outputs = run_processes(count, lambda address, process: [worker, address, str(count), str(process)])
     for process, output in enumerate(outputs):
         assert f"process {process} ok" in output
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus", "visible", "ids"),
+    [
+        (2, 4, [None, None], ["0,1", "2,3"]),
+        (4, 2, ["0", "1", "0", "1"], ["0"] * 4),
+        (3, 1, ["0", "0", "0"], ["0"] * 3),
+    ],
+)
+def test_what_each_process_of_the_suite_gets(processes, gpus, visible, ids):
+    found = shares(processes, gpus)
+    assert [share[GPUS] for share in found] == ids
+    assert [share.get("CUDA_VISIBLE_DEVICES") for share in found] == visible
+    memory = [float(share.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0)) for share in found]
+    assert all(visible.count(gpu) * part < 0.8 for gpu, part in zip(visible, memory, strict=True))
 
 
 @pytest.mark.timeout(240)
