@@ -23,15 +23,19 @@ def num_processes() -> int:
     return int(os.environ.get(NUM, "1"))
 
 
+def own_gpus() -> list[int]:
+    """The GPUs of this process, as it counts those that it sees."""
+    return [int(gpu) for gpu in os.environ[GPUS].split(",")]
+
+
 def join() -> None:
     """Joins the other processes that `main` has started; nothing if this one is alone."""
     if num_processes() == 1:
         return
     import jax
 
-    mine = [int(gpu) for gpu in os.environ[GPUS].split(",")]
     process = int(os.environ[INDEX])
-    jax.distributed.initialize(os.environ[ADDRESS], num_processes(), process, local_device_ids=mine)
+    jax.distributed.initialize(os.environ[ADDRESS], num_processes(), process, local_device_ids=own_gpus())
     original = jax.jit
 
     @functools.wraps(original)

@@ -1,4 +1,7 @@
-"""Several processes with GPUs of one host. Run it by itself: the GPUs must be free."""
+"""Several processes with GPUs of one host. Run it by itself: the GPUs must be free.
+
+Where there are fewer GPUs than processes, some share a GPU (docs/multi_process.md).
+"""
 
 import glob
 import pathlib
@@ -10,7 +13,7 @@ import tempfile
 
 import pytest
 from conftest import skip_or_fail
-from processes import run_all
+from processes import GPUS, run_all, shares
 
 from jax_ep._cli import free_address
 from jax_ep.bench.processes import count_gpus
@@ -27,19 +30,24 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
 
     `apart`: each is to think that it is on a host of its own, and NCCL, too, which then uses sockets.
     """
-    address, each = free_address(), count_gpus() // processes
-    commands, environments = [], []
-    for process in range(processes):
-        arguments = [task, address, str(processes), str(process), str(each)]
-        commands.append([sys.executable, str(WORKER), *arguments])
-        environments.append({"JAX_PLATFORMS": "cuda", **environment})
+    need_gpus(1)
+    address, commands, environments = free_address(), [], []
+    for process, share in enumerate(shares(processes, count_gpus())):
+        commands.append([sys.executable, str(WORKER), task, address, str(processes), str(process)])
+        environments.append({"JAX_PLATFORMS": "cuda", **share, **environment})
         if hide:  # as job schedulers do: each process sees its GPUs only, and counts them from 0
-            mine = ",".join(str(process * each + i) for i in range(each))
-            environments[-1] |= {"CUDA_VISIBLE_DEVICES": mine, "JAX_EP_TEST_HIDDEN": "1"}
+            each = share[GPUS].count(",") + 1
+            own = ",".join(map(str, range(each)))
+            environments[-1] |= {"CUDA_VISIBLE_DEVICES": share[GPUS], GPUS: own}
         if apart:
             host = f"host {process}"
             environments[-1] |= {"JAX_EP_TEST_HOST": host, "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
-    return run_all(commands, environments, timeout=110, may_die=may_die)
+    try:
+        return run_all(commands, environments, timeout=110, may_die=may_die)
+    except AssertionError as error:
+        if "Duplicate GPU detected" in str(error):  # NCCL is older than 2.30
+            skip_or_fail("GPUs", processes, count_gpus())
+        raise
 
 
 def digests(outputs, word="digest"):
@@ -77,7 +85,7 @@ def test_hosts_of_one_process_each():
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     """The environment in which NCCL's proxy has a plugin that takes the place of a network between hosts."""
-    need_gpus(2)
+    need_gpus(1)
     skip_or_fail("compilers (g++)", 1, int(shutil.which("g++") is not None))
     plugin = tmp_path_factory.mktemp("plugin") / "librma_test.so"
     options = ["-std=c++17", "-O2", "-fvisibility=hidden", "-shared", "-fPIC"]
@@ -132,7 +140,7 @@ def test_a_host_that_calls_another_op(network, joined):
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    need_gpus(4)
+    need_gpus(4)  # with one GPU for all, the hop by JAX's collectives did not end
     outputs = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE="2")
     made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE="2")
     assert digests(outputs) == digests(made_up)
@@ -140,15 +148,13 @@ def test_hosts_of_several_processes_each():
 
 def test_death_of_a_host():
     """JAX's collectives say so, at once: whatever waits for them fails, and nothing wrong comes out."""
-    need_gpus(2)
     outputs = run("death of a host", 2, apart=True, may_die={1})
     seconds, _ = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
     assert float(seconds) < 10
 
 
 def test_death_of_a_process():
-    need_gpus(2)
-    count = count_gpus()
+    count = max(count_gpus(), 2)
     outputs = run("death", count, may_die={count - 1})
     for output in outputs[:-1]:
         seconds, text = re.search(r"after ([\d.]+) s: (.*)", output).groups()
@@ -157,14 +163,12 @@ def test_death_of_a_process():
 
 
 def test_a_hundred_groups_leak_no_descriptor():
-    need_gpus(2)
     for output in run("descriptors", 2):
         early, late = re.search(r"descriptors (\d+) (\d+)", output).groups()
         assert early == late
 
 
 def test_memory_that_grows_is_refused_with_the_remedy():
-    need_gpus(2)
     # What goes through the arena touches no array of a peer, wherever that lies.
     outputs = run("growth", 2, XLA_PYTHON_CLIENT_PREALLOCATE="false", JAX_EP_NO_ARENA="1")
     assert all("error: " in output for output in outputs)
@@ -172,10 +176,9 @@ def test_memory_that_grows_is_refused_with_the_remedy():
 
 
 def test_processes_end_in_any_order_and_leave_nothing_behind():
-    need_gpus(2)
     places = ["/dev/shm/*", f"{tempfile.gettempdir()}/jax_ep-*"]
     before = [set(glob.glob(place)) for place in places]
-    outputs = run("exit", count_gpus())
+    outputs = run("exit", max(count_gpus(), 2))
     assert [set(glob.glob(place)) for place in places] == before
     # jax.distributed may say that its coordinator has gone; of this package and of CUDA there is no word.
     for output in outputs:
