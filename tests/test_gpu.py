@@ -18,7 +18,8 @@ import jax_ep
 from jax_ep import _ffi
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
-SEVERAL_WAVES, LONG = 1200, 4096  # of so many tokens such rows go through shared memory
+# Of so many tokens, such rows go through a GPU's shared memory.
+SEVERAL_WAVES, LONG = 1200, 4096 if jax.default_backend() == "gpu" else H
 
 
 def forward_and_backward(devices, order="expert", **options):
