@@ -214,8 +214,8 @@ std::string WhyRailsFailed(const std::string& key) {
 #endif
 
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
-                   int num_ranks, double timeout_s, int num_sms) {
-  OpenGroup(key, name, std::move(devices), num_ranks, {timeout_s, num_sms});
+                   int num_ranks, bool hands_on, double timeout_s, int num_sms) {
+  OpenGroup(key, name, std::move(devices), num_ranks, hands_on, {timeout_s, num_sms});
 #if defined(JAX_EP_WITH_CUDA)
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
 #endif
@@ -273,7 +273,7 @@ NB_MODULE(_C, m) {
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
   m.def("build_info", &BuildInfo, "How this extension was built");
   m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
-        nb::arg("num_ranks"), nb::arg("timeout_s"), nb::arg("num_sms"),
+        nb::arg("num_ranks"), nb::arg("hands_on"), nb::arg("timeout_s"), nb::arg("num_sms"),
         "Opens a group, or adds a user to it");
   m.def("plan_sms", &PlannedSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
         nb::arg("num_sms"), nb::arg("budget"), "SMs that an op takes, for the links and for local work");

@@ -47,7 +47,7 @@ class Stopwatch {
 
 class TimedGroup : public Group {
  public:
-  explicit TimedGroup(double timeout_s) : Group("key", "G", std::vector<int64_t>(kTotal, 0), kRanks) {
+  explicit TimedGroup(double timeout_s) : Group("key", "G", std::vector<int64_t>(kTotal, 0), kRanks, false) {
     set_options({timeout_s, 0});
   }
 };

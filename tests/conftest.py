@@ -77,7 +77,8 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def two_devices() -> None:
-    need_devices(2)
+    """For tests of several ranks; of which, and in which processes, their meshes say."""
+    skip_or_fail("devices", 2, len(jax.devices()))
 
 
 @pytest.fixture(params=["ffi", "xla"])

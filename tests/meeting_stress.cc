@@ -239,7 +239,7 @@ void RunWithMaskedRanks(const std::shared_ptr<Group>& group, int64_t run_id) {
 }
 
 int Main() {
-  OpenGroup("stress", "stress", {0, 1, 2, 3}, kRanks, {60.0, 0});
+  OpenGroup("stress", "stress", {0, 1, 2, 3}, kRanks, false, {60.0, 0});
   const auto group = FindGroup("stress");
   MeetingPoint dispatch("dispatch"), combine("combine");
   // Several runs of one program in flight at once.

@@ -140,10 +140,12 @@ def test_a_host_that_calls_another_op(network, joined):
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    need_gpus(4)  # with one GPU for all, the hop by JAX's collectives did not end
-    outputs = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE="2")
-    made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE="2")
-    assert digests(outputs) == digests(made_up)
+    found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE="2")
+    assert all("ranks_per_node=2" in output for output in found)
+    if count_gpus() == 4:
+        assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE="2"))
+    else:
+        assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
 
 
 def test_death_of_a_host():

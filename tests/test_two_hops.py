@@ -26,7 +26,7 @@ from conftest import make_mesh, most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi, _two_hops
+from jax_ep import _extension, _ffi, _two_hops
 from jax_ep._layout import get_dispatch_layout
 
 R = most_ranks()
@@ -205,6 +205,22 @@ def test_a_group_is_that_of_its_hosts(open_group):
     assert one.ranks_per_node == R
     assert two.stats().ranks_per_node == R // 2
     assert f"ranks_per_node={R // 2}" in repr(two)
+
+
+def test_the_handlers_know_which_ranks_hand_rows_on(open_group, monkeypatch):
+    """What comes from such a rank lies among rows of others: a combine's slots (GPUs) cannot count it."""
+    module, told = _extension.extension(), []
+    original = module.open_group
+
+    def record(key, name, devices, num_ranks, hands_on, *rest):
+        told.append((num_ranks, hands_on))
+        original(key, name, devices, num_ranks, hands_on, *rest)
+
+    monkeypatch.setattr(module, "open_group", record)
+    mesh = make_mesh((R,), ("ep",))
+    for per_host in (R, R // 2):
+        open_group(mesh, "ep", ranks_per_node=per_host)
+    assert told == [(R, False), (R // 2, True)]
 
 
 def test_wrong_uses(open_group):

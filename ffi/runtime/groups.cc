@@ -94,12 +94,12 @@ std::optional<std::string> Group::TakeLateHops() {
 }
 
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               const Group::Options& options) {
+               bool hands_on, const Group::Options& options) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];
   if (entry.users++ == 0) {
-    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks);
+    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks, hands_on);
   }
   entry.group->set_options(options);
 }

@@ -16,13 +16,19 @@ namespace jax_ep {
 class Group {
  public:
   // `devices` are device ids, group by group, in rank order, -1 for those of other processes; `num_ranks` of
-  // them make one group.
-  Group(std::string key, std::string name, std::vector<int64_t> devices, int num_ranks)
-      : key_(std::move(key)), name_(std::move(name)), devices_(std::move(devices)), num_ranks_(num_ranks) {}
+  // them make one group. `hands_on`: these are the ranks of a host, who hand on to each other what came from
+  // other hosts.
+  Group(std::string key, std::string name, std::vector<int64_t> devices, int num_ranks, bool hands_on)
+      : key_(std::move(key)),
+        name_(std::move(name)),
+        devices_(std::move(devices)),
+        num_ranks_(num_ranks),
+        hands_on_(hands_on) {}
 
   const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
   int num_ranks() const { return num_ranks_; }
+  bool hands_on() const { return hands_on_; }
 
   // Which of the mesh's independent groups a device belongs to, and its rank there; empty if none.
   struct Place {
@@ -64,6 +70,7 @@ class Group {
   const std::string name_;
   const std::vector<int64_t> devices_;
   const int num_ranks_;
+  const bool hands_on_;
   mutable std::mutex mutex_;
   Options options_{300.0, 0};
   std::optional<std::string> expired_;
@@ -72,7 +79,7 @@ class Group {
 
 // Opens a group or adds a user to it. `key` is its content.
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               const Group::Options& options);
+               bool hands_on, const Group::Options& options);
 // Drops one user; the last one frees the group.
 void CloseGroup(const std::string& key);
 // Null if no such group is open.
