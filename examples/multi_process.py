@@ -30,15 +30,17 @@ VIRTUAL = 8  # CPU devices, where there are no GPUs
 
 def shares(count: int) -> list[dict[str, str]]:
     """The environment of each of `count` processes, which sees its own share of the devices only."""
-    if shutil.which("nvidia-smi") is None:
+    gpus = 0
+    if shutil.which("nvidia-smi") is not None:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        gpus = len(listed.splitlines())
+    if gpus == 0:
         each = {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(VIRTUAL // count),
             "NPROC": str(2 * VIRTUAL),
         }
         return [each] * count
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    gpus = len(listed.splitlines())
     if count > gpus:
         # NCCL 2.30 and newer then let several processes have the same GPU. Each takes its part of the memory.
         part = 0.75 / -(-count // gpus)

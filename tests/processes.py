@@ -135,7 +135,7 @@ def shares(processes: int, gpus: int) -> list[dict[str, str]]:
     return [shared | {"CUDA_VISIBLE_DEVICES": str(process % gpus)} for process in range(processes)]
 
 
-def main(processes: int, arguments: list[str], limit_s: float = 900) -> int:
+def main(processes: int, arguments: list[str], limit_s: float = 1800) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
     from jax_ep._cli import free_address
     from jax_ep.bench.processes import count_gpus

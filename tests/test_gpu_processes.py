@@ -140,12 +140,13 @@ def test_a_host_that_calls_another_op(network, joined):
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE="2")
-    assert all("ranks_per_node=2" in output for output in found)
-    if count_gpus() == 4:
-        assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE="2"))
-    else:
-        assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
+    per_host = 2 * max(count_gpus() // 4, 1)
+    found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE=str(per_host))
+    assert all(f"ranks_per_node={per_host}" in output for output in found)
+    assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
+    assert len(digests(found)) == 2
+    if count_gpus() == 2 * per_host:
+        assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(per_host)))
 
 
 def test_death_of_a_host():

@@ -54,7 +54,10 @@ def test_rows_that_do_not_fit():
     [
         ({"ids": jnp.zeros((4, 33), jnp.int32)}, "at most 32 choices a token, got 33"),
         ({"experts": 8192}, "at most 4096 experts, got 8192"),
-        ({"ranks": 257, "experts": 257, "nodes": 257, "in_rank": (4, 257)}, "at most 256 ranks, got 257"),
+        (
+            {"ranks": 1025, "experts": 1025, "nodes": 1025, "in_rank": (4, 1025)},
+            "at most 1024 ranks, got 1025",
+        ),
     ],
 )
 def test_what_only_gpus_refuse(changed, text):

@@ -24,6 +24,7 @@ from cases import (
 )
 from conftest import make_mesh, most_ranks
 from jax.sharding import PartitionSpec as P
+from processes import num_processes
 
 import jax_ep
 from jax_ep import _extension, _ffi, _two_hops
@@ -32,6 +33,7 @@ from jax_ep._layout import get_dispatch_layout
 R = most_ranks()
 PER_HOST = [n for n in (1, 2, 4) if n < R]
 pytestmark = pytest.mark.usefixtures("two_devices")
+ALONE = pytest.mark.skipif(num_processes() > 1, reason="tells nothing more in several processes")
 
 
 def hosts_of(per_host, size=R):
@@ -242,6 +244,7 @@ def test_wrong_uses(open_group):
         dispatch(on, x, ids, None, 2 * R, host_capacity=2.5)
 
 
+@ALONE
 @pytest.mark.parametrize(("hosts", "copies"), [(2, 1.00), (4, 2.71), (8, 4.63)])
 def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
     """Of 256 experts and eight choices, all different: the bound that nothing can be below."""
@@ -267,6 +270,7 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
     np.testing.assert_allclose(came.sum() / (size * tokens), expected, rtol=0.01)
 
 
+@ALONE
 @pytest.mark.parametrize(("size", "per_host", "experts"), [(64, 8, 128), (256, 16, 512)])
 def test_more_ranks_than_a_host_has(size, per_host, experts):
     """In a process of its own, which has as many devices."""

@@ -22,7 +22,7 @@ struct Device {
 Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget);
 
 // The layout kernel's counts lie in shared memory.
-constexpr int kMaxLayoutRanks = 256;
+constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
 // Writes topk_idx, each row's index within its chunk to sent_rows, and chunk_counts: see index.h.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
