@@ -132,15 +132,14 @@ uint32_t LastCall(const std::string& key) {
   return peers == nullptr ? 0 : peers->LastCall();
 }
 
-bool FitsArenaOf(const std::string& key, int num_ranks, int num_tokens, int top_k, int num_experts,
+// `sizes` are R, T, K and E.
+bool FitsArenaOf(const std::string& key, bool combines, bool by_expert, const std::array<int32_t, 4>& sizes,
                  int64_t row_bytes) {
   const auto group = FindGroup(key);
-  Shape shape{};
-  shape.num_ranks = num_ranks;
-  shape.num_tokens = num_tokens;
-  shape.top_k = top_k;
-  shape.num_experts = num_experts;
-  return group != nullptr && FitsArena(*group, shape, row_bytes);
+  const auto [ranks, tokens, top_k, experts] = sizes;
+  const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, 0, 1};
+  if (group == nullptr) return false;
+  return combines ? CombineFitsArena(*group, shape, row_bytes) : FitsArena(*group, shape, row_bytes);
 }
 
 std::string ResetDeviceGroup(const std::string& key, uint32_t epoch, uint32_t calls) {
@@ -306,9 +305,9 @@ NB_MODULE(_C, m) {
         Unlocked(), "Maps another process's allocation for GPUs of this one; its base here");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
         "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
-  m.def("fits_arena", &FitsArenaOf, nb::arg("key"), nb::arg("num_ranks"), nb::arg("num_tokens"),
-        nb::arg("top_k"), nb::arg("num_experts"), nb::arg("row_bytes"),
-        "Whether an op of so many tokens goes through the arena");
+  m.def("fits_arena", &FitsArenaOf, nb::arg("key"), nb::arg("combines"), nb::arg("by_expert"),
+        nb::arg("sizes"), nb::arg("row_bytes"),
+        "Whether a dispatch, or a combine, of so many tokens goes through the arena");
   m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");
 #endif
 #if defined(JAX_EP_WITH_NCCL)

@@ -74,7 +74,7 @@ def goes_through_arena(routing: Routing, leaves: Sequence[jax.Array], quantize: 
     parts = leaves if quantize == 0 else _as_fp8(*leaves)
     row_bytes = sum(-(-math.prod(part.shape[1:]) * _bits(part) // 128) * 16 for part in parts)
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
-    return module.fits_arena(routing.group._key, *sizes, row_bytes)
+    return module.fits_arena(routing.group._key, False, routing.has_row_per_choice, sizes, row_bytes)
 
 
 def _bits(array: jax.Array | jax.ShapeDtypeStruct) -> int:

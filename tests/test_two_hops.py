@@ -1,6 +1,7 @@
 """Groups whose ranks span hosts, with hosts made up on one: as one hop would do it, bit for bit."""
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -209,20 +210,19 @@ def test_a_group_is_that_of_its_hosts(open_group):
     assert f"ranks_per_node={R // 2}" in repr(two)
 
 
-def test_the_handlers_know_which_ranks_hand_rows_on(open_group, monkeypatch):
-    """What comes from such a rank lies among rows of others: a combine's slots (GPUs) cannot count it."""
-    module, told = _extension.extension(), []
-    original = module.open_group
-
-    def record(key, name, devices, num_ranks, hands_on, *rest):
-        told.append((num_ranks, hands_on))
-        original(key, name, devices, num_ranks, hands_on, *rest)
-
-    monkeypatch.setattr(module, "open_group", record)
+def test_combines_by_rank_of_rows_that_are_handed_on_avoid_the_arena(open_group):
+    """What comes from a rank there lies among rows of others, which slots by number cannot tell."""
+    module = _extension.extension()
+    if not hasattr(module, "fits_arena"):
+        pytest.skip("the extension has no CUDA part, which alone has an arena")
     mesh = make_mesh((R,), ("ep",))
-    for per_host in (R, R // 2):
-        open_group(mesh, "ep", ranks_per_node=per_host)
-    assert told == [(R, False), (R // 2, True)]
+    one, two = (open_group(mesh, "ep", ranks_per_node=n) for n in (R, R // 2))
+    for group, by_rank in (one, True), (two._within, False):
+        sizes = (group.size, 128, 4, 8 * R)
+        fits = functools.partial(module.fits_arena, group._key, sizes=sizes, row_bytes=1024)
+        assert fits(combines=True, by_expert=False) == by_rank
+        assert fits(combines=True, by_expert=True)
+        assert fits(combines=False, by_expert=False)
 
 
 def test_wrong_uses(open_group):

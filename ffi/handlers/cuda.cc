@@ -48,6 +48,12 @@ bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
   return !NoArena() && (budget == 0 || budget >= kLeastSms) && FitsArena(shape, row_bytes);
 }
 
+// By rank, a slot stands for the n-th row that came from a rank. Rows that ranks hand on from other hosts lie
+// in the order of those who sent them first, so that a slot could not be told from its row.
+bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
+  return (shape.has_row_per_choice() || !group.hands_on()) && FitsArena(group, shape, row_bytes);
+}
+
 static bool GoesThroughArena(const Group& group, const PushCall& call) {
   int64_t row_bytes = 0;
   for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
@@ -56,12 +62,9 @@ static bool GoesThroughArena(const Group& group, const PushCall& call) {
 
 static bool GoesThroughArena(const Group& group, const PullCall& call) {
   if (call.summands.size() != 1 || call.params.arrived_weights != nullptr) return false;
-  // By rank, a slot stands for the n-th row that came from a rank. Rows that ranks hand on from other hosts
-  // lie in the order of those who sent them first, so that a slot could not be told from its row.
-  if (group.hands_on() && !call.params.shape.has_row_per_choice()) return false;
   const Summand& summand = call.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
-  return summand.type != Float::kF64 && FitsArena(group, call.params.shape, row_bytes);
+  return summand.type != Float::kF64 && CombineFitsArena(group, call.params.shape, row_bytes);
 }
 
 cuda::Device ThisDevice(const Group* group) {

@@ -82,6 +82,7 @@ std::string DtypeName(ffi::DataType type);
 
 // Whether an op of a group goes through the arena: the same on all ranks.
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
+bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
 
 // What a launch depends on; `group` is null for local ops.
 cuda::Device ThisDevice(const Group* group);

@@ -37,19 +37,19 @@ def sms_of(
     if module is None or device.platform != "gpu" or op not in CARRIERS:
         return None
     row_bytes = bytes_of(op, 2.0 * shape.hidden)
-    if module.fits_arena(
-        group._key, ranks, shape.tokens, shape.top_k, shape.experts, math.ceil(row_bytes / 16) * 16
-    ):
+    sizes = [ranks, shape.tokens, shape.top_k, shape.experts]
+    by_expert = order != "rank"
+    if module.fits_arena(group._key, op == "combine", by_expert, sizes, math.ceil(row_bytes / 16) * 16):
         return None
     kernels = CARRIERS[op]
-    if op == "forward + backward" and order != "rank":
+    if op == "forward + backward" and by_expert:
         kernels = (*kernels, "scaled push")
     if capacity is None:
         local = shape.experts // ranks
         capacity = worst_case_capacity(order, ranks * shape.tokens, shape.top_k, local, 1)
-    sizes = [ranks, shape.tokens, shape.top_k, shape.experts, capacity]
-    by_expert, budget = order != "rank", num_sms or 0
     return max(
-        sum(module.plan_sms(kernel, by_expert, sizes, row_bytes, device.core_count, budget))
+        sum(
+            module.plan_sms(kernel, by_expert, [*sizes, capacity], row_bytes, device.core_count, num_sms or 0)
+        )
         for kernel in kernels
     )

@@ -41,7 +41,7 @@ __device__ T* RowIn(std::byte* slot) {
 }
 
 // The rows here of the token that slot `index` of rank `source` stands for: by expert of its choices, in the
-// lanes; by rank the index-th row that has come from there. These lie together (see GoesThroughArena).
+// lanes; by rank the index-th row that has come from there. These lie together (see CombineFitsArena).
 template <typename T>
 __device__ Terms<T> FindRowsHere(const SlotPullArgs& args, int source, int index, int lane) {
   const Shape& shape = args.shape;
