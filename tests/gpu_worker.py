@@ -83,7 +83,8 @@ def check_sums(order, y):
         w = np.where(used, w, 0)
     wide, scale = x.astype(np.float32), np.sum(np.abs(w), axis=1, keepdims=True)
     expected = wide * np.sum(w, axis=1, keepdims=True)
-    assert np.all(np.abs(whole(y).astype(np.float32) - expected) <= 2.0**-6 * np.abs(wide) * scale)
+    # The sums of a rank, of a host and of all are rounded one after the other, each by 2^-8 at most.
+    assert np.all(np.abs(whole(y).astype(np.float32) - expected) <= 3.1 * 2.0**-8 * np.abs(wide) * scale)
 
 
 def say_digests():

@@ -37,6 +37,7 @@ def test_counts_equal_the_oracle(kind, num_ranks, num_experts, k, implementation
         (513, 6, 24, 6),
         (1000, 40, 80, 10),
         (4096, 256, 256, 8),
+        (600, 1024, 4096, 8),
         (5000, 2, 6, 3),
         (9000, 8, 64, 12),
     ],

@@ -21,7 +21,7 @@ struct Device {
 // Of the current device. `plain_copies` forbids bulk copies.
 Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget);
 
-// The layout kernel's counts lie in shared memory.
+// The layout kernel's counts of ranks, nodes and experts lie in shared memory: 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
 // Writes topk_idx, each row's index within its chunk to sent_rows, and chunk_counts: see index.h.
