@@ -30,25 +30,27 @@ VIRTUAL = 8  # CPU devices, where there are no GPUs
 
 def shares(count: int) -> list[dict[str, str]]:
     """The environment of each of `count` processes, which sees its own share of the devices only."""
-    gpus = 0
+    gpus = []
     if shutil.which("nvidia-smi") is not None:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-        gpus = len(listed.splitlines())
-    if gpus == 0:
+        every = ",".join(map(str, range(len(listed.splitlines()))))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
+        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    if not gpus:
         each = {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(VIRTUAL // count),
             "NPROC": str(2 * VIRTUAL),
         }
         return [each] * count
-    if count > gpus:
+    if count > len(gpus):
         # NCCL 2.30 and newer then let several processes have the same GPU. Each takes its part of the memory.
-        part = 0.75 / -(-count // gpus)
+        part = 0.75 / -(-count // len(gpus))
         shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{part:.3f}"}
-        return [shared | {"CUDA_VISIBLE_DEVICES": str(process % gpus)} for process in range(count)]
-    each = gpus // count
-    mine = [",".join(str(process * each + i) for i in range(each)) for process in range(count)]
-    return [{"CUDA_VISIBLE_DEVICES": numbers} for numbers in mine]
+        return [shared | {"CUDA_VISIBLE_DEVICES": gpus[process % len(gpus)]} for process in range(count)]
+    each = len(gpus) // count
+    mine = [gpus[process * each : (process + 1) * each] for process in range(count)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(names)} for names in mine]
 
 
 def start(count: int) -> int:

@@ -182,9 +182,10 @@ def judge_set(task: str, settings: dict[str, Any], results: list[tuple[int | Non
 
 
 def run_in_others(task: str, options: argparse.Namespace, report: Report) -> None:
-    from jax_ep.bench.processes import count_gpus
+    from jax_ep.bench.processes import visible_gpus
 
-    gpus = min(count_gpus(), options.devices or count_gpus())
+    there = len(visible_gpus())
+    gpus = min(there, options.devices or there)
     if gpus < 2:
         print(f"{task}: skipped, it needs two GPUs, there are {gpus}", flush=True)
         return

@@ -121,31 +121,35 @@ def run_all(
     return outputs
 
 
-def shares(processes: int, gpus: int) -> list[dict[str, str]]:
-    """The environment that gives each process its GPUs (docs/multi_process.md: more ranks than GPUs)."""
-    each = gpus // processes
+def shares(processes: int, gpus: list[str]) -> list[dict[str, str]]:
+    """The environment that gives each process its part of the GPUs, named as CUDA does.
+
+    Several may get the same one (docs/multi_process.md: more ranks than GPUs).
+    """
+    each = len(gpus) // processes
     if each:
         lists = [range(process * each, (process + 1) * each) for process in range(processes)]
         return [{GPUS: ",".join(map(str, mine))} for mine in lists]
+    # JAX's part of the memory is half of it: what NCCL takes for 8 processes, and their contexts, is 47 GB.
     shared = {
         GPUS: "0",  # the only one that it sees
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.75 / -(-processes // gpus):.3f}",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.5 / -(-processes // len(gpus)):.3f}",
     }
-    return [shared | {"CUDA_VISIBLE_DEVICES": str(process % gpus)} for process in range(processes)]
+    return [shared | {"CUDA_VISIBLE_DEVICES": gpus[process % len(gpus)]} for process in range(processes)]
 
 
 def main(processes: int, arguments: list[str], limit_s: float = 1800) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
     from jax_ep._cli import free_address
-    from jax_ep.bench.processes import count_gpus
+    from jax_ep.bench.processes import visible_gpus
 
-    if not count_gpus():
-        raise SystemExit("needs a GPU; nvidia-smi lists none")
+    if not visible_gpus():
+        raise SystemExit("needs a GPU; nvidia-smi lists none, or CUDA_VISIBLE_DEVICES hides them")
     address = free_address()
     command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "90", *arguments]
     workers, outputs = [], []
-    for process, share in enumerate(shares(processes, count_gpus())):
+    for process, share in enumerate(shares(processes, visible_gpus())):
         own = {ADDRESS: address, NUM: str(processes), INDEX: str(process)}
         # The first one's output is shown, the others' where they fail.
         output = None if process == 0 else tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as this

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from conftest import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import measure, programs, report, run
+from jax_ep.bench import measure, processes, programs, report, run
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -26,6 +27,30 @@ def test_labels_of_a_plot():
     assert report._labels([4]) == ["4"]
     tokens = [2**i for i in range(15)]
     assert report._labels(tokens) == [str(number) for number in tokens]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("3,1", ["3", "1"]),
+        ("2, GPU-8932f937", ["2", "GPU-8932f937"]),
+        ("0,9,1", ["0"]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_only_gpus_that_the_user_lets_it_see(chosen, gpus, tmp_path, monkeypatch):
+    """As CUDA does, which ends at the first name that it does not know."""
+    lister = tmp_path / "nvidia-smi"
+    lister.write_text("#!/bin/sh\nprintf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n'\n")
+    lister.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert processes.visible_gpus.__wrapped__() == gpus
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)

@@ -16,13 +16,13 @@ from conftest import skip_or_fail
 from processes import GPUS, run_all, shares
 
 from jax_ep._cli import free_address
-from jax_ep.bench.processes import count_gpus
+from jax_ep.bench.processes import visible_gpus
 
 WORKER = pathlib.Path(__file__).with_name("gpu_worker.py")
 
 
 def need_gpus(count):
-    skip_or_fail("GPUs", count, count_gpus())
+    skip_or_fail("GPUs", count, len(visible_gpus()))
 
 
 def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
@@ -32,13 +32,13 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
     """
     need_gpus(1)
     address, commands, environments = free_address(), [], []
-    for process, share in enumerate(shares(processes, count_gpus())):
+    for process, share in enumerate(shares(processes, visible_gpus())):
         commands.append([sys.executable, str(WORKER), task, address, str(processes), str(process)])
         environments.append({"JAX_PLATFORMS": "cuda", **share, **environment})
         if hide:  # as job schedulers do: each process sees its GPUs only, and counts them from 0
-            each = share[GPUS].count(",") + 1
-            own = ",".join(map(str, range(each)))
-            environments[-1] |= {"CUDA_VISIBLE_DEVICES": share[GPUS], GPUS: own}
+            names = [visible_gpus()[int(gpu)] for gpu in share[GPUS].split(",")]
+            own = ",".join(map(str, range(len(names))))
+            environments[-1] |= {"CUDA_VISIBLE_DEVICES": ",".join(names), GPUS: own}
         if apart:
             host = f"host {process}"
             environments[-1] |= {"JAX_EP_TEST_HOST": host, "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
@@ -46,7 +46,7 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
         return run_all(commands, environments, timeout=110, may_die=may_die)
     except AssertionError as error:
         if "Duplicate GPU detected" in str(error):  # NCCL is older than 2.30
-            skip_or_fail("GPUs", processes, count_gpus())
+            skip_or_fail("GPUs", processes, len(visible_gpus()))
         raise
 
 
@@ -61,9 +61,9 @@ def digests(outputs, word="digest"):
 def test_results_are_the_same_in_every_process_model():
     need_gpus(2)
     together = digests(run("digests", 1))
-    assert digests(run("digests", count_gpus())) == together
-    assert digests(run("digests", count_gpus(), hide=True)) == together
-    if count_gpus() > 2:
+    assert digests(run("digests", len(visible_gpus()))) == together
+    assert digests(run("digests", len(visible_gpus()), hide=True)) == together
+    if len(visible_gpus()) > 2:
         assert digests(run("digests", 2)) == together
 
 
@@ -72,7 +72,7 @@ def test_hosts_of_one_process_each():
     """As with hosts that are made up in one process, bit for bit; and dispatch as on one host."""
     need_gpus(2)
     one = run("digests", 1)
-    each = count_gpus() // 2
+    each = len(visible_gpus()) // 2
     made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(each))
     found = run("digests", 2, apart=True)
     for outputs in (made_up, found):
@@ -140,12 +140,12 @@ def test_a_host_that_calls_another_op(network, joined):
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    per_host = 2 * max(count_gpus() // 4, 1)
+    per_host = 2 * max(len(visible_gpus()) // 4, 1)
     found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE=str(per_host))
     assert all(f"ranks_per_node={per_host}" in output for output in found)
     assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
     assert len(digests(found)) == 2
-    if count_gpus() == 2 * per_host:
+    if len(visible_gpus()) == 2 * per_host:
         assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(per_host)))
 
 
@@ -157,7 +157,7 @@ def test_death_of_a_host():
 
 
 def test_death_of_a_process():
-    count = max(count_gpus(), 2)
+    count = max(len(visible_gpus()), 2)
     outputs = run("death", count, may_die={count - 1})
     for output in outputs[:-1]:
         seconds, text = re.search(r"after ([\d.]+) s: (.*)", output).groups()
@@ -181,7 +181,7 @@ def test_memory_that_grows_is_refused_with_the_remedy():
 def test_processes_end_in_any_order_and_leave_nothing_behind():
     places = ["/dev/shm/*", f"{tempfile.gettempdir()}/jax_ep-*"]
     before = [set(glob.glob(place)) for place in places]
-    outputs = run("exit", max(count_gpus(), 2))
+    outputs = run("exit", max(len(visible_gpus()), 2))
     assert [set(glob.glob(place)) for place in places] == before
     # jax.distributed may say that its coordinator has gone; of this package and of CUDA there is no word.
     for output in outputs:

@@ -1,6 +1,8 @@
 """The benchmark in several processes that share the GPUs of this host."""
 
 import functools
+import itertools
+import os
 import subprocess
 
 import jax
@@ -12,21 +14,26 @@ from jax_ep._cli import run_all
 
 def start(count: int) -> int:
     """Runs this program again in each of `count` processes, which see their own GPUs only."""
-    each = count_gpus() // count
+    gpus = visible_gpus()
+    each = len(gpus) // count
     if each < 1:
-        raise SystemExit(f"bench: {count} processes need as many GPUs, there are {count_gpus()}")
-    gpus = [",".join(str(process * each + i) for i in range(each)) for process in range(count)]
-    return run_all([{"CUDA_VISIBLE_DEVICES": mine} for mine in gpus])
+        raise SystemExit(f"bench: {count} processes need as many GPUs, there are {len(gpus)}")
+    shares = (gpus[process * each : (process + 1) * each] for process in range(count))
+    return run_all([{"CUDA_VISIBLE_DEVICES": ",".join(mine)} for mine in shares])
 
 
 @functools.cache
-def count_gpus() -> int:
-    """GPUs of this host, without starting JAX on them."""
+def visible_gpus() -> list[str]:
+    """The GPUs of this host that programs may use, as CUDA_VISIBLE_DEVICES names them. JAX is not started."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return 0
-    return len(listed.splitlines())
+        return []
+    indices = [str(gpu) for gpu in range(len(listed.splitlines()))]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(indices)).split(",")
+    known = lambda name: name in indices or name.startswith(("GPU-", "MIG-"))
+    # CUDA itself stops at the first name that it does not know; so -1 hides all.
+    return list(itertools.takewhile(known, (name.strip() for name in chosen)))
 
 
 def slowest(us: float | None) -> float | None:
