@@ -158,7 +158,7 @@ class Group:
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
             for d in devices.flat
         ]
-        hands_on = self._index_groups is not None
+        hands_on = self._index_groups is not None and self._size > 1
         module.open_group(self._key, repr(self), here, self._size, hands_on, self._timeout_s, num_sms or 0)
 
     def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:

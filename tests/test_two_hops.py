@@ -211,13 +211,18 @@ def test_a_group_is_that_of_its_hosts(open_group):
 
 
 def test_combines_by_rank_of_rows_that_are_handed_on_avoid_the_arena(open_group):
-    """What comes from a rank there lies among rows of others, which slots by number cannot tell."""
+    """What comes from a rank there lies among rows of others, which slots by number cannot tell.
+
+    A rank that is alone on its host hands on nothing to others.
+    """
     module = _extension.extension()
     if not hasattr(module, "fits_arena"):
         pytest.skip("the extension has no CUDA part, which alone has an arena")
     mesh = make_mesh((R,), ("ep",))
-    one, two = (open_group(mesh, "ep", ranks_per_node=n) for n in (R, R // 2))
-    for group, by_rank in (one, True), (two._within, False):
+    for each in {R, R // 2, 1}:
+        group = open_group(mesh, "ep", ranks_per_node=each)
+        group = group if each == R else group._within
+        by_rank = each in (R, 1)
         sizes = (group.size, 128, 4, 8 * R)
         fits = functools.partial(module.fits_arena, group._key, sizes=sizes, row_bytes=1024)
         assert fits(combines=True, by_expert=False) == by_rank
