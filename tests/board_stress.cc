@@ -117,8 +117,7 @@ void TestAMissingRank() {
     if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(700));
     const Stopwatch watch;
     const auto call = board->Begin(kOp, rank == 2 ? patient : group, place, 1, Known());
-    const char* expected =
-        rank == 2 ? "rank(s) 0 1 3 gave up" : "G (no. 1 of the mesh), rank(s) 2 did not arrive";
+    const char* expected = rank == 2 ? "rank(s) 0 1 3 gave up" : "G (list 2 of 2), rank(s) 2 did not arrive";
     Check(call.number == 1 && Has(call.error, kOp) && Has(call.error, expected), call.error);
     Check(watch.seconds() < (rank == 2 ? 0.2 : 10), "it took too long");
   });

@@ -130,9 +130,9 @@ struct PullShare final : Share {
 class Waiter {
  public:
   Done done() {
-    return [this](const std::string* error) {
+    return [this](const Failure* failure) {
       std::lock_guard<std::mutex> lock(mutex_);
-      error_ = error == nullptr ? "" : *error;
+      error_ = failure == nullptr ? "" : failure->text;
       finished_ = true;
       wake_.notify_one();
     };
@@ -177,6 +177,31 @@ void Run(const std::shared_ptr<Group>& group, MeetingPoint& dispatch, MeetingPoi
     });
   }
   for (std::thread& device : devices) device.join();
+}
+
+// Rank 2 refuses while others wait, or before they come; the op of another run is not concerned.
+void RunWithRefusal(const std::shared_ptr<Group>& group, int64_t run_id) {
+  MeetingPoint dispatch("dispatch");
+  std::vector<std::thread> devices;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    devices.emplace_back([&, rank] {
+      std::mt19937 random(unsigned(run_id * kRanks + rank));
+      Rank data(Order::kRank, rank, 1), others(Order::kRank, rank, 2);
+      Waiter sent, sent_by_others;
+      Delay(random);
+      if (rank == 2) {
+        dispatch.Refuse(run_id, "rank 2 is of another mesh");
+      } else {
+        dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), {}, sent.done()});
+        Check(sent.Wait() == "rank 2 is of another mesh", "the refusal did not come");
+      }
+      dispatch.Arrive(
+          {-run_id, group, {0, rank}, std::make_unique<PushShare>(others), {}, sent_by_others.done()});
+      Check(sent_by_others.Wait().empty(), "another run failed");
+    });
+  }
+  for (std::thread& device : devices) device.join();
+  Check(!group->TakeExpired().has_value(), "a refusal was recorded as an expired wait");
 }
 
 void RunWithMissingRank(const std::shared_ptr<Group>& group, int64_t run_id) {
@@ -250,6 +275,7 @@ int Main() {
     });
   }
   for (std::thread& program : programs) program.join();
+  for (int64_t run = 0; run < 100; ++run) RunWithRefusal(group, 500 + run);
   group->set_options({0.2, 0});
   RunWithMissingRank(group, 1000);
   group->set_options({0.3, 0});

@@ -219,6 +219,36 @@ def test_all_live_arrays_are_deleted(order):
         group.check()
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_ranks_that_are_swapped(op):
+    """Ranks 0 and 3 are in the right places; they do not wait for the others, whose calls are wrong."""
+    layer = Layer("swapped", op, "expert")
+    with layer.open(30) as group:
+        layer.mesh = Mesh(layer.mesh.devices[[0, 2, 1, 3]], ("swapped",))
+        run, begin = layer.compile(group), time.monotonic()
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"another mesh: device [12] runs as rank"):
+            jax.block_until_ready(run())
+        assert time.monotonic() - begin < 15
+        group.check()  # nothing is late
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+def test_one_of_several_groups_is_told_by_its_list_of_devices(absent):
+    mesh = make_mesh((2, 2), ("other", "mine"))
+    with jax_ep.Group(mesh, "mine", timeout_s=TIMEOUT_S) as group:
+
+        def shard(x):
+            send = lambda: jax_ep.dispatch(x, jnp.zeros((1, 1), jnp.int32), group=group, num_experts=2).x[:1]
+            place = jax.lax.axis_index(("other", "mine"))
+            return jax.lax.cond(place == absent, lambda: x, send)
+
+        spec = P(("other", "mine"))
+        run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec))
+        told = rf"\[\[.*\]\]\) \(list {absent // 2 + 1} of 2\), rank\(s\) {absent % 2} did not arrive"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+            jax.block_until_ready(run(jnp.ones((4, 1))))
+
+
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e10])
 def test_a_timeout_that_never_comes(timeout_s):
     layer = Layer("patient", "gradient", "rank")

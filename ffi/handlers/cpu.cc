@@ -11,13 +11,11 @@ ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> sh
   ffi::Promise promise;
   ffi::Future future(promise);
   context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, std::move(share),
-                                 attendance,
-                                 [promise = std::move(promise)](const std::string* error) mutable {
-                                   if (error == nullptr) {
-                                     promise.SetAvailable();
-                                   } else {
-                                     promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *error));
-                                   }
+                                 attendance, [promise = std::move(promise)](const Failure* failure) mutable {
+                                   if (failure == nullptr) return promise.SetAvailable();
+                                   const auto code = failure->is_late ? ffi::ErrorCode::kDeadlineExceeded
+                                                                      : ffi::ErrorCode::kInvalidArgument;
+                                   promise.SetError(ffi::Error(code, failure->text));
                                  }});
   return future;
 }

@@ -30,6 +30,12 @@ struct CpuContext {
     return future;
   }
 
+  // Fails, and lets the other ranks of this run know, which would wait for this one.
+  ffi::Future Refuse(ffi::Error error) const {
+    site->meetings.Refuse(run_id, error.message());
+    return Fail(std::move(error));
+  }
+
   static int32_t ReadRank(const int32_t* rank) { return *rank; }
 };
 

@@ -40,6 +40,7 @@ struct CudaContext {
   CudaCallSite* site;
 
   static ffi::Error Fail(ffi::Error error) { return error; }
+  static ffi::Error Refuse(ffi::Error error) { return error; }
   // The rank lies on the device; the kernel compares it.
   static int32_t ReadRank(const int32_t*) { return -1; }
 };

@@ -74,7 +74,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
                            FindSeat(op, attributes.group, context.device,
                                     context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
-  if (error.failure()) return Context::Fail(error);
+  if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.
   params.summands = call.summands.data();

@@ -27,7 +27,7 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
                  : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
                                   params.scales() ? &call.factors : nullptr),
        FindSeat(op, group, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
-  if (error.failure()) return Context::Fail(error);
+  if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.
   params.payloads = call.payloads.data();

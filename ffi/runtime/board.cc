@@ -109,10 +109,7 @@ class Board::Meeting {
  private:
   static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
 
-  std::string Intro() const {
-    const std::string which = place_.group > 0 ? Text(" (no. ", place_.group, " of the mesh)") : "";
-    return Text(op_, ": of group ", group_.name(), which);
-  }
+  std::string Intro() const { return Text(op_, ": of group ", group_.NameOf(place_.group)); }
 
   std::string Where() const {
     return Text("rank ", place_.rank, " waited at the first call of a call site (no. ", number_, ")");

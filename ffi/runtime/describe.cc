@@ -112,7 +112,7 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
   std::string group;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    group = name_;
+    group = NameOfOne(name_, rank_index / num_ranks_, static_cast<int>(ranks_.size()) / num_ranks_);
   }
   const std::string missing = RankList(report.missing), of_group = Text(": of group ", group, ", ");
   const std::string call = Describe(Call::Of(report.call)), other = Describe(Call::Of(report.other_call));

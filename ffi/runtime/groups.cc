@@ -93,6 +93,10 @@ std::optional<std::string> Group::TakeLateHops() {
               "work any more. If ranks are only slow, raise Group(timeout_s=...).");
 }
 
+std::string NameOfOne(const std::string& name, int index, int count) {
+  return count == 1 ? name : Text(name, " (list ", index + 1, " of ", count, ")");
+}
+
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
                bool hands_on, const Group::Options& options) {
   Registry& registry = GetRegistry();

@@ -13,6 +13,9 @@
 
 namespace jax_ep {
 
+// One of a mesh's independent groups, for errors. `name` shows the lists of their devices.
+std::string NameOfOne(const std::string& name, int index, int count);
+
 class Group {
  public:
   // `devices` are device ids, group by group, in rank order, -1 for those of other processes; `num_ranks` of
@@ -27,6 +30,9 @@ class Group {
 
   const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
+  std::string NameOf(int index) const {
+    return NameOfOne(name_, index, static_cast<int>(devices_.size()) / num_ranks_);
+  }
   int num_ranks() const { return num_ranks_; }
   bool hands_on() const { return hands_on_; }
 

@@ -63,6 +63,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
   Clock::time_point deadline() const { return deadline_; }
 
+  int64_t run_id() const { return run_id_; }
+
   bool IsFor(const Arrival& arrival, const std::vector<bool>& active) const {
     // A group that was made anew meanwhile is another object, but the run is still the old one.
     return run_id_ == arrival.run_id && group_->key() == arrival.group->key() &&
@@ -79,15 +81,15 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
     const int rank = arrival.place.rank;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (expired_.empty()) {
+      if (failure_.text.empty()) {
         seats_[rank] = {std::move(arrival.share), arrival.attendance, std::move(arrival.done), Clock::now()};
         return ++num_arrived_ == num_active_;
       }
     }
-    if (masks_) {
+    if (masks_ && failure_.is_late) {
       MoveAlone(std::move(arrival), active_);
     } else {
-      arrival.done(&expired_);
+      arrival.done(&failure_);
     }
     return false;
   }
@@ -107,22 +109,18 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
   // Ends the meeting if ranks are still missing.
   void Expire() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (num_arrived_ == num_active_ || !expired_.empty()) return;
-      expired_ = DescribeMissing();
-    }
-    // From here on nobody joins.
+    if (!End([this] { return Failure{DescribeMissing(), true}; })) return;
     if (masks_) {
       RunOnOwnThread([self = shared_from_this()] { self->GoOnWithoutMissing(); });
       return;
     }
-    group_->RecordExpired(expired_);
-    for (Seat& seat : seats_) {
-      if (!seat.is_taken()) continue;
-      seat.share.reset();
-      RunOnOwnThread([self = shared_from_this(), done = std::move(seat.done)] { done(&self->expired_); });
-    }
+    group_->RecordExpired(failure_.text);
+    FailAll();
+  }
+
+  // Ends the meeting for a reason that does not let it go on without those who are missing either.
+  void Refuse(const std::string& text) {
+    if (End([&] { return Failure{text, false}; })) FailAll();
   }
 
  private:
@@ -135,6 +133,23 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
     bool is_taken() const { return share != nullptr; }
   };
+
+  // False if it has ended, or all have come. From here on nobody joins.
+  template <typename Describe>
+  bool End(Describe&& describe) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (num_arrived_ == num_active_ || !failure_.text.empty()) return false;
+    failure_ = describe();
+    return true;
+  }
+
+  void FailAll() {
+    for (Seat& seat : seats_) {
+      if (!seat.is_taken()) continue;
+      seat.share.reset();
+      RunOnOwnThread([self = shared_from_this(), done = std::move(seat.done)] { done(&self->failure_); });
+    }
+  }
 
   void GoOnWithoutMissing() {
     std::vector<bool> here;
@@ -177,9 +192,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
     for (size_t rank = 0; rank < seats_.size(); ++rank) {
       if (active_[rank] && !seats_[rank].is_taken()) missing += Text(' ', rank);
     }
-    const std::string which = group_index_ > 0 ? Text(" (no. ", group_index_, " of the mesh)") : "";
-    return Text(op_, ": of group ", group_->name(), which, ", rank(s)", missing, " did not arrive within ",
-                group_->timeout_s(),
+    return Text(op_, ": of group ", group_->NameOf(group_index_), ", rank(s)", missing,
+                " did not arrive within ", group_->timeout_s(),
                 " s. Every rank must reach the same ops in the same order: look for a branch that differs "
                 "between ranks, or raise Group(timeout_s=...) if a rank is only slow.");
   }
@@ -195,7 +209,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
 
   std::mutex mutex_;
   int num_arrived_ = 0;
-  std::string expired_;
+  Failure failure_{};
   std::vector<Seat> seats_;
 
   std::vector<bool> present_;
@@ -274,7 +288,14 @@ void MeetingPoint::Arrive(Arrival arrival) {
   std::shared_ptr<Meeting> meeting;
   bool is_new = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto refusal = std::find_if(refusals_.begin(), refusals_.end(),
+                                      [&](const Refusal& one) { return one.run_id == arrival.run_id; });
+    if (refusal != refusals_.end()) {
+      const Failure failure = refusal->failure;
+      lock.unlock();
+      return arrival.done(&failure);
+    }
     auto it = std::find_if(open_.begin(), open_.end(), [&](const auto& open) {
       return open->IsFor(arrival, active) && !open->HasRank(rank);
     });
@@ -293,6 +314,29 @@ void MeetingPoint::Arrive(Arrival arrival) {
   if (meeting->Join(std::move(arrival))) {
     GetWatchdog().Forget(meeting);
     meeting->StartMove(rank);
+  }
+}
+
+void MeetingPoint::Refuse(int64_t run_id, const std::string& text) {
+  std::vector<std::shared_ptr<Meeting>> ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Runs that are so long over that no rank can still come to them are forgotten.
+    constexpr size_t kMostRefusals = 64;
+    if (refusals_.size() >= kMostRefusals) refusals_.pop_front();
+    refusals_.push_back({run_id, {text, false}});
+    for (auto it = open_.begin(); it != open_.end();) {
+      if ((*it)->run_id() == run_id) {
+        ended.push_back(*it);
+        it = open_.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  for (const auto& meeting : ended) {
+    GetWatchdog().Forget(meeting);
+    meeting->Refuse(text);
   }
 }
 

@@ -35,8 +35,14 @@ class Share {
   virtual void Move(const std::vector<Share*>& shares) = 0;
 };
 
+// Why an op failed.
+struct Failure {
+  std::string text;  // empty: it has not
+  bool is_late;      // a rank did not come in time
+};
+
 // Called exactly once: with null when the op is done, else with the reason why it failed.
-using Done = std::function<void(const std::string* error)>;
+using Done = std::function<void(const Failure* failure)>;
 
 struct Arrival {
   int64_t run_id;  // the same on all devices of one launch, different between launches
@@ -57,10 +63,20 @@ class MeetingPoint {
 
   void Arrive(Arrival arrival);
 
+  // A rank will not come to any meeting of this run, for the reason in `text`: its call is wrong. Those that
+  // wait for it, or would, fail for the same reason.
+  void Refuse(int64_t run_id, const std::string& text);
+
  private:
+  struct Refusal {
+    int64_t run_id;
+    Failure failure;
+  };
+
   const std::string op_;
   std::mutex mutex_;
   std::list<std::shared_ptr<Meeting>> open_;
+  std::list<Refusal> refusals_;  // the newest last
 };
 
 }  // namespace jax_ep
