@@ -173,7 +173,7 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
         if jax.export.is_symbolic_dim(worst):
             raise ValueError(
                 f"{op}: the worst case is {worst} rows, a number that is not known when a program is traced; "
-                "export a program for each number of tokens, or pass a capacity and implementation='xla'"
+                "export a program for each number of tokens"
             )
         if worst > MOST_ROWS:
             raise ValueError(
@@ -263,7 +263,7 @@ def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
 def floating_dtype(op: str, name: str, value: Any) -> Any:
     try:
         dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     if dtype is None or not is_float(dtype):
         raise TypeError(f"{op}: {name} must be floating, got {value if dtype is None else dtype}")

@@ -104,7 +104,8 @@ def sample_addresses(devices: Sequence[Any]) -> list[int]:
 
 
 def check_implementation(implementation: str | None) -> None:
-    if implementation not in (None, "ffi", "xla"):
+    known = implementation is None or (isinstance(implementation, str) and implementation in ("ffi", "xla"))
+    if not known:
         raise ValueError(f"implementation must be None, 'ffi' or 'xla', got {implementation!r}")
 
 

@@ -21,7 +21,7 @@ _NO_GRADIENT = (
 )
 
 
-def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
+def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
     """The product that an `expert_fn` of `jax_ep.moe` is made of.
 
     Like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that and for
@@ -32,7 +32,7 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
     Args:
       rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
         scale for each 128 elements of a row [C, M / 128], as `quantize_fp8(x)` makes it.
-      weights: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
+      w: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
         Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
         `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied.
@@ -42,54 +42,53 @@ def grouped_dot(rows: Any, weights: Any, group_sizes: Any, *, num_sms: int | Non
 
     Returns:
       [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
-      (float64 rows: in float64). Differentiable in rows and weights that are not FP8, in reverse mode. Under
+      (float64 rows: in float64). Differentiable in rows and w that are not FP8, in reverse mode. Under
       `jax.vmap` the products run one after another.
 
     Raises:
       ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
-      TypeError: rows and weights are not floating, or differ in dtype, or only one is quantised, or they are
+      TypeError: rows and w are not floating, or differ in dtype, or only one is quantised, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _numbers.most_sms("grouped_dot", num_sms) or 0
     group_sizes = _check.array("grouped_dot", "group_sizes", group_sizes)
-    if isinstance(rows, QuantizedArray) or isinstance(weights, QuantizedArray):
-        rows, weights = _both_quantized(rows, weights)
-        _check_shapes(rows.values, weights.values, group_sizes)
-        if not rows.values.size or not weights.values.size:
-            nothing = jnp.zeros((rows.shape[0], weights.shape[2]), jnp.bfloat16)
-            return vary_alike([nothing, rows.values, weights.values])[0]
-        _check_blocks(rows, weights)
-        operands = [rows.values, weights.values, rows.scales, weights.scales, group_sizes]
+    if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
+        rows, w = _both_quantized(rows, w)
+        _check_shapes(rows.values, w.values, group_sizes)
+        if not rows.values.size or not w.values.size:
+            nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
+            return vary_alike([nothing, rows.values, w.values])[0]
+        _check_blocks(rows, w)
+        operands = [rows.values, w.values, rows.scales, w.scales, group_sizes]
         return _fp8_product(num_sms, *no_forward_mode(_NO_GRADIENT, vary_alike(operands)))
-    rows, weights = (
+    rows, w = (
         _check.array("grouped_dot", "rows", rows),
-        _check.array("grouped_dot", "weights", weights),
+        _check.array("grouped_dot", "w", w),
     )
-    if not _check.is_float(rows.dtype) or rows.dtype != weights.dtype:
+    if not _check.is_float(rows.dtype) or rows.dtype != w.dtype:
         raise TypeError(
-            "grouped_dot: rows and weights must have one floating dtype, "
-            f"got {rows.dtype} and {weights.dtype}"
+            f"grouped_dot: rows and w must have one floating dtype, got {rows.dtype} and {w.dtype}"
         )
     if not is_differentiable(rows.dtype):
         raise TypeError(
-            f"grouped_dot: rows and weights in {rows.dtype} need their scales; pass the QuantizedArrays "
+            f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
-    _check_shapes(rows, weights, group_sizes)
-    return _product(0, num_sms, *vary_alike([rows, weights, group_sizes]))
+    _check_shapes(rows, w, group_sizes)
+    return _product(0, num_sms, *vary_alike([rows, w, group_sizes]))
 
 
-def _check_shapes(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> None:
-    fits = rows.ndim == 2 and weights.ndim == 3 and rows.shape[1] == weights.shape[1]
-    if fits and group_sizes.ndim == 1 and weights.shape[0] > group_sizes.shape[0] > 0:
+def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
+    fits = rows.ndim == 2 and w.ndim == 3 and rows.shape[1] == w.shape[1]
+    if fits and group_sizes.ndim == 1 and w.shape[0] > group_sizes.shape[0] > 0:
         raise ValueError(
-            f"grouped_dot: weights must have a matrix for each of the {group_sizes.shape[0]} experts of this "
-            f"rank, got {weights.shape[0]}; shard the experts' axis over the group (shard_map's in_specs)"
+            f"grouped_dot: w must have a matrix for each of the {group_sizes.shape[0]} experts of this "
+            f"rank, got {w.shape[0]}; shard the experts' axis over the group (shard_map's in_specs)"
         )
-    if not fits or group_sizes.shape != weights.shape[:1] or group_sizes.dtype != jnp.int32:
+    if not fits or group_sizes.shape != w.shape[:1] or group_sizes.dtype != jnp.int32:
         raise ValueError(
-            "grouped_dot: rows [C, M], weights [L, M, N] and group_sizes int32 [L] must fit; got "
-            f"{', '.join(map(_check.shape_text, (rows, weights, group_sizes)))}"
+            "grouped_dot: rows [C, M], w [L, M, N] and group_sizes int32 [L] must fit; got "
+            f"{', '.join(map(_check.shape_text, (rows, w, group_sizes)))}"
         )
     if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
         sizes = np.asarray(group_sizes)
@@ -100,21 +99,21 @@ def _check_shapes(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -
             )
 
 
-def _both_quantized(rows: Any, weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
-    if not (isinstance(rows, QuantizedArray) and isinstance(weights, QuantizedArray)):
+def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
+    if not (isinstance(rows, QuantizedArray) and isinstance(w, QuantizedArray)):
         raise TypeError(
-            "grouped_dot: rows and weights must both be quantised, or neither; got "
-            f"{type(rows).__name__} and {type(weights).__name__} (jax_ep.quantize_fp8 quantises)"
+            "grouped_dot: rows and w must both be quantised, or neither; got "
+            f"{type(rows).__name__} and {type(w).__name__} (jax_ep.quantize_fp8 quantises)"
         )
-    return jax.tree.map(jnp.asarray, (rows, weights))
+    return jax.tree.map(jnp.asarray, (rows, w))
 
 
-def _check_blocks(rows: QuantizedArray, weights: QuantizedArray) -> None:
-    of_rows, of_weights = block_of("grouped_dot", rows), block_of("grouped_dot", weights)
-    if of_rows != (1, BLOCK) or of_weights != (BLOCK, BLOCK):
+def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
+    of_rows, of_w = block_of("grouped_dot", rows), block_of("grouped_dot", w)
+    if of_rows != (1, BLOCK) or of_w != (BLOCK, BLOCK):
         raise ValueError(
-            "grouped_dot: FP8 rows must have scales of 1 x 128 elements and weights of 128 x 128, got "
-            f"{of_rows[0]} x {of_rows[1]} and {of_weights[0]} x {of_weights[1]}; quantise them with "
+            "grouped_dot: FP8 rows must have scales of 1 x 128 elements and w of 128 x 128, got "
+            f"{of_rows[0]} x {of_rows[1]} and {of_w[0]} x {of_w[1]}; quantise them with "
             "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
         )
 

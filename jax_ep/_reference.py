@@ -31,7 +31,7 @@ def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
     """int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
     counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
     counts = vary_alike(counts, jax.typeof(ids).manual_axis_type.varying)
-    token = jnp.arange(ids.shape[0])[:, None]
+    token = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     return counts.at[token, jnp.where(ids < 0, num_experts, ids)].add(1, mode="drop")
 
 
@@ -306,7 +306,7 @@ def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: j
     # a single matrix that is not finite would spoil all rows.
     result = jnp.zeros_like(rows, shape=(rows.shape[0], matrices.shape[2]))
     result, *_ = vary_alike([result, rows, matrices])
-    number = jnp.arange(rows.shape[0])[:, None]
+    number = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
 
     def add(result: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         matrix, size, end = group

@@ -78,7 +78,9 @@ DISPATCH = {
         ValueError,
         "order must be 'rank', 'expert' or 'expert_padded', got 'token'",
     ),
+    "orders": ({"order": np.ones(2)}, ValueError, r"order must be 'rank', .* got array\(\[1., 1.\]\)"),
     "implementation": ({"implementation": "cuda"}, ValueError, "must be None, 'ffi' or 'xla', got 'cuda'"),
+    "implementations": ({"implementation": np.ones(2)}, ValueError, r"'ffi' or 'xla', got array\("),
 }
 
 

@@ -81,6 +81,18 @@ def test_sixteen_bits_are_summed_in_float32(dtype):
     assert_close(got, loop(rows, weights, sizes), terms=256)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_where_numbers_have_64_bits(dtype):
+    """The suite promotes no types (conftest.py), so nothing inside may be int64 or float64 by default."""
+    sizes = np.array([5, 0, 7], np.int32)
+    with jax.enable_x64(True):
+        rows, weights = floats((15, 8)).astype(dtype), floats((3, 8, 4)).astype(dtype)
+        value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
+        gradients = transposed(jnp.ones_like(value))
+    assert [a.dtype for a in (value, *gradients)] == [dtype] * 3
+    np.testing.assert_allclose(value, loop(rows, weights, sizes), rtol=1e-5, atol=1e-5)
+
+
 def test_rows_past_the_groups_do_not_matter():
     """Padding inside a group counts as rows of it; what lies past all groups is zero in the results."""
     sizes = np.array([130, 0, 7, 129], np.int32)

@@ -36,7 +36,7 @@ ON_THE_HOST = {
     "get_dispatch_layout: topk_idx": lambda x: jax_ep.get_dispatch_layout(
         hosts(IDS), num_experts=E, num_ranks=R
     ),
-    "grouped_dot: weights": lambda x: jax_ep.grouped_dot(x, hosts(MATRICES), GROUPS),
+    "grouped_dot: w": lambda x: jax_ep.grouped_dot(x, hosts(MATRICES), GROUPS),
     "quantize_fp8: x": lambda x: jax_ep.quantize_fp8(hosts(wide(x))),
     "dequantize_fp8: the values of": lambda x: jax_ep.dequantize_fp8(
         jax.tree.map(hosts, jax_ep.quantize_fp8(wide(x)))

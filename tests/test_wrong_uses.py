@@ -35,6 +35,10 @@ NO_ARRAYS = {
         lambda x: jax_ep.unpermute(x, jax_ep.permute(x, IDS[:T], num_local_experts=E)),
         "unpermute: row_map must be .* got Permuted",
     ),
+    "pairs for a dtype": (
+        lambda x: jax_ep.unpermute(x, IDS, out_dtype={"a": x}),
+        "out_dtype must be floating, got {'a'",
+    ),
     "no dtype": (lambda x: jax_ep.unpermute(x, IDS, out_dtype="bf"), "out_dtype must be floating, got bf"),
 }
 
@@ -48,7 +52,7 @@ NO_ARRAYS |= {
         lambda x: jax_ep.grouped_dot({"x": x}, MATRICES, GROUPS),
         "grouped_dot: rows .* dict",
     ),
-    "matrices": (lambda x: jax_ep.grouped_dot(x, "w", GROUPS), "grouped_dot: weights .* got str"),
+    "matrices": (lambda x: jax_ep.grouped_dot(x, "w", GROUPS), "grouped_dot: w .* got str"),
     "sizes of groups": (
         lambda x: jax_ep.grouped_dot(x, MATRICES, None),
         "grouped_dot: group_sizes .* NoneType",
