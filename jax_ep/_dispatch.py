@@ -218,10 +218,10 @@ def dispatch(
         skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and nobody
         waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
         dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
-        other ranks might take part the second time. On GPUs such a dispatch takes at most 128 tokens and 4096
-        choices a rank, and a group with num_sms of 8 or more; R * T rows with 128 bytes each besides must fit
-        twice into 32 MiB; and its first call does not wait on the host until all ranks have come to it. Ranks
-        that span hosts take neither active_ranks nor on_timeout="mask" (ValueError).
+        other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a
+        group with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does
+        not wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks
+        nor on_timeout="mask" (ValueError).
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
         the others go on without it, and it is marked 0 in the result, which the next op should be given; a
         rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had
@@ -242,7 +242,7 @@ def dispatch(
     """
     require_manual("dispatch", group)
     chosen = group._resolve(implementation)
-    if order not in ("rank", "expert", "expert_padded"):
+    if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     _check.no_result("dispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)

@@ -27,7 +27,7 @@ DISABLE_JAX_EXPORT_CHECKS = tuple(
 
 `jax.export` refuses custom calls that it does not know, for their meaning could change from one version to
 the next. An exported program runs with the version of jax_ep that it was exported with, after the process
-has made an equal `Group`: the same axis names, and devices of the same ids in the same order.
+has made an equal `Group`: the same axis names, devices of the same ids in the same order, as many on a host.
 """
 
 _on_platform = Primitive("jax_ep_on_platform")

@@ -30,8 +30,9 @@ class Group:
     groups, which all ops of this `Group` serve at once.
 
     Groups are static and hashable, so jitted code can close over one. Two groups are equal if they
-    have the same devices in the same order and the same axis names; equal groups share their state,
-    and the last `close` frees it. Ops on a closed group raise RuntimeError.
+    have the same devices in the same order, the same axis names and as many ranks on a host (whatever
+    their `timeout_s` and `num_sms`). Equal groups share their state, until the last of them is closed.
+    Ops on a closed group raise RuntimeError.
 
     Args:
       mesh: a `jax.sharding.Mesh` (with devices, not the `AbstractMesh` that JAX shows under `jit`). Where
@@ -237,6 +238,9 @@ class Group:
 
     def close(self) -> None:
         """Frees the group's state once no equal group is open. Closing twice is fine.
+
+        On GPUs the control blocks and the arena, 37 MiB on each device, are kept as long as the process, for
+        a captured graph may hold their addresses. A group of the same devices finds them again.
 
         Waits for the programs in flight whose results are still referred to: they may use the group.
         """
