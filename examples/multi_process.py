@@ -10,7 +10,9 @@ Nothing in it but `jax.distributed` and the way that arrays are made knows of th
 """
 
 import argparse
+import itertools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -33,9 +35,12 @@ def shares(count: int) -> list[dict[str, str]]:
     gpus = []
     if shutil.which("nvidia-smi") is not None:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-        every = ",".join(map(str, range(len(listed.splitlines()))))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-        gpus = [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+        every = [str(gpu) for gpu in range(len(re.findall(r"^GPU ", listed, re.M)))]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).replace(" ", "").split(",")
+        # CUDA stops at the first name that it does not know, such as -1.
+        gpus = list(
+            itertools.takewhile(lambda gpu: gpu in every or gpu.startswith(("GPU-", "MIG-")), visible)
+        )
     if not gpus:
         each = {
             "JAX_PLATFORMS": "cpu",

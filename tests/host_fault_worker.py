@@ -1,6 +1,7 @@
 """One of several processes of CPU devices, of which the last one dies or stands still while they run ops.
 
-`host_fault_worker.py killed|stopped ADDRESS PROCESSES PROCESS`
+`host_fault_worker.py killed|stopped|swapped ADDRESS PROCESSES PROCESS`; "swapped": nobody dies, but two ranks
+of the first process run in each other's place.
 """
 
 import os
@@ -24,8 +25,10 @@ import jax_ep  # noqa: E402
 
 R, T, K, E, H = len(jax.devices()), 6, 3, 16, 5
 mesh = Mesh(np.array(jax.devices()), ("ep",))
-spec = NamedSharding(mesh, P("ep"))
 group = jax_ep.Group(mesh, "ep", timeout_s=4)
+if task == "swapped":
+    mesh = Mesh(mesh.devices[[0, 2, 1, *range(3, R)]], ("ep",))
+spec = NamedSharding(mesh, P("ep"))
 
 
 def spread(array):
@@ -40,6 +43,14 @@ def layer(x, ids, w):
 
 run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 inputs = spread(floats((R, T, H))), spread(routing("uniform", R, T, K, E)), spread(floats((R, T, K)))
+if task == "swapped":
+    compiled, begin = run.lower(*inputs).compile(), time.monotonic()
+    try:
+        jax.block_until_ready(compiled(*inputs))
+    except jax.errors.JaxRuntimeError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {error}", flush=True)
+    group.check()
+    os._exit(0)
 first = np.asarray(run(*inputs).addressable_shards[0].data)
 group.check()
 if process == processes - 1:

@@ -190,7 +190,7 @@ void RunWithRefusal(const std::shared_ptr<Group>& group, int64_t run_id) {
       Waiter sent, sent_by_others;
       Delay(random);
       if (rank == 2) {
-        dispatch.Refuse(run_id, "rank 2 is of another mesh");
+        Refuse(run_id, "rank 2 is of another mesh");
       } else {
         dispatch.Arrive({run_id, group, {0, rank}, std::make_unique<PushShare>(data), {}, sent.done()});
         Check(sent.Wait() == "rank 2 is of another mesh", "the refusal did not come");

@@ -43,7 +43,7 @@ def test_labels_of_a_plot():
 def test_only_gpus_that_the_user_lets_it_see(chosen, gpus, tmp_path, monkeypatch):
     """As CUDA does, which ends at the first name that it does not know."""
     lister = tmp_path / "nvidia-smi"
-    lister.write_text("#!/bin/sh\nprintf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n'\n")
+    lister.write_text("#!/bin/sh\nprintf 'GPU 0: A\\n  MIG 1g.18gb\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n'\n")
     lister.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if chosen is None:

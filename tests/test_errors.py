@@ -73,11 +73,7 @@ DISPATCH = {
     "no group": ({"group": None}, TypeError, "group must be a jax_ep.Group, .* got NoneType"),
     "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be an int between 1 .*, got 0"),
     "alignment by rank": ({"order": "rank", "expert_alignment": 8}, ValueError, "needs order='expert'"),
-    "order": (
-        {"order": "token"},
-        ValueError,
-        "order must be 'rank', 'expert' or 'expert_padded', got 'token'",
-    ),
+    "order": ({"order": "token"}, ValueError, "must be 'rank', 'expert' or 'expert_padded', got 'token'"),
     "orders": ({"order": np.ones(2)}, ValueError, r"order must be 'rank', .* got array\(\[1., 1.\]\)"),
     "implementation": ({"implementation": "cuda"}, ValueError, "must be None, 'ffi' or 'xla', got 'cuda'"),
     "implementations": ({"implementation": np.ones(2)}, ValueError, r"'ffi' or 'xla', got array\("),

@@ -119,6 +119,16 @@ def test_the_others_hear_of_a_host_that_dies(task, count):
         assert re.search("of group .* did not (hear from the other hosts|arrive) within 4 s", text)
 
 
+@pytest.mark.timeout(240)
+def test_ranks_that_are_swapped_fail_at_once():
+    """And so do those of their process that are in the right places, and would wait for 4 s."""
+    worker = str(HERE / "host_fault_worker.py")
+    outputs = run_two(lambda address, process: [worker, "swapped", address, "2", str(process)], {1})
+    seconds, text = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
+    assert "made for another mesh" in text
+    assert float(seconds) < 3
+
+
 def share(task):
     worker = str(HERE / "share_memory_worker.py")
     may_die = (1,) if task == "one dies" or "never comes" in task else ()

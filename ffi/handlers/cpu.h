@@ -30,9 +30,9 @@ struct CpuContext {
     return future;
   }
 
-  // Fails, and lets the other ranks of this run know, which would wait for this one.
+  // Fails, and so do the other ranks in this run, which would wait for this one.
   ffi::Future Refuse(ffi::Error error) const {
-    site->meetings.Refuse(run_id, error.message());
+    jax_ep::Refuse(run_id, error.message());
     return Fail(std::move(error));
   }
 

@@ -17,7 +17,10 @@ static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> rank
   }
   Seat seat;
   auto error = FindSeat("hop", group, device, *rank.typed_data(), static_cast<int32_t>(num_ranks), seat);
-  if (error.failure()) return error;
+  if (error.failure()) {
+    Refuse(run.run_id, error.message());
+    return error;
+  }
   std::memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
   if (ends != 0) {
     seat.group->EndHop(seat.place, run.run_id);

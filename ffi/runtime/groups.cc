@@ -83,7 +83,7 @@ std::optional<std::string> Group::TakeLateHops() {
     const auto end = std::remove_if(hops.begin(), hops.end(), is_late);
     if (end == hops.end()) continue;
     hops.erase(end, hops.end());
-    late += Text(late.empty() ? "" : ", ", place.second, " of host ", place.first);
+    late += Text(late.empty() ? "" : ", ", place.second, " of list ", place.first + 1);
   }
   if (late.empty()) return std::nullopt;
   return Text("hop between hosts: of group ", name_, ", rank(s) ", late,

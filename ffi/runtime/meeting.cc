@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <iterator>
 #include <set>
 #include <thread>
 #include <utility>
@@ -222,8 +223,15 @@ namespace {
 
 class Watchdog {
  public:
+  // From now on the meeting ends when its time is up, or its run is refused.
   void Watch(std::shared_ptr<Meeting> meeting) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (const auto refusal = Find(meeting->run_id()); refusal != refusals_.end()) {
+      const std::string text = refusal->text;
+      lock.unlock();
+      meeting->Refuse(text);
+      return;
+    }
     const bool is_earliest = meetings_.empty() || meeting->deadline() < (*meetings_.begin())->deadline();
     meetings_.insert(std::move(meeting));
     if (!started_) {
@@ -239,12 +247,38 @@ class Watchdog {
     meetings_.erase(meeting);
   }
 
+  void Refuse(int64_t run_id, const std::string& text) {
+    std::vector<std::shared_ptr<Meeting>> ended;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (Find(run_id) != refusals_.end()) return;
+      // Runs that are so long over that no rank can still come to them are forgotten.
+      constexpr size_t kMostRefusals = 64;
+      if (refusals_.size() >= kMostRefusals) refusals_.pop_front();
+      refusals_.push_back({run_id, text});
+      const auto is_refused = [&](const auto& meeting) { return meeting->run_id() == run_id; };
+      std::copy_if(meetings_.begin(), meetings_.end(), std::back_inserter(ended), is_refused);
+      for (const auto& meeting : ended) meetings_.erase(meeting);
+    }
+    for (const auto& meeting : ended) meeting->Refuse(text);
+  }
+
  private:
+  struct Refusal {
+    int64_t run_id;
+    std::string text;
+  };
+
   struct ByDeadline {
     bool operator()(const std::shared_ptr<Meeting>& a, const std::shared_ptr<Meeting>& b) const {
       return std::make_pair(a->deadline(), a.get()) < std::make_pair(b->deadline(), b.get());
     }
   };
+
+  std::list<Refusal>::const_iterator Find(int64_t run_id) const {
+    return std::find_if(refusals_.begin(), refusals_.end(),
+                        [&](const Refusal& refusal) { return refusal.run_id == run_id; });
+  }
 
   void Loop() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -269,6 +303,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::set<std::shared_ptr<Meeting>, ByDeadline> meetings_;
+  std::list<Refusal> refusals_;  // the newest last
   bool started_ = false;
 };
 
@@ -288,14 +323,7 @@ void MeetingPoint::Arrive(Arrival arrival) {
   std::shared_ptr<Meeting> meeting;
   bool is_new = false;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto refusal = std::find_if(refusals_.begin(), refusals_.end(),
-                                      [&](const Refusal& one) { return one.run_id == arrival.run_id; });
-    if (refusal != refusals_.end()) {
-      const Failure failure = refusal->failure;
-      lock.unlock();
-      return arrival.done(&failure);
-    }
+    std::lock_guard<std::mutex> lock(mutex_);
     auto it = std::find_if(open_.begin(), open_.end(), [&](const auto& open) {
       return open->IsFor(arrival, active) && !open->HasRank(rank);
     });
@@ -310,34 +338,13 @@ void MeetingPoint::Arrive(Arrival arrival) {
     meeting->AddRank(rank);
     if (meeting->IsFull()) open_.erase(it);
   }
-  if (is_new) GetWatchdog().Watch(meeting);
+  if (is_new) GetWatchdog().Watch(meeting);  // which may refuse it
   if (meeting->Join(std::move(arrival))) {
     GetWatchdog().Forget(meeting);
     meeting->StartMove(rank);
   }
 }
 
-void MeetingPoint::Refuse(int64_t run_id, const std::string& text) {
-  std::vector<std::shared_ptr<Meeting>> ended;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    // Runs that are so long over that no rank can still come to them are forgotten.
-    constexpr size_t kMostRefusals = 64;
-    if (refusals_.size() >= kMostRefusals) refusals_.pop_front();
-    refusals_.push_back({run_id, {text, false}});
-    for (auto it = open_.begin(); it != open_.end();) {
-      if ((*it)->run_id() == run_id) {
-        ended.push_back(*it);
-        it = open_.erase(it);
-      } else {
-        ++it;
-      }
-    }
-  }
-  for (const auto& meeting : ended) {
-    GetWatchdog().Forget(meeting);
-    meeting->Refuse(text);
-  }
-}
+void Refuse(int64_t run_id, const std::string& text) { GetWatchdog().Refuse(run_id, text); }
 
 }  // namespace jax_ep

@@ -63,20 +63,14 @@ class MeetingPoint {
 
   void Arrive(Arrival arrival);
 
-  // A rank will not come to any meeting of this run, for the reason in `text`: its call is wrong. Those that
-  // wait for it, or would, fail for the same reason.
-  void Refuse(int64_t run_id, const std::string& text);
-
  private:
-  struct Refusal {
-    int64_t run_id;
-    Failure failure;
-  };
-
   const std::string op_;
   std::mutex mutex_;
   std::list<std::shared_ptr<Meeting>> open_;
-  std::list<Refusal> refusals_;  // the newest last
 };
+
+// A rank of this process will not come to any meeting of this run any more, for the reason in `text`: a call
+// of it is wrong. All that wait for it, or would, fail for the same reason.
+void Refuse(int64_t run_id, const std::string& text);
 
 }  // namespace jax_ep

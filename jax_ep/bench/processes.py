@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 import subprocess
 
 import jax
@@ -29,7 +30,8 @@ def visible_gpus() -> list[str]:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
         return []
-    indices = [str(gpu) for gpu in range(len(listed.splitlines()))]
+    # Parts of a GPU (MIG) have lines of their own.
+    indices = [str(gpu) for gpu in range(len(re.findall("^GPU ", listed, re.M)))]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(indices)).split(",")
     known = lambda name: name in indices or name.startswith(("GPU-", "MIG-"))
     # CUDA itself stops at the first name that it does not know; so -1 hides all.
