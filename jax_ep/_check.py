@@ -174,6 +174,7 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
             raise ValueError(
                 f"{op}: the worst case is {worst} rows, a number that is not known when a program is traced; "
                 "export a program for each number of tokens"
+                + (", or pass a capacity and implementation='xla'" if op == "permute" else "")
             )
         if worst > MOST_ROWS:
             raise ValueError(

@@ -80,7 +80,8 @@ def test_a_symbolic_number_of_tokens_is_refused(open_group):
 def test_a_symbolic_number_of_tokens_without_a_capacity(open_group):
     """The error names what is not known, and not a comparison inside of the op."""
     scope = export.SymbolicScope()
-    group = open_group(jax.sharding.Mesh(need_devices(2), ("ep",)), "ep")
+    mesh = jax.sharding.Mesh(need_devices(2), ("ep",))
+    group, spec = open_group(mesh, "ep"), jax.sharding.PartitionSpec()
     shapes = [
         jax.ShapeDtypeStruct((*export.symbolic_shape("t", scope=scope), width), dtype)
         for width, dtype in ((3, "float32"), (2, "int32"), (2, "float32"))
@@ -90,6 +91,11 @@ def test_a_symbolic_number_of_tokens_without_a_capacity(open_group):
         ValueError, match=r"permute: the worst case is 2\*t rows, .*not known .* pass a capacity"
     ):
         export.export(jax.jit(permute))(*shapes)
+    # Nothing else can be exported so: JAX's collectives cannot.
+    moe = lambda *args: jax_ep.moe(*args, lambda s: s.x, group=group, num_experts=4)
+    moe = jax.shard_map(moe, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(ValueError, match=r"the worst case is 4\*t rows, .* for each number of tokens(\n|$)"):
+        export.export(jax.jit(moe))(*shapes)
     chunks = lambda *args: jax_ep.moe(*args, lambda s: s.x, group=group, num_experts=4, num_chunks=2)
     with pytest.raises(
         ValueError, match=r"moe: num_chunks divides the tokens, .* got \[t\]; leave num_chunks"
