@@ -19,10 +19,11 @@ from jax_ep._cli import free_address
 from jax_ep.bench.processes import visible_gpus
 
 WORKER = pathlib.Path(__file__).with_name("gpu_worker.py")
+COUNT = len(visible_gpus())
 
 
 def need_gpus(count):
-    skip_or_fail("GPUs", count, len(visible_gpus()))
+    skip_or_fail("GPUs", count, COUNT)
 
 
 def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
@@ -46,7 +47,7 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
         return run_all(commands, environments, timeout=110, may_die=may_die)
     except AssertionError as error:
         if "Duplicate GPU detected" in str(error):  # NCCL is older than 2.30
-            skip_or_fail("GPUs", processes, len(visible_gpus()))
+            skip_or_fail("GPUs", processes, COUNT)
         raise
 
 
@@ -61,9 +62,9 @@ def digests(outputs, word="digest"):
 def test_results_are_the_same_in_every_process_model():
     need_gpus(2)
     together = digests(run("digests", 1))
-    assert digests(run("digests", len(visible_gpus()))) == together
-    assert digests(run("digests", len(visible_gpus()), hide=True)) == together
-    if len(visible_gpus()) > 2:
+    assert digests(run("digests", COUNT)) == together
+    assert digests(run("digests", COUNT, hide=True)) == together
+    if COUNT > 2:
         assert digests(run("digests", 2)) == together
 
 
@@ -72,7 +73,7 @@ def test_hosts_of_one_process_each():
     """As with hosts that are made up in one process, bit for bit; and dispatch as on one host."""
     need_gpus(2)
     one = run("digests", 1)
-    each = len(visible_gpus()) // 2
+    each = COUNT // 2
     made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(each))
     found = run("digests", 2, apart=True)
     for outputs in (made_up, found):
@@ -140,12 +141,12 @@ def test_a_host_that_calls_another_op(network, joined):
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    per_host = 2 * max(len(visible_gpus()) // 4, 1)
+    per_host = 2 * max(COUNT // 4, 1)
     found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE=str(per_host))
     assert all(f"ranks_per_node={per_host}" in output for output in found)
     assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
     assert len(digests(found)) == 2
-    if len(visible_gpus()) == 2 * per_host:
+    if 2 * per_host == COUNT:
         assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(per_host)))
 
 
@@ -157,7 +158,7 @@ def test_death_of_a_host():
 
 
 def test_death_of_a_process():
-    count = max(len(visible_gpus()), 2)
+    count = max(COUNT, 2)
     outputs = run("death", count, may_die={count - 1})
     for output in outputs[:-1]:
         seconds, text = re.search(r"after ([\d.]+) s: (.*)", output).groups()
@@ -181,7 +182,7 @@ def test_memory_that_grows_is_refused_with_the_remedy():
 def test_processes_end_in_any_order_and_leave_nothing_behind():
     places = ["/dev/shm/*", f"{tempfile.gettempdir()}/jax_ep-*"]
     before = [set(glob.glob(place)) for place in places]
-    outputs = run("exit", max(len(visible_gpus()), 2))
+    outputs = run("exit", max(COUNT, 2))
     assert [set(glob.glob(place)) for place in places] == before
     # jax.distributed may say that its coordinator has gone; of this package and of CUDA there is no word.
     for output in outputs:
