@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from cases import count_calls, ranks
+from conftest import skip_or_fail
 from jax.sharding import PartitionSpec as P
 from layers import R, inputs, layer
 
@@ -254,6 +255,7 @@ def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
 @pytest.fixture
 def two_hosts(monkeypatch):
     """A group of two hosts as it would be on GPUs that are not here."""
+    skip_or_fail("devices", 2, R)
     on = ranks(R, R // 2)
     for group in (on.group, on.group._within):
         monkeypatch.setattr(group, "_platform", "gpu")
@@ -305,4 +307,5 @@ def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
 
 def test_groups_in_one_process_have_no_rails():
     assert ranks(R).group.stats().between_hosts is None
+    skip_or_fail("devices", 2, R)
     assert ranks(R, R // 2).group.stats().between_hosts == "xla"

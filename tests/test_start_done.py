@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import count_calls, floats, ranks, routing, same_bits
-from conftest import most_ranks, need_gpu
+from conftest import most_ranks, need_gpu, skip_or_fail
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -26,7 +26,7 @@ ORDERS = ["rank", "expert", "expert_padded"]
 def arrays(tokens=T):
     """Rows, ids, weights, rows for something else, and how many tokens are valid."""
     ids = routing("sprinkled", R, tokens, K, E).reshape(-1, K)
-    counts = np.arange(R, dtype=np.int32) % (tokens + 1)
+    counts = (np.arange(R, dtype=np.int32) + tokens - 2) % (tokens + 1)  # of four ranks or more, 0 on one
     rows = [floats((R * tokens, width), seed=seed) for seed, width in ((0, H), (2, K), (3, H))]
     return rows[0], ids, *rows[1:], counts
 
@@ -255,6 +255,7 @@ def test_other_work_runs_between_start_and_done(backward):
     Barriers say which: those of the first half beside the dispatch, those of the second beside the combine.
     """
     need_gpu()
+    skip_or_fail("devices", 2, R)  # alone, XLA finds nothing to wait for
     assert ranks(R).group.stats().implementation == "ffi"
     x, ids, weights, other, _ = arrays(tokens=136)  # more than go through the arena
     square = floats((R * H, H), seed=4)
@@ -318,7 +319,7 @@ def test_a_pending_op_has_no_rows():
     ("start", "error", "text"),
     [
         (
-            lambda group, x, ids: jax_ep.dispatch_start(x, ids, group=group, num_experts=E + 1),
+            lambda group, x, ids: jax_ep.dispatch_start(x, ids, group=group, num_experts=0),
             ValueError,
             "multiple",
         ),
