@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,27 @@ def rank(group: Group) -> jax.Array:
     """The number of this rank in its group."""
     index = jax.lax.axis_index(group.axis_name)
     return index if group._index_groups is None else index % group.size
+
+
+def place(group: Group, arrays: Any) -> jax.Array:
+    """The number of the device's place in the mesh, [] int32: its list of ranks, times R, plus its rank.
+
+    With it a handler finds out whether the program runs on the group's mesh: the rank must be the one that
+    the device has in the group, and ranks that exchange rows must come from the same list. There is a list
+    for each place along the mesh axes that the group does not have; where the group is that of a host, for
+    each host, too. Axes along which none of `arrays` varies do not count: all devices along them have the
+    same rows, and the number must not vary along them either, or else the op's results would
+    (`check_vma=True`).
+    """
+    index = jax.lax.axis_index(group.axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    known = set(mesh.manual_axes)
+    if jax.typeof(index).manual_axis_type.varying:  # check_vma=True: arrays know what they vary along
+        leaves = jax.tree.leaves(arrays)
+        known &= set().union(*(jax.typeof(array).manual_axis_type.varying for array in leaves))
+    others = [axis for axis in mesh.axis_names if axis in known and axis not in group._axes]
+    number = jax.lax.axis_index((*others, *group._axes)) if others else index
+    return number.astype(jnp.int32)
 
 
 def host(group: Group) -> jax.Array:

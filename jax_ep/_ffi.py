@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_ep import _extension, _hop
 from jax_ep._call import Result, call
-from jax_ep._collectives import host, rank
+from jax_ep._collectives import place
 from jax_ep._export import on_platform
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
@@ -39,9 +39,8 @@ def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0
     }
 
 
-def _rank(routing: Routing) -> jax.Array:
-    group = routing.group
-    return on_platform(rank(group).astype(INT), group._platform, repr(group))
+def _place(group: Group, arrays: Any) -> jax.Array:
+    return on_platform(place(group, arrays), group._platform, repr(group))
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:
@@ -160,9 +159,10 @@ def route(
         *_attended(routing, attendance),
         *_rows_like(leaves if quantize == 0 else _as_fp8(*leaves), routing.capacity),
     ]
+    operands = [topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves]
     out = call(
         "route",
-        [_rank(routing), topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves],
+        [_place(routing.group, operands), *operands],
         results,
         **_routing_attributes(routing, attendance.masks, quantize),
     )
@@ -214,16 +214,10 @@ def _push(
     """What arrives beside the rows (weights, or dot products), and the rows."""
     routing = handle.routing
     weighs = topk_weights is not None or row_weights is not None
+    operands = [*_handle_arrays(handle), _or_empty(topk_weights), _or_empty(row_weights), *leaves, *factors]
     weights, *moved = call(
         "push",
-        [
-            _rank(routing),
-            *_handle_arrays(handle),
-            _or_empty(topk_weights),
-            _or_empty(row_weights),
-            *leaves,
-            *factors,
-        ],
+        [_place(routing.group, operands), *operands],
         [_arrived_weights(routing, weighs), *_rows_like(leaves, routing.capacity)],
         **_routing_attributes(routing),
     )
@@ -243,17 +237,17 @@ def pull(
     # By expert the kernels first sum each token's rows where they lie.
     folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
     partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
+    operands = [
+        *_handle_arrays(handle),
+        _or_empty(row_weights),
+        _or_empty(weights),
+        _active_ranks(attendance),
+        *rows,
+        *biases,
+    ]
     topk_weights, active_ranks, wait_us, *sums = call(
         "pull",
-        [
-            _rank(routing),
-            *_handle_arrays(handle),
-            _or_empty(row_weights),
-            _or_empty(weights),
-            _active_ranks(attendance),
-            *rows,
-            *biases,
-        ],
+        [_place(routing.group, operands), *operands],
         [
             (returned, jnp.float32),
             *_attended(routing, attendance),
@@ -325,15 +319,14 @@ def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
     within = group._within
     if within is None or not group._has_rails:
         return _hop.between_hosts(group, blocks)
-    number = on_platform(host(group).astype(INT), group._platform, repr(group))
     options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
-    (out,) = call("rail_hop", [number, blocks], [(blocks.shape, blocks.dtype)], **options)
+    (out,) = call("rail_hop", [_place(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)
     return out
 
 
 def gather(group: Group, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
     shape = (group.size * x.shape[0], *x.shape[1:])
-    operands, options = [rank(group).astype(INT), x], {"num_ranks": np.int64(group.size)}
-    (out,) = call("gather", operands, [(shape, x.dtype)], group=group._key, **options)
+    options = {"group": group._key, "num_ranks": np.int64(group.size)}
+    (out,) = call("gather", [_place(group, x), x], [(shape, x.dtype)], **options)
     return out

@@ -5,7 +5,7 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._call import call
-from jax_ep._collectives import all_to_all, among, rank
+from jax_ep._collectives import all_to_all, among, place
 from jax_ep._group import Group
 
 
@@ -25,5 +25,4 @@ def _told(within: Group, blocks: jax.Array, ends: bool) -> jax.Array:
     if _extension.extension() is None:
         return blocks
     options = {"group": within._key, "num_ranks": np.int64(within.size), "ends": np.int64(ends)}
-    number = rank(within).astype(np.int32)
-    return call("hop", [number, blocks], [(blocks.shape, blocks.dtype)], **options)[0]
+    return call("hop", [place(within, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)[0]

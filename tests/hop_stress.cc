@@ -28,12 +28,13 @@ enum Fault {
   kOther,
   kLonger,
   kPlace,
+  kList,
   kStray,
   kWorn,
   kNumFaults
 };
-const char* const kNames[] = {"no fault", "slow",   "short",     "gone",  "cut", "late",
-                              "other",    "longer", "misplaced", "stray", "worn"};
+const char* const kNames[] = {"no fault", "slow",   "short",     "gone", "cut",   "late",
+                              "other",    "longer", "misplaced", "list", "stray", "worn"};
 struct Count {
   int scenarios, good, failed;
 };
@@ -74,6 +75,7 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
       if (fault != kCut && world.num_hosts() == 2 && h != f) fits = fits && reason.blamed() == f;
       break;
     case kOther:
+    case kList:
     case kLonger:
       fits = names_f && phase == HopPhase::kOther;
       break;
@@ -133,6 +135,7 @@ void RunScenario() {
         if (fault == kOther) here.word += 5000;
         if (fault == kLonger) here.word += 5000, here.block_bytes += world.window().piece_bytes * 5;
         if (fault == kPlace) here.misplaced = true;
+        if (fault == kList) here.list = 1;
       }
       world.member(m).calls.push_back(here);
     }
@@ -156,7 +159,7 @@ void RunScenario() {
   const bool must_not = fault == kNoFault || fault == kSlow || fault == kShort || (fault == kWorn && !wears);
   // In the last op a rank may have all of it before the fault, and then it needs nobody any more.
   const bool must =
-      fault == kLate || fault == kOther || fault == kPlace || wears ||
+      fault == kLate || fault == kOther || fault == kPlace || fault == kList || wears ||
       (at + 1 < ops && (world.member(f).gone || fault == kLonger || (fault == kCut && ranks == 1)));
   const uint64_t bound = 2 * timeout + timeout / 2 + (fault == kLate ? 2 * timeout : 0);
   if (fault != kSlow && world.longest_ns > bound) Die("an op took %.1f ms", world.longest_ns / 1e6);

@@ -78,9 +78,22 @@ void RunPlain(int ops) {
   }
 }
 
-enum Fault { kShort, kLong, kGone, kLate, kNever, kOtherCall, kWrongRank, kStray, kClash, kTwo, kNumFaults };
-const char* const kNames[] = {"short",      "long",       "gone",  "late",  "never",
-                              "other call", "wrong rank", "stray", "clash", "two"};
+enum Fault {
+  kShort,
+  kLong,
+  kGone,
+  kLate,
+  kNever,
+  kOtherCall,
+  kWrongRank,
+  kWrongList,
+  kStray,
+  kClash,
+  kTwo,
+  kNumFaults
+};
+const char* const kNames[] = {"short",      "long",       "gone",  "late",  "never", "other call",
+                              "wrong rank", "wrong list", "stray", "clash", "two"};
 
 struct Count {
   int scenarios, failed_runs, good_runs, traps, exact, weak;
@@ -107,6 +120,7 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
       exact = phase == Phase::kEnter && missing == blamed;
       break;
     case kOtherCall:
+    case kWrongList:
       exact = phase == Phase::kCall && missing == (by == f ? all & ~blamed : blamed);
       break;
     case kWrongRank:
@@ -189,6 +203,9 @@ void RunFaults() {
       break;
     case kWrongRank:
       plan.wrong_rank = true;
+      break;
+    case kWrongList:
+      plan.list = 1 + random() % 3;
       break;
     case kStray:
       world.AddStray(f, MakeWork(random, 5000, plan.work.call.site + 800), random() % 300'000);

@@ -44,7 +44,8 @@ MISTAKES = {
             COPIES_OUT.replace("    __syncthreads();\n", "") + RETURNS_CREDIT,
         )
     ],
-    "takes any op's pieces": [(EXCHANGE, "if (call == hop.call) return true;", "return true;")],
+    "takes any op's pieces": [(EXCHANGE, "if (call == piece.call) return true;", "return true;")],
+    "takes pieces of another list": [(EXCHANGE, "hop.call ^ list", "hop.call")],
     "lags too far": [(EXCHANGE, "kHopLag = kHopSlots - 1", "kHopLag = kHopSlots")],
     "forgets how far it is": [
         (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")

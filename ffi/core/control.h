@@ -37,6 +37,13 @@ struct Call {
   JAX_EP_HD static Call Of(uint64_t word) {
     return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word) >> 9};
   }
+  // The same, as ranks tell each other of it: it differs between lists of ranks (MeshPlace), so that those of
+  // several lists do not meet.
+  JAX_EP_HD Call In(int32_t list) const { return {hash ^ static_cast<uint32_t>(list), site}; }
+  // Whether two calls that differ do so by their lists only, as far as can be told.
+  static bool DifferInList(const Call& a, const Call& b) {
+    return a.hash != b.hash && (a.hash ^ b.hash) >> 16 == 0;
+  }
   JAX_EP_HD static int BlocksOf(uint64_t word) { return static_cast<int>(word & 0x1ff); }
   JAX_EP_HD bool operator==(const Call& other) const { return hash == other.hash && site == other.site; }
 };

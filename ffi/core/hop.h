@@ -115,11 +115,11 @@ struct HopReport {
 struct HopParams {
   HopWindow window;
   int32_t host;            // of this rank
-  const int32_t* operand;  // the same as the program computes it
+  const int32_t* operand;  // number of its place (MeshPlace) in the program's mesh
   const std::byte* in;     // [hosts, block_bytes]
   std::byte* out;          // [hosts, block_bytes]
   int64_t block_bytes;     // more than 0
-  uint64_t call;           // stands for the op and its shape; below 2^32
+  uint32_t call;           // stands for the op and its shape
   std::byte* slots;        // the window, here
   HopState* state;
   HopReport* report;

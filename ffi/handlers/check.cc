@@ -78,8 +78,9 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
   return ffi::Error::Success();
 }
 
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal, int32_t rank,
+ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal, int32_t number,
                     int32_t num_ranks, Seat& seat) {
+  const auto [list, rank] = MeshPlace::Of(number, num_ranks);
   seat.group = FindGroup(std::string(group_key));
   if (seat.group == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
@@ -94,6 +95,7 @@ ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_o
                            "; make the Group from the mesh of this shard_map");
   }
   seat.place = *place;
+  seat.list = list;
   return ffi::Error::Success();
 }
 

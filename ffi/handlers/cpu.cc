@@ -10,8 +10,9 @@ ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> sh
                  const Attendance& attendance) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, std::move(share),
-                                 attendance, [promise = std::move(promise)](const Failure* failure) mutable {
+  context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, seat.list,
+                                 std::move(share), attendance,
+                                 [promise = std::move(promise)](const Failure* failure) mutable {
                                    if (failure == nullptr) return promise.SetAvailable();
                                    const auto code = failure->is_late ? ffi::ErrorCode::kDeadlineExceeded
                                                                       : ffi::ErrorCode::kInvalidArgument;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "handlers/check.h"
+#include "runtime/deadlines.h"
 #include "runtime/meeting.h"
 
 namespace jax_ep {
@@ -36,7 +37,7 @@ struct CpuContext {
     return Fail(std::move(error));
   }
 
-  static int32_t ReadRank(const int32_t* rank) { return *rank; }
+  static int32_t ReadPlace(const int32_t* rank) { return *rank; }
 };
 
 // Ops that do not communicate.

@@ -4,7 +4,7 @@
 
 namespace jax_ep {
 
-static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, ffi::AnyBuffer in,
+static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> place, ffi::AnyBuffer in,
                             ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
   const char* op = "gather";
   Seat seat;
@@ -18,7 +18,7 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, f
   const int64_t rows = in.dimensions()[0];
   const GatherParams params{static_cast<int32_t>(num_ranks),
                             seat.place.rank,
-                            rank.typed_data(),
+                            place.typed_data(),
                             static_cast<const std::byte*>(in.untyped_data()),
                             static_cast<std::byte*>(out->untyped_data()),
                             rows,
@@ -33,7 +33,7 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR0<ffi::S32> rank, f
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatherHandler, RunGather,
                               ffi::Ffi::Bind()
                                   .Ctx<CudaContext>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rank
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place
                                   .Arg<ffi::AnyBuffer>()           // [rows, ...]
                                   .Ret<ffi::AnyBuffer>()           // [R * rows, ...]
                                   .Attr<std::string_view>("group")

@@ -59,7 +59,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   PullParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.rank_operand = in.TakeInts("rank", {});
+  params.place_operand = in.TakeInts("place", {});
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
@@ -73,7 +73,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   Seat seat;
   auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
                            FindSeat(op, attributes.group, context.device,
-                                    context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
+                                    context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
   if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.

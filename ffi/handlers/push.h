@@ -26,7 +26,7 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
                                    params.quantized_type)
                  : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
                                   params.scales() ? &call.factors : nullptr),
-       FindSeat(op, group, context.device, context.ReadRank(params.rank_operand), shape.num_ranks, seat)});
+       FindSeat(op, group, context.device, context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
   if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.
@@ -46,7 +46,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.rank_operand = in.TakeInts("rank", {});
+  params.place_operand = in.TakeInts("place", {});
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
@@ -80,7 +80,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.rank_operand = in.TakeInts("rank", {});
+  params.place_operand = in.TakeInts("place", {});
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   const bool weighted = in.HasElements();

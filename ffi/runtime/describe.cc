@@ -32,9 +32,10 @@ constexpr const char* kRemedy =
 // Why a rank that others name gave up.
 std::string WhyOf(const Reason& reason) {
   if (reason.phase() == Phase::kHop) return ": its hop between hosts failed";
+  if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
   if (reason.missing() == 0) return "";
   if (reason.phase() == Phase::kCall) {
-    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op");
+    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op, or run on another mesh");
   }
   return Text(": rank(s)", RankList(reason.missing()), " did not ", WhatIsMissing(reason.phase()),
               " in time");
@@ -116,6 +117,7 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
   }
   const std::string missing = RankList(report.missing), of_group = Text(": of group ", group, ", ");
   const std::string call = Describe(Call::Of(report.call)), other = Describe(Call::Of(report.other_call));
+  const bool is_apart = Call::DifferInList(Call::Of(report.call), Call::Of(report.other_call));
   switch (phase) {
     case Phase::kNone:
       return "";
@@ -124,6 +126,11 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
                   " runs as rank ", static_cast<int>(report.missing), ", but is rank ", report.rank,
                   " there; make the Group from the mesh of this shard_map");
     case Phase::kCall:
+      if (is_apart) {
+        return Text(op, ": group ", group, " was made for another mesh: its rank(s)", missing,
+                    " run in another list of ranks than its rank ", report.rank,
+                    "; make the Group from the mesh of this shard_map");
+      }
       return Text(op, of_group, "rank(s)", missing, " called ", other == call ? "another call of " : "",
                   other, ", where rank ", report.rank, " called ", call, ". No row was moved.", kRemedy);
     case Phase::kChannel:
@@ -141,10 +148,15 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
     }
     case Phase::kHop: {
       const HopReason reason{report.hop};
-      const bool names_other = reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0;
+      std::string what;
+      if (reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0) {
+        what = is_apart
+                   ? ", which runs in another list of ranks: make the Group from the mesh of this shard_map"
+                   : Text(", which called ", other);
+      }
       return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
-                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")),
-                  names_other ? Text(", which called ", other) : "", ".", kRemedy);
+                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")), what,
+                  ".", kRemedy);
     }
     case Phase::kStuck:
       return Text(op, of_group, "rank(s)", missing, " are stuck inside ", call,

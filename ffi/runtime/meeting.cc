@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <iterator>
-#include <set>
-#include <thread>
 #include <utility>
 
 #include "core/text.h"
+#include "runtime/deadlines.h"
 #include "runtime/threads.h"
 
 namespace jax_ep {
@@ -47,13 +44,15 @@ void MoveAlone(Arrival arrival, std::vector<bool> active) {
 
 }  // namespace
 
-class Meeting : public std::enable_shared_from_this<Meeting> {
+class Meeting : public Waiting, public std::enable_shared_from_this<Meeting> {
  public:
   Meeting(const std::string& op, const Arrival& first, std::vector<bool> active)
       : op_(op),
         run_id_(first.run_id),
         group_(first.group),
         group_index_(first.place.group),
+        list_(first.list),
+        first_rank_(first.place.rank),
         deadline_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                      std::chrono::duration<double>(first.group->timeout_s()))),
         masks_(first.attendance.masks),
@@ -62,14 +61,22 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
         seats_(first.group->num_ranks()),
         present_(first.group->num_ranks(), false) {}
 
-  Clock::time_point deadline() const { return deadline_; }
+  Clock::time_point deadline() const override { return deadline_; }
 
-  int64_t run_id() const { return run_id_; }
+  int64_t run_id() const override { return run_id_; }
 
   bool IsFor(const Arrival& arrival, const std::vector<bool>& active) const {
     // A group that was made anew meanwhile is another object, but the run is still the old one.
     return run_id_ == arrival.run_id && group_->key() == arrival.group->key() &&
            group_index_ == arrival.place.group && active_ == active;
+  }
+
+  // Why a rank must not join, or nothing: it runs in another list of ranks, whose rows are other ones.
+  std::string WhyApart(const Arrival& arrival) const {
+    if (arrival.list == list_) return "";
+    return Text(op_, ": group ", group_->NameOf(group_index_), " was made for another mesh: its rank ",
+                arrival.place.rank, " runs in another list of ranks than its rank ", first_rank_,
+                "; make the Group from the mesh of this shard_map");
   }
 
   // Guarded by the meeting point's mutex.
@@ -109,7 +116,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   }
 
   // Ends the meeting if ranks are still missing.
-  void Expire() {
+  void Expire() override {
     if (!End([this] { return Failure{DescribeMissing(), true}; })) return;
     if (masks_) {
       RunOnOwnThread([self = shared_from_this()] { self->GoOnWithoutMissing(); });
@@ -120,7 +127,7 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   }
 
   // Ends the meeting for a reason that does not let it go on without those who are missing either.
-  void Refuse(const std::string& text) {
+  void Refuse(const std::string& text) override {
     if (End([&] { return Failure{text, false}; })) FailAll();
   }
 
@@ -203,6 +210,8 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   const int64_t run_id_;
   const std::shared_ptr<Group> group_;
   const int group_index_;
+  const int32_t list_;  // in the program's mesh, as the first rank says
+  const int first_rank_;
   const Clock::time_point deadline_;
   const bool masks_;
   const std::vector<bool> active_;  // those that meet
@@ -218,102 +227,6 @@ class Meeting : public std::enable_shared_from_this<Meeting> {
   Clock::time_point end_;
   std::atomic<int> num_moving_{0};
 };
-
-namespace {
-
-class Watchdog {
- public:
-  // From now on the meeting ends when its time is up, or its run is refused.
-  void Watch(std::shared_ptr<Meeting> meeting) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (const auto refusal = Find(meeting->run_id()); refusal != refusals_.end()) {
-      const std::string text = refusal->text;
-      lock.unlock();
-      meeting->Refuse(text);
-      return;
-    }
-    const bool is_earliest = meetings_.empty() || meeting->deadline() < (*meetings_.begin())->deadline();
-    meetings_.insert(std::move(meeting));
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { Loop(); }).detach();
-    } else if (is_earliest) {
-      wake_.notify_one();
-    }
-  }
-
-  void Forget(const std::shared_ptr<Meeting>& meeting) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    meetings_.erase(meeting);
-  }
-
-  void Refuse(int64_t run_id, const std::string& text) {
-    std::vector<std::shared_ptr<Meeting>> ended;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (Find(run_id) != refusals_.end()) return;
-      // Runs that are so long over that no rank can still come to them are forgotten.
-      constexpr size_t kMostRefusals = 64;
-      if (refusals_.size() >= kMostRefusals) refusals_.pop_front();
-      refusals_.push_back({run_id, text});
-      const auto is_refused = [&](const auto& meeting) { return meeting->run_id() == run_id; };
-      std::copy_if(meetings_.begin(), meetings_.end(), std::back_inserter(ended), is_refused);
-      for (const auto& meeting : ended) meetings_.erase(meeting);
-    }
-    for (const auto& meeting : ended) meeting->Refuse(text);
-  }
-
- private:
-  struct Refusal {
-    int64_t run_id;
-    std::string text;
-  };
-
-  struct ByDeadline {
-    bool operator()(const std::shared_ptr<Meeting>& a, const std::shared_ptr<Meeting>& b) const {
-      return std::make_pair(a->deadline(), a.get()) < std::make_pair(b->deadline(), b.get());
-    }
-  };
-
-  std::list<Refusal>::const_iterator Find(int64_t run_id) const {
-    return std::find_if(refusals_.begin(), refusals_.end(),
-                        [&](const Refusal& refusal) { return refusal.run_id == run_id; });
-  }
-
-  void Loop() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      if (meetings_.empty()) {
-        wake_.wait(lock);
-        continue;
-      }
-      std::shared_ptr<Meeting> first = *meetings_.begin();
-      if (Clock::now() < first->deadline()) {
-        wake_.wait_until(lock, first->deadline());
-        continue;
-      }
-      meetings_.erase(meetings_.begin());
-      lock.unlock();
-      first->Expire();
-      first.reset();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::set<std::shared_ptr<Meeting>, ByDeadline> meetings_;
-  std::list<Refusal> refusals_;  // the newest last
-  bool started_ = false;
-};
-
-Watchdog& GetWatchdog() {
-  // Never destroyed: its thread lives until the process ends.
-  static Watchdog* const watchdog = new Watchdog;
-  return *watchdog;
-}
-
-}  // namespace
 
 void MeetingPoint::Arrive(Arrival arrival) {
   const int rank = arrival.place.rank;
@@ -338,13 +251,15 @@ void MeetingPoint::Arrive(Arrival arrival) {
     meeting->AddRank(rank);
     if (meeting->IsFull()) open_.erase(it);
   }
-  if (is_new) GetWatchdog().Watch(meeting);  // which may refuse it
+  if (is_new) Watch(meeting);  // which may refuse it
+  if (const std::string reason = meeting->WhyApart(arrival); !reason.empty()) {
+    jax_ep::Refuse(arrival.run_id, reason);
+    meeting->Refuse(reason);  // also where the rank that began it has not had it watched yet
+  }
   if (meeting->Join(std::move(arrival))) {
-    GetWatchdog().Forget(meeting);
+    Forget(meeting);
     meeting->StartMove(rank);
   }
 }
-
-void Refuse(int64_t run_id, const std::string& text) { GetWatchdog().Refuse(run_id, text); }
 
 }  // namespace jax_ep

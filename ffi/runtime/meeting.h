@@ -48,6 +48,7 @@ struct Arrival {
   int64_t run_id;  // the same on all devices of one launch, different between launches
   std::shared_ptr<Group> group;
   Group::Place place;
+  int32_t list;  // of the ranks in the program's mesh (MeshPlace): the same for all that meet
   std::unique_ptr<Share> share;
   Attendance attendance;
   Done done;
@@ -68,9 +69,5 @@ class MeetingPoint {
   std::mutex mutex_;
   std::list<std::shared_ptr<Meeting>> open_;
 };
-
-// A rank of this process will not come to any meeting of this run any more, for the reason in `text`: a call
-// of it is wrong. All that wait for it, or would, fail for the same reason.
-void Refuse(int64_t run_id, const std::string& text);
 
 }  // namespace jax_ep

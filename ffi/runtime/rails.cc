@@ -247,7 +247,7 @@ std::string Rails::Try(const Rail& rail) {
     for (int64_t i = 0; i < bytes; ++i) {
       sent[i] = byte_of(n, hop.host, static_cast<int>(i / block), i % block);
     }
-    hop.call = static_cast<uint64_t>(n) + 1;
+    hop.call = static_cast<uint32_t>(n) + 1;
     copy(device, sent.data(), sent.size(), cudaMemcpyHostToDevice);
     if (error == cudaSuccess) error = cuda::LaunchHop(hop, rail.gin, stream);
     // Before the copy: one to this memory waits in the driver, where it may hold up what brings the rows.

@@ -35,10 +35,11 @@ struct HopCall {
   int number = 0;
   bool is_within = false;
   int64_t block_bytes = 16;
-  uint64_t word = 1;     // HopParams::call
+  uint32_t word = 1;     // HopParams::call
   int shift = 0;         // of the arrays, from where 16-byte words begin
   uint64_t late_by = 0;  // it begins so much later than the one before has ended
   bool misplaced = false;
+  int list = 0;  // of the ranks in the mesh of the program
 };
 
 // What host `from` sends to host `to`.
@@ -71,9 +72,9 @@ inline void ShareWithin(Run& run) {
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
       __syncthreads();
-      Enter(peers, mine, 1, epoch);
+      Enter(peers, state.call, mine, 1, epoch);
     }
-    const uint32_t missing = ReadPublished(peers, Op::kGather, 1, epoch, published);
+    const uint32_t missing = ReadPublished(peers, Op::kGather, state.call, 1, epoch, published);
     alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
   }
   const auto fill = [&] { FillResult(run.out.data(), peers.num_ranks * sizeof(uint32_t)); };
@@ -206,7 +207,7 @@ class World {
     }
     peers.channel_number = run.call.number % kChannels;
     peers.report = &member.within;
-    peers.call = {static_cast<uint32_t>(run.call.word), static_cast<uint32_t>(run.call.number)};
+    peers.call = {run.call.word, static_cast<uint32_t>(run.call.number)};
     peers.rank = member.rail, peers.num_ranks = num_ranks();
     run.is_inside = true;
     run.launch.rank = i;
@@ -236,7 +237,8 @@ class World {
       in[i] = ByteOf(run.call.number, h, static_cast<int>(i / block), i % block);
       if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
-    run.operand = run.call.misplaced ? (h + 1) % num_hosts() : h;
+    const int host = run.call.misplaced ? (h + 1) % num_hosts() : h;
+    run.operand = (run.call.list * num_hosts() + host) * num_ranks() + member.rail;
     run.hop = {window_,
                h,
                &run.operand,

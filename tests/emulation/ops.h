@@ -35,7 +35,7 @@ struct Work {
 struct Run {
   Work work;
   Peers peers;
-  int32_t rank_operand;
+  int32_t place_operand;
   int active;                            // blocks that send, or pull; the others help
   std::vector<uint32_t> out;             // [R, T, kWords]: what has come
   std::vector<uint32_t> copies;          // likewise: spread
@@ -171,7 +171,7 @@ inline void PushKernel(Run& run) {
   const Work& work = run.work;
   const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
-  const State state = LoadState(peers, &run.rank_operand);
+  const State state = LoadState(peers, &run.place_operand);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
@@ -179,10 +179,10 @@ inline void PushKernel(Run& run) {
   __syncthreads();
   uint32_t epoch = 0;
   bool alive = Begin(peers, op, state, &epoch);
-  if (alive && blockIdx.x == 0) Enter(peers, mine, 1, epoch);
+  if (alive && blockIdx.x == 0) Enter(peers, state.call, mine, 1, epoch);
   if (alive && work.counts && sends) PublishNumbers(run, epoch);
   if (alive) {
-    uint32_t missing = ReadPublished(peers, op, 1, epoch, published);
+    uint32_t missing = ReadPublished(peers, op, state.call, 1, epoch, published);
     if (work.counts && missing == 0) missing = ReadNumbers(run, epoch);
     alive = AreAllThere(peers, op, Phase::kEnter, epoch, missing);
   }
@@ -253,7 +253,7 @@ inline void PullTokens(Run& run, const Published* published, unsigned number, ui
 inline void PullKernel(Run& run) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = run.peers;
-  const State state = LoadState(peers, &run.rank_operand);
+  const State state = LoadState(peers, &run.place_operand);
   uint32_t epoch = 0;
   bool alive = Begin(peers, Op::kCombine, state, &epoch);
   if (alive && blockIdx.x == 0) {
@@ -263,7 +263,7 @@ inline void PullKernel(Run& run) {
       mine.weights = mine.routing = nullptr;
     }
     __syncthreads();
-    Enter(peers, mine, 1, epoch);
+    Enter(peers, state.call, mine, 1, epoch);
   }
   const bool pulls = static_cast<int>(blockIdx.x) < run.active;
   const Dealer dealer{&peers.own().next[0]};
@@ -273,7 +273,7 @@ inline void PullKernel(Run& run) {
     if (run.work.in_waves) FoldTokens(run, epoch);
     taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
     if (taken) number = dealer.Take(threadIdx.x % kWarp);
-    const uint32_t missing = ReadPublished(peers, Op::kCombine, 1, epoch, published);
+    const uint32_t missing = ReadPublished(peers, Op::kCombine, state.call, 1, epoch, published);
     alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
   }
   const auto fill = [&] { FillResults(run); };

@@ -16,6 +16,7 @@ struct Plan {
   bool freezes_rank = false;
   uint64_t gone_after = 0;  // 0: never; else the freeze was the end of the process, which is noticed then
   bool wrong_rank = false;
+  int list = 0;  // of the ranks in the mesh of its program
 };
 
 struct Outcome {
@@ -193,7 +194,7 @@ class World {
     peers.stress_ns = stress_ns;
     peers.channel_number = static_cast<int>(peers.call.site % kChannels);
     for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number];
-    run->rank_operand = plan.wrong_rank ? (r + 1) % num_ranks_ : r;
+    run->place_operand = plan.list * num_ranks_ + (plan.wrong_rank ? (r + 1) % num_ranks_ : r);
     run->gone_after = plan.gone_after;
     run->must_fail = has_failed_;
     const int blocks = blocks_[r];

@@ -62,16 +62,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / kWarp;
   const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
-  const State state = LoadState(peers, params.rank_operand);
+  const State state = LoadState(peers, params.place_operand);
   uint32_t epoch = 0;
   bool alive = Begin(peers, Op::kGather, state, &epoch);
   if (alive) {
     if (blockIdx.x == 0) {
       if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
       __syncthreads();
-      Enter(peers, mine, 1, epoch);
+      Enter(peers, state.call, mine, 1, epoch);
     }
-    const uint32_t missing = ReadPublished(peers, Op::kGather, 1, epoch, published);
+    const uint32_t missing = ReadPublished(peers, Op::kGather, state.call, 1, epoch, published);
     alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
   }
   const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };

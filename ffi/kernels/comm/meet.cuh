@@ -9,18 +9,21 @@ namespace jax_ep::cuda {
 struct State {
   uint32_t epoch;  // of the op before
   uint64_t gate;   // before this op opened it; only the thread that opens knows more than the lower half
-  int rank;
+  int rank;        // as the program computed it
+  Call call;       // as this rank tells of it
 };
 
 // One thread of the first block opens the op for its rank.
 __device__ inline bool Opens() { return blockIdx.x == 0 && threadIdx.x == blockDim.x - 1; }
 
-__device__ inline State LoadState(const Peers& peers, const int32_t* rank_operand) {
+__device__ inline State LoadState(const Peers& peers, const int32_t* place_operand) {
   Channel& own = peers.own();
   const volatile uint32_t* const epoch = &own.epoch;
-  if (!Opens()) return {*epoch, LoadFlag(&own.gate), *rank_operand};
+  const MeshPlace place = MeshPlace::Of(*place_operand, peers.num_ranks);
+  const Call call = peers.call.In(place.list);
+  if (!Opens()) return {*epoch, LoadFlag(&own.gate), place.rank, call};
   Stall(peers, Phase::kEnter, *epoch + 1);
-  return {*epoch, AddEpochs(&own.gate, 1), *rank_operand};
+  return {*epoch, AddEpochs(&own.gate, 1), place.rank, call};
 }
 
 // As the thread that opens: whether that succeeded. What this rank publishes comes after that.
@@ -58,11 +61,11 @@ __device__ inline bool Begin(const Peers& peers, Op op, const State& state, uint
 // Tells every peer what this rank calls and where its buffers are: `mine` in shared memory, of which the
 // first `num_buffers` are used. Called by one block. What earlier kernels have made is there for all devices:
 // those have ended.
-__device__ inline void Enter(const Peers& peers, Published& mine, int num_buffers, uint32_t epoch) {
+__device__ inline void Enter(const Peers& peers, const Call& call, Published& mine, int num_buffers,
+                             uint32_t epoch) {
   const int count = Published::Count(num_buffers);
   for (int i = threadIdx.x; i < peers.num_ranks * count; i += blockDim.x) {
-    const uint64_t word =
-        i % count == 0 ? peers.call.WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
+    const uint64_t word = i % count == 0 ? call.WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
     Stamped* const there = peers.channel[i / count]->mail[peers.rank].words[i % count];
     StoreStamped(&there[0], static_cast<uint32_t>(word), epoch);
     StoreStamped(&there[1], static_cast<uint32_t>(word >> 32), epoch);
@@ -98,34 +101,40 @@ struct WaitLog {
   }
 };
 
+// Another rank's call, as the host is told of it: so as it would be known here if it came from this rank's
+// list. `own_call` is this rank's, as it tells peers of it.
+__device__ inline uint64_t AsFrom(const Peers& peers, const Call& own_call, uint64_t call) {
+  return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
+}
+
 // As the first warp of a block: waits until every rank has entered, and refuses if they do not all call the
 // same op. Peers' memory may be touched only afterwards: each rank has opened the op before it entered, and
 // none returns from it before those that have opened it have left. Returns the ranks that this thread has
 // missed.
-__device__ inline uint32_t MeetAll(const Peers& peers, Op op, uint32_t epoch, Published* published,
-                                   const WaitLog& log) {
+__device__ inline uint32_t MeetAll(const Peers& peers, Op op, const Call& own_call, uint32_t epoch,
+                                   Published* published, const WaitLog& log) {
   const int r = threadIdx.x;
-  uint64_t call = peers.call.WithBlocks(0), came = 0;
+  uint64_t call = own_call.WithBlocks(0), came = 0;
   uint64_t* const when = log.wait_us == nullptr ? nullptr : &came;
   const bool late = r < peers.num_ranks && !AwaitWord(peers, r, 0, epoch, &call, when);
   if (r < peers.num_ranks) log.Note(r, r == peers.rank ? 0 : came);  // nobody waits for itself
-  const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(call) == peers.call));
+  const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(call) == own_call));
   if (r < peers.num_ranks) published[r].call = call;
   if (late) return 1u << r;
   if (others == 0) return 0;
   if (r == __ffs(others) - 1) {
     // This rank's own word is another op's where that op still uses the channel.
     const bool own = (others >> peers.rank & 1) != 0;
-    Fail(peers, op, own ? Phase::kChannel : Phase::kCall, epoch, others, call);
+    Fail(peers, op, own ? Phase::kChannel : Phase::kCall, epoch, others, AsFrom(peers, own_call, call));
   }
   return kKeptOut;
 }
 
 // Meets all ranks, and copies what they publish in this op to shared memory, where it is for the whole block
 // after AreAllThere. Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadPublished(const Peers& peers, Op op, int num_buffers, uint32_t epoch,
-                                         Published* published, const WaitLog& log = {}) {
-  if (threadIdx.x < kWarp) return MeetAll(peers, op, epoch, published, log);
+__device__ inline uint32_t ReadPublished(const Peers& peers, Op op, const Call& call, int num_buffers,
+                                         uint32_t epoch, Published* published, const WaitLog& log = {}) {
+  if (threadIdx.x < kWarp) return MeetAll(peers, op, call, epoch, published, log);
   const int count = Published::Count(num_buffers) - 1;
   const int others = static_cast<int>(blockDim.x) - kWarp;
   for (int i = static_cast<int>(threadIdx.x) - kWarp; i < peers.num_ranks * count; i += others) {

@@ -17,17 +17,26 @@ namespace jax_ep::cuda {
 // waits for the credit of that kHopSlots rounds ago, which the receiver must have taken in an earlier round.
 constexpr int kHopLag = kHopSlots - 1;
 
+// Where the program says that this rank is: its host, and the list of those that it exchanges pieces with,
+// which have the same index on other hosts.
+__device__ inline MeshPlace FindHopPlace(const HopParams& hop) {
+  const int per_host = max(1, hop.peers.num_ranks);
+  const MeshPlace place = MeshPlace::Of(*hop.operand, hop.window.hosts * per_host);
+  return {place.list * per_host + place.rank % per_host, place.rank / per_host};
+}
+
 // One piece of a track in the present hop.
 struct HopPiece {
+  uint64_t call;  // as this rank tells of it: it differs between lists
   int track;
   uint64_t number;  // among all that the track has had, of all hops
   int64_t offset;   // in the block
   int64_t bytes;
 
-  __device__ static HopPiece Of(const HopParams& hop, uint64_t first, int64_t i) {
+  __device__ static HopPiece Of(const HopParams& hop, uint32_t list, uint64_t first, int64_t i) {
     const int track = static_cast<int>(blockIdx.x);
     const int64_t offset = hop.window.OffsetOf(track, i);
-    return {track, first + static_cast<uint64_t>(i), offset,
+    return {hop.call ^ list, track, first + static_cast<uint64_t>(i), offset,
             min(hop.window.piece_bytes, hop.block_bytes - offset)};
   }
 };
@@ -49,7 +58,7 @@ __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& 
     }
     if (__syncthreads_or(reason != 0)) return false;
     const int64_t slot = window.SlotTo(piece.track, to, piece.number);
-    if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(hop.slots + slot) = hop.call;
+    if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(hop.slots + slot) = piece.call;
     CopyBlock(hop.slots + slot + kHopHeadBytes, hop.in + to * hop.block_bytes + piece.offset, piece.bytes);
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -75,8 +84,9 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece&
   }
   const std::byte* const slot = hop.slots + window.SlotFrom(piece.track, from, piece.number);
   const uint64_t call = LoadWord(reinterpret_cast<const uint64_t*>(slot));
-  if (call == hop.call) return true;
-  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.host, from).word, static_cast<uint32_t>(call));
+  if (call == piece.call) return true;
+  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.host, from).word,
+            static_cast<uint32_t>(call ^ piece.call ^ hop.call));
   return false;
 }
 
@@ -103,7 +113,7 @@ __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track)
   const bool is_busy = atomicExch(&track.busy, 1u) != 0;
   FenceSystem();  // what the hop before has left of this track is seen
   if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.host, hop.host).word;
-  if (reason == 0 && *hop.operand != hop.host) {
+  if (reason == 0 && FindHopPlace(hop).rank != hop.host) {
     reason = HopReason::Of(HopPhase::kPlace, hop.host, hop.host).word;
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
@@ -121,10 +131,11 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
   bool alive = !__syncthreads_or(threadIdx.x == 0 && !OpenTrack(hop, net, track));
   if (alive) {
     const uint64_t first = track.pieces;
+    const uint32_t list = FindHopPlace(hop).list;
     const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
     for (int64_t i = 0; alive && i < pieces + kHopLag; ++i) {
-      if (i < pieces) alive = SendPiece(hop, net, HopPiece::Of(hop, first, i));
-      if (alive && i >= kHopLag) alive = TakePiece(hop, net, HopPiece::Of(hop, first, i - kHopLag));
+      if (i < pieces) alive = SendPiece(hop, net, HopPiece::Of(hop, list, first, i));
+      if (alive && i >= kHopLag) alive = TakePiece(hop, net, HopPiece::Of(hop, list, first, i - kHopLag));
     }
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -10,7 +10,7 @@ namespace jax_ep::cuda {
 struct PullArgs {
   Shape shape;
   Peers peers;
-  const int32_t* rank_operand;
+  const int32_t* place_operand;
   HandleArrays handle;
   Summand summands[kMaxPayloads];
   int32_t num_summands;

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads<kWay>, 1) PullKernel(const __grid_con
   __shared__ Published mine, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
   const Peers& peers = args.peers;
-  const State state = LoadState(peers, args.rank_operand);
+  const State state = LoadState(peers, args.place_operand);
   Ring ring(args.ring, memory, room);
   if constexpr (kByRing) ring.Init();
   uint32_t epoch = 0;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads<kWay>, 1) PullKernel(const __grid_con
       mine.routing = nullptr;
     }
     __syncthreads();
-    Enter(peers, mine, args.num_summands, epoch);
+    Enter(peers, state.call, mine, args.num_summands, epoch);
   }
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
   const auto take = [&](int i) { return Dealer{&peers.own().next[i]}.Take(threadIdx.x % kWarp); };
@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads<kWay>, 1) PullKernel(const __grid_con
     // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
     taken = !kByRing && pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
     if (taken) asked = take(0);
-    const uint32_t missing = ReadPublished(peers, Op::kCombine, args.num_summands, epoch, published);
+    const uint32_t missing =
+        ReadPublished(peers, Op::kCombine, state.call, args.num_summands, epoch, published);
     alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
   }
   const auto fill = [&] { FillResults(args); };
@@ -189,7 +190,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
   PullArgs args{};
   args.shape = params.shape;
   args.peers = peers;
-  args.rank_operand = params.rank_operand;
+  args.place_operand = params.place_operand;
   args.handle = params.handle;
   args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];

@@ -115,14 +115,15 @@ __device__ inline bool MeetPeers(const PushArgs& args, Op op, const State& state
   const bool routes = args.routes(), local = args.is_local();
   const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.wait_us : nullptr);
   if (!local && !Begin(peers, op, state, epoch)) return false;
-  if (!local && blockIdx.x == 0) Enter(peers, mine, args.num_payloads, *epoch);
+  if (!local && blockIdx.x == 0) Enter(peers, state.call, mine, args.num_payloads, *epoch);
   if (!local && routes && sends) {
     PublishCounts(args, counts, *epoch);
     counts.chunk = args.counts_here ? 0 : min(first, shape.num_tokens) / kChunkTokens;
     // While the peers come.
     AddChunks(args, 0, counts.chunk, 0, NumBins(shape), counts.earlier, WholeBlock());
   }
-  uint32_t missing = local ? 0 : ReadPublished(peers, op, args.num_payloads, *epoch, published, log);
+  uint32_t missing =
+      local ? 0 : ReadPublished(peers, op, state.call, args.num_payloads, *epoch, published, log);
   if (routes && missing == 0) missing = ReadCounts(args, counts, *epoch);
   return AreAllThere(peers, op, Phase::kEnter, *epoch, missing);
 }
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   Counts counts(shape, shared);
   std::byte* const bytes = shared + HeadBytes(args);
 
-  const State state = local ? State{} : LoadState(peers, args.rank_operand);
+  const State state = local ? State{} : LoadState(peers, args.place_operand);
   Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
                 reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +
                     warp * (args.bulk.stage_bytes / args.width / kFp8Block)};

@@ -126,7 +126,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                        cudaStream_t stream) {
   PushArgs args = ArgsOf(params);
   args.peers = peers;
-  args.rank_operand = params.rank_operand;
+  args.place_operand = params.place_operand;
   args.handle = params.handle;
   args.chunk_counts = params.chunk_counts;
   args.arrived_weights = params.arrived_weights;

@@ -278,7 +278,7 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   SlotPullArgs args{};
   args.shape = params.shape;
   args.peers = peers;
-  args.rank_operand = params.rank_operand;
+  args.place_operand = params.place_operand;
   args.attendance = params.attendance;
   args.handle = params.handle;
   args.summand = params.summands[0];

@@ -127,7 +127,7 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   SlotPushArgs args{};
   args.shape = params.shape;
   args.peers = peers;
-  args.rank_operand = params.rank_operand;
+  args.place_operand = params.place_operand;
   args.attendance = params.attendance;
   args.handle = params.handle;
   args.topk_idx = params.topk_idx;

@@ -12,6 +12,7 @@ namespace jax_ep::cuda {
 struct Visit {
   bool open;
   uint32_t epoch;
+  Call call;          // as this rank tells of it
   uint32_t ranks;     // bit r: rank r takes part, as far as is known; none where this rank itself does not
   uint32_t writable;  // those of them whose arena this rank may write to
   bool failed;        // this block has missed what it needs
@@ -70,8 +71,9 @@ __device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
   const Peers& peers = args.peers;
   const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
   Visit visit{};
-  const State state = LoadState(peers, args.rank_operand);
+  const State state = LoadState(peers, args.place_operand);
   const uint32_t last = lane < R ? args.arena(peers.rank).heard[lane] : 0;
+  visit.call = state.call;
   visit.ranks = ActiveRanks(args);
   bool open = Begin(peers, op, state, &visit.epoch);
   if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpening(peers, visit.epoch));
@@ -104,7 +106,7 @@ __device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
   const int r = threadIdx.x;
   if (r == 0 && visit.ranks != (1u << args.shape.num_ranks) - 1) args.peers.report->left_out = 1;
   if (r >= args.shape.num_ranks || (visit.writable >> r & 1) == 0) return;
-  const uint64_t call = args.peers.call.WithBlocks(0);
+  const uint64_t call = visit.call.WithBlocks(0);
   Stamped* const there = args.mail(r, args.peers.rank, visit.epoch).call;
   StoreStamped(&there[0], static_cast<uint32_t>(call), visit.epoch);
   StoreStamped(&there[1], static_cast<uint32_t>(call >> 32), visit.epoch);
@@ -135,8 +137,8 @@ __device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& v
   const uint64_t call = high << 32 | static_cast<uint32_t>(low);
   // The sites of ops that ranks may miss are each rank's own.
   const bool any_site = args.attendance.active_ranks != nullptr;
-  if (any_site ? Call::Of(call).hash == peers.call.hash : Call::Of(call) == peers.call) return 0;
-  Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, call);
+  if (any_site ? Call::Of(call).hash == visit.call.hash : Call::Of(call) == visit.call) return 0;
+  Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, AsFrom(peers, visit.call, call));
   return kKeptOut;
 }
 

@@ -1,0 +1,125 @@
+"""Programs that run on another mesh than that of their group."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+from cases import floats
+from conftest import make_mesh
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
+ORDERS = pytest.mark.parametrize("order", ["rank", "expert"])
+TIMEOUT_S = 30
+
+
+def layer_of(group, order):
+    def layer(x, ids):
+        sent = jax_ep.dispatch(x, ids, group=group, num_experts=8, order=order)
+        return jax_ep.combine(sent.x, sent.handle)
+
+    return layer
+
+
+def compile_for(rows, function):
+    run, ids = jax.jit(function), np.arange(2 * rows, dtype=np.int32).reshape(rows, 2) * 3 % 8
+    return lambda: np.asarray(run(floats((rows, 3)), ids))
+
+
+def compile_layer(group, mesh, axes, order, check_vma=True):
+    """A dispatch and a combine of `group` on a mesh, over whose axes the tokens are sharded."""
+    layer, spec = layer_of(group, order), P(axes)
+    run = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return compile_for(4 * int(np.prod([mesh.shape[axis] for axis in axes])), run)
+
+
+def check_refused(group, run, told):
+    """The program fails, and long before a time-out. On GPUs the next thing to be asked says why."""
+    begin = time.monotonic()
+    if jax.default_backend() == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+            run()
+        group.check()  # nothing is late
+    else:
+        # A process may only know that a rank of another one has given up, for this or for another reason.
+        errors = (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError)
+        with pytest.raises(errors, match="another mesh"):
+            _ = run(), group.check()
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+
+
+@ORDERS
+def test_ranks_that_are_swapped(order):
+    """Ranks 0 and 3 are in the right places; they do not wait for the others, whose calls are wrong."""
+    mesh = make_mesh((4,), ("swapped",))
+    turned = Mesh(mesh.devices[[0, 2, 1, 3]], ("swapped",))
+    with jax_ep.Group(mesh, "swapped", timeout_s=TIMEOUT_S) as group:
+        run = compile_layer(group, turned, ("swapped",), order)
+        check_refused(group, run, r"another mesh: device [12] runs as rank")
+
+
+@ORDERS
+@CHECK_VMA
+def test_ranks_that_change_their_list(check_vma, order):
+    """Devices 1 and 3 keep their rank, but exchange rows with others."""
+    mesh = make_mesh((2, 2), ("other", "mine"))
+    turned = Mesh(mesh.devices[[[0, 1], [1, 0]], [0, 1]], mesh.axis_names)
+    with jax_ep.Group(mesh, "mine", timeout_s=TIMEOUT_S) as group:
+        run = compile_layer(group, turned, mesh.axis_names, order, check_vma)
+        told = r"another mesh: its rank [01] runs in another list of ranks than its rank [01]; make the Group"
+        check_refused(group, run, told)
+
+
+@CHECK_VMA
+def test_ranks_that_change_their_host(check_vma):
+    mesh = make_mesh((4,), ("moved",))
+    turned = Mesh(mesh.devices[[0, 3, 2, 1]], ("moved",))
+    with jax_ep.Group(mesh, "moved", timeout_s=TIMEOUT_S, ranks_per_node=2) as group:
+        run = compile_layer(group, turned, ("moved",), "rank", check_vma)
+        check_refused(group, run, r"those of a host each\).* was made for another mesh")
+
+
+@ORDERS
+@CHECK_VMA
+def test_lists_in_another_order(check_vma, order):
+    """They exchange no rows, so neither their order matters, nor the axes that tell them apart."""
+    mesh = make_mesh((2, 2, 1), ("a", "mine", "b"))
+    turned = Mesh(mesh.devices[::-1].swapaxes(0, 2), ("c", "mine", "d"))
+    axes = ("d", "c", "mine")
+    with jax_ep.Group(mesh, "mine") as group, jax_ep.Group(turned, "mine") as right:
+        runs = [compile_layer(each, turned, axes, order, check_vma) for each in (group, right)]
+        np.testing.assert_array_equal(runs[0](), runs[1]())
+        group.check()
+
+
+def test_lists_of_equal_rows():
+    """Results vary along no axis that the rows do not vary along, or else shard_map would raise an error."""
+    mesh = make_mesh((2, 2), ("other", "mine"))
+    with jax_ep.Group(mesh, "mine") as group:
+        # By expert each of a token's two choices brings its row back.
+        np.testing.assert_array_equal(compile_layer(group, mesh, ("mine",), "expert")(), 2 * floats((8, 3)))
+
+
+@CHECK_VMA
+def test_lists_along_an_axis_of_an_outer_shard_map(check_vma):
+    mesh = make_mesh((2, 2), ("outer", "mine"))
+    turned = Mesh(mesh.devices[[[0, 1], [1, 0]], [0, 1]], mesh.axis_names)
+    with jax_ep.Group(mesh, "mine", timeout_s=TIMEOUT_S) as group:
+
+        def outer(x, ids):
+            layer, spec = layer_of(group, "expert"), P("mine")
+            options = {"axis_names": {"mine"}, "check_vma": check_vma}
+            return jax.shard_map(layer, in_specs=spec, out_specs=spec, **options)(x, ids)
+
+        def compile_on(mesh):
+            options = {"axis_names": {"outer"}, "check_vma": check_vma}
+            spec = P("outer")
+            return compile_for(16, jax.shard_map(outer, mesh=mesh, in_specs=spec, out_specs=spec, **options))
+
+        right = compile_layer(group, mesh, mesh.axis_names, "expert", check_vma)()
+        np.testing.assert_array_equal(compile_on(mesh)(), right)
+        check_refused(group, compile_on(turned), "another list of ranks")
