@@ -235,7 +235,8 @@ void RunFaults() {
   const uint64_t bound = 3 * timeout + allowed + 40'000'000 + (outcome.traps > 0 ? 3'100'000'000 : 0);
   if (outcome.longest_ns > bound) Die("an op took %.1f ms", outcome.longest_ns / 1e6);
   if (fault == kShort && outcome.failed != 0) Die("an op failed that was held up but shortly");
-  const bool must = fault == kLate || fault == kNever || fault == kOtherCall || fault == kWrongRank;
+  const bool must =
+      fault == kLate || fault == kNever || fault == kOtherCall || fault == kWrongRank || fault == kWrongList;
   if (must && outcome.failed == 0) Die("no op failed");
   for (int r = 0; r < world.num_ranks(); ++r) CheckReport(world, r, fault, f);
   Count& count = counts[fault];

@@ -90,7 +90,8 @@ JAX_EP_RARE void KeepOut(const Peers& peers, Op op, uint32_t epoch, bool opened)
     const uint64_t until = GlobalNanoseconds() + LoadFromHost(&peers.report->timeout_ns);
     bool out;
     while (!(out = IsOut(peers, r, epoch)) && GlobalNanoseconds() < until) __nanosleep(1000);
-    if (!out) atomicOr(&inside, 1u << r);
+    // Once more: this block may not have run for all of that time.
+    if (!out && !IsOut(peers, r, epoch)) atomicOr(&inside, 1u << r);
   }
   __syncthreads();
   if (r == 0 && inside != 0) StopGpu(peers, op, epoch, inside);
