@@ -1,7 +1,7 @@
 """What late, stalled, dead and mistaken ranks do to the others, on the devices of this host.
 
     python tests/faults.py [--cases late,mismatch] [--ops dispatch] [--repeats 50] [--seed 0] [--timeout 0.1]
-                           [--graph] [--concurrent] [--nccl] [--devices 2] [--jobs 8]
+                           [--graph] [--concurrent] [--nccl] [--devices 2] [--processes 4] [--jobs 8]
 
 After each fault: no byte of an array that was allocated since is changed; results are right, or NaN and -1,
 or an error, and never those of an earlier step; the error comes in time and names op, rank and missing ranks;
@@ -17,6 +17,7 @@ delete    all live arrays are deleted
 killed    a process is killed before an op or inside one (processes of their own, several at a time)
 left      a process is killed, and the others go on by ops with on_timeout="mask" (likewise)
 order     two processes launch two programs in different orders (likewise)
+stalled   a process stalls before an op or inside it, and all go on with a new group (likewise)
 
 On the CPU `late`, `mismatch`, `second` and `delete` run, without what only GPUs do.
 """
@@ -36,8 +37,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from processes import shares
+
 IN_PROCESS = ("late", "inside", "mismatch", "masked", "second", "delete")
-IN_OTHERS = ("stuck", "killed", "left", "order")
+IN_OTHERS = ("stuck", "killed", "left", "order", "stalled")
+IN_ONE_SET = ("order", "stalled")  # of processes, which repeat it
 WORKER = pathlib.Path(__file__).with_name("fault_worker.py")
 LIMIT_S = 90  # of one set of processes
 
@@ -53,6 +57,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrent", action="store_true", help="two ops at a time, graphs that branch")
     parser.add_argument("--nccl", action="store_true", help="beside a sum by NCCL in the same program")
     parser.add_argument("--devices", type=int, default=0, help="0: all")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        help="of the cases that have some, but for stuck; 0: one for each GPU, more share them",
+    )
     parser.add_argument("--jobs", type=int, default=8, help="sets of processes at a time")
     options = parser.parse_args(arguments)
     options.cases = options.cases.split(",")
@@ -128,20 +138,25 @@ def run_part(rig: Any, name: str, repeats: int, once: Callable[[], str], report:
         faulthandler.cancel_dump_traceback_later()
 
 
-def run_set(task: str, processes: int, settings: dict[str, Any]) -> list[tuple[int | None, str]]:
+def run_set(
+    task: str, processes: int, gpus: list[str], settings: dict[str, Any]
+) -> list[tuple[int | None, str]]:
     """The exit statuses and outputs of a set of processes; None: it had to be killed."""
     from jax_ep._cli import free_address
 
     address = free_address()
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05", "JAX_PLATFORMS": "cuda"}
+    limits = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05", "JAX_PLATFORMS": "cuda"}
     workers, files = [], []
-    for process in range(processes):
+    for process, share in enumerate(shares(processes, gpus)):
         command = [sys.executable, str(WORKER), task, address, str(processes), str(process)]
         # A file, for nobody reads a pipe while another process is waited for.
         files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115, closed below
         workers.append(
             subprocess.Popen(
-                [*command, json.dumps(settings)], env=environment, stdout=files[-1], stderr=subprocess.STDOUT
+                [*command, json.dumps(settings)],
+                env=os.environ | share | limits,
+                stdout=files[-1],
+                stderr=subprocess.STDOUT,
             )
         )
     deadline = time.monotonic() + LIMIT_S + 2 * settings.get("repeats", 0)
@@ -164,11 +179,15 @@ def run_set(task: str, processes: int, settings: dict[str, Any]) -> list[tuple[i
 def judge_set(task: str, settings: dict[str, Any], results: list[tuple[int | None, str]]) -> list[str]:
     """What the processes of a set have seen; raises if one of them broke a promise."""
     seen = []
+    # One that fails lets others fail, too.
+    ends = "\n".join(
+        f"process {i} ended with {end}:\n{text[-1500:]}" for i, (end, text) in enumerate(results)
+    )
     for process, (status, output) in enumerate(results):
         if task in ("killed", "left") and process == settings["victim"]:
-            assert status == -9, f"the victim was not killed, but ended with {status}:\n{output[-3000:]}"
+            assert status == -9, f"the victim was not killed:\n{ends}"
             continue
-        assert status is not None, f"process {process} hangs:\n{output[-3000:]}"
+        assert status is not None, f"process {process} hangs:\n{ends}"
         if task == "stuck":
             told = re.search(r"[^\n]*(?:stuck|inside)[^\n]*stopped[^\n]*", output)
             assert told, f"ended with {status}, but no error says why:\n{output[-3000:]}"
@@ -176,7 +195,7 @@ def judge_set(task: str, settings: dict[str, Any], results: list[tuple[int | Non
             assert ended or settings["seed"] % 2 == 0, f"ended with {status}:\n{output[-3000:]}"
             seen.append(told.group()[-200:])
             continue
-        assert status == 0, f"process {process} ended with {status}:\n{output[-3000:]}"
+        assert status == 0, ends
         seen += re.findall(r"^seen (.*)$", output, re.M)
     return seen
 
@@ -184,23 +203,22 @@ def judge_set(task: str, settings: dict[str, Any], results: list[tuple[int | Non
 def run_in_others(task: str, options: argparse.Namespace, report: Report) -> None:
     from jax_ep.bench.processes import visible_gpus
 
-    there = len(visible_gpus())
-    gpus = min(there, options.devices or there)
-    if gpus < 2:
-        print(f"{task}: skipped, it needs two GPUs, there are {gpus}", flush=True)
+    gpus = visible_gpus()[: options.devices or None]
+    ranks = len(gpus) if task == "stuck" else options.processes or len(gpus)
+    if ranks < 2 or not gpus:
+        print(f"{task}: skipped, it needs two GPUs or --processes 2, there are {len(gpus)}", flush=True)
         return
-    begin, processes = time.perf_counter(), 1 if task == "stuck" else gpus
+    begin, processes = time.perf_counter(), 1 if task == "stuck" else ranks
     # Sets share the GPUs by turns, so that they need a longer time-out.
-    timeout_s = max(options.timeout, 0.5 if task == "order" else 2.0)
+    timeout_s = max(options.timeout, 0.5 if task in IN_ONE_SET else 2.0)
     style = {"graph": options.graph, "concurrent": options.concurrent, "nccl": False}
-    sets = 1 if task == "order" else options.repeats
-    repeats = options.repeats if task == "order" else 0
+    sets, repeats = (1, options.repeats) if task in IN_ONE_SET else (options.repeats, 0)
 
     def run_one(number: int) -> list[str]:
-        victim = 1 + number % (gpus - 1)  # process 0 has the coordinator, without which all end
-        settings = {"seed": options.seed + number, "timeout": timeout_s, "style": style, "gpus": gpus}
+        victim = 1 + number % (ranks - 1)  # process 0 has the coordinator, without which all end
+        settings = {"seed": options.seed + number, "timeout": timeout_s, "style": style, "ranks": ranks}
         settings |= {"victim": victim, "inside": number % 2 == 1, "repeats": repeats}
-        return judge_set(task, settings, run_set(task, processes, settings))
+        return judge_set(task, settings, run_set(task, processes, gpus, settings))
 
     seen: list[str] = []
     failures = []
