@@ -54,7 +54,7 @@ class TimedGroup : public Group {
 
 Board::Hooks Known() {
   return {[](uint64_t signature) { return signature < 100 ? Text("op ", signature) : std::string(); },
-          nullptr};
+          nullptr, nullptr};
 }
 
 template <typename Work>
@@ -153,6 +153,38 @@ void TestALaunchThatFails() {
   }
 }
 
+// Rank 3 gives up after an op that failed. The others wait for what their own processes hear of it, which is
+// nothing on rank 0.
+void TestAnOpThatFailedBefore() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  const Stopwatch watch;
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const Group::Place place{0, rank};
+    if (rank == 3) return board->GiveUp(group, place);
+    Board::Hooks hooks = Known();
+    hooks.failure = [&] { return rank > 0 && watch.seconds() > 0.3 ? std::string("why") : std::string(); };
+    const std::string error = board->Begin(kOp, group, place, 1, hooks).error;
+    Check(rank == 0 ? Has(error, "3 gave up at a first call") : error == "why", error);
+  });
+  Check(board->HasFailed(0, kRanks) && watch.seconds() < 10, "it took too long, or did not fail");
+}
+
+// An op that has failed on rank 1 before the others have launched it, who then do.
+void TestAnOpThatFailsAtOnce() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const Group::Place place{0, rank};
+    Board::Hooks hooks = Known();
+    std::string error = board->Begin(kOp, group, place, 1, hooks).error;
+    if (rank == 1) hooks.failure = [] { return std::string("why"); };
+    if (rank != 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (error.empty()) error = board->Launched(kOp, group, place, 1, hooks);
+    Check(error.empty(), error);
+  });
+}
+
 void TestAnotherOp() {
   const auto board = Board::Make(kTotal);
   const TimedGroup group(60);
@@ -216,6 +248,8 @@ int Main() {
   TestOneProcess();
   TestAMissingRank();
   TestALaunchThatFails();
+  TestAnOpThatFailedBefore();
+  TestAnOpThatFailsAtOnce();
   TestAnotherOp();
   TestABoardOfAnotherSize();
   TestAProcessThatIsKilled(lives, dies);

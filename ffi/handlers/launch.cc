@@ -76,14 +76,16 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   const std::shared_ptr<DevicePeers> devices = FindDevicePeers(seat.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
+  Board& board = devices->board();
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
+    // Others may wait at a first call, without having heard of the failure.
+    if (!call) board.GiveUp(*seat.group, seat.place);
     if (announced.tells_others) {
       const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
       (void)launch(devices->At(seat.place, refused, announced.through_arena));
     }
     return Expired(seat, text);
   }
-  Board& board = devices->board();
   if (auto error = CheckReach(*devices, seat, announced); error.failure()) {
     if (!call) board.GiveUp(*seat.group, seat.place);  // the others would wait for this rank
     return error;

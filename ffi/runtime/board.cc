@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -55,9 +56,10 @@ class Board::Meeting {
 
   // Waits until `look` is through with every rank: it returns whether it is with that one, or sets an error.
   template <typename Look>
-  std::string Wait(const char* what, Look look) {
+  std::string Wait(const char* what, bool has_launched, Look look) {
     const auto begin = Clock::now();
     const auto limit = std::chrono::duration<double>(group_.timeout_s());
+    std::optional<Clock::time_point> left_at;  // when a peer was first found to have given up
     while (true) {
       std::string error, missing, gone, failed;
       for (int rank = 0; rank < group_.num_ranks(); ++rank) {
@@ -72,11 +74,22 @@ class Board::Meeting {
         }
       }
       if (error.empty() && missing.empty() && failed.empty()) return "";
+      // Who has launched does not give up by itself: the others are about to launch, and so hear why it
+      // failed.
+      const bool may_fail = hooks_.failure && error.empty() && (!has_launched || !failed.empty());
+      if (const std::string failure = may_fail ? hooks_.failure() : ""; !failure.empty()) {
+        own().failed.store(1, std::memory_order_release);
+        return failure;
+      }
       const auto waited = Clock::now() - begin;
+      if (!failed.empty() && !left_at) left_at = Clock::now();
+      // An op that failed there is about to fail here, too, and then says more than that a peer gave up.
+      const bool may_say_why =
+          hooks_.failure && left_at && waited < limit && Clock::now() - *left_at < kToHearWhy;
       if (error.empty() && !gone.empty()) {
         error =
             Text(Intro(), ", rank(s)", gone, " did not ", what, ", for their process has ended: ", Where());
-      } else if (error.empty() && !failed.empty()) {
+      } else if (error.empty() && !failed.empty() && !may_say_why) {
         const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, " and");
         error = Text(Intro(), who, ", rank(s)", failed, " gave up at a first call: ", Where());
       } else if (error.empty() && waited >= limit) {
@@ -107,6 +120,7 @@ class Board::Meeting {
   }
 
  private:
+  static constexpr std::chrono::seconds kToHearWhy{1};
   static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
 
   std::string Intro() const { return Text(op_, ": of group ", group_.NameOf(place_.group)); }
@@ -163,7 +177,7 @@ Board::Call Board::Begin(const char* op, const Group& group, const Group::Place&
   slot.signature.store(signature, std::memory_order_relaxed);
   slot.begun.store(number, std::memory_order_release);
   Meeting meeting(*this, op, group, place, number, hooks);
-  return {number, meeting.Wait("arrive", [&](int rank, std::string& error) {
+  return {number, meeting.Wait("arrive", false, [&](int rank, std::string& error) {
             Row::Slot& peer = rows[rank].At(number);
             const uint32_t begun = peer.begun.load(std::memory_order_acquire);
             if (begun < number) return false;
@@ -181,7 +195,7 @@ std::string Board::Launched(const char* op, const Group& group, const Group::Pla
                             const Hooks& hooks) {
   Row* const rows = rows_ + place.group * group.num_ranks();
   rows[place.rank].At(number).launched.store(number, std::memory_order_release);
-  return Meeting(*this, op, group, place, number, hooks).Wait("launch it", [&](int rank, std::string&) {
+  return Meeting(*this, op, group, place, number, hooks).Wait("launch it", true, [&](int rank, std::string&) {
     return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
   });
 }

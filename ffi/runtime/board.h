@@ -37,6 +37,8 @@ class Board {
     std::function<std::string(uint64_t signature)> describe;
     // Whether the process of a rank of this group has ended. May be null.
     std::function<bool(int rank)> is_gone;
+    // Why an earlier op failed, as far as this process knows; empty if none has. May be null.
+    std::function<std::string()> failure;
   };
 
   // Announces the first call of a call site and waits, at most the group's time-out, until every rank has

@@ -163,7 +163,8 @@ Board::Hooks DevicePeers::HooksFor(int group) const {
           [this, group](int rank) {
             const RankMemory& memory = ranks_[group * num_ranks_ + rank];
             return memory.device < 0 && IsGone(memory.process);
-          }};
+          },
+          [this] { return DescribeFailure(); }};
 }
 
 void DevicePeers::Tick() {
