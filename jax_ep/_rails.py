@@ -15,7 +15,7 @@ from jax_ep._extension_types import Extension
 # How long each hop may wait that is tried when rails are made.
 TRIAL_S = 20.0
 # Of what ranks of a rail put into each other's windows. Who changes that gives it another number.
-PROTOCOL = 1
+PROTOCOL = 2
 STUCK = (
     "NCCL waits for other hosts there: a process may have ended or failed, or cannot be reached "
     "(NCCL_DEBUG=INFO says more). This process should end, for NCCL cannot be told to stop. "

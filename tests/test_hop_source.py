@@ -61,7 +61,11 @@ MISTAKES = {
         (WAIT, "if (known != 0) return known;", ""),
     ],
     "lets its host go on": [
-        (WAIT, "CloseGate(peers, Reason::Of(peers.rank, Phase::kHop, 0))", "true"),
+        (
+            WAIT,
+            "CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0))",
+            "true",
+        ),
     ],
     "sends on what its host has failed of": [
         (WAIT, "known != 0 || hop.peers.num_ranks == 0 || !IsGivenUp(hop.peers)", "true"),

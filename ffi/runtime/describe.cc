@@ -63,7 +63,8 @@ std::string WhyOf(const HopReason& reason, const std::string& in_time) {
                   "network has failed (with its first error it may stop bringing anything, from living "
                   "hosts, too)");
     case HopPhase::kOther:
-      return Text(by, " was sent rows of another op, or of other shapes, by host ", reason.blamed());
+      return Text(by, " was sent rows of another op, of other shapes or from another mesh by host ",
+                  reason.blamed());
     case HopPhase::kBusy:
       return Text(by,
                   " began a hop while another one was under way on the same GPU. Let one of them use the "
@@ -73,7 +74,7 @@ std::string WhyOf(const HopReason& reason, const std::string& in_time) {
                   " runs as that of another host: the group was made for another mesh. Make the Group from "
                   "the mesh of this shard_map");
     case HopPhase::kWithin:
-      return Text(by, " gave up, for an op among the ranks of that host had failed");
+      return Text(by, " gave up, for an op among the ranks of that host had failed, whose error says why");
     case HopPhase::kWorn:
       return Text(by,
                   " has sent as many pieces as NCCL's proxy can count. A Group that is made anew takes JAX's "
@@ -150,9 +151,9 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
       const HopReason reason{report.hop};
       std::string what;
       if (reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0) {
-        what = is_apart
-                   ? ", which runs in another list of ranks: make the Group from the mesh of this shard_map"
-                   : Text(", which called ", other);
+        what = is_apart ? ". The program runs on another mesh than the group's: make the Group from the mesh "
+                          "of this shard_map"
+                        : Text(", which called ", other);
       }
       return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
                   WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")), what,

@@ -63,9 +63,12 @@ JAX_EP_RARE bool IsOut(const Peers& peers, int r, uint32_t epoch) {
 JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t inside) {
   // Nanoseconds until the host knows that a process has ended, and until it has read the report.
   constexpr uint64_t kToBeMissed = 2'000'000'000, kToBeTold = 1'000'000'000;
-  for (const uint64_t until = GlobalNanoseconds() + kToBeMissed; GlobalNanoseconds() < until;) {
+  bool is_up;
+  const uint64_t missed_at = GlobalNanoseconds() + kToBeMissed;
+  do {
+    is_up = GlobalNanoseconds() >= missed_at;  // before the look: this block may not run for all of that time
     if ((inside & ~LoadFromHost(&peers.report->gone)) == 0) return;
-  }
+  } while (!is_up);
   atomicExch(&peers.control(peers.rank).recorded, 1u);
   WriteReport(peers, op, Phase::kStuck, epoch, inside, 0);
   for (const uint64_t until = GlobalNanoseconds() + kToBeTold; GlobalNanoseconds() < until;) {

@@ -77,7 +77,9 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Re
 JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t other_call) {
   const Peers& peers = hop.peers;
   if (peers.num_ranks == 0) return;
-  const bool is_first = CloseGate(peers, Reason::Of(peers.rank, Phase::kHop, 0));
+  const bool is_misplaced = HopReason{reason}.phase() == HopPhase::kPlace;
+  const bool is_first =
+      CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0));
   CloseGatesOfAll(peers, 0, 1);
   // Another track tells, or an earlier op of this rank has told.
   if (!is_first && Reason{LoadFlag(&peers.own().gate)}.rank() == peers.rank) return;

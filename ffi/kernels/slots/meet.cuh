@@ -48,6 +48,8 @@ __device__ inline uint32_t FindWritable(const SlotArgs& args, const Visit& visit
     while (!(writable = has_begun()) && GlobalNanoseconds() < until && !IsGivenUp(args.peers)) {
       __nanosleep(500);
     }
+    // Once more: this block may not have run for all of that time.
+    writable = writable || has_begun();
   }
   __syncwarp();
   return __ballot_sync(kAllLanes, writable);
