@@ -139,13 +139,16 @@ def run_part(rig: Any, name: str, repeats: int, once: Callable[[], str], report:
 
 
 def run_set(
-    task: str, processes: int, gpus: list[str], settings: dict[str, Any]
+    task: str, processes: int, gpus: list[str], memory: float, settings: dict[str, Any]
 ) -> list[tuple[int | None, str]]:
-    """The exit statuses and outputs of a set of processes; None: it had to be killed."""
+    """The exit statuses and outputs of a set of processes, each with this part of a GPU's memory.
+
+    None: it had to be killed.
+    """
     from jax_ep._cli import free_address
 
     address = free_address()
-    limits = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05", "JAX_PLATFORMS": "cuda"}
+    limits = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}", "JAX_PLATFORMS": "cuda"}
     workers, files = [], []
     for process, share in enumerate(shares(processes, gpus)):
         command = [sys.executable, str(WORKER), task, address, str(processes), str(process)]
@@ -214,11 +217,14 @@ def run_in_others(task: str, options: argparse.Namespace, report: Report) -> Non
     style = {"graph": options.graph, "concurrent": options.concurrent, "nccl": False}
     sets, repeats = (1, options.repeats) if task in IN_ONE_SET else (options.repeats, 0)
 
+    # The rest is for NCCL and contexts.
+    memory = min(0.05, 0.4 * len(gpus) / (ranks * min(options.jobs, sets)))
+
     def run_one(number: int) -> list[str]:
         victim = 1 + number % (ranks - 1)  # process 0 has the coordinator, without which all end
         settings = {"seed": options.seed + number, "timeout": timeout_s, "style": style, "ranks": ranks}
         settings |= {"victim": victim, "inside": number % 2 == 1, "repeats": repeats}
-        return judge_set(task, settings, run_set(task, processes, gpus, settings))
+        return judge_set(task, settings, run_set(task, processes, gpus, memory, settings))
 
     seen: list[str] = []
     failures = []
