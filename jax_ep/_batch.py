@@ -1,5 +1,6 @@
 """What `jax.vmap` makes of functions that take no batch, or no sharded one."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +38,20 @@ def takes_no_sharded_batch(function: Function) -> Function:
     return outer
 
 
-def one_by_one(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
-    """The results [B, ...] of function(*operands), for each element of the operands that are batched."""
+def one_by_one(
+    function: Function,
+    operands: Sequence[Any],
+    is_batched: Sequence[bool],
+    prepare: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
+) -> Any:
+    """The results [B, ...] of function(*operands), for each element of the operands that are batched.
+
+    `prepare` makes the operands of them, once on each device, of the elements that it holds.
+    """
 
     def loop(*operands: Any) -> Any:
+        operands = tuple(prepare(operands))
+
         def one(elements: Any) -> Any:
             rest = iter(elements)
             return function(*(next(rest) if b else a for a, b in zip(operands, is_batched, strict=True)))
@@ -61,15 +72,40 @@ def _of_each_shard(function: Function, operands: Sequence[Any], is_batched: Sequ
     (shard,) = entries
     if shard is None:
         return function(*operands)
-    mapped = jax.shard_map(
-        lambda *part: function(*vary_alike(part)),
-        in_specs=tuple(P(shard) if b else P() for b in is_batched),
-        out_specs=P(shard),
-        axis_names=axes_of(shard),
-        check_vma=_checks_varying(),
-    )
-    # As one equation: JAX (0.12) cannot split a shard_map in another one into what is known and what is not.
-    return takes_no_sharded_batch(mapped)(*operands)
+
+    num_shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(shard))
+    options = {"out_specs": P(shard), "axis_names": axes_of(shard), "check_vma": _checks_varying()}
+    specs = tuple(P(shard) if b else P() for b, a in zip(is_batched, operands, strict=True) if a.size > 0)
+
+    # XLA for GPUs (jax 0.11) ends the process where an empty array goes into a shard_map in another one, or
+    # comes out of it. So they are made where they are needed.
+    def of_part(*part: Any) -> Any:
+        rest = iter(part)
+        operands_here = [
+            next(rest)
+            if a.size > 0
+            else jnp.zeros((a.shape[0] // num_shards, *a.shape[1:]) if b else a.shape, a.dtype)
+            for a, b in zip(operands, is_batched, strict=True)
+        ]
+        return function(*vary_alike(operands_here))
+
+    def of_all(function: Function) -> Any:
+        mapped = jax.shard_map(function, in_specs=specs, **options)
+        # As one equation: JAX (0.12) cannot split a shard_map in another one into what is known and what is
+        # not.
+        return takes_no_sharded_batch(mapped)(*(a for a in operands if a.size > 0))
+
+    types, tree = jax.tree.flatten(jax.eval_shape(lambda: of_all(of_part)))
+    found = iter(of_all(lambda *part: [out for out in jax.tree.leaves(of_part(*part)) if out.size > 0]))
+    outs = [next(found) if like.size > 0 else _empty(like, shard) for like in types]
+    return jax.tree.unflatten(tree, outs)
+
+
+def _empty(like: Any, shard: Any) -> jax.Array:
+    """An array without elements, the first dimension sharded."""
+    array = jax.sharding.reshard(jnp.zeros(like.shape, like.dtype), P(shard, *[None] * (like.ndim - 1)))
+    varies = like.manual_axis_type  # None: shard_map does not check it
+    return vary_alike(array, () if varies is None else varies.varying)
 
 
 def _checks_varying() -> bool:

@@ -12,6 +12,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from jax_ep._batch import one_by_one
+from jax_ep._collectives import in_lists_along, may_differ_along
 from jax_ep._manual import vary_alike
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
@@ -30,7 +31,10 @@ _OPS = {
 def call(
     target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
 ) -> list[jax.Array]:
-    """The results of the handler `jax_ep_{target}`, which vmap calls for one element after the other."""
+    """The results of the handler `jax_ep_{target}`, which vmap calls for one element after the other.
+
+    The first operand of those that communicate, which have an attribute `group`, is the device's `place`.
+    """
     operands = vary_alike(operands)
     shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
     for shape in shapes:
@@ -70,7 +74,18 @@ def _primitive(target: str) -> Primitive:
             jnp.moveaxis(array, axis, 0) if b else array
             for array, axis, b in zip(operands, axes, is_batched, strict=True)
         ]
-        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched)
+        communicates = "group" in dict(how["attributes"])
+        counted = may_differ_along(moved[0]) if communicates else set()
+
+        def prepare(operands: Sequence[Any]) -> Sequence[Any]:
+            operands = vary_alike(operands)
+            if not communicates:
+                return operands
+            # Axes along which the batch is spread were not known where the place was computed.
+            axes = may_differ_along(operands[0]) - counted
+            return [in_lists_along(axes, operands[0]), *operands[1:]]
+
+        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched, prepare)
         return outs, [0] * len(outs)
 
     mlir.register_lowering(primitive, lowering)

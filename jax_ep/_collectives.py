@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._group import Group
 
@@ -19,24 +20,38 @@ def rank(group: Group) -> jax.Array:
 
 
 def place(group: Group, arrays: Any) -> jax.Array:
-    """The number of the device's place in the mesh, [] int32: its list of ranks, times R, plus its rank.
+    """The device's place in the mesh, [2] int32: its rank, and the number of its list of ranks.
 
     With it a handler finds out whether the program runs on the group's mesh: the rank must be the one that
     the device has in the group, and ranks that exchange rows must come from the same list. There is a list
     for each place along the mesh axes that the group does not have; where the group is that of a host, for
     each host, too. Axes along which none of `arrays` varies do not count: all devices along them have the
-    same rows, and the number must not vary along them either, or else the op's results would
-    (`check_vma=True`).
+    same rows, and the place must not vary along them either, or else the op's results would
+    (`check_vma=True`). If `jax.vmap` lets them vary later, `in_lists_along` counts these axes.
     """
     index = jax.lax.axis_index(group.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    known = set(mesh.manual_axes)
-    if jax.typeof(index).manual_axis_type.varying:  # check_vma=True: arrays know what they vary along
-        leaves = jax.tree.leaves(arrays)
-        known &= set().union(*(jax.typeof(array).manual_axis_type.varying for array in leaves))
-    others = [axis for axis in mesh.axis_names if axis in known and axis not in group._axes]
-    number = jax.lax.axis_index((*others, *group._axes)) if others else index
-    return number.astype(jnp.int32)
+    known = may_differ_along((index, arrays)) - set(group._axes)
+    others = [axis for axis in mesh.axis_names if axis in known]
+    number = (jax.lax.axis_index((*others, *group._axes)) if others else index).astype(jnp.int32)
+    size = np.int32(group.size)
+    return jnp.stack([jax.lax.rem(number, size), jax.lax.div(number, size)])
+
+
+def may_differ_along(arrays: Any) -> set[str]:
+    """The manual mesh axes along which `arrays` may differ, and so what an op computes of them."""
+    varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
+    # Under check_vma=False arrays do not know what they vary along.
+    return set().union(*varying) or set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def in_lists_along(axes: set[str], place: jax.Array) -> jax.Array:
+    """A place [2] of a mesh whose devices along these axes, too, belong to different lists of ranks."""
+    if not axes:
+        return place
+    names = tuple(sorted(axes))
+    number = place[1] * jax.lax.axis_size(names) + jax.lax.axis_index(names)
+    return jnp.stack([place[0], number.astype(jnp.int32)])
 
 
 def host(group: Group) -> jax.Array:

@@ -1,5 +1,6 @@
 """Programs that run on another mesh than that of their group."""
 
+import contextlib
 import time
 
 import jax
@@ -7,14 +8,14 @@ import numpy as np
 import pytest
 from cases import floats
 from conftest import make_mesh
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 ORDERS = pytest.mark.parametrize("order", ["rank", "expert"])
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 def layer_of(group, order):
@@ -45,9 +46,9 @@ def check_refused(group, run, told):
             run()
         group.check()  # nothing is late
     else:
-        # A process may only know that a rank of another one has given up, for this or for another reason.
+        # A process may only know that the others have given up, some of which say why.
         errors = (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError)
-        with pytest.raises(errors, match="another mesh"):
+        with pytest.raises(errors, match=r"another mesh|whose error says why"):
             _ = run(), group.check()
     assert time.monotonic() - begin < TIMEOUT_S / 2
 
@@ -102,6 +103,42 @@ def test_lists_of_equal_rows():
     with jax_ep.Group(mesh, "mine") as group:
         # By expert each of a token's two choices brings its row back.
         np.testing.assert_array_equal(compile_layer(group, mesh, ("mine",), "expert")(), 2 * floats((8, 3)))
+
+
+def compile_batch(group, mesh, check_vma):
+    """A batch of layers, spread over "other" in the way that the mesh has for it; and what they compute."""
+
+    def layer(x, ids):
+        sent = jax_ep.dispatch(x, ids, group=group, num_experts=8, order="expert")
+        factor = 1 + jax.lax.axis_index("mine")
+        return jax_ep.combine(sent.x * factor.astype(x.dtype), sent.handle)
+
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    options = {"mesh": mesh, "in_specs": P("mine"), "out_specs": P("mine"), "check_vma": check_vma}
+    if is_explicit:
+        options |= {"axis_names": {"mine"}}
+    run = jax.jit(jax.vmap(jax.shard_map(layer, **options), spmd_axis_name=None if is_explicit else "other"))
+    x, ids = floats((2, 8, 3)), np.arange(32, dtype=np.int32).reshape(2, 8, 2) * 3 % 8
+
+    def call():
+        with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+            spec = jax.sharding.NamedSharding(mesh, P("other", "mine"))
+            return np.asarray(run(*(jax.device_put(array, spec) for array in (x, ids))))
+
+    return call, x * (1 + ids // 4).sum(axis=-1, keepdims=True).astype(np.float32)
+
+
+@CHECK_VMA
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_lists_along_which_a_batch_is_spread(kind, check_vma):
+    """`jax.vmap` lets rows vary along an axis that nobody knew of where the layer was traced."""
+    devices = make_mesh((2, 2), ("other", "mine")).devices
+    mesh = Mesh(devices, ("other", "mine"), axis_types=(kind, kind))
+    turned = Mesh(devices[[[0, 1], [1, 0]], [0, 1]], mesh.axis_names, axis_types=(kind, kind))
+    with jax_ep.Group(mesh, "mine", timeout_s=TIMEOUT_S) as group:
+        run, expected = compile_batch(group, mesh, check_vma)
+        np.testing.assert_array_equal(run(), expected)
+        check_refused(group, compile_batch(group, turned, check_vma)[0], "another list of ranks")
 
 
 @CHECK_VMA

@@ -114,13 +114,13 @@ struct HopReport {
 
 struct HopParams {
   HopWindow window;
-  int32_t host;            // of this rank
-  const int32_t* operand;  // number of its place (MeshPlace) in the program's mesh
-  const std::byte* in;     // [hosts, block_bytes]
-  std::byte* out;          // [hosts, block_bytes]
-  int64_t block_bytes;     // more than 0
-  uint32_t call;           // stands for the op and its shape
-  std::byte* slots;        // the window, here
+  int32_t host;                    // of this rank
+  const MeshPlace* place_operand;  // among all ranks, as the program computed it
+  const std::byte* in;             // [hosts, block_bytes]
+  std::byte* out;                  // [hosts, block_bytes]
+  int64_t block_bytes;             // more than 0
+  uint32_t call;                   // stands for the op and its shape
+  std::byte* slots;                // the window, here
   HopState* state;
   HopReport* report;
   const uint64_t* timeout_ns;  // in host memory: how long a wait may last

@@ -62,16 +62,12 @@ struct Shape {
   JAX_EP_HD bool folds() const { return has_row_per_choice() && top_k > 1; }
 };
 
-// A device's place in the mesh of a program. Devices whose rows are independent of each other's are in
-// different lists, so that ranks of a group which exchange rows must be in the same one.
+// A device's place in the mesh of a program, an operand [2] of all ops that communicate. Devices whose rows
+// are independent of each other's are in different lists, so that ranks of a group which exchange rows must
+// be in the same one.
 struct MeshPlace {
-  int32_t list;
   int32_t rank;
-
-  // As a program numbers them, list after list. Most programs have one list, and divide nothing.
-  JAX_EP_HD static MeshPlace Of(int32_t number, int32_t num_ranks) {
-    return number < num_ranks ? MeshPlace{0, number} : MeshPlace{number / num_ranks, number % num_ranks};
-  }
+  int32_t list;
 };
 
 // The kernels count a rank's tokens in chunks, so that the index of a row among a rank's own is that of

@@ -72,8 +72,8 @@ enum class Quantize : int32_t {
 struct PushParams {
   Shape shape;
   int32_t rank;
-  const int32_t* place_operand;  // [] as the program computed it: see MeshPlace in index.h
-  HandleArrays handle;           // written by a push that routes, else read
+  const MeshPlace* place_operand;  // as the program computed it
+  HandleArrays handle;             // written by a push that routes, else read
   const Payload* payloads;
   int32_t num_payloads;
   const float* topk_weights;  // [T, K], or null
@@ -121,7 +121,7 @@ struct Bias {
 struct PullParams {
   Shape shape;
   int32_t rank;
-  const int32_t* place_operand;
+  const MeshPlace* place_operand;
   HandleArrays handle;
   const Summand* summands;
   int32_t num_summands;
@@ -138,7 +138,7 @@ struct PullParams {
 struct GatherParams {
   int32_t num_ranks;
   int32_t rank;
-  const int32_t* place_operand;
+  const MeshPlace* place_operand;
   const std::byte* in;  // [rows, row_bytes], a multiple of 16 bytes in all
   std::byte* out;       // [R, rows, row_bytes]
   int64_t rows;

@@ -78,9 +78,8 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
   return ffi::Error::Success();
 }
 
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal, int32_t number,
-                    int32_t num_ranks, Seat& seat) {
-  const auto [list, rank] = MeshPlace::Of(number, num_ranks);
+ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal,
+                    const MeshPlace& found, int32_t num_ranks, Seat& seat) {
   seat.group = FindGroup(std::string(group_key));
   if (seat.group == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
@@ -88,14 +87,14 @@ ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_o
                           "); make the Group again before running it");
   }
   const auto place = seat.group->Find(device_ordinal);
-  if (!place || (rank >= 0 && place->rank != rank) || seat.group->num_ranks() != num_ranks) {
+  if (!place || (found.rank >= 0 && place->rank != found.rank) || seat.group->num_ranks() != num_ranks) {
     return InvalidArgument(op, ": group ", seat.group->name(), " was made for another mesh: device ",
-                           device_ordinal, " runs as rank ", rank, " of ", num_ranks,
+                           device_ordinal, " runs as rank ", found.rank, " of ", num_ranks,
                            place ? ", and is another rank there" : ", and is not in it",
                            "; make the Group from the mesh of this shard_map");
   }
   seat.place = *place;
-  seat.list = list;
+  seat.list = found.list;
   return ffi::Error::Success();
 }
 

@@ -37,7 +37,7 @@ struct CpuContext {
     return Fail(std::move(error));
   }
 
-  static int32_t ReadPlace(const int32_t* rank) { return *rank; }
+  static MeshPlace ReadPlace(const MeshPlace* place) { return *place; }
 };
 
 // Ops that do not communicate.

@@ -41,8 +41,8 @@ struct CudaContext {
 
   static ffi::Error Fail(ffi::Error error) { return error; }
   static ffi::Error Refuse(ffi::Error error) { return error; }
-  // The number lies on the device; the kernel compares it.
-  static int32_t ReadPlace(const int32_t*) { return -1; }
+  // It lies on the device; the kernel compares it.
+  static MeshPlace ReadPlace(const MeshPlace*) { return kOnDevice; }
 };
 
 struct CudaLocalContext {

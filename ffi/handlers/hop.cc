@@ -11,12 +11,13 @@ namespace jax_ep {
 static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> place, ffi::AnyBuffer in,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
                       int64_t ends) {
-  if (in.size_bytes() != out->size_bytes() || place.element_count() != 1) {
+  if (in.size_bytes() != out->size_bytes() || place.element_count() != 2) {
     return InvalidArgument("hop: expected one place, and a result of the operand's ", in.size_bytes(),
                            " bytes, got ", out->size_bytes());
   }
   Seat seat;
-  auto error = FindSeat("hop", group, device, *place.typed_data(), static_cast<int32_t>(num_ranks), seat);
+  const MeshPlace found{place.typed_data()[0], place.typed_data()[1]};
+  auto error = FindSeat("hop", group, device, found, static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) {
     Refuse(run.run_id, error.message());
     return error;
@@ -34,7 +35,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HopHandler, Hop,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // place []
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // place [2]
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<std::string_view>("group")

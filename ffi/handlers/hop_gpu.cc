@@ -9,12 +9,12 @@ constexpr const char* kCompileAgain =
     "and this program was compiled while it stood. Make the Group anew in all processes, and compile again "
     "(jax.clear_caches())";
 
-static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, ffi::AnyBuffer in,
+static ffi::Error RunRailHop(CudaContext context, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer in,
                              ffi::Result<ffi::AnyBuffer> out, std::string_view group,
                              std::string_view rail_key, int64_t num_ranks) {
   const char* op = "hop between hosts";
   Seat seat;
-  auto error = FindSeat(op, group, context.device, -1, static_cast<int32_t>(num_ranks), seat);
+  auto error = FindSeat(op, group, context.device, kOnDevice, static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
   const auto rails = FindRails(std::string(rail_key));
   const Rails::Rail* const rail = rails == nullptr ? nullptr : rails->Find(context.device);
@@ -23,7 +23,8 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, 
   HopParams hop = rail == nullptr ? HopParams{} : rail->hop;
   const int64_t hosts = in.dimensions().size() == 0 ? 0 : in.dimensions()[0];
   std::string obstacle;
-  const bool fits = hosts == hop.window.hosts && out->size_bytes() == in.size_bytes();
+  const bool fits =
+      hosts == hop.window.hosts && place.element_count() == 2 && out->size_bytes() == in.size_bytes();
   if (rail == nullptr) {
     obstacle = Text("GPU ", context.device, " is not connected to other hosts by NCCL, ", kCompileAgain);
   } else if (!fits) {
@@ -32,7 +33,7 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, 
   } else if (const std::string why = rails->WhyFailed(); !why.empty()) {
     obstacle = Text("the connection by NCCL has failed and is not used again (", why, "), ", kCompileAgain);
   }
-  hop.operand = host.typed_data();
+  hop.place_operand = reinterpret_cast<const MeshPlace*>(place.typed_data());
   hop.in = static_cast<const std::byte*>(in.untyped_data());
   hop.out = static_cast<std::byte*>(out->untyped_data());
   hop.block_bytes = hosts == 0 ? 0 : bytes / hosts;
@@ -54,7 +55,7 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR0<ffi::S32> host, 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRailHopHandler, RunRailHop,
                               ffi::Ffi::Bind()
                                   .Ctx<CudaContext>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // number of this rank's host
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // place [2] among all ranks
                                   .Arg<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Ret<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Attr<std::string_view>("group")

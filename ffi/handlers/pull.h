@@ -59,7 +59,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   PullParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.place_operand = in.TakeInts("place", {});
+  params.place_operand = in.TakePlace();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());

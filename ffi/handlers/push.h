@@ -46,7 +46,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.place_operand = in.TakeInts("place", {});
+  params.place_operand = in.TakePlace();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
@@ -80,7 +80,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.place_operand = in.TakeInts("place", {});
+  params.place_operand = in.TakePlace();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   const bool weighted = in.HasElements();

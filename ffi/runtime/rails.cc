@@ -233,7 +233,9 @@ std::string Rails::Try(const Rail& rail) {
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   HopParams hop = rail.hop;
   hop.in = device, hop.out = device + bytes, hop.block_bytes = block;
-  hop.operand = reinterpret_cast<int32_t*>(device + AlignUp(2 * bytes, 4));
+  auto* const place = reinterpret_cast<MeshPlace*>(device + AlignUp(2 * bytes, alignof(MeshPlace)));
+  hop.place_operand = place;
+  const MeshPlace found{rail.hop.host, 0};
   std::vector<unsigned char> sent(bytes), came(bytes);
   const auto copy = [&](void* to, const void* from, size_t size, cudaMemcpyKind kind) {
     if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, size, kind, stream);
@@ -241,7 +243,7 @@ std::string Rails::Try(const Rail& rail) {
   const auto byte_of = [](int n, int from, int to, int64_t at) {
     return static_cast<unsigned char>(at * 31 + at / 251 + 7 * n + 101 * from + 57 * to);
   };
-  copy(device + AlignUp(2 * bytes, 4), &rail.hop.host, sizeof(int32_t), cudaMemcpyHostToDevice);
+  copy(place, &found, sizeof(found), cudaMemcpyHostToDevice);
   bool right = true;
   for (int n = 0; n < kHops && right && error == cudaSuccess; ++n) {
     for (int64_t i = 0; i < bytes; ++i) {

@@ -52,7 +52,7 @@ inline std::byte ByteOf(int call, int from, int to, int64_t at) {
 struct Run {
   HopCall call;
   HopParams hop{};
-  int32_t operand = 0;
+  MeshPlace place{};
   std::vector<uint4> in, out;
   emulation::Launch launch;
   EmulatedNet net{};
@@ -65,7 +65,7 @@ struct Run {
 inline void ShareWithin(Run& run) {
   __shared__ Published mine, published[kMostRanks];
   const Peers& peers = run.hop.peers;
-  const State state = LoadState(peers, &run.operand);
+  const State state = LoadState(peers, &run.place);
   uint32_t epoch = 0;
   bool alive = Begin(peers, Op::kGather, state, &epoch);
   if (alive) {
@@ -214,7 +214,7 @@ class World {
     if (run.call.is_within) {
       run.hop.peers = peers;
       run.call.shift = 0;
-      run.operand = member.rail;
+      run.place = {member.rail, 0};
       run.out.assign(num_ranks() / 4 + 1, uint4{0, 0, 0, 0});
       run.said = member.failed == 0 ? WordOf(run.call.number, h, member.rail) : 0;
       run.launch.grid = {1 + static_cast<unsigned>(random_() % 2)};
@@ -238,10 +238,10 @@ class World {
       if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
     const int host = run.call.misplaced ? (h + 1) % num_hosts() : h;
-    run.operand = (run.call.list * num_hosts() + host) * num_ranks() + member.rail;
+    run.place = {host * num_ranks() + member.rail, run.call.list};
     run.hop = {window_,
                h,
-               &run.operand,
+               &run.place,
                in,
                run.rows(),
                block,

@@ -35,7 +35,7 @@ struct Work {
 struct Run {
   Work work;
   Peers peers;
-  int32_t place_operand;
+  MeshPlace place_operand;
   int active;                            // blocks that send, or pull; the others help
   std::vector<uint32_t> out;             // [R, T, kWords]: what has come
   std::vector<uint32_t> copies;          // likewise: spread

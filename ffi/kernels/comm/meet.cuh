@@ -16,10 +16,10 @@ struct State {
 // One thread of the first block opens the op for its rank.
 __device__ inline bool Opens() { return blockIdx.x == 0 && threadIdx.x == blockDim.x - 1; }
 
-__device__ inline State LoadState(const Peers& peers, const int32_t* place_operand) {
+__device__ inline State LoadState(const Peers& peers, const MeshPlace* place_operand) {
   Channel& own = peers.own();
   const volatile uint32_t* const epoch = &own.epoch;
-  const MeshPlace place = MeshPlace::Of(*place_operand, peers.num_ranks);
+  const MeshPlace place = *place_operand;
   const Call call = peers.call.In(place.list);
   if (!Opens()) return {*epoch, LoadFlag(&own.gate), place.rank, call};
   Stall(peers, Phase::kEnter, *epoch + 1);

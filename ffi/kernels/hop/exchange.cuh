@@ -21,8 +21,8 @@ constexpr int kHopLag = kHopSlots - 1;
 // which have the same index on other hosts.
 __device__ inline MeshPlace FindHopPlace(const HopParams& hop) {
   const int per_host = max(1, hop.peers.num_ranks);
-  const MeshPlace place = MeshPlace::Of(*hop.operand, hop.window.hosts * per_host);
-  return {place.list * per_host + place.rank % per_host, place.rank / per_host};
+  const MeshPlace place = *hop.place_operand;
+  return {place.rank / per_host, place.list * per_host + place.rank % per_host};
 }
 
 // One piece of a track in the present hop.

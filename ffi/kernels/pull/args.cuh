@@ -10,7 +10,7 @@ namespace jax_ep::cuda {
 struct PullArgs {
   Shape shape;
   Peers peers;
-  const int32_t* place_operand;
+  const MeshPlace* place_operand;
   HandleArrays handle;
   Summand summands[kMaxPayloads];
   int32_t num_summands;

@@ -18,7 +18,7 @@ struct BulkPlan {
 struct PushArgs {
   Shape shape;
   Peers peers;
-  const int32_t* place_operand;
+  const MeshPlace* place_operand;
   HandleArrays handle;
   const int32_t* chunk_counts;  // null: routed earlier, sent_rows are final
   Payload payloads[kMaxPayloads];

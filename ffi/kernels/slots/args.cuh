@@ -25,7 +25,7 @@ __device__ inline Portion WarpOf(int first, int last) {
 struct SlotArgs {
   Shape shape;
   Peers peers;
-  const int32_t* place_operand;
+  const MeshPlace* place_operand;
   Attendance attendance;
   HandleArrays handle;
   Slots slots;
