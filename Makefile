@@ -43,8 +43,9 @@ format: $(VENV)/.built
 test-gpu-processes:
 	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
 	JAX_PLATFORMS=cuda $(PYTHON) tests/processes.py $(or $(PROCESSES),2) $(addprefix tests/test_,dispatch.py \
-		combine.py intranode.py moe.py gradients.py meshes.py transforms.py remat.py two_hops.py \
-		two_hops_layers.py wrong_meshes.py) -k "not eager" $(ARGS)
+		dispatch_padded.py dispatch_fp8.py low_latency.py redispatch.py start_done.py combine.py intranode.py moe.py \
+		gradients.py meshes.py transforms.py remat.py two_hops.py two_hops_layers.py wrong_meshes.py) \
+		-k "not eager" $(ARGS)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
 # time before it enters and before it leaves, and outputs are first filled with a poison pattern.

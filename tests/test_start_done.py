@@ -135,7 +135,7 @@ def test_rows_that_travel_as_fp8(annotated, check_vma):
         shard = lambda group, *a: layer(way, group, *a, order="rank", quantize="fp8_dequantize")
         function = jax.jit(mapped(shard, check_vma))
         loss = lambda x: jnp.sum(function(x, ids, weights, other, counts) ** 2)
-        return function(x, ids, weights, other, counts), jax.grad(loss)(x)
+        return function(x, ids, weights, other, counts), jax.jit(jax.grad(loss))(x)
 
     assert_same(run("apart"), run("together"))
 
