@@ -46,7 +46,8 @@ def one_by_one(
 ) -> Any:
     """The results [B, ...] of function(*operands), for each element of the operands that are batched.
 
-    `prepare` makes the operands of them, once on each device, of the elements that it holds.
+    On each device `prepare` is given all operands first, which there hold that device's elements alone, and
+    returns those that the function gets.
     """
 
     def loop(*operands: Any) -> Any:
@@ -76,10 +77,11 @@ def _of_each_shard(function: Function, operands: Sequence[Any], is_batched: Sequ
     num_shards = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(shard))
     options = {"out_specs": P(shard), "axis_names": axes_of(shard), "check_vma": _checks_varying()}
     specs = tuple(P(shard) if b else P() for b, a in zip(is_batched, operands, strict=True) if a.size > 0)
+    results: list[Any] = []  # on one device: their types, and the tree that they make up
 
     # XLA for GPUs (jax 0.11) ends the process where an empty array goes into a shard_map in another one, or
     # comes out of it. So they are made where they are needed.
-    def of_part(*part: Any) -> Any:
+    def of_part(*part: Any) -> list[Any]:
         rest = iter(part)
         operands_here = [
             next(rest)
@@ -87,25 +89,28 @@ def _of_each_shard(function: Function, operands: Sequence[Any], is_batched: Sequ
             else jnp.zeros((a.shape[0] // num_shards, *a.shape[1:]) if b else a.shape, a.dtype)
             for a, b in zip(operands, is_batched, strict=True)
         ]
-        return function(*vary_alike(operands_here))
+        outs, tree = jax.tree.flatten(function(*vary_alike(operands_here)))
+        if not results:  # later, in the shard_map of a batch around this one, types are others
+            results.extend([[jax.typeof(out) for out in outs], tree])
+        return [out for out in outs if out.size > 0]
 
-    def of_all(function: Function) -> Any:
-        mapped = jax.shard_map(function, in_specs=specs, **options)
-        # As one equation: JAX (0.12) cannot split a shard_map in another one into what is known and what is
-        # not.
-        return takes_no_sharded_batch(mapped)(*(a for a in operands if a.size > 0))
+    def mapped(*part: Any) -> list[Any]:
+        # Made here, for a batch around this one calls it where axes of the mesh are manual.
+        return jax.shard_map(of_part, in_specs=specs, **options)(*part)
 
-    types, tree = jax.tree.flatten(jax.eval_shape(lambda: of_all(of_part)))
-    found = iter(of_all(lambda *part: [out for out in jax.tree.leaves(of_part(*part)) if out.size > 0]))
-    outs = [next(found) if like.size > 0 else _empty(like, shard) for like in types]
+    # As one equation: JAX (0.12) cannot split a shard_map in another one into what is known and what is not.
+    found = iter(takes_no_sharded_batch(mapped)(*(a for a in operands if a.size > 0)))
+    types, tree = results
+    outs = [next(found) if like.size > 0 else _empty(like, shard, num_shards) for like in types]
     return jax.tree.unflatten(tree, outs)
 
 
-def _empty(like: Any, shard: Any) -> jax.Array:
-    """An array without elements, the first dimension sharded."""
-    array = jax.sharding.reshard(jnp.zeros(like.shape, like.dtype), P(shard, *[None] * (like.ndim - 1)))
+def _empty(like: Any, shard: Any, num_shards: int) -> jax.Array:
+    """An array without elements, sharded along its first dimension: each device's part is as `like`."""
+    array = jnp.zeros((num_shards * like.shape[0], *like.shape[1:]), like.dtype)
+    array = jax.sharding.reshard(array, P(shard, *[None] * (like.ndim - 1)))
     varies = like.manual_axis_type  # None: shard_map does not check it
-    return vary_alike(array, () if varies is None else varies.varying)
+    return vary_alike(array, () if varies is None else set(varies.varying) - axes_of(shard))
 
 
 def _checks_varying() -> bool:

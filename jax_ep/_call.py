@@ -75,6 +75,7 @@ def _primitive(target: str) -> Primitive:
             for array, axis, b in zip(operands, axes, is_batched, strict=True)
         ]
         communicates = "group" in dict(how["attributes"])
+        assert not (communicates and is_batched[0]), "a device's place is the same for a whole batch"
         counted = may_differ_along(moved[0]) if communicates else set()
 
         def prepare(operands: Sequence[Any]) -> Sequence[Any]:

@@ -76,6 +76,13 @@ def in_steps(x, ids, weights, matrices, how):
     return out + rows.astype(out.dtype)
 
 
+def unweighted(x, ids, weights, matrices, how):
+    """Handlers take an array without elements where there are no weights."""
+    sent = jax_ep.dispatch(x, ids, num_experts=E, **how)
+    y = products(sent, matrices)
+    return jax_ep.combine(y, sent.handle, implementation=how["implementation"])
+
+
 def as_fp8(x, ids, weights, matrices, how):
     return layer(x, ids, weights, matrices, {**how, "quantize": "fp8_dequantize"})
 
@@ -206,10 +213,12 @@ def test_local_ops_of_a_sharded_batch(implementation):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("one", [layer, unweighted])
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
-def test_a_sharded_batch_of_whole_batches(implementation):
-    """A batch of batches, the inner one or the outer one sharded."""
-    mesh = make_mesh((DP, EP), ("dp", "ep"), AxisType.Explicit)
+def test_batches_of_batches(implementation, one):
+    """The inner ones are sharded, or the outer one, or both."""
+    most = len(jax.devices()) // (DP * EP)
+    mesh = make_mesh((DP, min(2, max(1, most)), EP), ("dp", "dq", "ep"), AxisType.Explicit)
     x, ids, weights, matrices = inputs()
     grid = [array.reshape(2, 2, *array.shape[1:]) for array in (x, ids, weights)]
     spec = P(None, None, "ep")
@@ -217,7 +226,7 @@ def test_a_sharded_batch_of_whole_batches(implementation):
         how = {"group": group, "implementation": implementation}
 
         def shard(x, ids, weights, matrices):
-            return jax.vmap(jax.vmap(lambda *element: layer(*element, matrices, how)))(x, ids, weights)
+            return jax.vmap(jax.vmap(lambda *element: one(*element, matrices, how)))(x, ids, weights)
 
         mapped = jax.shard_map(
             shard, mesh=mesh, in_specs=(spec,) * 3 + (P("ep"),), out_specs=spec, axis_names={"ep"}
@@ -225,7 +234,7 @@ def test_a_sharded_batch_of_whole_batches(implementation):
         run = jax.jit(lambda *arrays: value_and_gradients(mapped, *arrays))
         put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
         results = []
-        for batch in ((None, None), ("dp", None), (None, "dp")):
+        for batch in ((None, None), ("dp", None), (None, "dp"), ("dp", "dq"), ("dq", "dp")):
             arrays = [put(array, *batch, "ep") for array in grid]
             results.append(fetch(run(*arrays, put(matrices, "ep"))))
     want, *others = results
