@@ -49,7 +49,7 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  if(DEFINED ENV{CUDAARCHS})
+  if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
     # CMake itself reads it in a fresh build tree alone.
     set(CMAKE_CUDA_ARCHITECTURES $ENV{CUDAARCHS} CACHE STRING "GPUs to compile for")
   else()
