@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -145,7 +146,7 @@ void TestALaunchThatFails() {
     OnRanks({0, 1, 2, 3}, [&](int rank) {
       const Group::Place place{0, rank};
       std::string error = board->Begin(kOp, group, place, 1, Known()).error;
-      if (rank == 3) return says_so ? board->GiveUp(group, place) : void();
+      if (rank == 3) return says_so ? board->GiveUp(group, place, 1) : void();
       // Who was slow to look may find out before it has launched.
       if (error.empty()) error = board->Launched(kOp, group, place, 1, Known());
       Check(Has(error, says_so ? "3 gave up" : "rank(s) 3 did not launch it"), error);
@@ -161,7 +162,7 @@ void TestAnOpThatFailedBefore() {
   const Stopwatch watch;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const Group::Place place{0, rank};
-    if (rank == 3) return board->GiveUp(group, place);
+    if (rank == 3) return board->GiveUpNext(group, place);
     Board::Hooks hooks = Known();
     hooks.failure = [&] { return rank > 0 && watch.seconds() > 0.3 ? std::string("why") : std::string(); };
     const std::string error = board->Begin(kOp, group, place, 1, hooks).error;
@@ -181,6 +182,52 @@ void TestAnOpThatFailsAtOnce() {
     if (rank == 1) hooks.failure = [] { return std::string("why"); };
     if (rank != 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     if (error.empty()) error = board->Launched(kOp, group, place, 1, hooks);
+    Check(error.empty(), error);
+  });
+}
+
+// Ranks 1 and 2 are held up for long where they look for rank 3, which comes late.
+Board::Hooks HeldUp(int rank) {
+  Board::Hooks hooks = Known();
+  if (rank == 1 || rank == 2) {
+    hooks.is_gone = [](int) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return false;
+    };
+  }
+  return hooks;
+}
+
+// All ranks have launched an op when rank 0 gives up the next one: those that look later find the launches.
+void TestAnOpThatIsRefusedAfterALaunch() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const Group::Place place{0, rank};
+    std::string error = board->Begin(kOp, group, place, 1, Known()).error;
+    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (error.empty()) error = board->Launched(kOp, group, place, 1, HeldUp(rank));
+    if (rank == 0) board->GiveUpNext(group, place);
+    Check(error.empty(), error);
+  });
+  OnRanks({1, 2, 3}, [&](int rank) {
+    const std::string error = board->Begin(kOp, group, {0, rank}, 1, Known()).error;
+    Check(Has(error, "rank(s) 0") && Has(error, "gave up at a first call"), error);
+  });
+}
+
+// An op fails as soon as rank 0 has launched it. The others, who then look and find that all have come,
+// launch it too, though they have heard of the failure.
+void TestAnOpThatFailsBeforeOthersLook() {
+  const auto board = Board::Make(kTotal);
+  const TimedGroup group(60);
+  std::atomic<bool> has_failed{false};
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    Board::Hooks hooks = HeldUp(rank);
+    hooks.failure = [&] { return has_failed ? std::string("why") : std::string(); };
+    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const std::string error = board->Begin(kOp, group, {0, rank}, 1, hooks).error;
+    if (rank == 0) has_failed = true;
     Check(error.empty(), error);
   });
 }
@@ -211,6 +258,7 @@ std::pair<pid_t, int> StartIdle() {
   Check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
   const pid_t child = fork();
   if (child == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // where a check fails, too
     close(ends[0]);
     while (true) pause();
   }
@@ -250,6 +298,8 @@ int Main() {
   TestALaunchThatFails();
   TestAnOpThatFailedBefore();
   TestAnOpThatFailsAtOnce();
+  TestAnOpThatIsRefusedAfterALaunch();
+  TestAnOpThatFailsBeforeOthersLook();
   TestAnotherOp();
   TestABoardOfAnotherSize();
   TestAProcessThatIsKilled(lives, dies);

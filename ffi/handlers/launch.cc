@@ -77,17 +77,20 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
   Board& board = devices->board();
+  // Where ranks outside of the group wait for this one, in the op itself, it tells them of the failure.
+  const auto tell_others = [&] {
+    if (!announced.tells_others) return;
+    const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
+    (void)launch(devices->At(seat.place, refused, announced.through_arena));
+  };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
     // Others may wait at a first call, without having heard of the failure.
-    if (!call) board.GiveUp(*seat.group, seat.place);
-    if (announced.tells_others) {
-      const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
-      (void)launch(devices->At(seat.place, refused, announced.through_arena));
-    }
+    if (!call) board.GiveUpNext(*seat.group, seat.place);
+    tell_others();
     return Expired(seat, text);
   }
   if (auto error = CheckReach(*devices, seat, announced); error.failure()) {
-    if (!call) board.GiveUp(*seat.group, seat.place);  // the others would wait for this rank
+    if (!call) board.GiveUpNext(*seat.group, seat.place);  // the others would wait for this rank
     return error;
   }
   if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
@@ -101,11 +104,14 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   }
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
   const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
-  if (!begun.error.empty()) return Expired(seat, begun.error);
+  if (!begun.error.empty()) {
+    if (!devices->DescribeFailure().empty()) tell_others();
+    return Expired(seat, begun.error);
+  }
   const Call first{hash, begun.number % kMaxSites};
   if (auto error = Launched(op, launch(devices->At(seat.place, first, announced.through_arena)));
       error.failure()) {
-    board.GiveUp(*seat.group, seat.place);
+    board.GiveUp(*seat.group, seat.place, begun.number);
     return error;
   }
   const std::string late = board.Launched(op, *seat.group, seat.place, begun.number, hooks);

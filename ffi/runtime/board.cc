@@ -30,10 +30,23 @@ struct Board::Row {
   };
 
   std::atomic<uint32_t> calls;   // numbers given out
-  std::atomic<uint32_t> failed;  // 1: the rank gave up; its group makes no further call
+  std::atomic<uint32_t> failed;  // the first call that the rank gave up, and all later ones with it; 0: none
   Slot slots[kSlots];
 
   Slot& At(uint32_t number) { return slots[number % kSlots]; }
+
+  void GiveUp(uint32_t number) {
+    uint32_t first = failed.load(std::memory_order_relaxed);
+    while (
+        (first == 0 || number < first) &&
+        !failed.compare_exchange_weak(first, number, std::memory_order_release, std::memory_order_relaxed)) {
+    }
+  }
+
+  bool HasGivenUp(uint32_t number) const {
+    const uint32_t first = failed.load(std::memory_order_acquire);
+    return first != 0 && first <= number;
+  }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "processes share them");
@@ -61,12 +74,15 @@ class Board::Meeting {
     const auto limit = std::chrono::duration<double>(group_.timeout_s());
     std::optional<Clock::time_point> left_at;  // when a peer was first found to have given up
     while (true) {
+      // Before the look: an op fails after all ranks have begun it, which the look then finds. So no rank
+      // gives up the very op that it begins, which others have launched.
+      const std::string failure = hooks_.failure ? hooks_.failure() : "";
       std::string error, missing, gone, failed;
       for (int rank = 0; rank < group_.num_ranks(); ++rank) {
         const bool is_through = look(rank, error);
         if (!error.empty()) break;
         // A rank that gave up counts no more, whether it had come before or not.
-        if (rows_[rank].failed.load(std::memory_order_acquire) != 0) {
+        if (rows_[rank].HasGivenUp(number_)) {
           failed += Text(' ', rank);
         } else if (!is_through) {
           missing += Text(' ', rank);
@@ -74,24 +90,25 @@ class Board::Meeting {
         }
       }
       if (error.empty() && missing.empty() && failed.empty()) return "";
-      // Who has launched does not give up by itself: the others are about to launch, and so hear why it
-      // failed.
-      const bool may_fail = hooks_.failure && error.empty() && (!has_launched || !failed.empty());
-      if (const std::string failure = may_fail ? hooks_.failure() : ""; !failure.empty()) {
-        own().failed.store(1, std::memory_order_release);
+      // A rank that has launched the op does not give up for a failure that it hears of: the others, who have
+      // all begun it, are about to launch it too, and the op itself tells each of them why it fails.
+      if (!failure.empty() && error.empty() && (!has_launched || !failed.empty())) {
+        own().GiveUp(number_);
         return failure;
       }
       const auto waited = Clock::now() - begin;
       if (!failed.empty() && !left_at) left_at = Clock::now();
-      // An op that failed there is about to fail here, too, and then says more than that a peer gave up.
+      // A peer gives up because it has heard of a failure, most often; this process is about to hear of it,
+      // too, and then tells its cause, not just that a peer gave up.
       const bool may_say_why =
           hooks_.failure && left_at && waited < limit && Clock::now() - *left_at < kToHearWhy;
       if (error.empty() && !gone.empty()) {
         error =
             Text(Intro(), ", rank(s)", gone, " did not ", what, ", for their process has ended: ", Where());
       } else if (error.empty() && !failed.empty() && !may_say_why) {
-        const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, " and");
-        error = Text(Intro(), who, ", rank(s)", failed, " gave up at a first call: ", Where());
+        const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, ", and");
+        error =
+            Text(Intro(), who.empty() ? "," : who, " rank(s)", failed, " gave up at a first call: ", Where());
       } else if (error.empty() && waited >= limit) {
         error =
             Text(Intro(), ", rank(s)", missing, " did not ", what, " within ", group_.timeout_s(),
@@ -100,7 +117,7 @@ class Board::Meeting {
                  "is only slow, to compile, say");
       }
       if (!error.empty()) {
-        own().failed.store(1, std::memory_order_release);
+        own().GiveUp(number_);
         return error + ". Make the Group anew to go on.";
       }
       std::this_thread::sleep_for(
@@ -200,8 +217,13 @@ std::string Board::Launched(const char* op, const Group& group, const Group::Pla
   });
 }
 
-void Board::GiveUp(const Group& group, const Group::Place& place) {
-  rows_[place.group * group.num_ranks() + place.rank].failed.store(1, std::memory_order_release);
+void Board::GiveUp(const Group& group, const Group::Place& place, uint32_t number) {
+  rows_[place.group * group.num_ranks() + place.rank].GiveUp(number);
+}
+
+void Board::GiveUpNext(const Group& group, const Group::Place& place) {
+  const int index = place.group * group.num_ranks() + place.rank;
+  rows_[index].GiveUp(LastCall(index, 1) + 1);
 }
 
 bool Board::HasFailed(int first, int count) const {

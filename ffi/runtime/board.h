@@ -42,8 +42,9 @@ class Board {
   };
 
   // Announces the first call of a call site and waits, at most the group's time-out, until every rank has
-  // come to a call of this number. An error if one did not, if its signature is another one, or if a rank
-  // gave up earlier: who fails here fails on all ranks from then on, until Reset.
+  // come to a call of this number. An error if one did not, if its signature is another one, if a rank has
+  // given this call or an earlier one up, or if `hooks.failure` knows of an op that failed. Who fails here
+  // gives the call up, and with it all later ones, until Reset: they fail on all ranks.
   Call Begin(const char* op, const Group& group, const Group::Place& place, uint64_t signature,
              const Hooks& hooks);
 
@@ -52,9 +53,11 @@ class Board {
   std::string Launched(const char* op, const Group& group, const Group::Place& place, uint32_t number,
                        const Hooks& hooks);
 
-  // Gives the call up for this rank: its peers, which may wait for it, fail at once. For a launch that
-  // failed.
-  void GiveUp(const Group& group, const Group::Place& place);
+  // Gives a call up that this rank has begun, because its launch failed, or the next one, because it is
+  // refused before it begins; and with it all later ones. Peers that wait for this rank in such a call fail
+  // within a second, in which their own process may hear of the cause (`Hooks::failure`).
+  void GiveUp(const Group& group, const Group::Place& place, uint32_t number);
+  void GiveUpNext(const Group& group, const Group::Place& place);
 
   // The ranks `first`, ... `first + count - 1` of the mesh.
   bool HasFailed(int first, int count) const;

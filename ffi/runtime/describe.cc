@@ -31,7 +31,7 @@ constexpr const char* kRemedy =
 
 // Why a rank that others name gave up.
 std::string WhyOf(const Reason& reason) {
-  if (reason.phase() == Phase::kHop) return ": its hop between hosts failed";
+  if (reason.phase() == Phase::kHop) return ": its hop between hosts failed, whose error says why";
   if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
   if (reason.missing() == 0) return "";
   if (reason.phase() == Phase::kCall) {

@@ -40,7 +40,7 @@ JAX_EP_RARE bool IsTimeUp(const Peers& peers) {
   return now - began > clock.limit;
 }
 
-// Calls ready() until it is true. False if the op's time is up, or the op was given up and it is still false.
+// Calls ready() until it is true. False if it is not, once the op's time is up or the op was given up.
 // The clock is read rarely: it is slower than what is waited for. Loops that wait are not unrolled: long code
 // takes long to load, which is seen in ops of few tokens.
 template <typename Ready>

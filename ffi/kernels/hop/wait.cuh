@@ -73,7 +73,9 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Re
 }
 
 // Lets all ops within this host fail that begin from now on: its ranks would take what has not come for rows,
-// and send it on to others. `other_call` is what another host called instead, if that is why.
+// and send it on to others. Where the hop fails because a host runs on another mesh, this one or another, the
+// ranks are told of the mesh, for their own programs run on it, too. `other_call` is what another host called
+// instead, if that is why.
 JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t other_call) {
   const Peers& peers = hop.peers;
   if (peers.num_ranks == 0) return;
