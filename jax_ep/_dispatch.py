@@ -210,8 +210,8 @@ def dispatch(
         they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
         takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
         gradients of a dispatch that did not quantise ("straight through"; a cotangent is not rounded to FP8).
-      round_scale: the scales are rounded up to powers of two. (A number next to the largest of x's dtype may
-        then come back as infinity.)
+      round_scale: the scales are rounded up to powers of two. (A number within 1/32 of the largest one of
+        x's dtype may then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
         for a batch that has fewer tokens than the shapes of the program. None: T.
       active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is

@@ -121,9 +121,7 @@ def _attach_forward(
     if handle.routing.slots is not None:
         # What lies in empty slots may be NaN, which in a gradient of weights would not vanish times zero.
         real = row_experts(handle) >= 0
-        rows = tuple(
-            jnp.where(jax.lax.expand_dims(real, range(1, row.ndim)), row, jnp.zeros_like(row)) for row in rows
-        )
+        rows = tuple(_where_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
     return _attach(implementation, handle, leaves, topk_weights, rows, weights), for_backward(handle)
 
 
@@ -307,6 +305,13 @@ def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
     if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or by_xla):
         bits = bits_of(dtype)
     return bits, jnp.dtype(jnp.int8) if size < 8 else bits
+
+
+def _where_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
+    bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
+    found = _with_bits(rows, bits)
+    return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)
 
 
 def _with_bits(array: jax.Array, dtype: Any) -> jax.Array:

@@ -49,15 +49,16 @@ def quantize_fp8(
 
     A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448): 448 is the largest number
     of e4m3. An element times 1 / scale is rounded to nearest, ties to even; so it is off by at most 2^-4 of
-    its magnitude, or by 2^-10 of the scale where that is more. A block that holds a NaN or an infinity is NaN
-    throughout. (The scheme of DeepSeek-V3, arXiv:2412.19437, section 3.3.2: 1 x 128 for tokens, 128 x 128
-    for weights.)
+    its magnitude, or by 2^-10 of the scale where that is more. A block that holds a NaN, an infinity or a
+    number that is too large for float32 is NaN throughout. (The scheme of DeepSeek-V3, arXiv:2412.19437,
+    section 3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
 
     Args:
       x: floating [..., H], of 16 bits or more.
       block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
         (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
-      round_scale: scales are rounded up to powers of two, which UE8M0 can hold.
+      round_scale: scales are rounded up to powers of two, which UE8M0 can hold. A number within 1/32 of the
+        largest one of x's dtype may then come back as infinity in that dtype.
 
     Raises:
       ValueError: x has too few dimensions, or the blocks do not divide them.

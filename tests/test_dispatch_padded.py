@@ -247,3 +247,27 @@ def test_a_gradient_leaves_the_dtypes_of_a_payload_as_they_are():
     run = mapped(shard)
     gradient = jax.jit(jax.grad(lambda x: run(x, ids, weights).sum()))(x)
     assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e5m2", "bfloat16", "float4_e2m1fn"])
+def test_a_gradient_leaves_the_bits_of_a_payload_as_they_are(dtype, implementation):
+    """NaNs of all kinds among them. Empty slots have no bit set, also where a dtype has no zero."""
+    x, ids, weights = routing()
+    size = jnp.finfo(dtype).bits
+    bits = np.random.default_rng(4).integers(0, 2**size, (*x.shape[:-1], 16))
+    raw = jnp.dtype(f"uint{size}")
+
+    def shard(group, x, bits, ids, weights):
+        payload = jax.lax.bitcast_convert_type(bits.astype(raw), jnp.dtype(dtype))
+
+        def loss(x):
+            sent = sent_by(group, {"x": x, "payload": payload}, ids, weights, implementation=implementation)
+            found = jax.lax.bitcast_convert_type(sent.x["payload"], raw).astype(jnp.int32)
+            return jnp.sum(sent.x["x"]), (found, jnp.where(sent.is_row()[..., None], found, 0))
+
+        return *loss(x)[1], *jax.grad(loss, has_aux=True)(x)[1]
+
+    found = mapped(shard, 4)(x, bits.astype(np.int32), ids, weights)
+    _, plain, with_gradient, _ = map(np.asarray, found)
+    assert plain.any()
+    np.testing.assert_array_equal(with_gradient, plain)
