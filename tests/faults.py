@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--processes",
         type=int,
         default=0,
-        help="of the cases that have some, but for stuck; 0: one for each GPU, more share them",
+        help="in cases of several (stuck has one); 0: one for each GPU; more of them share GPUs",
     )
     parser.add_argument("--jobs", type=int, default=8, help="sets of processes at a time")
     options = parser.parse_args(arguments)
@@ -162,7 +162,7 @@ def run_set(
                 stderr=subprocess.STDOUT,
             )
         )
-    deadline = time.monotonic() + LIMIT_S + 2 * settings.get("repeats", 0)
+    deadline = time.monotonic() + LIMIT_S + settings["repeats"] * settings["limit_of_each_s"]
     statuses: list[int | None] = []
     for worker in workers:
         try:
@@ -209,14 +209,18 @@ def run_in_others(task: str, options: argparse.Namespace, report: Report) -> Non
     gpus = visible_gpus()[: options.devices or None]
     ranks = len(gpus) if task == "stuck" else options.processes or len(gpus)
     if ranks < 2 or not gpus:
-        print(f"{task}: skipped, it needs two GPUs or --processes 2, there are {len(gpus)}", flush=True)
+        more = "" if task == "stuck" else " or --processes 2"
+        print(f"{task}: skipped, it needs two GPUs{more}, there are {len(gpus)}", flush=True)
         return
     begin, processes = time.perf_counter(), 1 if task == "stuck" else ranks
     # Sets share the GPUs by turns, so that they need a longer time-out.
     timeout_s = max(options.timeout, 0.5 if task in IN_ONE_SET else 2.0)
     style = {"graph": options.graph, "concurrent": options.concurrent, "nccl": False}
     sets, repeats = (1, options.repeats) if task in IN_ONE_SET else (options.repeats, 0)
-
+    # A rank that stalls is held up in each op for less than two time-outs: up to 4 ops, in the 3 steps of a
+    # graph, and two at a time.
+    ops = 4 * (3 if options.graph else 1) * (2 if options.concurrent else 1)
+    limit_of_each_s = 2 + (2 * timeout_s * ops if task == "stalled" else 0)
     # The rest is for NCCL and contexts.
     memory = min(0.05, 0.4 * len(gpus) / (ranks * min(options.jobs, sets)))
 
@@ -224,6 +228,7 @@ def run_in_others(task: str, options: argparse.Namespace, report: Report) -> Non
         victim = 1 + number % (ranks - 1)  # process 0 has the coordinator, without which all end
         settings = {"seed": options.seed + number, "timeout": timeout_s, "style": style, "ranks": ranks}
         settings |= {"victim": victim, "inside": number % 2 == 1, "repeats": repeats}
+        settings["limit_of_each_s"] = limit_of_each_s
         return judge_set(task, settings, run_set(task, processes, gpus, memory, settings))
 
     seen: list[str] = []
