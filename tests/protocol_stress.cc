@@ -4,6 +4,7 @@
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
 //     tests/protocol_stress.cc
 //   /tmp/protocol_stress faults 2000 1     (scenarios, first seed)
+//   /tmp/protocol_stress held 300 1        (likewise: a rank is held up where it looks at the clock)
 //   /tmp/protocol_stress plain 100000 1    (ops without a fault, seed)
 //
 // The threads of all ranks' kernels are fibers of one thread, in an order that follows from the seed
@@ -255,6 +256,42 @@ void RunFaults() {
   if (outcome.failed != 0) Die("an op failed after the reset");
 }
 
+int held_and_has_all = 0;  // scenarios
+
+// An op in which one rank is slow, and another looks at the clock meanwhile. That one is held up for longer
+// than a wait may last before its `look`th look (0: it is not). Returns how often it looks.
+uint64_t RunSlow(uint64_t look) {
+  Random random(seed);
+  const uint64_t timeout = (3 + random() % 6) * 1'000'000;
+  World world(random, 2 + random() % 2, FirstEpoch(random), timeout);
+  SetManner(random);
+  world.SetProgram(MakeProgram(random, 1, 100));
+  Plan &held = world.plan(0, 0), &slow = world.plan(1, 0);
+  slow.freezes_at = 1 + random() % 600;
+  slow.freezes_for = timeout * (40 + random() % 40) / 100;
+  held.freezes_rank = slow.freezes_rank = true;
+  held.freezes_at_look = look;
+  held.freezes_for = timeout * (110 + random() % 50) / 100;
+  world.RunAll([](int) {});
+  const bool fails = world.report(0).phase != 0;
+  if (look == 0 && fails) Die("a rank fails that was not held up");
+  // Others that have ended well meanwhile had all of this rank, and it has all of them.
+  bool has_all = true;
+  for (int r = 1; r < world.num_ranks(); ++r) {
+    has_all = has_all && world.report(r).phase == 0 && world.ended(r).at < world.ended(0).held_until;
+  }
+  if (has_all && fails) Die("a rank fails, for which all has come while it was held up");
+  held_and_has_all += has_all && look != 0;
+  return world.ended(0).looks;
+}
+
+void RunHeld() {
+  what = "held";
+  const uint64_t looks = RunSlow(0);
+  // Where it waits for others to leave, it looks for the last time.
+  if (looks != 0) RunSlow(looks - seed % std::min<uint64_t>(looks, 3));
+}
+
 }  // namespace
 
 int Main(int argc, char** argv) {
@@ -265,6 +302,13 @@ int Main(int argc, char** argv) {
     RunPlain(count);
     std::printf("%d ops without a fault, seed %llu: well\n", count, static_cast<unsigned long long>(seed));
     return 0;
+  }
+  if (argc > 1 && std::strcmp(argv[1], "held") == 0) {
+    for (int i = 0; i < count; ++i, ++seed) RunHeld();
+    std::printf(
+        "%d ops in which a rank is held up where it looks at the clock; all has come meanwhile in %d\n",
+        count, held_and_has_all);
+    return held_and_has_all > count / 10 ? 0 : 1;
   }
   for (int i = 0; i < count; ++i, ++seed) RunFaults();
   for (int i = 0; i < kNumFaults; ++i) {

@@ -67,6 +67,10 @@ MISTAKES = {
             "true",
         ),
     ],
+    "does not tell its host of another mesh": [
+        (WAIT, "is_misplaced ? Phase::kRank : Phase::kHop", "Phase::kHop"),
+    ],
+    "looks not again when time is up": [(WAIT, "return ready() ? 0 : HopReason", "return HopReason")],
     "sends on what its host has failed of": [
         (WAIT, "known != 0 || hop.peers.num_ranks == 0 || !IsGivenUp(hop.peers)", "true"),
     ],

@@ -19,7 +19,9 @@ def program(tmp_path_factory):
     return target
 
 
-@pytest.mark.parametrize("arguments", [("faults", "120", "1"), ("plain", "3000", "2")], ids=lambda a: a[0])
+@pytest.mark.parametrize(
+    "arguments", [("faults", "120", "1"), ("held", "60", "1"), ("plain", "3000", "2")], ids=lambda a: a[0]
+)
 def test_protocol(program, arguments):
     done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -102,7 +102,8 @@ struct Member {
   Report within{};
   std::deque<HopCall> calls, strays;
   std::vector<std::unique_ptr<Run>> running;
-  uint64_t since = 0;
+  uint64_t since = 0;       // when its last op ended
+  uint64_t held_until = 0;  // in that op
   int ended = 0, failed = 0;
   bool hop_failed = false, gone = false;
 };
@@ -263,6 +264,7 @@ class World {
   void End(int i, Run& run) {
     Member& member = members_[i];
     run.is_inside = false;
+    member.held_until = run.launch.frozen_until;
     longest_ns = std::max(longest_ns, Machine::Get().now - run.launch.began);
     const bool within = run.call.is_within;
     const int64_t block = run.call.block_bytes;

@@ -62,6 +62,8 @@ struct Launch {
   // A fault: at this access (0: never) its block, or all of its rank, goes on only so much later.
   uint64_t freezes_at = 0, freezes_for = 0;
   bool freezes_rank = false, frozen = false;
+  // The same where a thread is about to look at the clock for this time.
+  uint64_t looks = 0, freezes_at_look = 0, frozen_until = 0;
   std::atomic<int> order{0};  // for ThreadSanitizer
 };
 
@@ -154,9 +156,22 @@ class Machine {
     if (writes) wrote_ = true;
     if (++launch.accesses == launch.freezes_at) {
       launch.frozen = true;
-      (launch.freezes_rank ? rank_frozen_until[launch.rank] : block.frozen_until) = now + launch.freezes_for;
+      launch.frozen_until = now + launch.freezes_for;
+      (launch.freezes_rank ? rank_frozen_until[launch.rank] : block.frozen_until) = launch.frozen_until;
     }
     if (--budget_ <= 0 || IsFrozen(block)) Pause();
+  }
+
+  // As a fiber: the time.
+  uint64_t Look() {
+    Launch& launch = *block_->launch;
+    {
+      Quiet quiet;
+      if (++launch.looks == launch.freezes_at_look) launch.freezes_at = launch.accesses + 1;
+    }
+    Access(false);
+    Quiet quiet;
+    return now;
   }
 
   // As a fiber: waits until all members have come. `mine` is added to what is gathered.

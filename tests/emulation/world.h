@@ -12,7 +12,7 @@ namespace jax_ep::cuda {
 struct Plan {
   Work work;
   uint64_t late_by = 0;
-  uint64_t freezes_at = 0, freezes_for = 0;
+  uint64_t freezes_at = 0, freezes_at_look = 0, freezes_for = 0;
   bool freezes_rank = false;
   uint64_t gone_after = 0;  // 0: never; else the freeze was the end of the process, which is noticed then
   bool wrong_rank = false;
@@ -33,7 +33,8 @@ class World {
         num_ranks_(num_ranks),
         reports_(num_ranks),
         programs_(num_ranks),
-        strays_(num_ranks) {
+        strays_(num_ranks),
+        ended_(num_ranks) {
     // Each rank's kernels have as many blocks and threads as they like.
     for (int r = 0; r < num_ranks; ++r) {
       controls_.push_back(static_cast<Control*>(std::calloc(1, sizeof(Control))));
@@ -53,6 +54,12 @@ class World {
   int num_ranks() const { return num_ranks_; }
   const Report& report(int r) const { return reports_[r]; }
   Plan& plan(int r, int op) { return programs_[r][op]; }
+  // Of a rank's op that ended last: when it ended, until when it was held up, and how often it had looked at
+  // the clock.
+  struct Ended {
+    uint64_t at, held_until, looks;
+  };
+  const Ended& ended(int r) const { return ended_[r]; }
 
   void SetProgram(const std::vector<Work>& program) {
     for (auto& plans : programs_) {
@@ -217,6 +224,7 @@ class World {
     launch.freezes_at = plan.freezes_at;
     launch.freezes_for = plan.freezes_for;
     launch.freezes_rank = plan.freezes_rank;
+    launch.freezes_at_look = plan.freezes_at_look;
     run->is_inside = true;
     emulation::Machine::Get().Start(launch);
     Trace(*run, "begins");
@@ -251,6 +259,7 @@ class World {
   // A run returns: nobody may touch its memory from now on, and what is there is whole, or all 0xff.
   void End(Run& run) {
     run.is_inside = false;
+    ended_[run.peers.rank] = {emulation::Machine::Get().now, run.launch.frozen_until, run.launch.looks};
     outcome_.longest_ns = std::max(outcome_.longest_ns, emulation::Machine::Get().now - run.launch.began);
     const Work& work = run.work;
     const int me = run.peers.rank;
@@ -285,6 +294,7 @@ class World {
   std::vector<Report> reports_;
   std::vector<std::vector<Plan>> programs_, strays_;
   std::vector<int> blocks_, threads_;
+  std::vector<Ended> ended_;
   bool has_failed_ = false;
   Outcome outcome_;
 };

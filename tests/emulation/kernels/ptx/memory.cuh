@@ -67,10 +67,6 @@ inline uint4 LoadRow(const uint4* address) {
   return *address;
 }
 
-inline uint64_t GlobalNanoseconds() {
-  emulation::Machine::Get().Access(false);
-  emulation::Quiet quiet;
-  return emulation::Machine::Get().now;
-}
+inline uint64_t GlobalNanoseconds() { return emulation::Machine::Get().Look(); }
 
 }  // namespace jax_ep::cuda
