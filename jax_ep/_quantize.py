@@ -83,7 +83,10 @@ def quantize_fp8(
 
     def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = _in_blocks(x.astype(jnp.float32), rows, columns)
-        largest = jnp.max(jnp.abs(parts), axis=(-3, -1))
+        # Of bits without the sign, which are ordered like magnitudes, with NaN above all: XLA:CPU (jax 0.10)
+        # may lose a NaN in the maximum of many floats.
+        bits = jax.lax.bitcast_convert_type(parts, jnp.int32) & 0x7FFFFFFF
+        largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=(-3, -1)), jnp.float32)
         scales = jnp.maximum(largest, FLOOR) * SCALE
         if round_scale:
             scales = _next_power_of_two(scales)

@@ -1,6 +1,8 @@
 """Rows that travel as FP8, and batches with fewer tokens than their shapes."""
 
+import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -15,6 +17,7 @@ import jax_ep
 
 R, T, K, E, H = min(most_ranks(), 4), 24, 3, 16, 256
 IMPLEMENTATIONS = ["ffi", "xla"]
+CAPACITIES = {"rank": 70, "expert": 150, "expert_padded": None}
 
 
 def arrays(dtype="float32", seed=0, tokens=T, width=H):
@@ -40,33 +43,58 @@ def sent_by(group, x, ids, weights, **options):
     return jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, **options)
 
 
+def cleared(sent):
+    """With zeros in the slots of padded experts that no row fills, which may hold anything."""
+    if sent.handle.routing.order != "expert_padded":
+        return sent
+    clear = lambda leaf: jnp.where(sent.is_row()[:, :, None], leaf, jnp.zeros((), leaf.dtype))
+    return dataclasses.replace(sent, x=jax.tree.map(clear, sent.x))
+
+
+def assert_same(got, want):
+    """Bit for bit, but any NaN as the same one: its sign is nobody's promise."""
+
+    def bits(array):
+        array = np.array(array)
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array[np.isnan(array)] = np.nan
+        return array.tobytes()
+
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert bits(one) == bits(other)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("order", ["rank", "expert"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("round_scale", [False, True])
+@pytest.mark.parametrize(
+    ("order", "dtype", "round_scale"),
+    [
+        *itertools.product(["rank", "expert"], ["float32", "bfloat16", "float16"], [False, True]),
+        ("expert_padded", "bfloat16", True),
+    ],
+)
 def test_rows_are_those_of_quantize_fp8(implementation, order, dtype, round_scale):
     """As if values and scales had been sent as a payload; dropped, padding and tail rows included."""
-    capacity = 70 if order == "rank" else 150
-    shared = {"order": order, "capacity": capacity, "implementation": implementation}
+    shared = {"order": order, "capacity": CAPACITIES[order], "implementation": implementation}
+    x, *rest = arrays(dtype)
+    x = x.at[1, 3].set(jnp.nan).at[2, 200].set(jnp.inf).at[R * T - 1, 0].set(-jnp.inf)
 
-    def quantised(group, *a):
-        return sent_by(group, *a, **shared, quantize="fp8", round_scale=round_scale)
+    def run(quantize):
+        return mapped(lambda *a: cleared(sent_by(*a, **shared, quantize=quantize, round_scale=round_scale)))
 
     def payload(group, x, *a):
-        return sent_by(group, jax_ep.quantize_fp8(x, round_scale=round_scale), *a, **shared)
+        return cleared(sent_by(group, jax_ep.quantize_fp8(x, round_scale=round_scale), *a, **shared))
 
-    def back(group, *a):
-        return sent_by(group, *a, **shared, quantize="fp8_dequantize", round_scale=round_scale)
-
-    got, want, wide = (mapped(f)(*arrays(dtype)) for f in (quantised, payload, back))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    got, want, wide = (f(x, *rest) for f in (run("fp8"), mapped(payload), run("fp8_dequantize")))
+    assert_same(got, want)
     assert isinstance(got.x, jax_ep.QuantizedArray)
     assert wide.x.dtype == dtype
-    again = jax.jit(jax_ep.dequantize_fp8, static_argnums=1)(got.x, dtype)
-    assert np.asarray(wide.x).tobytes() == np.asarray(again).tobytes()
+    assert_same(wide.x, jax.jit(jax_ep.dequantize_fp8, static_argnums=1)(got.x, dtype))
+    scales = np.asarray(got.x.scales)
+    blocks = np.asarray(wide.x, np.float32).reshape(*scales.shape, -1)
+    assert np.isnan(scales).any()
+    for nan in (np.isnan(blocks).any(axis=-1), np.isnan(blocks).all(axis=-1)):
+        np.testing.assert_array_equal(nan, np.isnan(scales))
     if round_scale:
-        scales = np.asarray(got.x.scales)
         assert np.isin(np.frexp(scales[scales > 0])[0], [0.5]).all()
 
 
@@ -80,39 +108,27 @@ def test_rows_of_many_tokens(order, dtype, width):
     tokens = 140
     capacity = None if order == "expert_padded" else R * tokens * (1 if order == "rank" else K) * 3 // 4
     options = {"order": order, "capacity": capacity, "implementation": "ffi"}
-    x, ids, weights = arrays(dtype, tokens=tokens, width=width)
+    x, *rest = arrays(dtype, tokens=tokens, width=width)
     x = x.at[7].set(0).at[8, 5].set(jnp.nan)
     valid = np.maximum(tokens - 50 * np.arange(R), 1).astype(np.int32)
 
     def run(before, **quantize):
         def shard(group, x, ids, weights, valid):
             sent = sent_by(group, before(x), ids, weights, num_valid_tokens=valid, **options, **quantize)
-            if order == "expert_padded":  # slots that no row fills may hold anything
-                clear = lambda leaf: jnp.where(sent.is_row()[:, :, None], leaf, jnp.zeros((), leaf.dtype))
-                return jax.tree.map(clear, sent.x), sent.row_weights, sent.group_sizes, sent.handle
-            return sent
+            return cleared(sent)
 
-        return mapped(shard, 4)(x, ids, weights, valid)
+        return mapped(shard, 4)(x, *rest, valid)
 
-    def bits(array):
-        """Any NaN as the same one: its sign is nobody's promise."""
-        array = np.array(array)
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            array[np.isnan(array)] = np.nan
-        return array.tobytes()
-
-    got, want = run(lambda x: x, quantize="fp8"), run(jax_ep.quantize_fp8)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert bits(one) == bits(other)
+    assert_same(run(lambda x: x, quantize="fp8"), run(jax_ep.quantize_fp8))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("order", CAPACITIES)
 def test_gradients_are_those_of_rows_as_they_are(implementation, order):
     """Straight through: the backward pass is that of a dispatch that does not quantise."""
     x, ids, weights = arrays()
-    capacity = 70 if order == "rank" else 150
-    y = floats((R * capacity, H), seed=3)
+    capacity = CAPACITIES[order]
+    y = floats((R * (capacity or E * T), H), seed=3)  # as many rows as the dispatch has
 
     def loss(quantize):
         def shard(group, x, ids, weights, y):
@@ -126,8 +142,8 @@ def test_gradients_are_those_of_rows_as_they_are(implementation, order):
                 quantize=quantize,
                 implementation=implementation,
             )
-            arrived = sent.row_weights if order == "expert" else sent.topk_weights.sum(axis=1)
-            return jnp.sum(sent.x * y * 0.1)[None] + jnp.sum(arrived * y[:, 0])[None]
+            arrived = sent.topk_weights.sum(axis=1) if order == "rank" else sent.row_weights.reshape(-1)
+            return jnp.sum(sent.x.reshape(y.shape) * y * 0.1)[None] + jnp.sum(arrived * y[:, 0])[None]
 
         run = mapped(shard, 4)
         return jax.jit(jax.grad(lambda x, w: jnp.sum(run(x, ids, w, y)), argnums=(0, 1)))
@@ -260,21 +276,33 @@ def test_what_cannot_travel_so(x, quantize, error, text):
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("quantize", [None, "fp8_dequantize"])
 def test_tokens_that_are_not_valid(implementation, order, quantize):
-    """Each rank has another number of tokens, one none; the rest are as if all their ids were -1."""
+    """Each rank has another number of tokens, one none; the rest are as if all their ids were -1.
+
+    Rows and weights of the rest are NaN, which nothing shows: neither sums nor gradients.
+    """
     x, ids, weights = arrays()
     counts = np.array([T, 0, 5, T - 1], np.int32)[:R]
-    absent = np.where(np.arange(T)[None, :, None] < counts[:, None, None], ids.reshape(R, T, K), -1)
+    is_valid = (np.arange(T) < counts[:, None]).reshape(R * T, 1)
 
     def shard(group, x, ids, weights, counts=None):
         shared = {"order": order, "quantize": quantize, "implementation": implementation}
-        sent = sent_by(group, x, ids, weights, **shared, num_valid_tokens=counts)
+
+        def sums(x, weights):
+            sent = sent_by(group, x, ids, weights, **shared, num_valid_tokens=counts)
+            arrived = sent.topk_weights.sum(axis=1) if order == "rank" else sent.row_weights
+            y = jax_ep.combine(jnp.tanh(sent.x) * arrived[:, None], sent.handle)
+            return jnp.sum(y**2), (sent, y)
+
+        gradients, (sent, y) = jax.grad(sums, argnums=(0, 1), has_aux=True)(x, weights)
         counted = jax_ep.get_dispatch_layout(
             ids, num_experts=E, num_ranks=R, num_valid_tokens=None if counts is None else counts[0]
         )
-        return sent, jax_ep.combine(sent.x, sent.handle), counted.num_tokens_per_expert
+        return sent, y, gradients, counted.num_tokens_per_expert
 
-    got = mapped(shard, 4)(x, ids, weights, counts)
-    want = mapped(shard)(x, absent.reshape(R * T, K), weights)
+    unseen = jnp.where(is_valid, x, jnp.nan), ids, jnp.where(is_valid, weights, jnp.nan)
+    got = mapped(shard, 4)(*unseen, counts)
+    want = mapped(shard)(x, np.where(is_valid, ids, -1), weights)
+    assert all(np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(want[1:]))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert not np.asarray(got[1]).reshape(R, T, H)[counts == 0].any()

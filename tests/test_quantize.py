@@ -79,15 +79,17 @@ def test_zeros_and_tiny_numbers_keep_a_scale():
     assert not np.asarray(jax_ep.dequantize_fp8(q)[0]).any()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_block_that_is_not_finite_is_nan(bad):
-    x = floats((3, 256))
+@pytest.mark.parametrize("rows", [3, 128])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_is_nan(bad, rows):
+    """Also of many rows: XLA:CPU takes their maximum in another way, in which a NaN may be lost."""
+    x = floats((rows, 256))
     x[1, 5] = bad
     back = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
     assert np.isnan(back[1, :128]).all()
     assert np.isnan(jax_ep.quantize_fp8(x).scales[1, 0])
     assert np.isfinite(back[1, 128:]).all()
-    assert np.isfinite(back[[0, 2]]).all()
+    assert np.isfinite(np.delete(back, 1, axis=0)).all()
 
 
 def test_no_rows():
