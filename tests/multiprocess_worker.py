@@ -64,6 +64,44 @@ for rank, total in local(back).items():
     np.testing.assert_allclose(total, sums[rank], rtol=1e-5, atol=1e-6)
 
 
+def padded(x, ids, w, count):
+    """Rows that travel as FP8 to padded experts, of batches that are not full."""
+    sent = jax_ep.dispatch(
+        x,
+        ids,
+        w,
+        group=group,
+        num_experts=E,
+        order="expert_padded",
+        quantize="fp8",
+        round_scale=True,
+        num_valid_tokens=count,
+    )
+    rows = jax_ep.dequantize_fp8(sent.x, x.dtype)
+    return sent, jax_ep.combine(rows, sent.handle, row_weights=sent.row_weights)
+
+
+wide, counts = floats((R, T, 256)), np.arange(R, dtype=np.int32) * 5 % (T + 1)
+run = jax.jit(jax.shard_map(padded, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+sent, totals = run(spread(wide), spread(ids), spread(w), spread(counts))
+packed = jax_ep.quantize_fp8(wide, round_scale=True)
+valid = oracle.of_active(ids, E, np.ones(R), counts)
+of_values, of_scales, of_rows = (
+    oracle.dispatch(np.asarray(array), valid, w, E, "expert_padded")
+    for array in (packed.values, packed.scales, jax_ep.dequantize_fp8(packed, wide.dtype))
+)
+for got, expected in ((sent.x.values, of_values), (sent.x.scales, of_scales)):
+    for rank, rows in local(got).items():
+        is_row = np.array([source is not None for source in expected[rank].sources])
+        assert same_bits(rows.reshape(R * T * E // R, -1)[is_row], expected[rank].x[is_row])
+for rank, sizes in local(sent.group_sizes).items():
+    np.testing.assert_array_equal(sizes, of_rows[rank].group_sizes)
+y, weights = (np.stack([getattr(one, name) for one in of_rows]) for name in ("x", "weights"))
+sums = oracle.combine(y, of_rows, T, weights, per_host=R // processes)
+for rank, total in local(totals).items():
+    np.testing.assert_allclose(total, sums[rank], rtol=1e-5, atol=1e-6)
+
+
 def loss(x, ids, w):
     return jnp.sum(mapped(x, ids, w)[1])
 

@@ -1,6 +1,7 @@
 """Ranks that take no part: active_ranks of dispatch and combine, in combination with everything else."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jax_ep
 R, T, K, E, H = min(most_ranks(), 4), 6, 3, 8, 512
 L = E // R
 ORDERS = [("rank", None), ("rank", 4), ("expert", None), ("expert", 7), ("expert_padded", None)]
+MODES = [*itertools.product([False, True], [False, True], [None, "fp8"]), (True, True, "fp8_dequantize")]
 # Of each rank: in the dispatch, and in the combine after it.
 PATTERNS = [
     ([1, 1, 1, 1], [1, 1, 1, 1]),
@@ -54,9 +56,7 @@ def compile(shard, count):
     return call
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("partly_valid", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "partly_valid", "quantize"), MODES)
 @pytest.mark.parametrize(("order", "capacity"), ORDERS)
 def test_both_ways(order, capacity, weighted, partly_valid, quantize, implementation):
     x, weights = floats((R, T, H)), floats((R, T, K), seed=2)
@@ -115,10 +115,11 @@ def check_dispatch(sent, want, ids, order, active, quantize):
         is_row = np.array([source is not None for source in expected.sources])
         # Empty slots of padded experts hold anything.
         told = is_row if order == "expert_padded" else slice(None)
-        if quantize is None:
-            assert same_bits(sent.x[rank].reshape(rows.shape)[told], rows[told])
+        packed = None if quantize is None else jax.device_get(jax_ep.quantize_fp8(rows))
+        if quantize != "fp8":
+            wide = rows if packed is None else jax.device_get(jax_ep.dequantize_fp8(packed, rows.dtype))
+            assert same_bits(sent.x[rank].reshape(rows.shape)[told], wide[told])
         else:
-            packed = jax.device_get(jax_ep.quantize_fp8(rows))
             scales = np.where(is_row[:, None], packed.scales, 0)
             assert same_bits(sent.x.values[rank].reshape(rows.shape)[told], packed.values[told])
             assert same_bits(sent.x.scales[rank].reshape(scales.shape)[told], scales[told])

@@ -15,7 +15,7 @@ from test_faults_cpu import sleep
 
 import jax_ep
 
-R, T, K, E, H = 4, 6, 2, 8, 16
+R, T, K, E, H = 4, 6, 2, 8, 128
 TIMEOUT_S, LATE_S = 0.75, 2.5
 BEGIN = time.monotonic()
 
@@ -32,8 +32,9 @@ class Program:
     The combine counts on those ranks that the dispatch found.
     """
 
-    def __init__(self, order="expert"):
+    def __init__(self, order="expert", quantize=None, capacity=None):
         self.mesh, self.order = make_mesh((R,), ("mask",)), order
+        self.quantize, self.capacity = quantize, capacity
         rng = np.random.default_rng(3)
         self.x = floats((R, T, H))
         self.ids = np.argsort(rng.random((R, T, E)), axis=-1)[..., :K].astype(np.int32)
@@ -48,13 +49,15 @@ class Program:
         begin = jax.pure_callback(now, scalar, x[0, 0])
         x = x + jax.pure_callback(sleep, scalar, delays[0] + 0 * begin)
         zeros = jax_ep.DispatchStatistics.zeros(group, E)
-        routing = {"group": group, "num_experts": E, "order": self.order, "statistics": zeros}
-        sent = jax_ep.dispatch(x, ids, active_ranks=active, **routing, **options)
-        y = sent.x * 2 + jax.pure_callback(sleep, scalar, delays[1] + 0 * sent.x.ravel()[0])
+        routing = {"group": group, "num_experts": E, "order": self.order, "capacity": self.capacity}
+        more = {"quantize": self.quantize, "statistics": zeros}
+        sent = jax_ep.dispatch(x, ids, active_ranks=active, **routing, **more, **options)
+        rows = sent.x if self.quantize is None else jax_ep.dequantize_fp8(sent.x, x.dtype)
+        y = rows * 2 + jax.pure_callback(sleep, scalar, delays[1] + 0 * rows.ravel()[0])
         sums, after = jax_ep.combine(y, sent.handle, active_ranks=sent.active_ranks, **options)
         end = jax.pure_callback(now, scalar, sums[0, 0])
         seconds = jnp.stack([begin, end])
-        return sent.x, sent.active_ranks, sums, after, seconds, sent.statistics.wait_us, sent.num_tokens
+        return rows, sent.active_ranks, sums, after, seconds, sent.statistics.wait_us, sent.num_dropped
 
     def compile(self, group):
         """(delays {(op, rank): seconds}, active [R, R] as each rank sees it) -> results [R, ...]."""
@@ -74,16 +77,20 @@ class Program:
 
     def require(self, out, in_dispatch, in_combine):
         """Right rows and sums of each rank, where it met those ranks that `in_...` [R, R] say."""
-        x, after_dispatch, sums, after_combine, *_ = out
+        rows, after_dispatch, sums, after_combine, _, _, num_dropped = out
+        packed = None if self.quantize is None else jax_ep.quantize_fp8(self.x)
+        x = self.x if packed is None else np.asarray(jax_ep.dequantize_fp8(packed, self.x.dtype))
         np.testing.assert_array_equal(after_dispatch, in_dispatch)
         np.testing.assert_array_equal(after_combine, in_combine)
         for rank in range(R):
             ids = oracle.of_active(self.ids, E, in_dispatch[rank])
-            want = oracle.dispatch(self.x, ids, None, E, self.order)
-            assert same_bits(x[rank].reshape(-1, H), want[rank].x)
+            want = oracle.dispatch(x, ids, None, E, self.order, self.capacity)
+            assert same_bits(rows[rank].reshape(-1, H), want[rank].x)
+            np.testing.assert_array_equal(num_dropped[rank], want[rank].num_dropped)
             y = np.stack([2 * received.x for received in want])
             assert_close(sums[rank], oracle.combine(y, want, T, active=in_combine[rank])[rank], terms=K)
         assert np.abs(sums).sum() > 1
+        assert num_dropped.any() == (self.capacity is not None)
 
 
 def without(*late):
@@ -98,11 +105,21 @@ def without(*late):
 ALL = np.ones((R, R), np.int32)
 
 
-@pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
-@pytest.mark.parametrize(("op", "late"), [("dispatch", [2]), ("dispatch", [0, 3]), ("combine", [0])])
-def test_late_ranks_are_left_behind(op, late, order):
+@pytest.mark.parametrize(
+    ("op", "late", "order", "more"),
+    [
+        *[
+            (*late, order, {})
+            for late in [("dispatch", [2]), ("dispatch", [0, 3]), ("combine", [0])]
+            for order in ["rank", "expert", "expert_padded"]
+        ],
+        ("dispatch", [2], "rank", {"quantize": "fp8", "capacity": 5}),
+        ("dispatch", [1], "expert", {"quantize": "fp8", "capacity": 7}),
+    ],
+)
+def test_late_ranks_are_left_behind(op, late, order, more):
     """The others have the right rows, in time; then they go on alone, and with a new Group with all."""
-    program = Program(order)
+    program = Program(order, **more)
     with program.open(30) as group:
         run = program.compile(group)
         program.require(run(), ALL, ALL)

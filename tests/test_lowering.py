@@ -47,6 +47,22 @@ def test_the_kernel_makes_fp8(order, gpu_group):
     assert re.findall(r"quantize = (\d)", text) == ["1"]
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_waits_are_measured_only_for_statistics(measured, gpu_group):
+    """Without them the handler has no room for `wait_us`, the last of its results before the rows."""
+    x, ids, _ = inputs()
+
+    def shard(x, ids):
+        begin = jax_ep.DispatchStatistics.zeros(gpu_group, E) if measured else None
+        sent = jax_ep.dispatch(x, ids, group=gpu_group, num_experts=E, statistics=begin, implementation="ffi")
+        return sent.x, sent.statistics
+
+    mapped = jax.jit(jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep")))
+    text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
+    (results,) = re.findall(r"@jax_ep_route\b.*-> \((.*)\)", text)
+    assert results.split(", ")[-2] == f"tensor<{R if measured else 0}xf32>"
+
+
 def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
     on = ranks(R)
     x, ids, w = inputs()

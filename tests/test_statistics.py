@@ -135,6 +135,31 @@ def test_zeros_made_outside_are_one_rank_s():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
+@pytest.mark.parametrize("quantize", [None, "fp8", "fp8_dequantize"])
+def test_no_tokens(order, quantize, implementation):
+    """T = 0 on each rank, which makes its arrays itself: JAX fails where it splits empty ones."""
+    capacity = None if order == "expert_padded" else 4
+    options = {"order": order, "capacity": capacity, "quantize": quantize, "implementation": implementation}
+
+    def shard(group, statistics, count):
+        x, ids, weights = jnp.zeros((0, 128)), jnp.zeros((0, K), jnp.int32), jnp.zeros((0, K))
+        more = {"num_valid_tokens": count, "statistics": statistics, **options}
+        sent = jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, **more)
+        rows = jax_ep.dequantize_fp8(sent.x, x.dtype) if quantize == "fp8" else sent.x
+        assert rows.shape == (*sent.handle.routing.buffer, 128)
+        sums = jax_ep.combine(rows, sent.handle, bias=x, implementation=implementation)
+        assert sums.shape == x.shape
+        counts = sent.num_tokens, sent.num_dropped, sent.tokens_per_expert
+        return counts, sent.statistics, jnp.sum(rows)[None] + jnp.sum(sums)
+
+    begin = jax.tree.map(lambda array: array + 5, zeros())
+    counts, after, total = mapped(shard)(begin, np.zeros(R, np.int32))
+    assert not any(np.asarray(leaf).any() for leaf in (*counts, total))
+    np.testing.assert_array_equal(after.tokens_per_expert, begin.tokens_per_expert)
+    assert (np.asarray(after.wait_us) >= begin.wait_us).all()
+
+
 def int_waits(statistics):
     return jax_ep.DispatchStatistics(statistics.tokens_per_expert, statistics.wait_us.astype(jnp.int32))
 
