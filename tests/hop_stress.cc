@@ -32,10 +32,11 @@ enum Fault {
   kStray,
   kWorn,
   kHeld,
+  kRefused,
   kNumFaults
 };
 const char* const kNames[] = {"no fault", "slow",      "short", "gone",  "cut",  "late", "other",
-                              "longer",   "misplaced", "list",  "stray", "worn", "held"};
+                              "longer",   "misplaced", "list",  "stray", "worn", "held", "refused"};
 struct Count {
   int scenarios, good, failed;
 };
@@ -87,6 +88,9 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
       break;
     case kHeld:
       fits = phase == HopPhase::kLate;
+      break;
+    case kRefused:
+      fits = names_f && phase == HopPhase::kWithin;
       break;
     case kStray:
       fits = phase == HopPhase::kBusy || phase == HopPhase::kOther || phase == HopPhase::kLate;
@@ -143,6 +147,7 @@ void RunScenario() {
         if (fault == kLonger) here.word += 5000, here.block_bytes += world.window().piece_bytes * 5;
         if (fault == kPlace) here.misplaced = true;
         if (fault == kList) here.list = 1;
+        if (fault == kRefused) here.refused = true;
       }
       world.member(m).calls.push_back(here);
     }
@@ -170,7 +175,7 @@ void RunScenario() {
   const bool must_not = fault == kNoFault || fault == kSlow || fault == kShort || (fault == kWorn && !wears);
   // In the last op a rank may have all of it before the fault, and then it needs nobody any more.
   const bool must =
-      fault == kLate || fault == kOther || fault == kPlace || fault == kList || wears ||
+      fault == kLate || fault == kOther || fault == kPlace || fault == kList || fault == kRefused || wears ||
       (at + 1 < ops && (world.member(f).gone || fault == kLonger || (fault == kCut && ranks == 1)));
   const uint64_t bound = 2 * timeout + timeout / 2 + (fault == kLate ? 2 * timeout : 0);
   if (fault != kSlow && fault != kHeld && world.longest_ns > bound) {

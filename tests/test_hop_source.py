@@ -72,8 +72,9 @@ MISTAKES = {
     ],
     "looks not again when time is up": [(WAIT, "return ready() ? 0 : HopReason", "return HopReason")],
     "sends on what its host has failed of": [
-        (WAIT, "known != 0 || hop.peers.num_ranks == 0 || !IsGivenUp(hop.peers)", "true"),
+        (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp(hop.peers))", "false"),
     ],
+    "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "false ||")],
     "counts all waits together": [(WAIT, "  HopClock clock;", "  __shared__ HopClock clock;")],
     "wears out": [(EXCHANGE, "> hop.most_pieces", "> ~uint64_t{0}")],
     "shares a track": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],

@@ -126,6 +126,7 @@ struct HopParams {
   const uint64_t* timeout_ns;  // in host memory: how long a wait may last
   uint64_t most_pieces;        // that a track may have in all
   Peers peers;                 // the ranks of this host; none where hops are tried
+  bool is_refused;             // it moves nothing, and tells the other hosts that this one has failed
 };
 
 }  // namespace jax_ep

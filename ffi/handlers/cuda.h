@@ -66,7 +66,9 @@ struct Announcement {
   bool through_arena = false;
   bool may_miss_ranks = false;  // some ranks need not call it
   std::string obstacle{};       // why this rank cannot launch it
-  bool tells_others = false;    // it tells ranks outside of the group that the group has failed
+  // Launches what moves nothing and tells ranks outside of the group, which wait for this one in the op, that
+  // the group has failed. Null: there are none.
+  std::function<void(const Peers&)> tell_others{};
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group

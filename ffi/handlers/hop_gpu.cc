@@ -42,13 +42,19 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR1<ffi::S32> place,
                                        DtypeName(in.element_type()), ")");
                          }};
   announced.obstacle = obstacle;
-  announced.tells_others = rail != nullptr && fits;
-  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
+  const auto launch = [&](const Peers& peers) {
     hop.call = peers.call.hash;
     hop.peers = peers;
     hop.timeout_ns = &peers.report->timeout_ns;
     return cuda::LaunchHop(hop, rail->gin, context.stream);
-  });
+  };
+  if (rail != nullptr && fits) {
+    announced.tell_others = [&](const Peers& peers) {
+      hop.is_refused = true;
+      (void)launch(peers);
+    };
+  }
+  return LaunchTogether(context, seat, announced, launch);
 }
 
 // Not to be recorded in a CUDA graph, whose nodes may run side by side: hops of a device follow one another.

@@ -77,11 +77,10 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
   Board& board = devices->board();
-  // Where ranks outside of the group wait for this one, in the op itself, it tells them of the failure.
   const auto tell_others = [&] {
-    if (!announced.tells_others) return;
+    if (announced.tell_others == nullptr) return;
     const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
-    (void)launch(devices->At(seat.place, refused, announced.through_arena));
+    announced.tell_others(devices->At(seat.place, refused, announced.through_arena));
   };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
     // Others may wait at a first call, without having heard of the failure.
@@ -91,6 +90,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   }
   if (auto error = CheckReach(*devices, seat, announced); error.failure()) {
     if (!call) board.GiveUpNext(*seat.group, seat.place);  // the others would wait for this rank
+    tell_others();
     return error;
   }
   if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
@@ -105,7 +105,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
   const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
   if (!begun.error.empty()) {
-    if (!devices->DescribeFailure().empty()) tell_others();
+    tell_others();
     return Expired(seat, begun.error);
   }
   const Call first{hash, begun.number % kMaxSites};

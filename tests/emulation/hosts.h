@@ -39,6 +39,7 @@ struct HopCall {
   int shift = 0;         // of the arrays, from where 16-byte words begin
   uint64_t late_by = 0;  // it begins so much later than the one before has ended
   bool misplaced = false;
+  bool refused = false;
   int list = 0;  // of the ranks in the mesh of the program
 };
 
@@ -252,7 +253,8 @@ class World {
                &member.report,
                &member.within.timeout_ns,
                most_pieces,
-               peers};
+               peers,
+               run.call.refused};
     run.net = {&networks_[member.rail], h};
     run.launch.grid = {static_cast<unsigned>(window_.tracks)};
     run.launch.block = {static_cast<unsigned>(threads_)};

@@ -33,11 +33,13 @@ struct HopClock {
 };
 
 // Why this rank hops no more: a hop of it has failed, or an op within its host, so that it might send on what
-// has not come. 0 if neither has.
+// has not come. 0 if neither has. (The host may have refused the hop for a failure that has not closed this
+// rank's gate: that of another list, or one that is about to.)
 __device__ inline uint64_t FindOwnReason(const HopParams& hop) {
   const uint64_t known = LoadStamped(&hop.state->reason);
-  if (known != 0 || hop.peers.num_ranks == 0 || !IsGivenUp(hop.peers)) return known;
-  return HopReason::Of(HopPhase::kWithin, hop.host, hop.host).word;
+  if (known != 0) return known;
+  const bool has_failed = hop.is_refused || (hop.peers.num_ranks != 0 && IsGivenUp(hop.peers));
+  return has_failed ? HopReason::Of(HopPhase::kWithin, hop.host, hop.host).word : 0;
 }
 
 // The same, and why another rank has given up, as it has told.
