@@ -90,8 +90,10 @@ def quantize_fp8(
         scales = jnp.maximum(largest, FLOOR) * SCALE
         if round_scale:
             scales = _next_power_of_two(scales)
-        scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
-        values = (parts * _reciprocal(scales)[..., :, None, :, None]).reshape(x.shape).astype(FP8)
+        factors, scales = (
+            jnp.where(jnp.isfinite(largest), array, jnp.nan) for array in (_reciprocal(scales), scales)
+        )
+        values = (parts * factors[..., :, None, :, None]).reshape(x.shape).astype(FP8)
         return values, scales if x.ndim > 1 else scales[0]
 
     per_block = (rows, columns) if x.ndim > 1 else (columns,)

@@ -297,14 +297,18 @@ def test_tokens_that_are_not_valid(implementation, order, quantize):
         counted = jax_ep.get_dispatch_layout(
             ids, num_experts=E, num_ranks=R, num_valid_tokens=None if counts is None else counts[0]
         )
-        return sent, y, gradients, counted.num_tokens_per_expert
+        return (sent, counted.num_tokens_per_expert), y, gradients
 
     unseen = jnp.where(is_valid, x, jnp.nan), ids, jnp.where(is_valid, weights, jnp.nan)
     got = mapped(shard, 4)(*unseen, counts)
     want = mapped(shard)(x, np.where(is_valid, ids, -1), weights)
     assert all(np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(want[1:]))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
+    # What XLA sums, it may sum in another order in another program.
+    close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, got[1:], want[1:])
+    for gradient in got[2]:
+        assert not np.asarray(gradient)[~is_valid[:, 0]].any()
     assert not np.asarray(got[1]).reshape(R, T, H)[counts == 0].any()
 
 

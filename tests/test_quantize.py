@@ -84,7 +84,8 @@ def test_zeros_and_tiny_numbers_keep_a_scale():
 def test_a_block_that_is_not_finite_is_nan(bad, rows):
     """Also of many rows: XLA:CPU takes their maximum in another way, in which a NaN may be lost."""
     x = floats((rows, 256))
-    x[1, 5] = bad
+    x[1, 5], x[1, 6:9] = bad, 0
+    assert np.isnan(np.asarray(jax_ep.quantize_fp8(x).values[1, :128], np.float32)).all()
     back = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
     assert np.isnan(back[1, :128]).all()
     assert np.isnan(jax_ep.quantize_fp8(x).scales[1, 0])
