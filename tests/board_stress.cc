@@ -186,27 +186,38 @@ void TestAnOpThatFailsAtOnce() {
   });
 }
 
-// Ranks 1 and 2 are held up for long where they look for rank 3, which comes late.
-Board::Hooks HeldUp(int rank) {
-  Board::Hooks hooks = Known();
-  if (rank == 1 || rank == 2) {
-    hooks.is_gone = [](int) {
+// Ranks 1 and 2 are held up for long where they look for rank 3, which comes when both are.
+class Held {
+ public:
+  Board::Hooks HooksFor(int rank) {
+    Board::Hooks hooks = Known();
+    if (rank != 1 && rank != 2) return hooks;
+    hooks.is_gone = [this, first = true](int) mutable {
+      if (first) ++held_;
+      first = false;
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       return false;
     };
+    return hooks;
   }
-  return hooks;
-}
+  void AwaitBoth() const {
+    while (held_ < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+ private:
+  std::atomic<int> held_{0};
+};
 
 // All ranks have launched an op when rank 0 gives up the next one: those that look later find the launches.
 void TestAnOpThatIsRefusedAfterALaunch() {
   const auto board = Board::Make(kTotal);
   const TimedGroup group(60);
+  Held held;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const Group::Place place{0, rank};
     std::string error = board->Begin(kOp, group, place, 1, Known()).error;
-    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    if (error.empty()) error = board->Launched(kOp, group, place, 1, HeldUp(rank));
+    if (rank == 3) held.AwaitBoth();
+    if (error.empty()) error = board->Launched(kOp, group, place, 1, held.HooksFor(rank));
     if (rank == 0) board->GiveUpNext(group, place);
     Check(error.empty(), error);
   });
@@ -222,10 +233,11 @@ void TestAnOpThatFailsBeforeOthersLook() {
   const auto board = Board::Make(kTotal);
   const TimedGroup group(60);
   std::atomic<bool> has_failed{false};
+  Held held;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    Board::Hooks hooks = HeldUp(rank);
+    Board::Hooks hooks = held.HooksFor(rank);
     hooks.failure = [&] { return has_failed ? std::string("why") : std::string(); };
-    if (rank == 3) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (rank == 3) held.AwaitBoth();
     const std::string error = board->Begin(kOp, group, {0, rank}, 1, hooks).error;
     if (rank == 0) has_failed = true;
     Check(error.empty(), error);

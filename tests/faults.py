@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--processes",
         type=int,
         default=0,
-        help="in cases of several (stuck has one); 0: one for each GPU; more of them share GPUs",
+        help="how many processes a case has that needs several; 0: one for each GPU. More share the GPUs",
     )
     parser.add_argument("--jobs", type=int, default=8, help="sets of processes at a time")
     options = parser.parse_args(arguments)

@@ -287,8 +287,9 @@ uint64_t RunSlow(uint64_t look) {
 
 void RunHeld() {
   what = "held";
+  // With the same seed the second run is like the first until the rank is held up: at one of its last three
+  // looks. The last ones are where it waits for others to leave.
   const uint64_t looks = RunSlow(0);
-  // Where it waits for others to leave, it looks for the last time.
   if (looks != 0) RunSlow(looks - seed % std::min<uint64_t>(looks, 3));
 }
 

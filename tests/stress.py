@@ -70,8 +70,12 @@ class Drawn:
 
     @property
     def ops(self) -> int:
-        """How many there are in a step."""
-        return 3 + (self.on_timeout is None) + (self.order != "rank") * (1 + (self.on_timeout is None))
+        """How many there are in a step: a dispatch, and combines of rows, of weights and, by expert, of both.
+
+        Where all ranks take part, also a redispatch, and by expert the gradient of the last combine.
+        """
+        by_expert, all_take_part = self.order != "rank", self.on_timeout is None
+        return 3 + by_expert + all_take_part * (1 + by_expert)
 
     def __str__(self) -> str:
         parts = [f"{self.tokens} tokens x {self.width} {self.dtype.name}, top-{self.k} of {self.experts}"]
