@@ -58,7 +58,7 @@ MISTAKES = {
     ],
     "goes on after a failure": [
         (EXCHANGE, "uint64_t reason = FindOwnReason(hop);", "uint64_t reason = 0;"),
-        (WAIT, "if (known != 0) return known;", ""),
+        (WAIT, "FindOwnReason(hop);\n  if (known != 0) return known;", "FindOwnReason(hop);"),
     ],
     "lets its host go on": [
         (
