@@ -3,8 +3,8 @@
 // What others load late on one device (kernels, graphs) holds locks of the driver, and so could hold up a
 // kernel that its peers wait for. So the first call of every call site is launched only once all have come,
 // by all ranks or by none, but for a rank that gives up while others look: then the op fails on those, within
-// a second. Nobody goes on before all have launched. A call's number is its place among
-// the first calls of its rank: the same on all ranks, if all reach the same ops in the same order.
+// a second. Nobody goes on before all have launched. A call's number is its place among the first calls of
+// its rank: the same on all ranks, if all reach the same ops in the same order.
 #pragma once
 
 #include <cstdint>
