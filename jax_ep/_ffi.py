@@ -290,9 +290,21 @@ def permute(
 
 
 def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
-    results = _rows_like([leaf], num_permuted)
-    (moved,) = call("repermute", [row_map, leaf], results, num_permuted=np.int64(num_permuted))
-    return moved
+    results = [*_rows_like([leaf], num_permuted), ((0,), jnp.float32), ((num_permuted,), jnp.uint8)]
+    return call("repermute", [row_map, leaf, _or_empty(None), _or_empty(None)], results)[0]
+
+
+def repermute_scaled(
+    row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    num_permuted = factors.shape[0]
+    results = [
+        *_rows_like([leaf], num_permuted),
+        (row_map.shape, jnp.float32),
+        ((num_permuted,), jnp.uint8),
+    ]
+    scaled, dots, _ = call("repermute", [row_map, leaf, topk_weights, factors], results)
+    return scaled, dots
 
 
 def unpermute(

@@ -163,6 +163,34 @@ def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, co
 _repermute.defvjp(_repermute_forward, _repermute_backward)
 
 
+@reverse_mode("the gradient of unpermute", 0)
+def _repermute_scaled(
+    implementation: Implementation,
+    row_map: jax.Array,
+    leaf: jax.Array,
+    topk_weights: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    return backend(implementation).repermute_scaled(row_map, leaf, topk_weights, factors)
+
+
+def _repermute_scaled_forward(implementation: Any, *operands: Any) -> Any:
+    return _repermute_scaled(implementation, *operands), operands
+
+
+def _repermute_scaled_backward(implementation: Any, operands: Any, cotangents: Any) -> Any:
+    """What is scaled is linear in rows and weights, a dot product in both rows: gradients are such again."""
+    row_map, leaf, weights, factors = operands
+    scaled, dots = cotangents
+    of_scaled = _unpermute(implementation, leaf.dtype, scaled, row_map, weights, None, None)
+    of_dots = _unpermute(implementation, leaf.dtype, factors, row_map, dots, None, None)
+    d_factors, d_weights = _repermute_scaled(implementation, row_map, leaf, dots, scaled)
+    return None, of_scaled + of_dots, d_weights, d_factors
+
+
+_repermute_scaled.defvjp(_repermute_scaled_forward, _repermute_scaled_backward)
+
+
 def unpermute(
     y: Any,
     row_map: Any,
@@ -264,22 +292,18 @@ def _unpermute_backward(
     y, row_map, weights, bias, ids = residuals
     wide = sum_dtype(y.dtype)
     num_permuted = y.shape[0]
-    used = (row_map >= 0) & (row_map < num_permuted)
-    sent = _repermute(implementation, num_permuted, cotangent, row_map)
     if weights is None:
-        d_y, d_weights = sent.astype(y.dtype), None
+        d_y, d_weights = _repermute(implementation, num_permuted, cotangent, row_map), None
     else:
-        target = jnp.where(used, row_map, num_permuted)
-        zeros = jnp.zeros_like(y, shape=(num_permuted,), dtype=weights.dtype)
-        factors = zeros.at[target].set(weights, mode="drop")
-        read = jnp.zeros_like(zeros, dtype=bool).at[target].set(True, mode="drop")
-        flat = _flat(sent, wide)
-        d_y = (factors.astype(wide)[:, None] * flat).astype(y.dtype).reshape(y.shape)
-        safe = jnp.where(read[:, None], _flat(y, wide), 0)
-        d_weights = _at_rows(jnp.sum(safe * flat, axis=1), row_map)
+        both = y.dtype if cotangent.dtype == y.dtype else wide
+        d_y, d_weights = _repermute_scaled(
+            implementation, row_map, cotangent.astype(both), weights, y.astype(both)
+        )
+    d_y = d_y.astype(y.dtype)
     d_bias = None
     if bias is not None:
         experts = bias.shape[0]
+        used = (row_map >= 0) & (row_map < num_permuted)
         chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
         is_chosen = jax.nn.one_hot(chosen, experts, dtype=bool)  # [C, K, L], none where -1
         # Sums that no row went into need not have a finite cotangent. (Those of others must: one that is not
@@ -288,10 +312,10 @@ def _unpermute_backward(
         product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
         if d_weights is not None:  # what other experts' biases would give need not be finite
             with_each = product("ch,lh->cl", flat, _flat(bias, wide))
-            d_weights += jnp.sum(jnp.where(is_chosen, with_each[:, None], 0), axis=-1)
+            d_weights += jnp.sum(jnp.where(is_chosen, with_each[:, None], 0), axis=-1).astype(jnp.float32)
         scaled = jnp.where(is_chosen, 1 if weights is None else weights.astype(wide)[..., None], 0)
         d_bias = product("ckl,ch->lh", scaled.astype(wide), flat).astype(bias.dtype).reshape(bias.shape)
-    return d_y, None, None if d_weights is None else d_weights.astype(jnp.float32), d_bias, None
+    return d_y, None, d_weights, d_bias, None
 
 
 _unpermute.defvjp(_unpermute_forward, _unpermute_backward)

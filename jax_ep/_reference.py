@@ -267,6 +267,24 @@ def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Arr
     return take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
 
 
+def repermute_scaled(
+    row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Rows [C, ...], each times the weight [C, K] of a choice, to the choice's place; and the dot products
+    [C, K] of these rows with those of the factors [P, ...] there, which have the same dtype.
+    """
+    wide = sum_dtype(leaf.dtype)
+    row_map = jnp.where(row_map < factors.shape[0], row_map, -1)
+    choice = invert(row_map, factors.shape[0])
+    rows = take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1])).astype(wide)
+    scaled = rows * _over_row(take(topk_weights.reshape(-1), choice), rows)
+    # What lies where no row goes is not read: it need not be finite.
+    is_read = (choice >= 0).reshape(-1, *[1] * (rows.ndim - 1))
+    products = jnp.where(is_read, factors, 0).astype(wide) * rows
+    dots = jnp.sum(products, axis=tuple(range(1, rows.ndim)))
+    return scaled.astype(leaf.dtype), take(dots, row_map).astype(jnp.float32)
+
+
 def unpermute(
     y: jax.Array,
     row_map: jax.Array,

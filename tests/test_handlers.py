@@ -43,10 +43,32 @@ def test_layout(changed, text):
 
 def test_rows_that_do_not_fit():
     x, row_map, empty = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((0,))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="payload 0 must have 4 rows and its result 8 rows"):
-        call("repermute", [((8, 2), jnp.float32)], row_map, x, num_permuted=np.int64(8))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the result must have 4 rows of y's shape"):
         call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, empty, empty, row_map)
+
+    def again(rows, dots, weights=empty, factors=empty, leaf=x):
+        results = [(rows, leaf.dtype), (dots, jnp.float32), ((8,), jnp.uint8)]
+        call("repermute", results, row_map, leaf, weights, factors)
+
+    weights, factors = jnp.zeros((4, 2)), jnp.zeros((8, 3))
+    again((8, 3), (0,))
+    again((8, 3), (4, 2), weights, factors)
+    for text, arguments in {
+        "payload 0 must have 4 rows and its result 8 rows": ((8, 2), (0,)),
+        r"topk_weights: expected shape \[4, 2\], got \[2, 4\]": ((8, 3), (4, 2), weights.T, factors),
+        r"dots: expected shape \[4, 2\], got \[4, 3\]": ((8, 3), (4, 3), weights, factors),
+        "the factors must have 8 rows of the payload's shape": ((8, 3), (4, 2), weights, factors[:, :2]),
+        "must be of one dtype": ((8, 3), (4, 2), weights, factors.astype(jnp.float16)),
+        "float16, bfloat16, float32 or float64": (
+            (8, 3),
+            (4, 2),
+            weights,
+            factors.astype(int),
+            x.astype(int),
+        ),
+    }.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            again(*arguments)
 
 
 @pytest.mark.parametrize(

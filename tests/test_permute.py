@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -160,6 +162,95 @@ def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
     d_y, d_w = jax.grad(f, argnums=(0, 1))(y, weights)
     np.testing.assert_array_equal(d_y, [[2.0], [0.0], [3.0], [0.0]])
     np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(BF16, None), (np.float16, None), (np.float32, None), (BF16, np.float32), (BF16, np.float16)],
+    ids=str,
+)
+@pytest.mark.parametrize(("width", "k"), [(1, 5), (7, 32), (128, 5), (128, 32), (7168, 5)])
+def test_the_gradient_of_unpermute_equals_the_oracle(dtype, out_dtype, width, k, implementation):
+    rows, experts, capacity = 40, 6 if k == 5 else 40, 90 if k == 5 else 1300
+    ids = routing("sprinkled", 1, rows, k, experts)[0]
+    row_map = oracle.permute_rows(ids, experts, 8, capacity)
+    row_map[3, 2] = capacity + 5  # names no row
+    choices = np.argwhere((row_map >= 0) & (row_map < capacity))
+    y, weights = floats((capacity, width), dtype), floats((rows, k), seed=3)
+    y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
+    weights[(row_map < 0) | (row_map >= capacity)] = np.nan
+    sums = lambda y, w: jax_ep.unpermute(
+        y, row_map, topk_weights=w, out_dtype=out_dtype, implementation=implementation
+    )
+    cotangent = floats((rows, width), out_dtype or dtype, seed=5)
+    d_y, d_weights = jax.vjp(sums, jnp.asarray(y), jnp.asarray(weights))[1](jnp.asarray(cotangent))
+    want, dots = np.zeros((capacity, width), np.float32), np.zeros((rows, k), np.float32)
+    for c, choice in choices:
+        row = row_map[c, choice]
+        want[row] = weights[c, choice] * cotangent[c].astype(np.float32)
+        dots[c, choice] = y[row].astype(np.float32) @ cotangent[c].astype(np.float32)
+    assert same_bits(d_y, want.astype(dtype))
+    np.testing.assert_allclose(d_weights, dots, rtol=1e-5, atol=1e-6 * width)
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_the_gradient_of_unpermute_of_float64(width, implementation):
+    row_map, weights = np.array([[2, 0], [-1, 3]], np.int32), floats((2, 2))
+    with jax.enable_x64(True):
+        y, cotangent = (np.random.default_rng(seed).normal(size=(n, width)) for seed, n in ((0, 4), (1, 2)))
+        sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation)
+        d_y, d_weights = jax.vjp(sums, jnp.asarray(y), jnp.asarray(weights))[1](jnp.asarray(cotangent))
+        of = lambda c, k: weights.astype(np.float64)[c, k] * cotangent[c]
+        want = [of(0, 1), np.zeros(width), of(0, 0), of(1, 1)]
+        np.testing.assert_allclose(d_y, want, rtol=1e-15)
+        dots = [[y[2] @ cotangent[0], y[0] @ cotangent[0]], [0, y[3] @ cotangent[1]]]
+        np.testing.assert_allclose(d_weights, np.float32(dots), rtol=1e-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gradient_of_the_gradient_of_unpermute(weighted, biased, implementation):
+    """Against JAX's own differentiation of plain gathers and sums."""
+    rows, k, experts, capacity = 9, 3, 4, 24
+    ids = routing("sprinkled", 1, rows, k, experts)[0]
+    row_map = jnp.asarray(oracle.permute_rows(ids, experts, 1, capacity))
+    y, weights, scale = floats((capacity, 5)), floats((rows, k), seed=1), floats((rows, 5), seed=2)
+    bias = jnp.asarray(floats((experts, 5), seed=3))
+
+    def plain(y, w):
+        terms = y[jnp.maximum(row_map, 0)] + (bias[jnp.maximum(ids, 0) % experts] if biased else 0)
+        taken = jnp.where((row_map >= 0)[..., None], terms, 0)
+        return jnp.sum((w[..., None] if weighted else jnp.ones((rows, k, 1))) * taken, axis=1)
+
+    def ours(y, w):
+        extra = {"bias": bias, "topk_idx": ids} if biased else {}
+        weights = w if weighted else None
+        return jax_ep.unpermute(y, row_map, topk_weights=weights, implementation=implementation, **extra)
+
+    def penalty(sums, y, w):
+        d_y, d_w = jax.grad(lambda y, w: jnp.sum(scale * jnp.sin(sums(y, w))), argnums=(0, 1))(y, w)
+        return jnp.sum(d_y**3) + jnp.sum(jnp.cos(d_w))
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(penalty, sums), argnums=(0, 1)))(y, weights)
+        for sums in (ours, plain)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_the_gradient_of_unpermute_in_a_batch(implementation):
+    maps = np.array([[[0, 2], [1, -1]], [[3, -1], [0, 1]]], np.int32)
+    y, weights, cotangent = floats((2, 4, 8)), floats((2, 2, 2), seed=1), floats((2, 2, 8), seed=2)
+
+    def gradient(y, weights, row_map, cotangent):
+        sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation)
+        return jax.vjp(sums, y, weights)[1](cotangent)
+
+    together = jax.vmap(gradient)(y, weights, maps, cotangent)
+    apart = [gradient(*one) for one in zip(y, weights, maps, cotangent, strict=True)]
+    for a, b in zip(together, zip(*apart, strict=True), strict=True):
+        np.testing.assert_allclose(a, np.stack(b), rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

@@ -161,14 +161,20 @@ struct PermuteParams {
   int32_t* routed_idx;         // ... and [C, K] behind it
 };
 
-// The same permutation again, for another payload.
+// The same permutation again, for another array. With weights, as in the gradient of unpermute, each row is
+// scaled on the way.
 struct RepermuteParams {
-  int32_t num_rows;        // C
-  int32_t top_k;           // K
-  int32_t num_permuted;    // P
-  const int32_t* row_map;  // [C, K]
-  const Payload* payloads;
-  int32_t num_payloads;
+  int32_t num_rows;           // C
+  int32_t top_k;              // K
+  int32_t num_permuted;       // P
+  const int32_t* row_map;     // [C, K]
+  Payload payload;            // in [C, ...], out [P, ...]
+  uint8_t* written;           // [P] scratch of the kernels: whether a row is one of a choice
+  const float* topk_weights;  // [C, K] factor of each choice's row, or null: rows as they are
+  // With weights only.
+  Float type;           // of the payload and of ...
+  const void* factors;  // ... [P, ...]
+  float* dots;          // [C, K] of each choice the dot product of its two rows, 0 if it has none
 };
 
 struct UnpermuteParams {

@@ -176,6 +176,8 @@ static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& para
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const RepermuteParams& params) {
+  auto error = AtMost("repermute", "choices a row", params.top_k, kMaxRowsPerToken);
+  if (error.failure()) return error;
   return Launched("repermute", cuda::LaunchRepermute(params, ThisDevice(nullptr), context.stream));
 }
 

@@ -37,19 +37,42 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
 }
 
 template <typename Context>
-typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_map, ffi::RemainingArgs args,
-                                   ffi::RemainingRets rets, int64_t num_permuted) {
+typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_map, ffi::AnyBuffer leaf,
+                                   ffi::Buffer<ffi::F32> topk_weights, ffi::AnyBuffer factors,
+                                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> dots,
+                                   ffi::ResultBufferR1<ffi::U8> scratch) {
+  const char* op = "repermute";
   RepermuteParams params{};
+  const int64_t num_rows = row_map.dimensions()[0], top_k = row_map.dimensions()[1];
+  const int64_t num_permuted = scratch->dimensions()[0];
   std::vector<Payload> payloads;
-  auto error = DecodePayloads("repermute", BuffersOf(args), BuffersOf(rets), row_map.dimensions()[0],
-                              num_permuted, payloads);
+  auto error = DecodePayloads(op, {leaf}, {*out}, num_rows, num_permuted, payloads);
   if (error.failure()) return error;
-  params.num_rows = static_cast<int32_t>(row_map.dimensions()[0]);
-  params.top_k = static_cast<int32_t>(row_map.dimensions()[1]);
+  params.payload = payloads[0];
+  if (topk_weights.element_count() > 0) {
+    const auto type = FloatOfType(leaf.element_type());
+    if (!type || factors.element_type() != leaf.element_type()) {
+      return InvalidArgument("repermute: rows with weights, and the factors, must be of one dtype: ",
+                             "float16, bfloat16, float32 or float64");
+    }
+    if (factors.dimensions().size() == 0 || factors.dimensions()[0] != num_permuted ||
+        ElementsPerRow(factors) != ElementsPerRow(leaf)) {
+      return InvalidArgument("repermute: the factors must have ", num_permuted,
+                             " rows of the payload's shape");
+    }
+    error = FirstError({CheckShape("repermute: topk_weights", topk_weights, {num_rows, top_k}),
+                        CheckShape("repermute: dots", *dots, {num_rows, top_k})});
+    if (error.failure()) return error;
+    params.topk_weights = topk_weights.typed_data();
+    params.type = *type;
+    params.factors = factors.untyped_data();
+    params.dots = dots->typed_data();
+  }
+  params.num_rows = static_cast<int32_t>(num_rows);
+  params.top_k = static_cast<int32_t>(top_k);
   params.num_permuted = static_cast<int32_t>(num_permuted);
   params.row_map = row_map.typed_data();
-  params.payloads = payloads.data();
-  params.num_payloads = static_cast<int32_t>(payloads.size());
+  params.written = scratch->typed_data();
   return Run(context, params);
 }
 
@@ -100,9 +123,12 @@ template <typename Binding>
 auto BindRepermute(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::BufferR2<ffi::S32>>()  // row_map [C, K]
-      .RemainingArgs()                          // payloads [C, ...]
-      .RemainingRets()                          // rows [P, ...]
-      .template Attr<int64_t>("num_permuted");
+      .template Arg<ffi::AnyBuffer>()           // leaf [C, ...]
+      .template Arg<ffi::Buffer<ffi::F32>>()    // topk_weights [C, K] or [0]
+      .template Arg<ffi::AnyBuffer>()           // factors [P, ...], read with weights
+      .template Ret<ffi::AnyBuffer>()           // rows [P, ...]
+      .template Ret<ffi::Buffer<ffi::F32>>()    // dots [C, K] or [0]
+      .template Ret<ffi::BufferR1<ffi::U8>>();  // scratch [P]
 }
 
 template <typename Binding>

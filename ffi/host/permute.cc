@@ -31,23 +31,30 @@ void Permute(const PermuteParams& params) {
 
 void Repermute(const RepermuteParams& params) {
   const int64_t num_choices = int64_t{params.num_rows} * params.top_k;
+  const int64_t bytes = params.payload.row_bytes;
   std::vector<char> written(params.num_permuted);
   for (int64_t choice = 0; choice < num_choices; ++choice) {
     const int32_t row = params.row_map[choice];
-    if (!IsRow(row, params.num_permuted)) continue;
+    const bool kept = IsRow(row, params.num_permuted);
+    if (params.topk_weights != nullptr) params.dots[choice] = 0.0f;
+    if (!kept) continue;
     written[row] = 1;
-    for (int32_t p = 0; p < params.num_payloads; ++p) {
-      const Payload& payload = params.payloads[p];
-      std::memcpy(payload.out + row * payload.row_bytes,
-                  payload.in + choice / params.top_k * payload.row_bytes, payload.row_bytes);
+    const std::byte* const source = params.payload.in + choice / params.top_k * bytes;
+    std::byte* const target = params.payload.out + row * bytes;
+    if (params.topk_weights == nullptr) {
+      std::memcpy(target, source, bytes);
+      continue;
     }
+    const int64_t width = bytes / BytesOf(params.type);
+    WithAccumulator(params.type, [&](auto* null) {
+      using Acc = std::remove_pointer_t<decltype(null)>;
+      params.dots[choice] = static_cast<float>(ScaleRow<Acc>(params.type, source,
+                                                             RowAt(params.factors, row, width, params.type),
+                                                             width, params.topk_weights[choice], target));
+    });
   }
   for (int64_t row = 0; row < params.num_permuted; ++row) {
-    if (written[row]) continue;
-    for (int32_t p = 0; p < params.num_payloads; ++p) {
-      const Payload& payload = params.payloads[p];
-      std::memset(payload.out + row * payload.row_bytes, 0, payload.row_bytes);
-    }
+    if (!written[row]) std::memset(params.payload.out + row * bytes, 0, bytes);
   }
 }
 

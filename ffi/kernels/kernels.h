@@ -52,7 +52,8 @@ cudaError_t PreloadPull();
 cudaError_t PreloadSlotPush();
 cudaError_t PreloadSlotPull();
 cudaError_t PreloadGather();
-cudaError_t PreloadPermute();
+cudaError_t PreloadRepermute();
+cudaError_t PreloadUnpermute();
 cudaError_t PreloadGroupedDot();
 
 }  // namespace jax_ep::cuda

@@ -2,12 +2,9 @@
 #pragma once
 
 #include "kernels/push/find.cuh"
-#include "kernels/rows/vector.cuh"
+#include "kernels/rows/scale.cuh"
 
 namespace jax_ep::cuda {
-
-constexpr int kScaledRows = 3;       // rows, and
-constexpr int kColumnsInFlight = 4;  // columns of each, whose loads are in flight at a time
 
 // Each row becomes its weight times the token's, which lies in the first of them; and the weight's gradient
 // the dot product of the token's row with the factors. Some rows at a time, the first of all in the end: each
@@ -28,44 +25,10 @@ __device__ void ScaleRows(const PushArgs& args, int p, const Spread& spread, int
       rows[r] = __shfl_sync(kAllLanes, left == 0 ? -1 : spread.row, from);
       left &= ~(1u << from);
       weights[r] = rows[r] >= 0 ? args.row_weights[rows[r]] : 0.0f;
-      dots[r] = 0;
     }
-    for (int begin = lane * N; begin < width; begin += kColumnsInFlight * kWarp * N) {
-      Vector<T, N> tokens[kColumnsInFlight], vectors[kScaledRows][kColumnsInFlight];
-#pragma unroll
-      for (int i = 0; i < kColumnsInFlight; ++i) {
-        const int column = begin + i * kWarp * N;
-        tokens[i] = Vector<T, N>::Load(token + column, column < width);
-      }
-#pragma unroll
-      for (int r = 0; r < kScaledRows; ++r) {
-#pragma unroll
-        for (int i = 0; i < kColumnsInFlight; ++i) {
-          const int column = begin + i * kWarp * N;
-          vectors[r][i] =
-              Vector<T, N>::Load(factors + int64_t{rows[r]} * width + column, rows[r] >= 0 && column < width);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kScaledRows; ++r) {
-#pragma unroll
-        for (int i = 0; i < kColumnsInFlight; ++i) {
-          const int column = begin + i * kWarp * N;
-          if (rows[r] < 0 || column >= width) break;
-          Acc scaled[N];
-#pragma unroll
-          for (int j = 0; j < N; ++j) {
-            const Acc value = tokens[i][j];
-            dots[r] += static_cast<Acc>(vectors[r][i][j]) * value;
-            scaled[j] = weights[r] * value;
-          }
-          Vector<T, N>::Store(out + int64_t{rows[r]} * width + column, scaled);
-        }
-      }
-    }
+    ScaleRow<T, N>(token, width, rows, weights, factors, out, lane, dots);
 #pragma unroll
     for (int r = 0; r < kScaledRows; ++r) {
-      for (int step = kWarp / 2; step > 0; step /= 2) dots[r] += __shfl_xor_sync(kAllLanes, dots[r], step);
       if (lane != 0 || rows[r] < 0) continue;
       float& gradient = args.arrived_weights[rows[r]];
       gradient = static_cast<float>(p == 0 ? dots[r] : static_cast<Acc>(gradient) + dots[r]);

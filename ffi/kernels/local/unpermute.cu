@@ -1,5 +1,5 @@
-// The local reordering: rows along a row map, and the weighted sums back. (Permute itself is a push
-// within a group of one rank: push.cu.)
+// The weighted sums of rows back from expert order. (Permute itself is a push within a group of one rank:
+// push.cu.)
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/rows/sum.cuh"
@@ -10,35 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kUnpermuteBlocks = 4;  // an SM
-
-struct RepermuteArgs {
-  int32_t num_rows, top_k, num_permuted;
-  const int32_t* row_map;
-  Payload payload;
-};
-
-// A warp for each row: its bytes to all its places.
-__global__ void RepermuteKernel(RepermuteArgs args) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t bytes = args.payload.row_bytes;
-  const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarp;
-  for (int64_t c = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp; c < args.num_rows;
-       c += num_warps) {
-    const std::byte* source = args.payload.in + c * bytes;
-    for (int k = 0; k < args.top_k; ++k) {
-      const int row = args.row_map[c * args.top_k + k];
-      if (!IsRow(row, args.num_permuted)) continue;
-      std::byte* target = args.payload.out + row * bytes;
-      if (bytes % 16 == 0) {
-        for (int64_t i = lane; i < bytes / 16; i += kWarp) {
-          reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(source)[i];
-        }
-      } else {
-        for (int64_t i = lane; i < bytes; i += kWarp) target[i] = source[i];
-      }
-    }
-  }
-}
 
 struct UnpermuteArgs {
   int32_t num_rows, top_k, num_local_experts, num_permuted;
@@ -122,18 +93,6 @@ cudaError_t WithUnpermute(Float type, int64_t width, bool biased, F&& f) {
 
 }  // namespace
 
-cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device, cudaStream_t stream) {
-  for (int p = 0; p < params.num_payloads; ++p) {
-    const Payload& payload = params.payloads[p];
-    cudaError_t error = cudaMemsetAsync(payload.out, 0, params.num_permuted * payload.row_bytes, stream);
-    if (error != cudaSuccess) return error;
-    const RepermuteArgs args{params.num_rows, params.top_k, params.num_permuted, params.row_map, payload};
-    error = Launch(RepermuteKernel, 4 * device.num_sms, kThreads, 0, stream, false, args);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream) {
   UnpermuteArgs args{params.num_rows,
                      params.top_k,
@@ -155,9 +114,9 @@ cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device,
   });
 }
 
-cudaError_t PreloadPermute() {
+cudaError_t PreloadUnpermute() {
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, RepermuteKernel);
+  cudaError_t error = cudaSuccess;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32, Float::kF64}) {
     for (int64_t width : {1, 16}) {
       for (bool biased : {false, true}) {
