@@ -41,12 +41,11 @@ typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_
                                    ffi::Buffer<ffi::F32> topk_weights, ffi::AnyBuffer factors,
                                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::F32>> dots,
                                    ffi::ResultBufferR1<ffi::U8> scratch) {
-  const char* op = "repermute";
   RepermuteParams params{};
   const int64_t num_rows = row_map.dimensions()[0], top_k = row_map.dimensions()[1];
   const int64_t num_permuted = scratch->dimensions()[0];
   std::vector<Payload> payloads;
-  auto error = DecodePayloads(op, {leaf}, {*out}, num_rows, num_permuted, payloads);
+  auto error = DecodePayloads("repermute", {leaf}, {*out}, num_rows, num_permuted, payloads);
   if (error.failure()) return error;
   params.payload = payloads[0];
   if (topk_weights.element_count() > 0) {

@@ -35,9 +35,8 @@ void Repermute(const RepermuteParams& params) {
   std::vector<char> written(params.num_permuted);
   for (int64_t choice = 0; choice < num_choices; ++choice) {
     const int32_t row = params.row_map[choice];
-    const bool kept = IsRow(row, params.num_permuted);
     if (params.topk_weights != nullptr) params.dots[choice] = 0.0f;
-    if (!kept) continue;
+    if (!IsRow(row, params.num_permuted)) continue;
     written[row] = 1;
     const std::byte* const source = params.payload.in + choice / params.top_k * bytes;
     std::byte* const target = params.payload.out + row * bytes;
