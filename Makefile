@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* ffi/*.cc ffi/*/*.* ffi/*/*/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -type f)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 

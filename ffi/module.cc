@@ -7,22 +7,22 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "core/plan.h"
-#include "handlers/cpu.h"
-#include "handlers/handlers.h"
+#include "handlers/cpu/context.h"
+#include "handlers/cpu/handlers.h"
+#include "kernels/launch/plan.h"
 #include "runtime/groups.h"
 #include "runtime/switches.h"
 
 #if defined(JAX_EP_WITH_CUDA)
-#include "handlers/cuda.h"
-#include "handlers/cuda_handlers.h"
-#include "runtime/gpus.h"
-#include "runtime/peers.h"
-#include "runtime/regions.h"
+#include "handlers/gpu/handlers.h"
+#include "handlers/gpu/launch.h"
+#include "runtime/gpu/gpus.h"
+#include "runtime/gpu/peers.h"
+#include "runtime/gpu/regions.h"
 #include "runtime/watch.h"
 #endif
 #if defined(JAX_EP_WITH_NCCL)
-#include "runtime/rails.h"
+#include "runtime/net/rails.h"
 #endif
 
 namespace nb = nanobind;

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/text.h"
-#include "runtime/board.h"
+#include "runtime/gpu/board.h"
 #include "runtime/watch.h"
 
 namespace jax_ep {

@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "host/ops.h"
-#include "runtime/deadlines.h"
-#include "runtime/meeting.h"
+#include "runtime/cpu/deadlines.h"
+#include "runtime/cpu/meeting.h"
 
 namespace jax_ep {
 namespace {

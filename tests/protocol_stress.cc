@@ -1,5 +1,5 @@
-// Runs the kernels' own protocol (ffi/kernels/comm/meet.cuh and what it uses) on the host, with faults: no
-// GPU is needed.
+// Runs the kernels' own protocol (ffi/kernels/protocol/session.cuh and what it uses) on the host, with
+// faults: no GPU is needed.
 //
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
 //     tests/protocol_stress.cc

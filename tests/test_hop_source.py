@@ -7,7 +7,7 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parent
 FFI = TESTS.parent / "ffi"
-EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "core/hop.h"
+EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "kernels/hop/window.h"
 
 COPIES_OUT = """\
     CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);

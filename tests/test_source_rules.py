@@ -15,13 +15,13 @@ RULES = [
     (("core",), r'#include "(?!core/)', "it stands on nothing else of the extension"),
     (("kernels",), r'#include "(host|handlers|runtime)/', "kernels stand on core alone"),
     (("core", "host"), r"cuda\w*\.h|__global__", "they build where there is no CUDA"),
-    (("handlers", "runtime", "host", "core"), r"<<<|cudaLaunch", "kernels are launched by kernels/launch.h"),
+    (("handlers", "runtime", "host", "core"), r"<<<|cudaLaunch", "kernels are launched by kernels/launch/launch.h"),
     (("kernels",), r"<<<|cudaPeekAtLastError", "kernels are launched by launch.h, which tells its own error"),
     (EVERYWHERE, r"\b(abort|assert|terminate|_?[eE]xit|quick_exit)\(", "an error is returned"),
     (EVERYWHERE, r"\btrap;", "nothing traps"),
 ]
 # A GPU that a stuck peer may still write to is stopped, and its process ended (docs/sharp_bits.md).
-EXCEPTIONS = {"runtime/peers.cc", "kernels/ptx/memory.cuh"}
+EXCEPTIONS = {"runtime/gpu/peers.cc", "kernels/ptx/memory.cuh"}
 
 
 def code_of(path):

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/floats.h"
 #include "core/params.h"
+#include "host/floats.h"
 
 namespace jax_ep::host {
 

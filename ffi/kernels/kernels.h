@@ -3,23 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
-#include "core/control.h"
 #include "core/params.h"
+#include "kernels/launch/device.h"
+#include "kernels/protocol/control.h"
 
 namespace jax_ep::cuda {
-
-// What launches depend on.
-struct Device {
-  int num_sms;
-  int shared_bytes;     // of a block, at most
-  bool copies_in_bulk;  // cp.async.bulk: kernels for sm_90 and newer, where a block may have 227 KB
-  bool has_clusters;    // kernels for sm_90 and newer
-  bool few_as_many;     // rings are used also for few tokens and short rows
-  int sm_budget;        // most SMs that a dispatch or combine may take; 0: chosen from the shapes
-};
-
-// Of the current device. `plain_copies` forbids bulk copies.
-Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget);
 
 // The layout kernel's counts of ranks, nodes and experts lie in shared memory: 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
@@ -31,8 +19,8 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                        cudaStream_t stream);
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream);
-// The same of few tokens, through the arena (core/arena.h): a push that routes, and a pull of one array, of
-// 16 or 32 bits, that takes no weights back.
+// The same of few tokens, through the arena (kernels/protocol/arena.h): a push that routes, and a pull of one
+// array, of 16 or 32 bits, that takes no weights back.
 cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const Device& device,
                            cudaStream_t stream);
 cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const Device& device,

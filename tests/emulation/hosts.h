@@ -5,8 +5,8 @@
 #include <deque>
 
 #include "die.h"
-#include "kernels/comm/give_up.cuh"
 #include "kernels/hop/exchange.cuh"
+#include "kernels/protocol/fail.cuh"
 #include "network.h"
 
 namespace jax_ep::cuda {

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "die.h"
-#include "kernels/comm/fill.cuh"
-#include "kernels/comm/give_up.cuh"
-#include "kernels/comm/waves.cuh"
+#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/fill.cuh"
+#include "kernels/protocol/waves.cuh"
 
 namespace jax_ep::cuda {
 

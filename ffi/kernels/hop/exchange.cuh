@@ -7,9 +7,9 @@
 // op, so that nobody waits at its end. No network touches an array of XLA's.
 #pragma once
 
-#include "kernels/comm/fill.cuh"
 #include "kernels/hop/copy.cuh"
 #include "kernels/hop/wait.cuh"
+#include "kernels/protocol/fill.cuh"
 
 namespace jax_ep::cuda {
 

@@ -7,7 +7,7 @@ namespace jax_ep::cuda {
 
 // Each track posts to a context of its own, so that they do not share a queue. Signals are of a context: what
 // one track posts, the same track reads. What a track has posted and not been answered is less than a queue
-// holds (runtime/rails.cc asks for that), so nothing waits for room in it.
+// holds (runtime/net/rails.cc asks for that), so nothing waits for room in it.
 class GinNet {
  public:
   __device__ explicit GinNet(const Gin& gin)

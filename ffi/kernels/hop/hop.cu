@@ -2,7 +2,7 @@
 
 #include "kernels/hop/exchange.cuh"
 #include "kernels/hop/gin.cuh"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
 
 namespace jax_ep::cuda {
 namespace {

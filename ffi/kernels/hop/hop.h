@@ -5,7 +5,7 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
-#include "core/hop.h"
+#include "kernels/hop/window.h"
 
 namespace jax_ep::cuda {
 

@@ -12,8 +12,8 @@
 // it may read until the signal is seen. Neither Put nor Signal waits for another host.
 #pragma once
 
-#include "core/hop.h"
-#include "kernels/comm/wait.cuh"
+#include "kernels/hop/window.h"
+#include "kernels/protocol/wait.cuh"
 
 namespace jax_ep::cuda {
 

@@ -5,9 +5,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/device.cuh"
 #include "kernels/kernels.h"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // Rows along a row map once more: as they are, or each times the weights of its choices, which is the
 // gradient of unpermute.
 #include "kernels/kernels.h"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
 #include "kernels/rows/copy.cuh"
 #include "kernels/rows/scale.cuh"
 

@@ -1,9 +1,9 @@
 // The weighted sums of rows back from expert order. (Permute itself is a push within a group of one rank:
 // push.cu.)
 #include "kernels/kernels.h"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
+#include "kernels/routing/topk.cuh"
 #include "kernels/rows/sum.cuh"
-#include "kernels/topk.cuh"
 
 namespace jax_ep::cuda {
 namespace {

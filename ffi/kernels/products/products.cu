@@ -1,8 +1,8 @@
 // Grouped products by CUTLASS: which kernel makes one.
 #include <algorithm>
 
-#include "kernels/products/groups.h"
 #include "kernels/products/products.h"
+#include "kernels/products/sm90/groups.h"
 
 namespace jax_ep::cuda {
 namespace {

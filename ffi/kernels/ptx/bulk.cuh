@@ -2,7 +2,7 @@
 // On older devices these compile to nothing; their kernels are never launched there.
 #pragma once
 
-#include "kernels/device.cuh"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 

@@ -2,7 +2,8 @@
 // rows.
 #pragma once
 
-#include "kernels/device.cuh"
+#include "kernels/protocol/control.h"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 

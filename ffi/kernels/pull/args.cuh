@@ -1,7 +1,7 @@
 // What the pull kernel works on.
 #pragma once
 
-#include "kernels/comm/waves.cuh"
+#include "kernels/protocol/waves.cuh"
 #include "kernels/rows/ring.cuh"
 
 namespace jax_ep::cuda {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/pull/args.cuh"
+#include "kernels/routing/place.cuh"
 
 namespace jax_ep::cuda {
 

@@ -1,7 +1,7 @@
 // By expert: a token's rows at one rank are summed where they lie, before any of them travels.
 #pragma once
 
-#include "kernels/comm/waves.cuh"
+#include "kernels/protocol/waves.cuh"
 #include "kernels/pull/args.cuh"
 #include "kernels/rows/sum.cuh"
 

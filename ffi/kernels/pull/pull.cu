@@ -1,10 +1,10 @@
 // Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows of a token
 // are first summed where they lie ("folded"), so that one of them travels.
-#include "core/plan.h"
-#include "kernels/comm/fill.cuh"
-#include "kernels/comm/give_up.cuh"
 #include "kernels/kernels.h"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
+#include "kernels/launch/plan.h"
+#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/fill.cuh"
 #include "kernels/pull/by_ring.cuh"
 
 namespace jax_ep::cuda {

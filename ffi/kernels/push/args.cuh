@@ -1,7 +1,7 @@
 // What the push kernel works on.
 #pragma once
 
-#include "kernels/comm/waves.cuh"
+#include "kernels/protocol/waves.cuh"
 #include "kernels/rows/ring_plan.cuh"
 
 namespace jax_ep::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
-#include "kernels/push/place.cuh"
+#include "kernels/push/counts.cuh"
 
 namespace jax_ep::cuda {
 

@@ -3,10 +3,10 @@
 // (spread.cuh).
 #pragma once
 
-#include "core/plan.h"
-#include "kernels/comm/give_up.cuh"
+#include "kernels/launch/plan.h"
+#include "kernels/protocol/fail.cuh"
 #include "kernels/push/clear.cuh"
-#include "kernels/push/place.cuh"
+#include "kernels/push/counts.cuh"
 #include "kernels/push/scale_by_ring.cuh"
 #include "kernels/push/spread.cuh"
 

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "core/plan.h"
 #include "kernels/kernels.h"
-#include "kernels/launch.h"
+#include "kernels/launch/launch.h"
+#include "kernels/launch/plan.h"
 #include "kernels/push/kernel.cuh"
 
 namespace jax_ep::cuda {
@@ -15,8 +15,6 @@ namespace {
 constexpr int kBulkBytes = 216 * 1024;
 constexpr int kScaleBytes = 203 * 1024;
 constexpr int kStaticBytes = 8 * 1024;  // at most, of a push that does not copy in bulk
-// What bulk copies are planned for: what a block may have on sm_90 and sm_100, but not on all later GPUs.
-constexpr int kBulkDeviceBytes = 227 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
 constexpr int kBatch = 32;  // tokens, sent by loads and stores
 constexpr int kWave = 128;  // tokens, spread at a time
@@ -176,25 +174,6 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   // All SMs send; as many clear, once those are done.
   Divide(args, device, device.num_sms);
   return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
-}
-
-// Whether the kernels that run on the current device were compiled for sm_90 or newer: what counts is the
-// architecture they were compiled for, not the device's own.
-static bool IsBuiltForHopper() {
-  cudaFuncAttributes attributes{};
-  return cudaFuncGetAttributes(&attributes, PushKernel<true, void, false>) == cudaSuccess &&
-         attributes.ptxVersion >= 90;
-}
-
-Device DescribeDevice(bool plain_copies, bool few_as_many, int sm_budget) {
-  int device = 0, num_sms = 1, shared_bytes = 0;
-  (void)cudaGetDevice(&device);
-  (void)cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  (void)cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  num_sms = std::min(num_sms, kMaxBlocks);
-  const bool is_new = IsBuiltForHopper();
-  const bool in_bulk = is_new && !plain_copies && shared_bytes >= kBulkDeviceBytes;
-  return {num_sms, shared_bytes, in_bulk, is_new, few_as_many, sm_budget};
 }
 
 cudaError_t PreloadPush() {

@@ -4,6 +4,7 @@
 #include "kernels/ptx/bulk.cuh"
 #include "kernels/push/quantize.cuh"
 #include "kernels/push/receive.cuh"
+#include "kernels/routing/place.cuh"
 #include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {

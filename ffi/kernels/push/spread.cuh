@@ -1,7 +1,7 @@
 // By expert: each token came once; from there to its other rows of this rank.
 #pragma once
 
-#include "kernels/comm/waves.cuh"
+#include "kernels/protocol/waves.cuh"
 #include "kernels/push/scale.cuh"
 #include "kernels/push/send.cuh"
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "core/plan.h"
-#include "kernels/kernels.h"
+#include "kernels/launch/device.h"
+#include "kernels/launch/plan.h"
 #include "kernels/ptx/bulk.cuh"
 
 namespace jax_ep::cuda {
@@ -48,7 +48,7 @@ struct RowBytes {
 // are taken in parts of about the same size. Ranks may differ in whether they use rings.
 inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t room, const Device& device) {
   constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
-  const bool suits = device.few_as_many || SuitsRings(shape, static_cast<double>(rows.shortest));
+  const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest));
   if (!suits || !rows.in_bulk || rows.longest == 0 || !device.copies_in_bulk) return {};
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t parts = ceiling(rows.longest, kMaxSummers * kSummerBytes);

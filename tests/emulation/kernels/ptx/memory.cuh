@@ -1,7 +1,8 @@
 // The same as ffi/kernels/ptx/memory.cuh, for the host: found before it.
 #pragma once
 
-#include "kernels/device.cuh"
+#include "kernels/protocol/control.h"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 

@@ -1,0 +1,24 @@
+#include "handlers/cpu/context.h"
+
+#include <utility>
+
+namespace jax_ep {
+
+ffi::TypeId CallSite::id = {};
+
+ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share,
+                 const Attendance& attendance) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, seat.list,
+                                 std::move(share), attendance,
+                                 [promise = std::move(promise)](const Failure* failure) mutable {
+                                   if (failure == nullptr) return promise.SetAvailable();
+                                   const auto code = failure->is_late ? ffi::ErrorCode::kDeadlineExceeded
+                                                                      : ffi::ErrorCode::kInvalidArgument;
+                                   promise.SetError(ffi::Error(code, failure->text));
+                                 }});
+  return future;
+}
+
+}  // namespace jax_ep

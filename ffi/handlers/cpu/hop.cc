@@ -1,0 +1,45 @@
+// What JAX's collectives between hosts do not say on the CPU: who waits in one, and for how long. A handler
+// before it and one behind it tell the group, which names them in TakeExpired.
+#include <cstring>
+
+#include "handlers/cpu/context.h"
+#include "handlers/cpu/handlers.h"
+
+namespace jax_ep {
+
+// The array goes through, so that XLA cannot move the collective out of their middle.
+static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> place, ffi::AnyBuffer in,
+                      ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
+                      int64_t ends) {
+  if (in.size_bytes() != out->size_bytes() || place.element_count() != 2) {
+    return InvalidArgument("hop: expected one place, and a result of the operand's ", in.size_bytes(),
+                           " bytes, got ", out->size_bytes());
+  }
+  Seat seat;
+  const MeshPlace found{place.typed_data()[0], place.typed_data()[1]};
+  auto error = FindSeat("hop", group, device, found, static_cast<int32_t>(num_ranks), seat);
+  if (error.failure()) {
+    Refuse(run.run_id, error.message());
+    return error;
+  }
+  std::memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
+  if (ends != 0) {
+    seat.group->EndHop(seat.place, run.run_id);
+  } else {
+    seat.group->BeginHop(seat.place, run.run_id);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HopHandler, Hop,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // place [2]
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("group")
+                                  .Attr<int64_t>("num_ranks")
+                                  .Attr<int64_t>("ends"));
+
+}  // namespace jax_ep

@@ -1,0 +1,87 @@
+// Decodes the operands of a pull for any platform, then calls Run(context, ...), which does the work.
+#pragma once
+
+#include "handlers/decode/routing.h"
+
+namespace jax_ep {
+
+// A rank's part of a pull, and what its parameters point to.
+struct PullCall {
+  PullParams params;
+  std::vector<Summand> summands;
+  std::vector<Bias> biases;
+};
+
+// The operands are the summands, then the biases of the one summand. The results are the sums, then as many
+// partial sums: of R * T rows or, where the kernels need none, of none.
+inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& args,
+                             const std::vector<ffi::AnyBuffer>& rets, PullCall& call) {
+  const Shape& shape = call.params.shape;
+  const size_t num_sums = rets.size() / 2;
+  if (rets.size() % 2 != 0 || args.size() < num_sums || (args.size() > num_sums && num_sums != 1)) {
+    return InvalidArgument(op,
+                           ": expected two results for each summed array, and biases only with one of them");
+  }
+  for (size_t i = 0; i < args.size(); ++i) {
+    const bool is_bias = i >= num_sums;
+    const ffi::AnyBuffer &rows = args[i], &out = rets[is_bias ? 0 : i];
+    const auto type = FloatOfType(rows.element_type());
+    if (!type) return InvalidArgument(op, ": operand ", i, " must be float16, bfloat16, float32 or float64");
+    const int64_t num_rows = is_bias ? shape.num_tokens : shape.capacity;
+    if (rows.dimensions().size() == 0 || rows.dimensions()[0] != num_rows || out.dimensions().size() == 0 ||
+        out.dimensions()[0] != shape.num_tokens || ElementsPerRow(rows) != ElementsPerRow(out) ||
+        (!is_bias && rows.element_type() != out.element_type())) {
+      return InvalidArgument(op, ": operand ", i, " must have ", num_rows, " rows, and its result ",
+                             shape.num_tokens, " rows of the same shape");
+    }
+    if (is_bias) {
+      call.biases.push_back({rows.untyped_data(), *type});
+      continue;
+    }
+    const ffi::AnyBuffer& partial = rets[num_sums + i];
+    const int64_t elements = partial.element_count();
+    const int64_t expected = int64_t{shape.num_ranks} * shape.num_tokens * ElementsPerRow(rows);
+    if (partial.element_type() != rows.element_type() || (elements != 0 && elements != expected)) {
+      return InvalidArgument(op, ": partial sum ", i, " must have no elements or ", expected, ", got ",
+                             elements);
+    }
+    call.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
+                             elements == 0 ? nullptr : partial.untyped_data()});
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Context>
+typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              RoutingAttributes attributes) {
+  const char* op = "combine";
+  PullCall call{};
+  PullParams& params = call.params;
+  Shape& shape = params.shape;
+  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  params.place_operand = in.TakePlace();
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  params.handle = TakeHandle(in, shape);
+  params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
+  const bool returns_weights = in.HasElements();
+  params.arrived_weights = in.TakeFloats("arrived weights", ArrivedWeightsShape(shape), returns_weights);
+  params.topk_weights = out.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, returns_weights);
+  params.attendance = TakeAttendance(in, out, attributes);
+  // The rows [C, ...] follow, then biases [T, ...].
+  // The sums [T, ...] follow, then scratch: partial sums.
+  if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
+  Seat seat;
+  auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
+                           FindSeat(op, attributes.group, context.device,
+                                    context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
+  if (error.failure()) return context.Refuse(std::move(error));
+  params.rank = seat.place.rank;
+  // A vector that is moved keeps its elements where they are.
+  params.summands = call.summands.data();
+  params.num_summands = static_cast<int32_t>(call.summands.size());
+  params.biases = call.biases.data();
+  params.num_biases = static_cast<int32_t>(call.biases.size());
+  return Run(context, op, std::move(seat), std::move(call));
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,100 @@
+// Decodes the operands of pushes for any platform, then calls Run(context, ...), which does the work.
+#pragma once
+
+#include "handlers/decode/routing.h"
+
+namespace jax_ep {
+
+// A rank's part of a push, and what its parameters point to.
+struct PushCall {
+  PushParams params;
+  std::vector<Payload> payloads;
+  Factors factors;
+};
+
+// What all pushes end with: the rows, and the rank's place in the group.
+template <typename Context>
+typename Context::Result RunPush(Context context, const char* op, PushCall call, Arrays& in, Arrays& out,
+                                 std::string_view group) {
+  PushParams& params = call.params;
+  const Shape& shape = params.shape;
+  if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
+  Seat seat;
+  const bool quantizes = params.quantize != Quantize::kNone;
+  auto error = FirstError(
+      {quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
+                                   params.quantized_type)
+                 : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
+                                  params.scales() ? &call.factors : nullptr),
+       FindSeat(op, group, context.device, context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
+  if (error.failure()) return context.Refuse(std::move(error));
+  params.rank = seat.place.rank;
+  // A vector that is moved keeps its elements where they are.
+  params.payloads = call.payloads.data();
+  params.num_payloads = static_cast<int32_t>(call.payloads.size());
+  params.factors = call.factors.rows.data();
+  params.factor_type = call.factors.type;
+  return Run(context, op, std::move(seat), std::move(call));
+}
+
+// A push that routes.
+template <typename Context>
+typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                               RoutingAttributes attributes) {
+  const char* op = "dispatch";
+  PushCall call{};
+  PushParams& params = call.params;
+  Shape& shape = params.shape;
+  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  params.place_operand = in.TakePlace();
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  params.topk_idx = in.TakeIds("topk_idx");
+  const bool weighted = in.HasElements();
+  params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
+  params.handle = TakeHandle(out, shape);
+  params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted);
+  params.arrived_idx =
+      out.TakeInts("arrived topk_idx", {shape.capacity, shape.top_k}, !shape.has_row_per_choice());
+  params.tokens_per_expert = out.TakeInts("tokens_per_expert", {shape.num_local_experts()});
+  params.group_sizes = out.TakeInts("group_sizes", {shape.num_local_experts()}, shape.has_expert_blocks());
+  params.num_tokens = out.TakeInts("num_tokens", {1});
+  params.num_dropped = out.TakeInts("num_dropped", {1});
+  params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
+  params.attendance = TakeAttendance(in, out, attributes);
+  if (attributes.quantize < 0 || attributes.quantize > static_cast<int64_t>(Quantize::kFp8Rounded)) {
+    return Context::Fail(InvalidArgument(op, ": attribute quantize out of range: ", attributes.quantize));
+  }
+  params.quantize = static_cast<Quantize>(attributes.quantize);
+  // The payloads [T, ...] follow.
+  // The rows [C, ...] follow.
+  return RunPush(context, op, std::move(call), in, out, attributes.group);
+}
+
+// A push along a handle. With weights of rows, it scales: the rows' dot products arrive in the weights'
+// place.
+template <typename Context>
+typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              RoutingAttributes attributes) {
+  const char* op = "redispatch";
+  PushCall call{};
+  PushParams& params = call.params;
+  Shape& shape = params.shape;
+  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  params.place_operand = in.TakePlace();
+  if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
+  params.handle = TakeHandle(in, shape);
+  const bool weighted = in.HasElements();
+  params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
+  const bool scales = in.HasElements();
+  params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, scales);
+  if (scales && (weighted || !shape.has_row_per_choice())) {
+    return Context::Fail(InvalidArgument(op, ": only rows by expert are scaled, and without other weights"));
+  }
+  // The payloads [T, ...] follow, then as many factors [C, ...] if it scales.
+
+  params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted || scales);
+  // The rows [C, ...] follow.
+  return RunPush(context, op, std::move(call), in, out, attributes.group);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,110 @@
+// All rows of every rank to every rank, by plain copies: what the links give, and nothing else to do. The
+// benchmark compares the other ops with it.
+
+#include "kernels/kernels.h"
+#include "kernels/launch/launch.h"
+#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/fill.cuh"
+#include "kernels/ptx/bulk.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = 12;  // that copy in bulk, two stages each
+constexpr int64_t kStageBytes = 8 * 1024;
+
+__device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* stages,
+                             uint64_t* barriers) {
+  const int num_ranks = params.num_ranks, warp = threadIdx.x / kWarp;
+  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kStageBytes;
+  int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kStageBytes;
+  const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kStageBytes, bytes - from)); };
+  if (at < bytes) BulkLoad(stages, params.in + at, size(at), &barriers[0]);
+  for (uint32_t n = 0; at < bytes; ++n, at += step) {
+    const int stage = n % 2;
+    WaitForStoresRead();
+    if (at + step < bytes) {
+      BulkLoad(stages + (1 - stage) * kStageBytes, params.in + at + step, size(at + step),
+               &barriers[1 - stage]);
+    }
+    WaitForLoad(&barriers[stage], n / 2 % 2);
+    for (int i = 0; i < num_ranks; ++i) {
+      const int to = (params.rank + i) % num_ranks;
+      std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
+      BulkStore(out + at, stages + stage * kStageBytes, size(at));
+    }
+    CommitStores();
+  }
+  WaitForStores();
+}
+
+__device__ void GatherByStores(const GatherParams& params, const Published* published) {
+  const int64_t bytes = params.rows * params.row_bytes;
+  const uint4* in = reinterpret_cast<const uint4*>(params.in);
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < bytes / 16;
+       i += int64_t{gridDim.x} * kThreads) {
+    const uint4 value = in[i];
+    for (int r = 0; r < params.num_ranks; ++r) {
+      const int to = (params.rank + r) % params.num_ranks;
+      std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
+      reinterpret_cast<uint4*>(out)[i] = value;
+    }
+  }
+}
+
+template <bool kInBulk>
+__global__ void __launch_bounds__(kThreads, 1)
+    GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
+  extern __shared__ __align__(128) std::byte stages[];
+  __shared__ Published mine, published[kMaxRanks];
+  __shared__ uint64_t barriers[kWarps][2];
+  const int warp = threadIdx.x / kWarp;
+  const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
+  if (copies) InitBarriers(barriers[warp]);
+  const State state = LoadState(peers, params.place_operand);
+  uint32_t epoch = 0;
+  bool alive = Begin(peers, Op::kGather, state, &epoch);
+  if (alive) {
+    if (blockIdx.x == 0) {
+      if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
+      __syncthreads();
+      Enter(peers, state.call, mine, 1, epoch);
+    }
+    const uint32_t missing = ReadPublished(peers, Op::kGather, state.call, 1, epoch, published);
+    alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
+  }
+  const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
+  if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
+  if (!kInBulk) GatherByStores(params, published);
+  if (copies) GatherInBulk(params, published, stages + int64_t{2} * warp * kStageBytes, barriers[warp]);
+  LeavePeers(peers, epoch, true);
+  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
+    GiveUp(peers, Op::kGather, epoch, Standing::kOpened, fill);
+  }
+  End(peers);
+}
+
+}  // namespace
+
+cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
+                         cudaStream_t stream) {
+  // The more SMs, the better: 16 yield 94 % of what 100 do.
+  const int blocks = device.num_sms * 3 / 4;
+  if (!device.copies_in_bulk) {
+    return Launch(GatherKernel<false>, blocks, kThreads, 0, stream, true, params, peers);
+  }
+  constexpr int kShared = 2 * kWarps * kStageBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+  if (error != cudaSuccess) return error;
+  return Launch(GatherKernel<true>, blocks, kThreads, kShared, stream, true, params, peers);
+}
+
+cudaError_t PreloadGather() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, GatherKernel<false>);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, GatherKernel<true>) : error;
+}
+
+}  // namespace jax_ep::cuda

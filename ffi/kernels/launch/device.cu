@@ -1,0 +1,64 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "kernels/launch/device.h"
+#include "kernels/protocol/control.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Bulk copies are planned for this much shared memory a block: sm_90 and sm_100 have it, some later GPUs not.
+constexpr int kBulkDeviceBytes = 227 * 1024;
+
+__global__ void ProbeKernel() {}
+
+// What never changes of a device.
+struct Facts {
+  int num_sms = 1;
+  int shared_bytes = 0;
+  bool is_built_for_sm90 = false;
+};
+
+Facts ReadFacts(int device) {
+  Facts facts;
+  (void)cudaDeviceGetAttribute(&facts.num_sms, cudaDevAttrMultiProcessorCount, device);
+  (void)cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  facts.num_sms = std::min(facts.num_sms, kMaxBlocks);
+  // What counts is the architecture that the kernels were compiled for, not the device's own.
+  cudaFuncAttributes attributes{};
+  facts.is_built_for_sm90 =
+      cudaFuncGetAttributes(&attributes, ProbeKernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  return facts;
+}
+
+// Launches ask each time, so the facts are read once. Entries are never freed.
+const Facts& FactsOf(int device) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<const Facts*>, kMaxDevices> cache{};
+  std::atomic<const Facts*>& entry = cache[device % kMaxDevices];
+  const Facts* facts = entry.load(std::memory_order_acquire);
+  if (facts == nullptr) {
+    const Facts* const read = new Facts(ReadFacts(device));
+    if (entry.compare_exchange_strong(facts, read, std::memory_order_acq_rel)) {
+      facts = read;
+    } else {
+      delete read;
+    }
+  }
+  return *facts;
+}
+
+}  // namespace
+
+Device DescribeDevice(bool plain_copies, bool force_bulk_path, int sm_budget) {
+  int device = 0;
+  (void)cudaGetDevice(&device);
+  const Facts& facts = FactsOf(device);
+  const bool in_bulk = facts.is_built_for_sm90 && !plain_copies && facts.shared_bytes >= kBulkDeviceBytes;
+  return {facts.num_sms, facts.shared_bytes, in_bulk, facts.is_built_for_sm90, force_bulk_path, sm_budget};
+}
+
+}  // namespace jax_ep::cuda

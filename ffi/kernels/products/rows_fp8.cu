@@ -1,8 +1,0 @@
-// FP8 rows times their group's matrix, which lies transposed.
-#include "kernels/products/kernel.cuh"
-
-namespace jax_ep::cuda {
-
-template struct ProductKernel<GroupedDot::kRowsTransposed, Operands::kFp8>;
-
-}  // namespace jax_ep::cuda

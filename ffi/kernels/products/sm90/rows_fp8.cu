@@ -1,0 +1,8 @@
+// FP8 rows times their group's matrix, which lies transposed.
+#include "kernels/products/sm90/kernel.cuh"
+
+namespace jax_ep::cuda {
+
+template struct ProductKernel<GroupedDot::kRowsTransposed, Operands::kFp8>;
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,121 @@
+// What CUTLASS's kernels read of each group, written on the device; and what they leave out, cleared there.
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/launch/launch.h"
+#include "kernels/products/sm90/groups.h"
+#include "kernels/threads.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+// One group: the `rows` rows from `first` on. CUTLASS leaves a tile with nothing to sum over undefined, so
+// that a group without rows has no tiles.
+__device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays& groups, int group,
+                              int64_t first, int rows) {
+  constexpr int64_t kOut = sizeof(uint16_t);
+  const int64_t element = params.row_scales != nullptr ? 1 : kOut;
+  const int64_t inner = params.inner, outer = params.outer, matrix = group * inner * outer;
+  const auto* a = static_cast<const std::byte*>(params.rows) + first * inner * element;
+  const auto* others = static_cast<const std::byte*>(params.others);
+  auto* out = static_cast<std::byte*>(params.out);
+  const bool of_weights = params.product == GroupedDot::kWeights;
+  groups.a[group] = a;
+  groups.b[group] = others + (of_weights ? first * outer : matrix) * element;
+  groups.d[group] = out + (of_weights ? matrix : first * outer) * kOut;
+  groups.a_strides[group] = inner;
+  groups.b_strides[group] = params.product == GroupedDot::kRowsTransposed ? inner : outer;
+  groups.d_strides[group] = outer;
+  if (params.row_scales != nullptr) {
+    groups.a_scales[group] = params.row_scales + first * (inner / kFp8Block);
+    groups.b_scales[group] = params.other_scales + group * (outer / kFp8Block) * (inner / kFp8Block);
+  }
+  groups.shapes[group] = rows == 0    ? GroupShape(0, 0, 0)
+                         : of_weights ? GroupShape(params.inner, params.outer, rows)
+                                      : GroupShape(rows, params.outer, params.inner);
+}
+
+// Clears `bytes` bytes, a multiple of 16, with all warps of the grid.
+__device__ void Clear(void* data, int64_t bytes) {
+  auto* vectors = static_cast<uint4*>(data);
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes / int64_t{sizeof(uint4)};
+       i += step) {
+    vectors[i] = uint4{};
+  }
+}
+
+// Each warp finds all groups' rows for itself, 32 groups at a time; the first one writes them down.
+__global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params, GroupArrays groups) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const bool writes = blockIdx.x == 0 && threadIdx.x < kWarp;
+  const bool of_weights = params.product == GroupedDot::kWeights;
+  const int64_t num_rows = params.num_rows, width = int64_t{params.outer} * int64_t{sizeof(uint16_t)};
+  const int64_t matrix = params.inner * width;
+  auto* out = static_cast<std::byte*>(params.out);
+  long long begin = 0;  // the first row of the 32 groups
+  for (int base = 0; base < params.num_groups; base += kWarp) {
+    const int group = base + lane;
+    const bool here = group < params.num_groups;
+    const long long size = here ? max(params.group_sizes[group], 0) : 0;
+    long long end = size;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const long long before = __shfl_up_sync(kAllLanes, end, step);
+      if (lane >= step) end += before;
+    }
+    const int64_t first = min(begin + end - size, static_cast<long long>(num_rows));
+    const int rows = static_cast<int>(min(begin + end, static_cast<long long>(num_rows)) - first);
+    if (writes && here) DescribeGroup(params, groups, group, first, rows);
+    if (of_weights) {
+      for (unsigned empty = __ballot_sync(kAllLanes, here && rows == 0); empty != 0; empty &= empty - 1) {
+        Clear(out + (base + __ffs(static_cast<int>(empty)) - 1) * matrix, matrix);
+      }
+    }
+    begin += __shfl_sync(kAllLanes, end, kWarp - 1);
+  }
+  if (!of_weights && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
+}
+
+// The arrays in the scratch: those of the descriptors first, which want the largest alignment.
+GroupArrays ArraysOf(const GroupedDotParams& params) {
+  constexpr uintptr_t kDescriptorAlignment = 128;
+  const auto address = reinterpret_cast<uintptr_t>(params.scratch);
+  const uintptr_t begin = (address + kDescriptorAlignment - 1) / kDescriptorAlignment * kDescriptorAlignment;
+  const int64_t groups = params.num_groups;
+  auto* next = reinterpret_cast<std::byte*>(address) + GroupedDotScratchBytes(0);
+  const auto take = [&](auto*& array, int64_t element) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
+    next += groups * element;
+  };
+  GroupArrays arrays{};
+  arrays.descriptors = reinterpret_cast<void*>(begin);
+  arrays.descriptor_bytes = GroupedDotScratchBytes(0) - static_cast<int64_t>(begin - address);
+  take(arrays.a, sizeof(void*));
+  take(arrays.b, sizeof(void*));
+  take(arrays.d, sizeof(void*));
+  take(arrays.a_strides, sizeof(int64_t));
+  take(arrays.b_strides, sizeof(int64_t));
+  take(arrays.d_strides, sizeof(int64_t));
+  take(arrays.a_scales, sizeof(void*));
+  take(arrays.b_scales, sizeof(void*));
+  take(arrays.shapes, sizeof(GroupShape));
+  static_assert(8 * sizeof(int64_t) + sizeof(GroupShape) <= 80, "what GroupedDotScratchBytes counts");
+  return arrays;
+}
+
+}  // namespace
+
+cudaError_t SetUpGroups(const GroupedDotParams& params, int num_sms, cudaStream_t stream,
+                        GroupArrays& groups) {
+  groups = ArraysOf(params);
+  return Launch(SetUpKernel, dim3(num_sms), kThreads, 0, stream, false, params, groups);
+}
+
+cudaError_t PreloadSetUp() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, SetUpKernel);
+}
+
+}  // namespace jax_ep::cuda

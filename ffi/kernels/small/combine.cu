@@ -1,0 +1,310 @@
+// A combine of few tokens, through the arena: each rank sums the rows that it holds of a token, and writes
+// the sum to the slot that the token's rank has for it, which adds up what arrives.
+#include "kernels/kernels.h"
+#include "kernels/launch/launch.h"
+#include "kernels/protocol/mail_session.cuh"
+#include "kernels/routing/place.cuh"
+#include "kernels/rows/sum.cuh"
+#include "kernels/small/plan.h"
+
+namespace jax_ep::cuda {
+namespace {
+
+// Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
+constexpr int kSummingWarps = 12;
+
+// By value in the kernel's parameters.
+struct SlotPullArgs : SlotArgs {
+  Summand summand;
+  const float* row_weights;
+  Bias biases[kMaxBiases];
+  int32_t num_biases;
+};
+
+// What the sum in a slot is yet to be multiplied by: a rank's only row of a token travels as it is, so that
+// its product is not rounded.
+__device__ float& FactorIn(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
+
+template <typename T>
+__device__ bool IsOneRow(const Terms<T>& terms) {
+  return (terms.lanes & (terms.lanes - 1)) == 0;
+}
+
+template <typename T>
+__device__ Terms<T> AsTheyTravel(Terms<T> terms) {
+  if (IsOneRow(terms)) terms.factor = 1.0f;
+  return terms;
+}
+
+template <typename T>
+__device__ T* RowIn(std::byte* slot) {
+  return reinterpret_cast<T*>(slot + kSlotHeadBytes);
+}
+
+// The rows here of the token that slot `index` of rank `source` stands for: by expert of its choices, in the
+// lanes; by rank the index-th row that has come from there. These lie together (see CombineFitsArena).
+template <typename T>
+__device__ Terms<T> FindRowsHere(const SlotPullArgs& args, int source, int index, int lane) {
+  const Shape& shape = args.shape;
+  int row = -1;
+  if (shape.has_row_per_choice()) {
+    const int64_t token = int64_t{source} * shape.num_tokens + index;
+    if (lane < shape.top_k) row = args.handle.received_rows[token * shape.top_k + lane];
+  } else if (lane == 0) {
+    const int32_t* const to_here = args.handle.rank_prefix_matrix + args.peers.rank;
+    row = (source == 0 ? 0 : to_here[(source - 1) * shape.num_ranks]) + index;
+    if (row >= to_here[source * shape.num_ranks]) row = -1;
+  }
+  if (!IsRow(row, shape.capacity)) row = -1;
+  Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
+  if (row >= 0) {
+    terms.row = static_cast<const T*>(args.summand.rows) + row * args.summand.num_elements;
+    if (args.row_weights != nullptr) terms.factor = args.row_weights[row];
+  }
+  return terms;
+}
+
+// The slot that a team fills in its n-th turn: of which rank, and which one. Ranks behind this one come
+// first, so that the ranks do not all write to the same one.
+struct Target {
+  int rank;
+  int index;
+};
+
+__device__ Target TargetOf(const SlotPullArgs& args, int i) {
+  const int R = args.shape.num_ranks, behind = args.peers.rank + 1 + i % R;
+  return {behind < R ? behind : behind - R, i / R};
+}
+
+// What a warp of a team begins with, which it finds out before the op is open: the rows of the team's first
+// slot, and the sum of the first columns of its own.
+template <typename T, int N>
+struct EarlySum {
+  Terms<T> terms;
+  typename Sum<T>::Acc total[kSumVectors][N];
+};
+
+template <typename T, int N>
+__device__ EarlySum<T, N> SumEarly(const SlotPullArgs& args, const RowTeam& team) {
+  EarlySum<T, N> early{};
+  if (team.index >= args.shape.num_ranks * args.shape.num_tokens) return early;
+  const Target target = TargetOf(args, team.index);
+  early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
+  const int width = static_cast<int>(args.summand.num_elements);
+  SumSlice<T, N>(AsTheyTravel(early.terms), team.warp * kSlice<N>, width, team.lane, early.total);
+  return early;
+}
+
+// Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps.
+template <typename T, int N>
+__device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const RowTeam& team,
+                         EarlySum<T, N> early) {
+  const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
+  const int tokens = args.shape.num_ranks * args.shape.num_tokens;
+  bool is_summed = true;
+#pragma unroll 1
+  for (int i = team.index; i < tokens; i += team.count, is_summed = false) {
+    const Target target = TargetOf(args, i);
+    if (!is_summed) early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
+    if (early.terms.lanes == 0 || (visit.writable >> target.rank & 1) == 0) continue;
+    std::byte* const slot = args.slot(target.rank, me, target.index, visit.epoch);
+    if (team.warp == 0 && team.lane == __ffs(early.terms.lanes) - 1) {
+      FactorIn(slot) = IsOneRow(early.terms) ? early.terms.factor : 1.0f;
+    }
+#pragma unroll 1
+    for (int first = team.warp * kSlice<N>; first < width; first += team.warps * kSlice<N>) {
+      if (!is_summed) {
+        memset(early.total, 0, sizeof(early.total));
+        SumSlice<T, N>(AsTheyTravel(early.terms), first, width, team.lane, early.total);
+      }
+      is_summed = false;
+      StoreSlice<T, N>(RowIn<T>(slot), first, width, team.lane, early.total);
+    }
+    team.Sync();
+    if (team.warp == 0 && team.lane == 0) {
+      StoreStampedRelease(&args.mail(target.rank, me, visit.epoch).arrived[target.index], 1, visit.epoch);
+    }
+  }
+}
+
+// Where a sum of token t comes from: lane r says whether rank r sends one, if it takes part, and to which
+// slot here.
+struct Sender {
+  bool sends;
+  int index;
+
+  __device__ Sender IfIn(uint32_t ranks, int lane) const {
+    return {sends && (ranks >> lane & 1) != 0, index};
+  }
+};
+
+__device__ Sender FindSender(const SlotPullArgs& args, int t, int lane) {
+  const Shape& shape = args.shape;
+  const Place place = FindPlace(shape, args.handle, t, lane);
+  if (shape.has_row_per_choice()) {
+    const unsigned all = __reduce_or_sync(kAllLanes, place.row < 0 ? 0 : 1u << place.rank);
+    return {(all >> lane & 1) != 0, t};
+  }
+  int index = place.row;
+  if (index >= 0 && args.peers.rank > 0) {
+    index -= args.handle.rank_prefix_matrix[(args.peers.rank - 1) * shape.num_ranks + lane];
+  }
+  return {place.row >= 0 && index >= 0 && index < shape.num_tokens, index};
+}
+
+// Waits for the sums of token t. One warp; bit r: rank r was missed.
+__device__ uint32_t AwaitSums(const SlotPullArgs& args, const Visit& visit, const Sender& sender, int lane) {
+  if (!sender.sends) return 0;
+  const Stamped* const arrived = &args.mail(args.peers.rank, lane, visit.epoch).arrived[sender.index];
+  return AwaitWordOf(args.peers, arrived, visit.epoch) ? 0 : 1u << lane;
+}
+
+// A slice of a token that a warp adds up. The block's i-th is the i-th of every gridDim-th slice of all.
+struct Piece {
+  int t;
+  int first;  // column
+  Sender sender;
+};
+
+template <int N>
+__device__ Piece FindPiece(const SlotPullArgs& args, int i, int lane) {
+  const int slices = (static_cast<int>(args.summand.num_elements) + kSlice<N> - 1) / kSlice<N>;
+  const int all = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = all / slices;
+  if (t >= args.shape.num_tokens) return {t, 0, {false, 0}};
+  return {t, all % slices * kSlice<N>, FindSender(args, t, lane)};
+}
+
+// Adds up what arrives, in the order of the ranks: `piece`, and then those that a warp gets tickets for.
+// Returns the ranks that this thread has missed.
+template <typename T, int N>
+__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const Dealer& dealer, Piece piece) {
+  const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
+#pragma unroll 1
+  for (; piece.t < args.shape.num_tokens; piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane)) {
+    const Sender sender = piece.sender.IfIn(visit.ranks, lane);
+    const uint32_t missing = AwaitSums(args, visit, sender, lane);
+    if (__any_sync(kAllLanes, missing != 0)) return missing;
+    __syncwarp();  // what each lane has acquired is there for all
+    Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
+    if (sender.sends) {
+      std::byte* const slot = args.slot(args.peers.rank, lane, sender.index, visit.epoch);
+      terms = {RowIn<T>(slot), __ldcg(&FactorIn(slot)), terms.lanes};
+    }
+    typename Sum<T>::Acc total[kSumVectors][N] = {};
+    SumSlice<T, N>(terms, piece.first, width, lane, total);
+    AddBiases<T, N>(args.biases, args.num_biases, piece.t, piece.first, width, lane, total);
+    StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{piece.t} * width, piece.first, width, lane,
+                     total);
+  }
+  return 0;
+}
+
+// Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
+JAX_EP_RARE uint32_t AwaitAll(const SlotPullArgs& args, const Visit visit, uint32_t ranks) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t missing = 0;
+  for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kSlotWarps) {
+    missing |= AwaitSums(args, visit, FindSender(args, t, lane).IfIn(ranks, lane), lane);
+    __syncwarp();
+  }
+  return missing;
+}
+
+// The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
+// all do the latter. N elements of T are loaded at a time.
+template <typename T, int N>
+__global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_constant__ SlotPullArgs args) {
+  constexpr Op op = Op::kCombine;
+  __shared__ unsigned next;
+  const Summand& summand = args.summand;
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillResult(summand.out, int64_t{args.shape.num_tokens} * summand.num_elements * sizeof(T));
+    FillAttendance(args);
+  };
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
+  EarlySum<T, N> early{};
+  Piece piece{};
+  if (warp < kSummingWarps) {
+    early = SumEarly<T, N>(args, team);
+  } else {
+    piece = FindPiece<N>(args, warp - kSummingWarps, lane);
+  }
+  if (threadIdx.x == 0) next = kSlotWarps - kSummingWarps;
+  Visit visit = OpenSlots(args, op);
+  if (!visit.open) return EndUnopened(args, op, visit, fill);
+  if (args.presides()) TellCall(args, visit);
+  const Dealer dealer{&next};
+  if (warp < kSummingWarps) {
+    SendSums<T, N>(args, visit, team, early);
+    piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane);
+  }
+  uint32_t missing = 0;
+  if (args.attendance.masks) {
+    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, ranks); });
+  } else if (args.presides() && warp == kSlotWarps - 1) {
+    // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
+    missing = AwaitCall(args, op, visit, lane, log);
+    __syncwarp();
+  }
+  if (!visit.failed) missing |= AddUp<T, N>(args, visit, dealer, piece);
+  Miss(args, op, visit, Phase::kWave, BlockOr(missing));
+  if (args.presides()) WriteActive(args, visit);
+  EndSlots(args, op, visit, fill);
+}
+
+// Calls f with the kernel for rows of `width` elements.
+template <typename F>
+cudaError_t WithKernel(Float type, int64_t width, F&& f) {
+  const auto of = [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    constexpr int kFull = 16 / sizeof(T);
+    return width % kFull == 0 ? f(SlotPullKernel<T, kFull>) : f(SlotPullKernel<T, 1>);
+  };
+  switch (type) {
+    case Float::kF16:
+      return of(static_cast<__half*>(nullptr));
+    case Float::kBF16:
+      return of(static_cast<__nv_bfloat16*>(nullptr));
+    default:
+      return of(static_cast<float*>(nullptr));
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const Device& device,
+                           cudaStream_t stream) {
+  SlotPullArgs args{};
+  args.shape = params.shape;
+  args.peers = peers;
+  args.place_operand = params.place_operand;
+  args.attendance = params.attendance;
+  args.handle = params.handle;
+  args.summand = params.summands[0];
+  args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
+  args.row_weights = params.row_weights;
+  for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
+  args.num_biases = params.num_biases;
+  const int tokens = args.shape.num_ranks * args.shape.num_tokens;
+  args.num_senders = std::min(tokens, MostBlocks(device));
+  args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
+  return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
+    return Launch(kernel, args.num_senders, kSlotThreads, 0, stream, true, args);
+  });
+}
+
+cudaError_t PreloadSlotPull() {
+  cudaFuncAttributes attributes;
+  for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
+    for (int64_t width : {0, 1}) {
+      const cudaError_t error =
+          WithKernel(type, width, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,231 @@
+// Rows from their slots to their places, and what the choices say of this rank as a receiver.
+#pragma once
+
+#include "kernels/rows/copy.cuh"
+#include "kernels/small/send.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kSlotVectors = 8;  // 16-byte loads in flight a thread
+
+// A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
+__device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
+                               unsigned lanes) {
+  for (int p = 0; p < args.num_payloads; ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    const auto copy = [&](auto* null) {
+      using Element = std::remove_pointer_t<decltype(null)>;
+      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
+      // The short rows of a second array, as scales are, by the warps that have least of the first one's.
+      const int warp = p % 2 == 0 ? team.warp : team.warps - 1 - team.warp;
+      const int64_t first = min(n, share * warp), last = min(n, first + share);
+      CopyRow<kSlotVectors>(
+          reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
+          reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
+    };
+    if (bytes % 16 == 0) {
+      copy(static_cast<uint4*>(nullptr));
+    } else {
+      copy(static_cast<char*>(nullptr));
+    }
+  }
+}
+
+// A token of rank `source`, from its slot to its rows here. One warp of its team; returns the ranks that were
+// missed.
+__device__ inline uint32_t ReceiveToken(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
+                                        const RowTeam& team, int source, int token) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
+  const int t = source * shape.num_tokens + token;
+  const bool by_rank = !shape.has_row_per_choice();
+  const int expert = lane < K ? routes.expert(shape, source, token, lane) : -1;
+  const bool here = expert >= me * L && expert < (me + 1) * L;
+  const unsigned choices = __ballot_sync(kAllLanes, here);
+  int row = -1;
+  if (by_rank && choices != 0) {
+    row = RowOfToken(shape, routes, t, me);
+  } else if (!by_rank) {
+    const int local = here ? expert - me * L : 0;
+    const int first = routes.starts[me * (L + 1) + local] + routes.here[source * L + local];
+    const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
+    row = RowOfChoice(routes, source, token * K + lane, expert, first, end, choices);
+    if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
+  }
+  const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
+  if (rows == 0) return 0;
+  const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[token];
+  const bool late = lane == 0 && !AwaitWordOf(args.peers, arrived, visit.epoch);
+  if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
+  __syncwarp();  // what lane 0 has acquired is there for all
+  const std::byte* const slot = args.slot(me, source, token, visit.epoch);
+  const bool writes = team.warp == 0 && lane < K;
+  const float weight =
+      writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
+  CopyOut(args, team, slot, row, rows);
+  if (!writes) return 0;
+  if (by_rank) {
+    args.arrived_idx[int64_t{row} * K + lane] = here ? expert - me * L : -1;
+    if (args.arrived_weights != nullptr) args.arrived_weights[int64_t{row} * K + lane] = here ? weight : 0.0f;
+  } else if (row >= 0 && args.arrived_weights != nullptr) {
+    args.arrived_weights[row] = weight;
+  }
+  return 0;
+}
+
+// This rank's part of the handle. The blocks that keep books, together.
+__device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
+  const int me = args.peers.rank, first = me * shape.num_tokens;  // of this rank's tokens, among all
+  const Portion books = args.Books();
+  for (int token = books.index; token < shape.num_tokens; token += books.count) {
+    const int t = first + token, expert = lane < K ? routes.expert(shape, me, token, lane) : -1;
+    if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
+    if (!shape.has_row_per_choice()) {
+      for (int rank = 0; rank < width; ++rank) {
+        const bool goes = (routes.ranks[t] >> rank & 1) != 0;
+        const int row = goes ? RowOfToken(shape, routes, t, rank) : -1;
+        if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
+      }
+    } else {
+      const int rank = expert >= 0 ? shape.rank_of(expert) : 0;
+      const int local = expert - rank * shape.num_local_experts();
+      const int begin = expert >= 0 ? routes.starts[expert + rank] + routes.mine[expert] : 0;
+      const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
+      const unsigned wanted = __ballot_sync(kAllLanes, expert >= 0);
+      const int row = RowOfChoice(routes, me, token * K + lane, expert, begin, end, wanted);
+      if (lane < K) args.handle.sent_rows[token * K + lane] = row;
+    }
+  }
+}
+
+// What a warp clears: rows [begin, end) of the results, of which it takes its share. Of padded experts not
+// the rows, of which there are many, and which whoever multiplies padded experts leaves out.
+__device__ inline void ClearRows(const SlotPushArgs& args, int64_t begin, int64_t end, const Portion& share) {
+  const Shape& shape = args.shape;
+  const int64_t thread = share.index * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t threads = share.count * kWarp;
+  begin = min(begin, int64_t{shape.capacity});
+  end = min(end, int64_t{shape.capacity});
+  for (int p = 0; p < args.num_payloads && !shape.has_fixed_blocks(); ++p) {
+    const int64_t bytes = args.payloads[p].row_bytes;
+    std::byte* const first = args.payloads[p].out + begin * bytes;
+    if (bytes % 16 == 0) {
+      for (int64_t i = thread; i < (end - begin) * bytes / 16; i += threads)
+        reinterpret_cast<uint4*>(first)[i] = make_uint4(0, 0, 0, 0);
+    } else {
+      for (int64_t i = thread; i < (end - begin) * bytes; i += threads) first[i] = std::byte{0};
+    }
+  }
+  if (args.arrived_weights == nullptr && args.arrived_idx == nullptr) return;
+  const int width = shape.weights_per_row();
+#pragma unroll 1
+  for (int64_t i = begin * width + thread; i < end * width; i += threads) {
+    if (args.arrived_weights != nullptr) args.arrived_weights[i] = 0.0f;
+    if (args.arrived_idx != nullptr) args.arrived_idx[i] = -1;
+  }
+}
+
+// Clears the padding of each expert's block, a warp one. The blocks that keep books, together.
+__device__ inline void ClearPadding(const SlotPushArgs& args, const Routes& routes) {
+  if (!args.shape.has_expert_blocks()) return;
+  const int L = args.shape.num_local_experts(), me = args.peers.rank;
+  const int32_t* const starts = routes.starts + me * (L + 1);
+  const Portion books = args.Books();
+  for (int i = books.index; i < L; i += books.count) {
+    ClearRows(args, int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1], {0, 1});
+  }
+}
+
+// Clears what lies behind all rows. The blocks that keep books, or all but the senders where it is much.
+__device__ inline void ClearTail(const SlotPushArgs& args, const Routes& routes) {
+  constexpr int64_t kMuch = 1 << 20;  // bytes
+  const Shape& shape = args.shape;
+  const int me = args.peers.rank, L = shape.num_local_experts();
+  const bool much = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
+  if (!much && !args.keeps_books()) return;
+  const int tail = shape.has_expert_blocks()
+                       ? routes.starts[me * (L + 1) + L]
+                       : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
+  const int first = much ? args.num_senders : args.first_keeper();
+  ClearRows(args, tail, shape.capacity, WarpOf(first, static_cast<int>(gridDim.x)));
+}
+
+// Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
+__device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int source, int d) {
+  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
+  if (!shape.has_row_per_choice()) return CountTokensTo(routes, d, source * T, (source + 1) * T);
+  int choices = 0;
+  const int16_t* const experts = routes.experts + source * routes.stride;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
+    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
+  }
+  return __reduce_add_sync(kAllLanes, choices);
+}
+
+// By rank: takes the choices of tokens that the capacity cuts from their experts' counts. One warp.
+__device__ inline void CountOutCutTokens(const SlotPushArgs& args, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
+  int before = 0;
+  for (int first = 0; first < shape.num_ranks * shape.num_tokens; first += kWarp) {
+    const int t = first + lane;
+    const bool comes = t < shape.num_ranks * shape.num_tokens && (routes.ranks[t] >> me & 1) != 0;
+    const unsigned lanes = __ballot_sync(kAllLanes, comes);
+    const bool cut = comes && before + __popc(lanes & ((1u << lane) - 1)) >= shape.capacity;
+    for (int k = 0; k < shape.top_k && cut; ++k) {
+      const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
+      if (expert >= 0 && expert / L == me) atomicSub(&args.tokens_per_expert[expert % L], 1);
+    }
+    before += __popc(lanes);
+  }
+}
+
+// What the choices say of this rank as a receiver. One block.
+__device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit, const Routes& routes) {
+  __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
+  __shared__ int kept;
+  const Shape& shape = args.shape;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
+  const bool by_rank = !shape.has_row_per_choice();
+  if (threadIdx.x == 0) kept = 0;
+  for (int i = threadIdx.x / kWarp; i < R * R; i += kSlotWarps) {
+    const int count = RowsBetween(shape, routes, i / R, i % R);
+    if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
+  }
+  __syncthreads();
+  const int32_t* const starts = routes.starts + me * (L + 1);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < L; i += kSlotThreads) {
+    const int count = routes.totals[me * L + i];
+    args.handle.expert_counts[i] = count;
+    if (by_rank) {
+      args.tokens_per_expert[i] = count;
+      continue;
+    }
+    const int here = RowsKept(starts[i], int64_t{starts[i]} + count, shape.EndOf(i));
+    args.tokens_per_expert[i] = here;
+    args.group_sizes[i] =
+        shape.has_fixed_blocks() ? here : RowsKept(starts[i], starts[i + 1], shape.capacity);
+    atomicAdd(&kept, here);
+  }
+  const int d = threadIdx.x;
+  if (d < R) {
+#pragma unroll 1
+    for (int s = 1; s < R; ++s) rows[s][d] += rows[s - 1][d];
+#pragma unroll 1
+    for (int s = 0; s < R; ++s) args.handle.rank_prefix_matrix[s * R + d] = rows[s][d];
+  }
+  WriteActive(args, visit);
+  __syncthreads();
+  const int num_rows = rows[R - 1][me];
+  if (by_rank && num_rows > shape.capacity && threadIdx.x < kWarp) CountOutCutTokens(args, routes);
+  if (threadIdx.x != 0) return;
+  const int num_tokens = by_rank ? min(num_rows, shape.capacity) : kept;
+  *args.num_tokens = num_tokens;
+  *args.num_dropped = num_rows - num_tokens;
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,195 @@
+// Where rows lie, as each block finds out for itself of all ranks' choices: they are few, and travel with the
+// first rows, so nobody waits for anybody's counts.
+#pragma once
+
+#include "kernels/protocol/mail_session.cuh"
+#include "kernels/push/receive.cuh"
+#include "kernels/routing/count.cuh"
+#include "kernels/routing/starts.cuh"
+
+namespace jax_ep::cuda {
+
+// In shared memory.
+struct Routes {
+  int16_t* experts;  // [R][stride] of all ranks' tokens' choices, -1 unused
+  uint16_t* ranks;   // by rank [R * T]: bit r: the token goes to rank r
+  int32_t* totals;   // [E] choices on each expert
+  int32_t* mine;     // [E] those of ranks before this one
+  int32_t* here;     // [R, L] each rank's on the experts here, then those of the ranks before it
+  int32_t* starts;   // by expert [R, L + 1]: where each rank's experts' blocks start
+  int stride;        // a rank's choices, in whole vectors
+
+  __device__ Routes(const Shape& shape, std::byte* shared) : stride(static_cast<int>(ChoicesStride(shape))) {
+    experts = reinterpret_cast<int16_t*>(shared);
+    ranks = reinterpret_cast<uint16_t*>(experts + shape.num_ranks * stride);
+    totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) +
+                                        AlignUp(2 * shape.num_ranks * shape.num_tokens, 16));
+    mine = totals + shape.num_experts;
+    here = mine + shape.num_experts;
+    starts = here + shape.num_experts;
+  }
+  // Choice k of token `token` of rank `source`.
+  __device__ int16_t& expert(const Shape& shape, int source, int token, int k) const {
+    return experts[source * stride + token * shape.top_k + k];
+  }
+};
+
+// Words that a rank's choices travel in, two of them each.
+JAX_EP_HD inline int ChoiceWords(const Shape& shape) { return (shape.num_tokens * shape.top_k + 1) / 2; }
+
+// Choices 2 * word and the next of this rank, as they travel.
+__device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, int word) {
+  const int choices = shape.num_tokens * shape.top_k;
+  uint32_t two = ~0u;
+#pragma unroll 1
+  for (int i = min(2 * word + 1, choices - 1); i >= 2 * word; --i) {
+    two = two << 16 | (static_cast<uint32_t>(RoutedAt(ids, shape, 0, i)) & 0xffff);
+  }
+  return two;
+}
+
+// The word of its choices that a thread of the blocks that keep books begins with.
+__device__ inline int FirstWord(const SlotArgs& args) {
+  return (static_cast<int>(blockIdx.x) - args.first_keeper()) * kSlotThreads + static_cast<int>(threadIdx.x);
+}
+
+// Tells all ranks of this one's choices. The blocks that keep books, together; `first` are those of the first
+// word.
+__device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit,
+                                   uint32_t first) {
+  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
+  const int stride = (static_cast<int>(gridDim.x) - args.first_keeper()) * kSlotThreads;
+  for (int i = begin; i < words * R; i += stride) {
+    const int r = i / words, word = i % words;
+    if ((visit.writable >> r & 1) == 0) continue;
+    const uint32_t two = i == begin ? first : LoadChoices(args.shape, ids, word);
+    StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], two, visit.epoch);
+  }
+}
+
+// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word, a warp the words
+// of one rank. The whole block; returns the ranks that this thread has missed.
+template <typename Take>
+__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, Take&& take) {
+  constexpr int kWordsInFlight = 4;
+  const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
+  const int warp = threadIdx.x / kWarp, sharing = max(kSlotWarps / R, 1);  // warps for a rank
+  const int stride = sharing * kWarp;
+  uint32_t missing = 0;
+  for (int r = warp / sharing; r < R; r += kSlotWarps / sharing) {
+    const Stamped* const from = args.mail(args.peers.rank, r, visit.epoch).choices;
+    const bool comes = (ranks >> r & 1) != 0;
+    for (int first = warp % sharing * kWarp + static_cast<int>(threadIdx.x) % kWarp; first < words;
+         first += stride * kWordsInFlight) {
+      Stamped seen[kWordsInFlight];
+#pragma unroll
+      for (int j = 0; j < kWordsInFlight; ++j) {
+        const int word = first + j * stride;
+        seen[j] = comes && word < words ? LoadStamped(&from[word]) : 0;
+      }
+#pragma unroll
+      for (int j = 0; j < kWordsInFlight; ++j) {
+        const int word = first + j * stride;
+        if (word >= words) break;
+        if (comes && !IsOf(seen[j], visit.epoch)) {
+          // What comes from other ranks is still read after that: it may be all that is needed.
+          if (!AwaitWordOf(args.peers, &from[word], visit.epoch)) missing |= 1u << r;
+          seen[j] = LoadStamped(&from[word]);
+        }
+        take(r, word, comes ? static_cast<uint32_t>(seen[j]) : ~0u);
+      }
+    }
+  }
+  return missing;
+}
+
+// Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole block,
+// to which that is visible afterwards; returns the ranks that it has missed.
+__device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
+  const Shape& shape = args.shape;
+  const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
+  const int L = shape.num_local_experts(), me = args.peers.rank, first = me * L;
+  const bool all_there = visit.ranks == (1u << R) - 1;
+  const auto take = [&](int rank, int word, uint32_t two) {
+#pragma unroll 1
+    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
+      int expert = static_cast<int16_t>(two & 0xffff);
+      // Before all calls are compared, a peer's may be those of another op.
+      if (expert >= shape.num_experts) expert = -1;
+      if (expert >= 0 && !all_there && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
+      routes.experts[rank * routes.stride + i] = static_cast<int16_t>(expert);
+      if (expert < 0) continue;
+      atomicAdd(&routes.totals[expert], 1);
+      if (rank < me) atomicAdd(&routes.mine[expert], 1);
+      if (expert >= first && expert < first + L) atomicAdd(&routes.here[rank * L + expert - first], 1);
+    }
+  };
+  const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
+  if (missing != 0) return missing;
+  if (!shape.has_row_per_choice()) {
+    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSlotThreads) {
+      uint32_t ranks = 0;
+#pragma unroll 1
+      for (int k = 0; k < K; ++k) {
+        const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
+        if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
+      }
+      routes.ranks[t] = static_cast<uint16_t>(ranks);
+    }
+  } else {
+    for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
+      FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
+    }
+    for (int i = kSlotThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kSlotThreads) {
+      int before = 0;
+      for (int r = 0; r < R; ++r) {
+        const int choices_of_rank = routes.here[r * L + i];
+        routes.here[r * L + i] = before;
+        before += choices_of_rank;
+      }
+    }
+  }
+  __syncthreads();
+  return 0;
+}
+
+// By expert: the row of choice i of rank `source`, which fell on `expert`, each lane its own; that rank's
+// rows of the expert lie from `begin` on, and those from `end` on are dropped. -1 if it is, or where the lane
+// is not among those `wanted`. One warp, whose lanes share the counting.
+__device__ inline int RowOfChoice(const Routes& routes, int source, int i, int expert, int begin, int end,
+                                  unsigned wanted) {
+  if (wanted == 0) return -1;
+  const int lane = threadIdx.x % kWarp;
+  const int shift = __clz(__popc(wanted) - 1) - 27, mates = 1 << shift;  // lanes that count for one choice
+  unsigned left = wanted;
+#pragma unroll 1
+  for (int skipped = lane >> shift; skipped > 0 && left != 0; --skipped) left &= left - 1;
+  const int from = left == 0 ? 0 : __ffs(left) - 1;  // the lane whose choice this one counts for
+  const int its_i = __shfl_sync(kAllLanes, i, from), its_expert = __shfl_sync(kAllLanes, expert, from);
+  int count = 0;
+  if (left != 0) {
+    count = CountEqual(routes.experts + source * routes.stride, its_i, static_cast<int16_t>(its_expert),
+                       lane & (mates - 1), mates);
+  }
+#pragma unroll 1
+  for (int step = mates / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
+  count = __shfl_sync(kAllLanes, count, __popc(wanted & ((1u << lane) - 1)) << shift & (kWarp - 1));
+  return (wanted >> lane & 1) != 0 && IsRow(begin + count, end) ? begin + count : -1;
+}
+
+// By rank: how many of the tokens [begin, end) of all ranks' go to `rank`. One warp, in all lanes.
+__device__ inline int CountTokensTo(const Routes& routes, int rank, int begin, int end) {
+  int tokens = 0;
+#pragma unroll 1
+  for (int t = begin + static_cast<int>(threadIdx.x) % kWarp; t < end; t += kWarp)
+    tokens += routes.ranks[t] >> rank & 1;
+  return __reduce_add_sync(kAllLanes, tokens);
+}
+
+// By rank: the row at `rank` of token t of all ranks', which goes there; -1 if it is dropped. One warp.
+__device__ inline int RowOfToken(const Shape& shape, const Routes& routes, int t, int rank) {
+  const int row = CountTokensTo(routes, rank, 0, t);
+  return IsRow(row, shape.capacity) ? row : -1;
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,206 @@
+// A token to its slots at the ranks where its experts live.
+#pragma once
+
+#include "kernels/rows/quantize.cuh"
+#include "kernels/small/route.cuh"
+
+namespace jax_ep::cuda {
+
+// By value in the kernel's parameters.
+struct SlotPushArgs : SlotArgs {
+  TopkIds topk_idx;
+  Payload payloads[kMaxPayloads];
+  int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
+  int32_t shares[kMaxPayloads];   // of each payload's row what one warp of a team copies, in vectors or bytes
+  int32_t num_payloads;
+  Quantize quantize;
+  const float* topk_weights;
+  float* arrived_weights;
+  int32_t* arrived_idx;
+  int32_t* tokens_per_expert;
+  int32_t* group_sizes;
+  int32_t* num_tokens;
+  int32_t* num_dropped;
+};
+
+// Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
+// not all write to the same one.
+template <typename Store>
+__device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32_t ranks, Store&& store) {
+  const int R = args.shape.num_ranks, me = args.peers.rank;
+#pragma unroll 1
+  for (int i = 1; i <= R; ++i) {
+    const int r = me + i < R ? me + i : me + i - R;
+    if (ranks >> r & 1) store(args.slot(r, me, t, visit.epoch));
+  }
+}
+
+// The last warp of a block that sends tells of what was sent.
+constexpr int kSendThreads = kSlotThreads - kWarp;
+constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
+
+// What travels of 16 bytes of a row of T: they themselves, if T is void, or else FP8 values, and the scale of
+// their block.
+template <typename T>
+struct Part {
+  static constexpr int kLanes = Quantized<T>::kLanes;  // that hold a block
+  typename Quantized<T>::Values bits;
+  float scale;
+};
+template <>
+struct Part<void> {
+  uint4 bits;
+};
+
+// What a sending thread needs of a token, which is made before the op is open: of this lane's choice the
+// expert, -1 unused; the weight of choice threadIdx.x; and the first parts of the row, where it has such.
+template <typename T>
+struct EarlyToken {
+  int expert;
+  float weight;
+  Part<T> row[kSendVectors];
+};
+
+// Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
+template <typename T>
+__device__ int VectorsOf(const SlotPushArgs& args) {
+  const int64_t bytes = args.payloads[0].row_bytes *
+                        (std::is_void_v<T> ? 1 : sizeof(std::conditional_t<std::is_void_v<T>, char, T>));
+  return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
+}
+
+// Parts `first`, `first` + kSendThreads, ... of token t's row, which has n. Whole warps: lanes find the
+// largest number of a block together.
+template <typename T>
+__device__ void LoadParts(const SlotPushArgs& args, int t, int first, int n, Part<T> (&parts)[kSendVectors]) {
+  const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
+  uint4 vectors[kSendVectors];
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) {
+    const int i = first + j * kSendThreads;
+    vectors[j] = i < n ? __ldg(row + i) : uint4{};
+  }
+#pragma unroll
+  for (int j = 0; j < kSendVectors; ++j) {
+    if constexpr (std::is_void_v<T>) {
+      parts[j].bits = vectors[j];
+    } else {
+      const auto quantized = QuantizeBlock<T>({vectors[j]}, args.quantize == Quantize::kFp8Rounded);
+      parts[j].bits = quantized.values[0];
+      parts[j].scale = quantized.scale;
+    }
+  }
+}
+
+template <typename T>
+__device__ EarlyToken<T> LoadToken(const SlotPushArgs& args, int t) {
+  EarlyToken<T> token{-1, 0.0f, {}};
+  if (t >= args.shape.num_tokens) return token;
+  const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
+  if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
+  if (args.topk_weights != nullptr && threadIdx.x < K) token.weight = args.topk_weights[t * K + threadIdx.x];
+  const int n = VectorsOf<T>(args);
+  if (n > 0) LoadParts<T>(args, t, threadIdx.x, n, token.row);
+  return token;
+}
+
+// A row of vectors, of which this thread has its first parts.
+template <typename T>
+__device__ void SendRow(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                        Part<T> (&parts)[kSendVectors]) {
+  const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
+#pragma unroll 1
+  for (int first = threadIdx.x; first < whole;) {
+    ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
+#pragma unroll
+      for (int j = 0; j < kSendVectors; ++j) {
+        const int i = first + j * kSendThreads;
+        if (i >= n) break;
+        using Bits = decltype(parts[j].bits);
+        reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = parts[j].bits;
+        if constexpr (!std::is_void_v<T>) {
+          constexpr int kLanes = Part<T>::kLanes;
+          if (i % kLanes == 0) {
+            reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = parts[j].scale;
+          }
+        }
+      }
+    });
+    first += kSendVectors * kSendThreads;
+    if (first < whole) LoadParts<T>(args, t, first, n, parts);
+  }
+}
+
+// Any row as it is.
+__device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+                                 int payload) {
+  const int64_t n = args.payloads[payload].row_bytes;
+  const std::byte* const row = args.payloads[payload].in + t * n;
+  if (n % 16 == 0) {
+    for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
+      const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
+      ForSlots(args, visit, t, ranks,
+               [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
+    }
+  } else {
+    for (int i = threadIdx.x; i < n; i += kSendThreads) {
+      const std::byte value = row[i];
+      ForSlots(args, visit, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
+    }
+  }
+}
+
+// Named barriers of a sending block, two of each kind by turns: a token's stores are issued; and the flags of
+// the one before the last are.
+constexpr int kStored = 1, kFlagged = 3;
+
+__device__ inline void Arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
+}
+__device__ inline void Wait(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
+}
+
+// The ranks that a token is sent to, of those that take part, in all lanes; each has the expert of a choice.
+__device__ inline uint32_t RanksOf(const Shape& shape, const Visit& visit, int expert) {
+  const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
+  return __reduce_or_sync(kAllLanes, rank) & visit.writable;
+}
+
+// Sends every token of this block, of which the first was loaded early. The sending warps.
+template <typename T>
+__device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken<T> token) {
+  for (int t = blockIdx.x, turn = 0; t < args.shape.num_tokens; t += args.num_senders, ++turn) {
+    const uint32_t ranks = RanksOf(args.shape, visit, token.expert);
+    if (turn >= 2) Wait(kFlagged + turn % 2);
+    const bool in_vectors = VectorsOf<T>(args) > 0;
+    if (in_vectors) SendRow<T>(args, visit, t, ranks, token.row);
+    if constexpr (std::is_void_v<T>) {
+      for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
+    }
+    if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
+      ForSlots(args, visit, t, ranks,
+               [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
+    }
+    Arrive(kStored + turn % 2);
+    token = LoadToken<T>(args, t + args.num_senders);
+  }
+}
+
+// Tells the ranks of each token that it is there. The last warp: what it waits for, that a token's stores are
+// done, does not hold up those of the next one.
+__device__ inline void FlagTokens(const SlotPushArgs& args, const Visit& visit) {
+  const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
+  for (int t = blockIdx.x, turn = 0; t < T; t += args.num_senders, ++turn) {
+    const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
+    const uint32_t ranks = RanksOf(args.shape, visit, expert);
+    Wait(kStored + turn % 2);
+    if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
+      StoreStampedRelease(&args.mail(lane, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
+    }
+    __syncwarp();
+    if (t + 2 * args.num_senders < T) Arrive(kFlagged + turn % 2);
+  }
+}
+
+}  // namespace jax_ep::cuda

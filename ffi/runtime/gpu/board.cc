@@ -1,0 +1,256 @@
+#include "runtime/gpu/board.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+
+#include "core/text.h"
+
+namespace jax_ep {
+
+// What lies in shared memory: no pointers, and zeros are its first state.
+struct Board::Row {
+  // How many calls a rank may be ahead of a peer that still looks at an earlier one. A device's calls wait
+  // for each other, but for those that are enqueued from several threads at once.
+  static constexpr uint32_t kSlots = 64;
+
+  struct Slot {
+    std::atomic<uint64_t> signature;
+    std::atomic<uint32_t> begun;     // the number of the call that the signature belongs to
+    std::atomic<uint32_t> launched;  // the number of the last call in this slot that was launched
+  };
+
+  std::atomic<uint32_t> calls;   // numbers given out
+  std::atomic<uint32_t> failed;  // the first call that the rank gave up, and all later ones with it; 0: none
+  Slot slots[kSlots];
+
+  Slot& At(uint32_t number) { return slots[number % kSlots]; }
+
+  void GiveUp(uint32_t number) {
+    uint32_t first = failed.load(std::memory_order_relaxed);
+    while (
+        (first == 0 || number < first) &&
+        !failed.compare_exchange_weak(first, number, std::memory_order_release, std::memory_order_relaxed)) {
+    }
+  }
+
+  bool HasGivenUp(uint32_t number) const {
+    const uint32_t first = failed.load(std::memory_order_acquire);
+    return first != 0 && first <= number;
+  }
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "processes share them");
+
+// One rank's wait for its peers in a call.
+class Board::Meeting {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Meeting(Board& board, const char* op, const Group& group, const Group::Place& place, uint32_t number,
+          const Hooks& hooks)
+      : rows_(board.rows_ + place.group * group.num_ranks()),
+        op_(op),
+        group_(group),
+        place_(place),
+        number_(number),
+        hooks_(hooks) {}
+
+  Row& own() { return rows_[place_.rank]; }
+
+  // Waits until `look` is through with every rank: it returns whether it is with that one, or sets an error.
+  template <typename Look>
+  std::string Wait(const char* what, bool has_launched, Look look) {
+    const auto begin = Clock::now();
+    const auto limit = std::chrono::duration<double>(group_.timeout_s());
+    std::optional<Clock::time_point> left_at;  // when a peer was first found to have given up
+    while (true) {
+      // Before the look: an op fails after all ranks have begun it, which the look then finds. So no rank
+      // gives up the very op that it begins, which others have launched.
+      const std::string failure = hooks_.failure ? hooks_.failure() : "";
+      std::string error, missing, gone, failed;
+      for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+        const bool is_through = look(rank, error);
+        if (!error.empty()) break;
+        // A rank that gave up counts no more, whether it had come before or not.
+        if (rows_[rank].HasGivenUp(number_)) {
+          failed += Text(' ', rank);
+        } else if (!is_through) {
+          missing += Text(' ', rank);
+          if (hooks_.is_gone && hooks_.is_gone(rank)) gone += Text(' ', rank);
+        }
+      }
+      if (error.empty() && missing.empty() && failed.empty()) return "";
+      // A rank that has launched the op does not give up for a failure that it hears of: the others, who have
+      // all begun it, are about to launch it too, and the op itself tells each of them why it fails.
+      if (!failure.empty() && error.empty() && (!has_launched || !failed.empty())) {
+        own().GiveUp(number_);
+        return failure;
+      }
+      const auto waited = Clock::now() - begin;
+      if (!failed.empty() && !left_at) left_at = Clock::now();
+      // A peer gives up because it has heard of a failure, most often; this process is about to hear of it,
+      // too, and then tells its cause, not just that a peer gave up.
+      const bool may_say_why =
+          hooks_.failure && left_at && waited < limit && Clock::now() - *left_at < kToHearWhy;
+      if (error.empty() && !gone.empty()) {
+        error =
+            Text(Intro(), ", rank(s)", gone, " did not ", what, ", for their process has ended: ", Where());
+      } else if (error.empty() && !failed.empty() && !may_say_why) {
+        const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, ", and");
+        error =
+            Text(Intro(), who.empty() ? "," : who, " rank(s)", failed, " gave up at a first call: ", Where());
+      } else if (error.empty() && waited >= limit) {
+        error =
+            Text(Intro(), ", rank(s)", missing, " did not ", what, " within ", group_.timeout_s(),
+                 " s: ", Where(), ". ", kSameOrder,
+                 ": look for a branch that differs between ranks, or raise Group(timeout_s=...) if a rank "
+                 "is only slow, to compile, say");
+      }
+      if (!error.empty()) {
+        own().GiveUp(number_);
+        return error + ". Make the Group anew to go on.";
+      }
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(waited < std::chrono::milliseconds(5) ? 20 : 500));
+    }
+  }
+
+  std::string DescribeMismatch(int rank, uint64_t own, uint64_t other) const {
+    return Text(Intro(), ", rank ", place_.rank, " has come to ", Describe(own), ", but rank ", rank, " to ",
+                Describe(other), " (first call no. ", number_, "). ", kSameOrder,
+                ", with the same shapes and dtypes");
+  }
+
+  std::string DescribeAhead(int rank) const {
+    return Text(Intro(), ", rank ", rank, " is more than ", Row::kSlots, " first calls ahead: ", Where(),
+                ". ", kSameOrder);
+  }
+
+ private:
+  static constexpr std::chrono::seconds kToHearWhy{1};
+  static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
+
+  std::string Intro() const { return Text(op_, ": of group ", group_.NameOf(place_.group)); }
+
+  std::string Where() const {
+    return Text("rank ", place_.rank, " waited at the first call of a call site (no. ", number_, ")");
+  }
+
+  std::string Describe(uint64_t signature) const {
+    const std::string text = hooks_.describe ? hooks_.describe(signature) : "";
+    return text.empty() ? "another op" : text;
+  }
+
+  Row* const rows_;  // of this group
+  const char* const op_;
+  const Group& group_;
+  const Group::Place place_;
+  const uint32_t number_;
+  const Hooks& hooks_;
+};
+
+Board::Board(void* memory, int total_ranks) : rows_(static_cast<Row*>(memory)), total_ranks_(total_ranks) {}
+
+Board::~Board() { munmap(rows_, Bytes(total_ranks_)); }
+
+int64_t Board::Bytes(int total_ranks) { return static_cast<int64_t>(sizeof(Row)) * total_ranks; }
+
+std::shared_ptr<Board> Board::Make(int total_ranks) {
+  void* memory =
+      mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return std::shared_ptr<Board>(new Board(memory, total_ranks));
+}
+
+std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
+  const char* what = "mapping the memory that the group's processes share on the host";
+  struct stat status{};
+  if (fstat(descriptor, &status) != 0) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
+  // Beyond the end of a file there is no memory, but a signal.
+  if (status.st_size < Bytes(total_ranks)) {
+    throw std::runtime_error(Text(what, ": it has ", status.st_size, " bytes, but ", total_ranks,
+                                  " ranks need ", Bytes(total_ranks)));
+  }
+  void* memory = mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
+  return std::shared_ptr<Board>(new Board(memory, total_ranks));
+}
+
+Board::Call Board::Begin(const char* op, const Group& group, const Group::Place& place, uint64_t signature,
+                         const Hooks& hooks) {
+  Row* const rows = rows_ + place.group * group.num_ranks();
+  const uint32_t number = rows[place.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  Row::Slot& slot = rows[place.rank].At(number);
+  slot.signature.store(signature, std::memory_order_relaxed);
+  slot.begun.store(number, std::memory_order_release);
+  Meeting meeting(*this, op, group, place, number, hooks);
+  return {number, meeting.Wait("arrive", false, [&](int rank, std::string& error) {
+            Row::Slot& peer = rows[rank].At(number);
+            const uint32_t begun = peer.begun.load(std::memory_order_acquire);
+            if (begun < number) return false;
+            const uint64_t other = peer.signature.load(std::memory_order_relaxed);
+            if (begun > number) {
+              error = meeting.DescribeAhead(rank);
+            } else if (other != signature) {
+              error = meeting.DescribeMismatch(rank, signature, other);
+            }
+            return error.empty();
+          })};
+}
+
+std::string Board::Launched(const char* op, const Group& group, const Group::Place& place, uint32_t number,
+                            const Hooks& hooks) {
+  Row* const rows = rows_ + place.group * group.num_ranks();
+  rows[place.rank].At(number).launched.store(number, std::memory_order_release);
+  return Meeting(*this, op, group, place, number, hooks).Wait("launch it", true, [&](int rank, std::string&) {
+    return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
+  });
+}
+
+void Board::GiveUp(const Group& group, const Group::Place& place, uint32_t number) {
+  rows_[place.group * group.num_ranks() + place.rank].GiveUp(number);
+}
+
+void Board::GiveUpNext(const Group& group, const Group::Place& place) {
+  const int index = place.group * group.num_ranks() + place.rank;
+  rows_[index].GiveUp(LastCall(index, 1) + 1);
+}
+
+bool Board::HasFailed(int first, int count) const {
+  for (int i = first; i < first + count; ++i) {
+    if (rows_[i].failed.load(std::memory_order_acquire) != 0) return true;
+  }
+  return false;
+}
+
+uint32_t Board::LastCall(int first, int count) const {
+  uint32_t most = 0;
+  for (int i = first; i < first + count; ++i) {
+    most = std::max(most, rows_[i].calls.load(std::memory_order_relaxed));
+  }
+  return most;
+}
+
+void Board::Reset(int first, int count, uint32_t calls) {
+  for (int i = first; i < first + count; ++i) {
+    Row& row = rows_[i];
+    for (Row::Slot& slot : row.slots) {
+      slot.begun.store(0, std::memory_order_relaxed);
+      slot.launched.store(0, std::memory_order_relaxed);
+    }
+    row.calls.store(calls, std::memory_order_relaxed);
+    row.failed.store(0, std::memory_order_release);
+  }
+}
+
+}  // namespace jax_ep

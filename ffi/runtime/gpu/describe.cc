@@ -1,0 +1,177 @@
+// How failed ops are told to the user.
+
+#include "core/text.h"
+#include "runtime/gpu/peers.h"
+
+namespace jax_ep {
+namespace {
+
+std::string RankList(uint32_t ranks) {
+  std::string text;
+  for (int r = 0; r < kMaxRanks; ++r) {
+    if ((ranks >> r & 1) != 0) text += Text(' ', r);
+  }
+  return text;
+}
+
+const char* NameOf(Op op) {
+  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather", "hop between hosts"};
+  return kNames[static_cast<int>(op)];
+}
+
+// What the ranks that are to blame did not do.
+const char* WhatIsMissing(Phase phase) {
+  return phase == Phase::kEnter ? "arrive" : phase == Phase::kWave ? "finish a part of their rows" : "finish";
+}
+
+constexpr const char* kRemedy =
+    " Every rank must reach the same ops in the same order; a rank that is only slow needs a larger "
+    "Group(timeout_s=...). The results of this op, and of later ones, are NaN and -1. Make the Group anew to "
+    "go on.";
+
+// Why a rank that others name gave up.
+std::string WhyOf(const Reason& reason) {
+  if (reason.phase() == Phase::kHop) return ": its hop between hosts failed, whose error says why";
+  if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
+  if (reason.missing() == 0) return "";
+  if (reason.phase() == Phase::kCall) {
+    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op, or run on another mesh");
+  }
+  return Text(": rank(s)", RankList(reason.missing()), " did not ", WhatIsMissing(reason.phase()),
+              " in time");
+}
+
+// The one to tell first: what a rank found itself says more than that another has given up.
+int Weight(Phase phase) {
+  return phase == Phase::kNone ? 0 : phase == Phase::kGivenUp ? 1 : phase == Phase::kStuck ? 3 : 2;
+}
+
+Phase PhaseOf(const Report& report) {
+  return static_cast<Phase>(__atomic_load_n(&report.phase, __ATOMIC_ACQUIRE));
+}
+
+}  // namespace
+
+std::string WhyOf(const HopReason& reason, const std::string& in_time) {
+  const std::string by = Text("the rank on host ", reason.by());
+  switch (reason.phase()) {
+    case HopPhase::kNone:
+      return "";
+    case HopPhase::kLate:
+      return Text(by, " heard nothing from host ", reason.blamed(), " ", in_time,
+                  ". A process there has ended, stands still or has not reached the same op, or the "
+                  "network has failed (with its first error it may stop bringing anything, from living "
+                  "hosts, too)");
+    case HopPhase::kOther:
+      return Text(by, " was sent rows of another op, of other shapes or from another mesh by host ",
+                  reason.blamed());
+    case HopPhase::kBusy:
+      return Text(by,
+                  " began a hop while another one was under way on the same GPU. Let one of them use the "
+                  "other's result, so that they run in turn");
+    case HopPhase::kPlace:
+      return Text(by,
+                  " runs as that of another host: the group was made for another mesh. Make the Group from "
+                  "the mesh of this shard_map");
+    case HopPhase::kWithin:
+      return Text(by, " gave up, for an op among the ranks of that host had failed, whose error says why");
+    case HopPhase::kWorn:
+      return Text(by,
+                  " has sent as many pieces as NCCL's proxy can count. A Group that is made anew takes JAX's "
+                  "collectives between hosts; a new process has rails again");
+  }
+  return "";
+}
+
+bool DevicePeers::HasFailed() const {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    if (__atomic_load_n(&reports_[i].left_out, __ATOMIC_ACQUIRE) != 0) return true;
+    if (PhaseOf(reports_[i]) != Phase::kNone || board_->HasFailed(static_cast<int>(i), 1)) return true;
+  }
+  return false;
+}
+
+std::string DevicePeers::DescribeFailure() const {
+  int found = -1;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    const int weight = Weight(PhaseOf(reports_[i]));
+    if (weight > 0 && (found < 0 || weight > Weight(PhaseOf(reports_[found])))) found = static_cast<int>(i);
+  }
+  return found < 0 ? "" : Describe(reports_[found], found);
+}
+
+std::string DevicePeers::Describe(const Call& call) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = calls_.find(call.hash);
+  return it == calls_.end() ? "an op that this process has not run" : it->second;
+}
+
+std::string DevicePeers::Describe(const Report& report, int rank_index) const {
+  const Phase phase = PhaseOf(report);
+  const char* op = NameOf(static_cast<Op>(report.op));
+  std::string group;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    group = NameOfOne(name_, rank_index / num_ranks_, static_cast<int>(ranks_.size()) / num_ranks_);
+  }
+  const std::string missing = RankList(report.missing), of_group = Text(": of group ", group, ", ");
+  const std::string call = Describe(Call::Of(report.call)), other = Describe(Call::Of(report.other_call));
+  const bool is_apart = Call::DifferInList(Call::Of(report.call), Call::Of(report.other_call));
+  switch (phase) {
+    case Phase::kNone:
+      return "";
+    case Phase::kRank:
+      return Text(op, ": group ", group, " was made for another mesh: GPU ", ranks_[rank_index].device,
+                  " runs as rank ", static_cast<int>(report.missing), ", but is rank ", report.rank,
+                  " there; make the Group from the mesh of this shard_map");
+    case Phase::kCall:
+      if (is_apart) {
+        return Text(op, ": group ", group, " was made for another mesh: its rank(s)", missing,
+                    " run in another list of ranks than its rank ", report.rank,
+                    "; make the Group from the mesh of this shard_map");
+      }
+      return Text(op, of_group, "rank(s)", missing, " called ", other == call ? "another call of " : "",
+                  other, ", where rank ", report.rank, " called ", call, ". No row was moved.", kRemedy);
+    case Phase::kChannel:
+      return Text(op, of_group, "rank ", report.rank, " began ", call, " while ", other,
+                  " was still running on the same GPU, in the same of ", kChannels,
+                  " channels (ops of few tokens have one for all of them). Let one of them use the other's "
+                  "result, so that they run in turn.",
+                  kRemedy);
+    case Phase::kGivenUp: {
+      const Reason reason{report.reason};
+      // A hop is none of the ops that are counted.
+      const std::string number = report.epoch == 0 ? "" : Text("the group's op ", report.epoch, " ");
+      return Text(op, of_group, "rank ", reason.rank(), " gave up", WhyOf(reason), "; rank ", report.rank,
+                  " found so in ", number, "(", call, ").", kRemedy);
+    }
+    case Phase::kHop: {
+      const HopReason reason{report.hop};
+      std::string what;
+      if (reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0) {
+        what = is_apart ? ". The program runs on another mesh than the group's: make the Group from the mesh "
+                          "of this shard_map"
+                        : Text(", which called ", other);
+      }
+      return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
+                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")), what,
+                  ".", kRemedy);
+    }
+    case Phase::kStuck:
+      return Text(op, of_group, "rank(s)", missing, " are stuck inside ", call,
+                  ", which they did not finish within ", 2e-9 * static_cast<double>(report.timeout_ns),
+                  " s, and may still write to the memory of rank ", report.rank, ": GPU ",
+                  ranks_[rank_index].device,
+                  " was stopped, so that no program goes on with that memory. This process cannot use it "
+                  "any more, and is ended in ",
+                  kEndsAfterSeconds, " seconds.");
+    default:
+      return Text(op, of_group, "rank(s)", missing, " did not ", WhatIsMissing(phase), " in time: rank ",
+                  report.rank, " waited ", 1e-9 * static_cast<double>(report.timeout_ns),
+                  " s in the group's op ", report.epoch, " (", call, ").", kRemedy);
+  }
+}
+
+}  // namespace jax_ep

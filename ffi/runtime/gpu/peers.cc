@@ -1,0 +1,257 @@
+#include "runtime/gpu/peers.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <stdexcept>
+
+#include "core/text.h"
+#include "runtime/gpu/driver.h"
+#include "runtime/gpu/prepare.h"
+#include "runtime/switches.h"
+#include "runtime/watch.h"
+
+namespace jax_ep {
+
+std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks, int board,
+                              std::shared_ptr<DevicePeers>& peers) {
+  if (num_ranks > kMaxRanks) {
+    return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
+  }
+  auto made = std::make_shared<DevicePeers>();
+  made->ranks_ = ranks;
+  made->num_ranks_ = num_ranks;
+  made->regions_.resize(ranks.size());
+  const int total = static_cast<int>(ranks.size());
+  made->board_ = board < 0 ? Board::Make(total) : Board::Map(board, total);
+  int64_t a_device = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i].device < 0) continue;
+    a_device = ranks[i].device;
+    std::vector<int64_t> devices;
+    std::vector<uint64_t> addresses;
+    for (int r = made->first_of(i); r < made->first_of(i) + num_ranks; ++r) {
+      devices.push_back(ranks[r].device);
+      addresses.push_back(ranks[r].control);
+    }
+    if (std::string text = PrepareDevice(a_device, devices, addresses); !text.empty()) return text;
+    if (std::count(devices.begin(), devices.end(), -1) != 0) {
+      made->regions_[i] = FindRegion(ranks[i].control, a_device);
+    }
+  }
+  made->reports_ = static_cast<Report*>(MappedHostMemory(a_device, sizeof(Report) * ranks.size()));
+  OnTick([made] { made->Tick(); });
+  peers = made;
+  return "";
+}
+
+std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
+  // All devices have ended their ops before the first block is cleared, and all blocks are clear before the
+  // first op begins.
+  const auto on_all = [&](const char* what, auto&& f) -> std::string {
+    for (const RankMemory& rank : ranks_) {
+      if (rank.device < 0) continue;
+      const cudaError_t error = OnDevice(rank.device, [&] { return f(rank); });
+      if (error != cudaSuccess) {
+        return Text(what, " on GPU ", rank.device, ": ", cudaGetErrorString(error),
+                    ". A GPU that was stopped, or has failed, can be used again by a new process only");
+      }
+    }
+    return "";
+  };
+  auto fresh = std::make_unique<Control>();
+  if (epoch == UINT32_MAX) epoch = 1;  // the next one would be 0, which is none
+  for (Channel& channel : fresh->channels) {
+    channel.epoch = epoch;
+    channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
+  }
+  std::string text =
+      on_all("waiting for the group's ops", [](const RankMemory&) { return cudaDeviceSynchronize(); });
+  if (text.empty()) {
+    text = on_all("clearing the control block", [&](const RankMemory& rank) {
+      const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
+                                           sizeof(Control), cudaMemcpyHostToDevice);
+      if (error != cudaSuccess) return error;
+      // No op is under way, so every rank may write to the others' arenas again.
+      uint32_t heard[kMaxRanks];
+      std::fill_n(heard, kMaxRanks, epoch);
+      auto* const arena = reinterpret_cast<Arena*>(rank.control + sizeof(Control));
+      const cudaError_t told = cudaMemcpy(arena->heard, heard, sizeof(heard), cudaMemcpyHostToDevice);
+      return told == cudaSuccess ? cudaDeviceSynchronize() : told;
+    });
+  }
+  if (!text.empty()) return text;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    reports_[i].phase = 0;
+    reports_[i].left_out = 0;
+    board_->Reset(static_cast<int>(i), 1, calls);
+  }
+  return "";
+}
+
+uint32_t DevicePeers::LastEpoch() const {
+  uint32_t last = 0;
+  for (const RankMemory& rank : ranks_) {
+    if (rank.device < 0) continue;
+    OnDevice(rank.device, [&] {
+      const auto* control = reinterpret_cast<const Control*>(rank.control);
+      for (const Channel& channel : control->channels) {
+        uint32_t epoch = 0;
+        (void)cudaMemcpy(&epoch, &channel.epoch, sizeof(epoch), cudaMemcpyDeviceToHost);
+        last = std::max(last, epoch);
+      }
+      return cudaSuccess;
+    });
+  }
+  return last;
+}
+
+uint32_t DevicePeers::LastCall() const { return board_->LastCall(0, static_cast<int>(ranks_.size())); }
+
+std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* address) const {
+  const Region& region = regions_[place.group * num_ranks_ + place.rank];
+  const bool shared = region.bytes == 0 || region.Contains(reinterpret_cast<uint64_t>(address));
+  if (shared || address == nullptr) return "";
+  return "an array lies outside of the memory that the group's processes shared when it was made; let JAX "
+         "allocate all of its memory at the start (XLA_PYTHON_CLIENT_PREALLOCATE=true, "
+         "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
+}
+
+Peers DevicePeers::At(const Group::Place& place, const Call& call, bool through_arena) const {
+  Peers peers{};
+  const int first = place.group * num_ranks_;
+  peers.call = call;
+  peers.channel_number = through_arena ? kArenaChannel : static_cast<int32_t>(call.site % kChannels);
+  for (int r = 0; r < num_ranks_; ++r) {
+    auto* control = reinterpret_cast<Control*>(ranks_[first + r].control);
+    peers.channel[r] = &control->channels[peers.channel_number];
+    peers.shift[r] = ranks_[first + r].shift;
+  }
+  peers.report = &reports_[first + place.rank];
+  peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
+  peers.rank = place.rank;
+  peers.num_ranks = num_ranks_;
+  return peers;
+}
+
+void DevicePeers::Configure(const std::string& name, double timeout_s) {
+  for (size_t i = 0; i < ranks_.size(); ++i) reports_[i].timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  std::lock_guard<std::mutex> lock(mutex_);
+  name_ = name;
+}
+
+void DevicePeers::Stall(int rank_index, Phase phase, double seconds) {
+  reports_[rank_index].stall_ns[phase == Phase::kEnter ? 0 : 1] = static_cast<uint64_t>(seconds * 1e9);
+}
+
+uint32_t DevicePeers::Remember(const std::string& what) {
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (const char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  std::lock_guard<std::mutex> lock(mutex_);
+  calls_[hash] = what;
+  return hash;
+}
+
+Board::Hooks DevicePeers::HooksFor(int group) const {
+  return {[this](uint64_t hash) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            const auto it = calls_.find(static_cast<uint32_t>(hash));
+            return it == calls_.end() ? std::string() : it->second;
+          },
+          [this, group](int rank) {
+            const RankMemory& memory = ranks_[group * num_ranks_ + rank];
+            return memory.device < 0 && IsGone(memory.process);
+          },
+          [this] { return DescribeFailure(); }};
+}
+
+void DevicePeers::Tick() {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].device < 0) continue;
+    uint32_t gone = 0;
+    for (int r = 0; r < num_ranks_; ++r) {
+      const RankMemory& peer = ranks_[first_of(i) + r];
+      if (peer.device < 0 && IsGone(peer.process)) gone |= 1u << r;
+    }
+    __atomic_store_n(&reports_[i].gone, gone, __ATOMIC_RELEASE);
+    const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
+    if (phase != Phase::kStuck) continue;
+    const auto now = std::chrono::steady_clock::now();
+    if (!told_at_) {
+      told_at_ = now;
+      std::fprintf(stderr, "jax_ep: %s\n", Describe(reports_[i], static_cast<int>(i)).c_str());
+    } else if (now - *told_at_ > std::chrono::seconds(kEndsAfterSeconds)) {
+      std::fprintf(stderr, "jax_ep: ends this process, %d seconds after its GPU was stopped\n",
+                   kEndsAfterSeconds);
+      std::_Exit(1);
+    }
+  }
+}
+
+namespace {
+
+struct Made {
+  std::shared_ptr<DevicePeers> peers;
+  std::string error;
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_future<Made>> groups;
+};
+
+// Never destroyed, like the blocks it holds.
+Registry& GetRegistry() {
+  static Registry* const registry = new Registry;
+  return *registry;
+}
+
+}  // namespace
+
+// A group is made outside of the lock: that takes locks of the driver, which a handler may hold that looks
+// for its own group here.
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
+                            int board) {
+  Registry& registry = GetRegistry();
+  std::promise<Made> promise;
+  std::shared_future<Made> found;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto it = registry.groups.find(key);
+    if (it != registry.groups.end()) {
+      found = it->second;
+    } else {
+      registry.groups.emplace(key, promise.get_future().share());
+    }
+  }
+  if (found.valid()) return found.get().error;
+  Made made;
+  try {
+    made.error = DevicePeers::Make(ranks, num_ranks, board, made.peers);
+  } catch (const std::exception& error) {
+    made.error = error.what();
+  }
+  if (!made.error.empty()) {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.groups.erase(key);  // the next one may try again
+  }
+  promise.set_value(made);
+  return made.error;
+}
+
+std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key) {
+  Registry& registry = GetRegistry();
+  std::shared_future<Made> found;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto it = registry.groups.find(key);
+    if (it == registry.groups.end()) return nullptr;
+    found = it->second;
+  }
+  const bool ready = found.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  return ready ? found.get().peers : nullptr;
+}
+
+}  // namespace jax_ep

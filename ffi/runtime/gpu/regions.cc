@@ -1,0 +1,96 @@
+#include "runtime/gpu/regions.h"
+
+#include <stdexcept>
+
+#include "core/text.h"
+#include "runtime/gpu/driver.h"
+
+namespace jax_ep {
+namespace {
+
+template <typename F, typename... Args>
+void Call(const char* name, unsigned version, const char* what, Args... args) {
+  const auto function = DriverFunction<F>(name, version);
+  if (function == nullptr) throw std::runtime_error(Text(what, ": the CUDA driver lacks ", name));
+  const CUresult result = function(args...);
+  if (result != CUDA_SUCCESS) {
+    const char* text = "unknown error";
+    if (const auto describe = DriverFunction<decltype(cuGetErrorString)>("cuGetErrorString", 6000)) {
+      (void)describe(result, &text);
+    }
+    throw std::runtime_error(Text(what, ": ", name, ": ", text));
+  }
+}
+
+template <typename F>
+class OnExit {
+ public:
+  explicit OnExit(F f) : f_(std::move(f)) {}
+  ~OnExit() { f_(); }
+
+ private:
+  F f_;
+};
+
+void Release(CUmemGenericAllocationHandle handle) {
+  if (const auto release = DriverFunction<decltype(cuMemRelease)>("cuMemRelease", 10020))
+    (void)release(handle);
+}
+
+}  // namespace
+
+Region FindRegion(uint64_t address, int64_t device) {
+  return OnDevice(device, [&]() -> Region {
+    CUdeviceptr base = 0;
+    size_t bytes = 0;
+    Call<decltype(cuMemGetAddressRange)>("cuMemGetAddressRange", 3020, "finding JAX's memory", &base, &bytes,
+                                         static_cast<CUdeviceptr>(address));
+    return {base, bytes};
+  });
+}
+
+int ExportRegion(uint64_t address, int64_t device) {
+  const char* what =
+      "sharing JAX's memory with other processes (it needs JAX's own allocator: unset "
+      "XLA_PYTHON_CLIENT_ALLOCATOR)";
+  return OnDevice(device, [&] {
+    CUmemGenericAllocationHandle handle = 0;
+    Call<decltype(cuMemRetainAllocationHandle)>("cuMemRetainAllocationHandle", 11000, what, &handle,
+                                                reinterpret_cast<void*>(address));
+    const OnExit release([&] { Release(handle); });
+    int descriptor = -1;
+    Call<decltype(cuMemExportToShareableHandle)>("cuMemExportToShareableHandle", 10020, what,
+                                                 static_cast<void*>(&descriptor), handle,
+                                                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0ULL);
+    return descriptor;
+  });
+}
+
+uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>& devices) {
+  const char* what = "mapping the memory of another process";
+  const size_t size = bytes;
+  return OnDevice(devices.at(0), [&]() -> uint64_t {
+    CUmemGenericAllocationHandle handle = 0;
+    Call<decltype(cuMemImportFromShareableHandle)>(
+        "cuMemImportFromShareableHandle", 10020, what, &handle,
+        reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor)),
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    // The mapping keeps the memory, even if its owner ends.
+    const OnExit release([&] { Release(handle); });
+    CUdeviceptr base = 0;
+    Call<decltype(cuMemAddressReserve)>("cuMemAddressReserve", 10020, what, &base, size, size_t{0},
+                                        CUdeviceptr{0}, 0ULL);
+    Call<decltype(cuMemMap)>("cuMemMap", 10020, what, base, size, size_t{0}, handle, 0ULL);
+    std::vector<CUmemAccessDesc> access(devices.size());
+    for (size_t i = 0; i < devices.size(); ++i) {
+      access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+      access[i].location.id = static_cast<int>(devices[i]);
+      access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    }
+    Call<decltype(cuMemSetAccess)>("cuMemSetAccess", 10020, what, base, size,
+                                   static_cast<const CUmemAccessDesc*>(access.data()), access.size());
+    return base;
+  });
+}
+
+}  // namespace jax_ep
