@@ -96,7 +96,7 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
       fits = phase == HopPhase::kBusy || phase == HopPhase::kOther || phase == HopPhase::kLate;
       break;
     case kWorn:
-      fits = phase == HopPhase::kWorn;
+      fits = phase == HopPhase::kCounterExhausted;
       break;
     default:
       break;

@@ -32,8 +32,7 @@ Work MakeWork(Random& random, uint32_t number, uint32_t site) {
   work.in_waves = Chance(random, 60);
   work.counts = Chance(random, 50);
   work.tokens = 1 + static_cast<int>(random() % 12);
-  work.batch = 1 + static_cast<int>(random() % 3);
-  const int head = work.batch * (1 + static_cast<int>(random() % 2)), later = work.batch * 2;
+  const int head = 1 + static_cast<int>(random() % 6), later = 1 + static_cast<int>(random() % 6);
   const int rest = std::max(0, work.tokens - head);
   work.waves = {head, later, 1 + (rest + later - 1) / later};
   return work;
@@ -90,11 +89,12 @@ enum Fault {
   kWrongList,
   kStray,
   kClash,
+  kTail,
   kTwo,
   kNumFaults
 };
 const char* const kNames[] = {"short",      "long",       "gone",  "late",  "never", "other call",
-                              "wrong rank", "wrong list", "stray", "clash", "two"};
+                              "wrong rank", "wrong list", "stray", "clash", "tail",  "two"};
 
 struct Count {
   int scenarios, failed_runs, good_runs, traps, exact, weak;
@@ -138,6 +138,7 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
       exact = phase == Phase::kChannel && by == f && missing == blamed;
       break;
     case kClash:
+    case kTail:
       exact = phase == Phase::kChannel && missing == 1u << by;
       break;
     default:
@@ -214,6 +215,23 @@ void RunFaults() {
     case kClash: {
       const Work stray = MakeWork(random, 5000, plan.work.call.site + 800);
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % 300'000);
+      break;
+    }
+    case kTail: {
+      // A block is held up in the first op while others of its rank end it, and the rank begins another op.
+      // Then one fails.
+      Plan& first = world.plan(f, 0);
+      for (int r = 0; r < world.num_ranks(); ++r) {
+        Work& work = world.plan(r, 0).work;
+        work.pushes = work.in_waves = true;
+        world.plan(r, ops - 1).work.call.site = work.call.site;
+      }
+      first.freezes_at = 1 + random() % 3000;
+      first.freezes_for = share(30, 60);
+      world.plan(f, ops - 1).late_by = share(130, 200);
+      allowed += first.freezes_for + 2 * timeout;
+      const Work stray = MakeWork(random, 5000, first.work.call.site + 801);
+      for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % first.freezes_for);
       break;
     }
     default:

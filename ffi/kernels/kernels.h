@@ -21,10 +21,10 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
                        cudaStream_t stream);
 // The same of few tokens, through the arena (kernels/protocol/arena.h): a push that routes, and a pull of one
 // array, of 16 or 32 bits, that takes no weights back.
-cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream);
-cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream);
+cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
+                            cudaStream_t stream);
+cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
+                            cudaStream_t stream);
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream);
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
@@ -37,8 +37,8 @@ cudaError_t PreloadLayout();
 cudaError_t PreloadCount();
 cudaError_t PreloadPush();
 cudaError_t PreloadPull();
-cudaError_t PreloadSlotPush();
-cudaError_t PreloadSlotPull();
+cudaError_t PreloadSmallPush();
+cudaError_t PreloadSmallPull();
 cudaError_t PreloadGather();
 cudaError_t PreloadRepermute();
 cudaError_t PreloadUnpermute();

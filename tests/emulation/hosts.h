@@ -6,7 +6,7 @@
 
 #include "die.h"
 #include "kernels/hop/exchange.cuh"
-#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/session.cuh"
 #include "network.h"
 
 namespace jax_ep::cuda {
@@ -66,30 +66,22 @@ struct Run {
 inline void ShareWithin(Run& run) {
   __shared__ Published mine, published[kMostRanks];
   const Peers& peers = run.hop.peers;
-  const State state = LoadState(peers, &run.place);
-  uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kGather, state, &epoch);
-  if (alive) {
-    if (blockIdx.x == 0) {
-      if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
-      __syncthreads();
-      Enter(peers, state.call, mine, 1, epoch);
-    }
-    const uint32_t missing = ReadPublished(peers, Op::kGather, state.call, 1, epoch, published);
-    alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
-  }
+  const Opening opening(peers, &run.place);
+  const Session session(peers, Op::kGather);
+  if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
+  bool alive = session.Open(opening);
+  if (alive && blockIdx.x == 0) session.Publish(mine, 1);
+  alive = alive && session.Meet(1, published);
   const auto fill = [&] { FillResult(run.out.data(), peers.num_ranks * sizeof(uint32_t)); };
-  if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
+  if (!alive) return session.Abort(fill);
   for (int r = static_cast<int>(threadIdx.x); r < peers.num_ranks; r += static_cast<int>(blockDim.x)) {
     const Run& peer = *static_cast<const Run*>(published[r].buffers[0]);
     if (!peer.is_inside) Die("a rank reads one that has returned");
     reinterpret_cast<uint32_t*>(run.out.data())[r] = peer.said;
   }
-  LeavePeers(peers, epoch, true);
-  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
-    GiveUp(peers, Op::kGather, epoch, Standing::kOpened, fill);
-  }
-  End(peers);
+  session.Leave();
+  if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
+  session.Close(fill);
 }
 
 // A rank of a host.
@@ -131,7 +123,7 @@ class World {
                                     window_.num_signals());
       for (Channel& channel : member.control->channels) {
         channel.epoch = 1;
-        channel.gate = channel.opened = Stamp(0, 1);
+        channel.gate = channel.opened = Pack(0, 1);
       }
     }
     Machine::Get().on_trap = [](int rank) { Die("rank %d is stopped", rank); };

@@ -1,12 +1,9 @@
-// Two ops for the emulation, which call the protocol's functions in the same order as PushKernel (a push,
-// which may be spread) and PullKernel (a pull, which may be folded). They check what they may assume on
-// the way.
+// Two ops for the emulation, which call a Session in the same order as PushKernel (a push, which may be
+// spread) and PullKernel (a pull, which may be folded). They check what they may assume on the way.
 #pragma once
 
 #include "die.h"
-#include "kernels/protocol/fail.cuh"
-#include "kernels/protocol/fill.cuh"
-#include "kernels/protocol/waves.cuh"
+#include "kernels/protocol/session.cuh"
 
 namespace jax_ep::cuda {
 
@@ -20,7 +17,7 @@ struct Work {
   bool pushes;
   bool in_waves;  // spread, or folded
   bool counts;    // a push with a routing of its own
-  int32_t tokens, batch;
+  int32_t tokens;
   Waves waves;
 
   Shape shape(int num_ranks) const { return {Order::kRank, num_ranks, tokens, 1, num_ranks, 0, 1}; }
@@ -37,6 +34,7 @@ struct Run {
   Peers peers;
   MeshPlace place_operand;
   int active;                            // blocks that send, or pull; the others help
+  Batches batches;                       // that they send: each rank has its own
   std::vector<uint32_t> out;             // [R, T, kWords]: what has come
   std::vector<uint32_t> copies;          // likewise: spread
   std::vector<uint32_t> rows, partials;  // pull: [R, T, kWords], to each rank; folded
@@ -73,25 +71,23 @@ inline void FillResults(Run& run) {
 }
 
 // As PublishCounts and ReadCounts do.
-inline void PublishNumbers(const Run& run, uint32_t epoch) {
+inline void PublishNumbers(const Run& run, const Session& session) {
   const Peers& peers = run.peers;
-  if (blockIdx.x > 0 && !AwaitOpened(peers, epoch)) return;
+  if (blockIdx.x > 0 && !session.AwaitOpened()) return;
   for (int bin = blockIdx.x; bin < kBins; bin += run.active) {
     for (int r = threadIdx.x; r < peers.num_ranks; r += blockDim.x) {
-      StoreStamped(&peers.channel[r]->mail[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
-                   epoch);
+      StoreWord(&peers.channel[r]->mail[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
+                session.epoch());
     }
   }
 }
 
-inline uint32_t ReadNumbers(const Run& run, uint32_t epoch) {
+inline uint32_t ReadNumbers(const Run& run, const Session& session) {
   const Peers& peers = run.peers;
   for (int i = threadIdx.x; i < kBins * peers.num_ranks; i += blockDim.x) {
     const int r = i / kBins, bin = i % kBins;
-    Stamped seen;
-    if (!Await(peers, [&] { return IsOf(seen = LoadStamped(&peers.own().mail[r].counts[bin]), epoch); })) {
-      return 1u << r;
-    }
+    const EpochWord* const word = &peers.own().mail[r].counts[bin];
+    if (!session.Await([&] { return HasEpoch(LoadRelaxed(word), session.epoch()); })) return 1u << r;
   }
   return 0;
 }
@@ -100,45 +96,43 @@ inline uint32_t ReadNumbers(const Run& run, uint32_t epoch) {
 inline void CheckNumbers(const Run& run) {
   for (int i = threadIdx.x; i < kBins * run.peers.num_ranks; i += blockDim.x) {
     const uint32_t seen =
-        static_cast<uint32_t>(LoadStamped(&run.peers.own().mail[i / kBins].counts[i % kBins]));
+        static_cast<uint32_t>(LoadRelaxed(&run.peers.own().mail[i / kBins].counts[i % kBins]));
     if (seen != run.work.Value(i / kBins, 0, i % kBins, 0))
       Die("rank %d reads a wrong count", run.peers.rank);
   }
 }
 
-inline void SendBatches(Run& run, const Published* published, uint32_t epoch) {
+inline void SendBatches(Run& run, const Published* published, const Session& session) {
   __shared__ int dealt;
   const Work& work = run.work;
   const Peers& peers = run.peers;
-  const int count = (work.tokens + work.batch - 1) / work.batch, R = peers.num_ranks;
-  for (int batch = blockIdx.x; batch < count;) {
-    const int begin = batch * work.batch, end = std::min(begin + work.batch, work.tokens);
+  const int R = peers.num_ranks, count = run.batches.Count(work.shape(R), work.waves);
+  for (int number = blockIdx.x; number < count;) {
+    const Batch batch = run.batches.Find(work.shape(R), work.waves, number);
     if (threadIdx.x == 0) {
-      dealt = run.active + batch;
-      if (count > run.active) dealt = run.active + static_cast<int>(atomicAdd(&peers.own().next[0], 1u));
+      dealt = run.active + number;
+      if (count > run.active) dealt = run.active + static_cast<int>(atomicAdd(&peers.own().sent[0], 1u));
     }
-    for (int i = threadIdx.x; i < (end - begin) * R * kWords; i += blockDim.x) {
-      const int t = begin + i / (R * kWords), r = i / kWords % R, word = i % kWords;
+    for (int i = threadIdx.x; i < (batch.end - batch.begin) * R * kWords; i += blockDim.x) {
+      const int t = batch.begin + i / (R * kWords), r = i / kWords % R, word = i % kWords;
       AccessRow(true);
       Run& peer = Touch(run, published, r);
       peer.out[run.At(peers.rank, t, word)] = work.Value(peers.rank, r, t, word);
     }
     __syncthreads();
-    const int next = dealt;
+    number = dealt;
     __syncthreads();
-    const int wave = work.waves.Of(begin);
-    const int first = work.waves.First(work.shape(R), wave), last = work.waves.First(work.shape(R), wave + 1);
+    const int wave = work.waves.Of(batch.begin);
     if (work.in_waves && threadIdx.x < kWarp) {
-      FinishShare(peers, wave, (last - first + work.batch - 1) / work.batch, epoch);
+      session.FinishShare(wave, run.batches.CountIn(work.shape(R), work.waves, wave));
     }
-    batch = next;
   }
 }
 
 // As ClearGaps deals.
-inline void Clear(Run& run, uint32_t epoch) {
+inline void Clear(Run& run) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  const Dealer dealer{&run.peers.own().cleared[epoch % 2]};
+  const Dealer dealer{&run.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - run.active) * warps;
   int unit = (static_cast<int>(blockIdx.x) - run.active) * warps + static_cast<int>(threadIdx.x) / kWarp;
   while (unit < static_cast<int>(run.cleared.size())) {
@@ -149,8 +143,8 @@ inline void Clear(Run& run, uint32_t epoch) {
   }
 }
 
-inline void SpreadTokens(Run& run, uint32_t epoch) {
-  const Dealer dealer{&run.peers.own().spread[epoch % 2]};
+inline void SpreadTokens(Run& run, const Session& session) {
+  const Dealer dealer{&run.peers.own().spread};
   const int lane = threadIdx.x % kWarp, R = run.peers.num_ranks;
   int come = -1;
   while (true) {
@@ -158,7 +152,7 @@ inline void SpreadTokens(Run& run, uint32_t epoch) {
     if (t >= run.work.tokens) return;
     if (run.work.waves.Of(t) != come) {
       come = run.work.waves.Of(t);
-      if (!WaitForWave(run.peers, Op::kDispatch, come, epoch)) return;
+      if (!session.AwaitWave(come)) return;
     }
     AccessRow(true);
     if (lane < kWords) run.copies[run.At(r, t, lane)] = run.out[run.At(r, t, lane)] + 1;
@@ -171,37 +165,31 @@ inline void PushKernel(Run& run) {
   const Work& work = run.work;
   const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
-  const State state = LoadState(peers, &run.place_operand);
+  const Opening opening(peers, &run.place_operand);
+  const Session session(peers, op);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
   }
-  __syncthreads();
-  uint32_t epoch = 0;
-  bool alive = Begin(peers, op, state, &epoch);
-  if (alive && blockIdx.x == 0) Enter(peers, state.call, mine, 1, epoch);
-  if (alive && work.counts && sends) PublishNumbers(run, epoch);
-  if (alive) {
-    uint32_t missing = ReadPublished(peers, op, state.call, 1, epoch, published);
-    if (work.counts && missing == 0) missing = ReadNumbers(run, epoch);
-    alive = AreAllThere(peers, op, Phase::kEnter, epoch, missing);
-  }
+  bool alive = session.Open(opening);
+  if (alive && blockIdx.x == 0) session.Publish(mine, 1);
+  if (alive && work.counts && sends) PublishNumbers(run, session);
+  alive =
+      alive && session.Meet(1, published, {}, [&] { return work.counts ? ReadNumbers(run, session) : 0; });
   const auto fill = [&] { FillResults(run); };
-  if (!alive) return FailBlock(peers, op, epoch, fill);
+  if (!alive) return session.Abort(fill);
   if (work.counts) CheckNumbers(run);
-  if (sends) SendBatches(run, published, epoch);
-  LeavePeers(peers, epoch, true);
-  if (!sends) Clear(run, epoch);
-  if (work.in_waves) SpreadTokens(run, epoch);
-  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, op, published, epoch, work.in_waves)) {
-    GiveUp(peers, op, epoch, Standing::kOpened, fill);
-  }
-  End(peers);
+  if (sends) SendBatches(run, published, session);
+  session.Leave();
+  if (!sends) Clear(run);
+  if (work.in_waves) SpreadTokens(run, session);
+  if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
+  session.Close(fill);
 }
 
 // This block's share of all waves, as Fold divides them: the first one among all blocks, the others among
 // those that do not pull.
-inline void FoldTokens(Run& run, uint32_t epoch) {
+inline void FoldTokens(Run& run, const Session& session) {
   __shared__ unsigned done;
   const Work& work = run.work;
   const int R = run.peers.num_ranks, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
@@ -222,15 +210,15 @@ inline void FoldTokens(Run& run, uint32_t epoch) {
       bool last = false;
       // Fold has a fence before an atomicAdd here; this one is taken for both (cuda_runtime.h).
       if (lane == 0) last = atomicInc(&done, ~0u) == static_cast<unsigned>(mine) - 1;
-      if (last) FinishShare(run.peers, wave, std::min(blocks, sums), epoch);
+      if (last) session.FinishShare(wave, std::min(blocks, sums));
     }
   }
 }
 
-inline void PullTokens(Run& run, const Published* published, unsigned number, uint32_t epoch) {
+inline void PullTokens(Run& run, const Published* published, unsigned number, const Session& session) {
   const Work& work = run.work;
   const Peers& peers = run.peers;
-  const Dealer dealer{&peers.own().next[0]};
+  const Dealer dealer{&peers.own().sent[0]};
   const int lane = threadIdx.x % kWarp;
   int folded = -1;
   while (true) {
@@ -239,7 +227,7 @@ inline void PullTokens(Run& run, const Published* published, unsigned number, ui
     number = dealer.Take(lane);
     if (work.in_waves && work.waves.Of(t) != folded) {
       folded = work.waves.Of(t);
-      if (!WaitForWave(peers, Op::kCombine, folded, epoch)) return;
+      if (!session.AwaitWave(folded)) return;
     }
     for (int i = lane; i < peers.num_ranks * kWords; i += kWarp) {
       AccessRow(false);
@@ -253,38 +241,31 @@ inline void PullTokens(Run& run, const Published* published, unsigned number, ui
 inline void PullKernel(Run& run) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = run.peers;
-  const State state = LoadState(peers, &run.place_operand);
-  uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kCombine, state, &epoch);
-  if (alive && blockIdx.x == 0) {
-    if (threadIdx.x == 0) {
-      mine.buffers[0] = &run;
-      mine.partials[0] = &run;
-      mine.weights = mine.routing = nullptr;
-    }
-    __syncthreads();
-    Enter(peers, state.call, mine, 1, epoch);
+  const Opening opening(peers, &run.place_operand);
+  const Session session(peers, Op::kCombine);
+  if (threadIdx.x == 0) {
+    mine.buffers[0] = &run;
+    mine.partials[0] = &run;
+    mine.weights = mine.routing = nullptr;
   }
   const bool pulls = static_cast<int>(blockIdx.x) < run.active;
-  const Dealer dealer{&peers.own().next[0]};
+  const Dealer dealer{&peers.own().sent[0]};
   unsigned number = 0;
-  bool taken = false;
+  bool taken = false, alive = session.Open(opening);
   if (alive) {
-    if (run.work.in_waves) FoldTokens(run, epoch);
-    taken = pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
+    if (blockIdx.x == 0) session.Publish(mine, 1);
+    if (run.work.in_waves) FoldTokens(run, session);
+    taken = pulls && session.IsOpenedNow();
     if (taken) number = dealer.Take(threadIdx.x % kWarp);
-    const uint32_t missing = ReadPublished(peers, Op::kCombine, state.call, 1, epoch, published);
-    alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
+    alive = session.Meet(1, published);
   }
   const auto fill = [&] { FillResults(run); };
-  if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
+  if (!alive) return session.Abort(fill);
   if (pulls && !taken) number = dealer.Take(threadIdx.x % kWarp);
-  if (pulls) PullTokens(run, published, number, epoch);
-  LeavePeers(peers, epoch, true);
-  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
-    GiveUp(peers, Op::kCombine, epoch, Standing::kOpened, fill);
-  }
-  End(peers);
+  if (pulls) PullTokens(run, published, number, session);
+  session.Leave();
+  if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
+  session.Close(fill);
 }
 
 }  // namespace jax_ep::cuda

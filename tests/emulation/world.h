@@ -35,11 +35,11 @@ class World {
         programs_(num_ranks),
         strays_(num_ranks),
         ended_(num_ranks) {
-    // Each rank's kernels have as many blocks and threads as they like.
+    // Each rank's ops have as many blocks as they like.
     for (int r = 0; r < num_ranks; ++r) {
       controls_.push_back(static_cast<Control*>(std::calloc(1, sizeof(Control))));
       reports_[r].timeout_ns = timeout_ns;
-      blocks_.push_back(1 + random() % 4);
+      blocks_.push_back(random() % 4);
       threads_.push_back(64);  // the first warp meets the ranks, the others read what they publish
     }
     emulation::Machine::Get().random.seed(random());
@@ -204,7 +204,9 @@ class World {
     run->place_operand = {plan.wrong_rank ? (r + 1) % num_ranks_ : r, plan.list};
     run->gone_after = plan.gone_after;
     run->must_fail = has_failed_;
-    const int blocks = blocks_[r];
+    // Each call site has a grid of its own.
+    const int blocks = 1 + static_cast<int>((blocks_[r] + plan.work.call.site * 7 / 3) % 4);
+    run->batches = Batches::Of(plan.work.waves, 1 + (r * 3 + static_cast<int>(plan.work.call.site)) % 5);
     run->active =
         plan.work.pushes || !plan.work.in_waves ? std::max(1, blocks - blocks / 2) : std::max(1, blocks / 2);
     if (!plan.work.pushes && plan.work.in_waves && blocks == 1) run->grid = 2;  // some must fold

@@ -3,8 +3,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
-#include "kernels/protocol/fail.cuh"
-#include "kernels/protocol/fill.cuh"
+#include "kernels/protocol/session.cuh"
 #include "kernels/ptx/bulk.cuh"
 
 namespace jax_ep::cuda {
@@ -62,27 +61,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / kWarp;
   const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
-  const State state = LoadState(peers, params.place_operand);
-  uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kGather, state, &epoch);
-  if (alive) {
-    if (blockIdx.x == 0) {
-      if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
-      __syncthreads();
-      Enter(peers, state.call, mine, 1, epoch);
-    }
-    const uint32_t missing = ReadPublished(peers, Op::kGather, state.call, 1, epoch, published);
-    alive = AreAllThere(peers, Op::kGather, Phase::kEnter, epoch, missing);
-  }
+  const Opening opening(peers, params.place_operand);
+  const Session session(peers, Op::kGather);
+  if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
+  bool alive = session.Open(opening);
+  if (alive && blockIdx.x == 0) session.Publish(mine, 1);
+  alive = alive && session.Meet(1, published);
   const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
-  if (!alive) return FailBlock(peers, Op::kGather, epoch, fill);
+  if (!alive) return session.Abort(fill);
   if (!kInBulk) GatherByStores(params, published);
   if (copies) GatherInBulk(params, published, stages + int64_t{2} * warp * kStageBytes, barriers[warp]);
-  LeavePeers(peers, epoch, true);
-  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kGather, published, epoch, false)) {
-    GiveUp(peers, Op::kGather, epoch, Standing::kOpened, fill);
-  }
-  End(peers);
+  session.Leave();
+  if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
+  session.Close(fill);
 }
 
 }  // namespace

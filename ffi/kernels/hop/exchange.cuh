@@ -9,7 +9,6 @@
 
 #include "kernels/hop/copy.cuh"
 #include "kernels/hop/wait.cuh"
-#include "kernels/protocol/fill.cuh"
 
 namespace jax_ep::cuda {
 
@@ -118,7 +117,7 @@ __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track)
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
   if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.most_pieces) {
-    reason = HopReason::Of(HopPhase::kWorn, hop.host, hop.host).word;
+    reason = HopReason::Of(HopPhase::kCounterExhausted, hop.host, hop.host).word;
   }
   if (reason != 0) GiveUpHop(hop, net, reason);
   return reason == 0;
@@ -146,11 +145,11 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
   }
   // A track that fails clears all of the result, and one that ends after it does so too. Of a track that
   // finds no reason here, the rows were written before any other track clears them.
-  FenceTotal();
+  FenceSeqCst();
   __syncthreads();
-  const bool fails = threadIdx.x == 0 && LoadStamped(&hop.state->reason) != 0;
+  const bool fails = threadIdx.x == 0 && LoadRelaxed(&hop.state->reason) != 0;
   if (!__syncthreads_or(fails)) return;
-  FenceTotal();
+  FenceSeqCst();
   FillResult(hop.out, hop.window.hosts * hop.block_bytes);
 }
 

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "kernels/hop/window.h"
-#include "kernels/protocol/wait.cuh"
+#include "kernels/protocol/fail.cuh"
 
 namespace jax_ep::cuda {
 
@@ -36,7 +36,7 @@ struct HopClock {
 // has not come. 0 if neither has. (The host may have refused the hop for a failure that has not closed this
 // rank's gate: that of another list, or one that is about to.)
 __device__ inline uint64_t FindOwnReason(const HopParams& hop) {
-  const uint64_t known = LoadStamped(&hop.state->reason);
+  const uint64_t known = LoadRelaxed(&hop.state->reason);
   if (known != 0) return known;
   const bool has_failed = hop.is_refused || (hop.peers.num_ranks != 0 && IsGivenUp(hop.peers));
   return has_failed ? HopReason::Of(HopPhase::kWithin, hop.host, hop.host).word : 0;
@@ -55,23 +55,19 @@ __device__ uint64_t FindReason(const HopParams& hop, const Net& net) {
   return 0;
 }
 
-// Calls ready() until it is true, and returns 0; else why the hop cannot go on.
+// Waits until ready(), and returns 0; otherwise returns why the hop cannot go on.
 template <typename Net, typename Ready>
 __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Ready&& ready) {
-  constexpr int kPolls = 64;
   HopClock clock;
-  while (true) {
-#pragma unroll 1
-    for (int i = 0; i < kPolls; ++i) {
-      if (ready()) return 0;
+  uint64_t reason = 0;
+  const bool came = PollUntil(ready, [&] {
+    reason = FindReason(hop, net);
+    if (reason == 0 && clock.IsUp(hop.timeout_ns)) {
+      reason = HopReason::Of(HopPhase::kLate, hop.host, host).word;
     }
-    const uint64_t reason = FindReason(hop, net);
-    if (reason != 0) return reason;
-    if (clock.IsUp(hop.timeout_ns)) {
-      // Once more: this block may not have run for all of that time.
-      return ready() ? 0 : HopReason::Of(HopPhase::kLate, hop.host, host).word;
-    }
-  }
+    return reason != 0;
+  });
+  return came ? 0 : reason;
 }
 
 // Lets all ops within this host fail that begin from now on: its ranks would take what has not come for rows,
@@ -84,10 +80,10 @@ JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t othe
   const bool is_misplaced = HopReason{reason}.phase() == HopPhase::kPlace;
   const bool is_first =
       CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0));
-  CloseGatesOfAll(peers, 0, 1);
+  CloseAllGates(peers, 0, 1);
   // Another track tells, or an earlier op of this rank has told.
-  if (!is_first && Reason{LoadFlag(&peers.own().gate)}.rank() == peers.rank) return;
-  if (atomicExch(&peers.control(peers.rank).recorded, 1u) != 0) return;
+  if (!is_first && Reason{ReasonIn(&peers.own().gate)}.rank() == peers.rank) return;
+  if (!IsFirstFailure(peers)) return;
   peers.report->hop = reason;
   WriteReport(peers, Op::kHop, is_first ? Phase::kHop : Phase::kGivenUp, 0, 0,
               Call{other_call, 0}.WithBlocks(0));

@@ -73,12 +73,12 @@ struct HopWindow {
 // Why a hop failed.
 enum class HopPhase : int32_t {
   kNone = 0,
-  kLate = 1,    // nothing came from a host
-  kOther = 2,   // a host called another op
-  kBusy = 3,    // another hop of this device was under way
-  kPlace = 4,   // the program runs on another mesh than the group's
-  kWithin = 5,  // an op among the ranks of the host has failed
-  kWorn = 6,    // the network counts no further
+  kLate = 1,              // nothing came from a host
+  kOther = 2,             // a host called another op
+  kBusy = 3,              // another hop of this device was under way
+  kPlace = 4,             // the program runs on another mesh than the group's
+  kWithin = 5,            // an op among the ranks of the host has failed
+  kCounterExhausted = 6,  // the network counts no further
 };
 
 // The host that gave up first, the one that it blames, and why, in one word that hosts pass on. Never 0.

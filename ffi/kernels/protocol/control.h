@@ -1,7 +1,8 @@
-// The control blocks: what the ranks of a group tell each other on the devices.
+// The control blocks, through which the ranks of a group communicate on the devices.
 //
 // Each device of a group has one, in its own memory, allocated once. A rank writes into its peers' blocks and
-// reads its own; of its own it also writes what no peer writes. Only a rank that gives up reads its peers'.
+// reads its own. It also writes those words of its own that no peer writes. Only a rank that gives up reads
+// its peers' blocks.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +17,33 @@ constexpr int kMaxBiases = 8;  // of a combine
 constexpr int kMaxBins = 4096 + kMaxRanks;
 // A token's rows are handled by the lanes of one warp.
 constexpr int kMaxRowsPerToken = 32;
-// Tokens are moved in waves where a rank works on what another has moved: it need not wait for all of them.
+// Where a rank works on rows that another has moved, tokens move in waves, so that it need not wait for all.
 constexpr int kMaxWaves = 32;
-// Blocks of one kernel that communicates: at most one for each SM.
+// Most blocks of a kernel that communicates: one for each SM.
 constexpr int kMaxBlocks = 256;
 // Ops of a group that can be in flight on a device at a time, each in a channel of its own.
 constexpr int kChannels = 8;
-// Of few tokens one at a time: they share the arena, and have the last channel (arena.h).
+// Ops of few tokens share the arena, so only one of them is in flight at a time, in the last channel
+// (arena.h).
 constexpr int kArenaChannel = kChannels;
 
-// Which op a rank runs: ranks whose calls differ must not exchange a byte.
+// Identifies the op that a rank runs: ranks whose calls differ must not exchange a byte.
 struct Call {
   uint32_t hash;  // of the op, its shapes and its dtypes
   uint32_t site;  // number of the call site in the group, below kMaxSites
 
-  // What a rank publishes of it, together with the blocks of its kernel, which may differ between ranks.
+  // Returns the word that a rank publishes: the call, and its kernel's blocks, which may differ between
+  // ranks.
   JAX_EP_HD uint64_t WithBlocks(uint32_t num_blocks) const {
     return static_cast<uint64_t>(hash) << 32 | site << 9 | num_blocks;
   }
   JAX_EP_HD static Call Of(uint64_t word) {
     return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word) >> 9};
   }
-  // The same, as ranks tell each other of it: it differs between lists of ranks (MeshPlace), so that those of
-  // several lists do not meet.
+  // Returns the call as it is published. It differs between lists of ranks (MeshPlace), so that ranks of
+  // different lists do not meet.
   JAX_EP_HD Call In(int32_t list) const { return {hash ^ static_cast<uint32_t>(list), site}; }
-  // Whether two calls that differ do so by their lists only, as far as can be told.
+  // Returns whether two different calls appear to differ in their lists only.
   static bool DifferInList(const Call& a, const Call& b) {
     return a.hash != b.hash && (a.hash ^ b.hash) >> 16 == 0;
   }
@@ -50,16 +53,16 @@ struct Call {
 constexpr uint32_t kMaxSites = 1u << 23;
 static_assert(kMaxBlocks <= 0x1ff, "the blocks are the lowest nine bits of a published call");
 
-// What a rank tells its peers of the present op: what it is and where its buffers lie. Addresses travel on
-// the device, each time, so nothing is baked into a captured graph.
+// What a rank publishes to its peers in each op: the call and the addresses of its buffers. Addresses travel
+// on the device every time, so that a captured graph holds none.
 struct Published {
   uint64_t call;  // Call::WithBlocks
   void* weights;
-  void* routing;  // what arrives with the rows: topk_idx by rank, received_rows by expert
+  void* routing;  // arrives with the rows: topk_idx by rank, received_rows by expert
   void* buffers[kMaxPayloads];
   void* partials[kMaxPayloads];  // combine by expert: sums of each token's rows
 
-  // Those words of it that an op with `num_buffers` of each uses, by number.
+  // The words that an op with `num_buffers` buffers and as many partials uses, by number.
   static JAX_EP_HD int Count(int num_buffers) { return 3 + 2 * num_buffers; }
   JAX_EP_HD uint64_t& Word(int i, int num_buffers) {
     const bool is_partial = i >= 3 + num_buffers;
@@ -68,39 +71,42 @@ struct Published {
 };
 static_assert(sizeof(Published) == 8 * (3 + 2 * kMaxPayloads), "made of words");
 
-// A number below, and above it the epoch of the op that it belongs to. It is written and read as one, so that
-// whoever finds the epoch has the number too: no fence, no flag after it.
-using Stamped = uint64_t;
+// A number in the lower half, and in the upper half the epoch of the op that it belongs to. Both are written
+// and read at once, so that a reader that finds the epoch has the number, too, without a fence or a flag.
+using EpochWord = uint64_t;
 
 // How a block left an op.
 enum Left : uint32_t {
-  kWhole = 1,   // after it had done its part
-  kBroken = 2,  // before; the op has failed
+  kWhole = 1,   // it had done its part
+  kBroken = 2,  // it had not; the op has failed
 };
 
-// What a peer tells before any row moves. It may tell of its next op once every block of this rank has left.
+// What a peer publishes before any row moves. It may publish its next op once every block of this rank has
+// left.
 struct Mail {
-  Stamped words[sizeof(Published) / 8][2];  // Published: lower half, upper half
-  Stamped counts[kMaxBins];                 // dispatch: its rows by expert, then by rank
+  EpochWord words[sizeof(Published) / 8][2];  // Published: lower half, upper half
+  EpochWord counts[kMaxBins];                 // dispatch: its rows by expert, then by rank
 };
 
-// What one op in flight needs. A call site keeps its channel, so that ops that run side by side on several
-// streams are told apart. Epochs count the ops of a channel; 0 is none, which the counts skip.
+// The state of one op in flight. A call site keeps its channel, so that ops that run side by side on several
+// streams do not mix. Epochs count the ops of a channel. 0 stands for no op, and the count skips it.
 struct Channel {
   // Upper half: the epoch of the last op that this rank has opened; from then on until its blocks have left,
-  // it may touch its peers' memory. Lower half: 0, or a Reason; then the rank opens no op any more. A rank
-  // opens an op by adding one above, which also tells it what was below, and a peer that gives up stores the
-  // lower half: one of them is first. A rank that finds a reason takes back what it has added.
+  // it may touch its peers' memory. Lower half: 0 or a Reason, after which the rank opens no op. A rank opens
+  // an op by adding one to the upper half, which also returns the lower half, and a peer that gives up stores
+  // the lower half. One of the two comes first. A rank that finds a reason takes its addition back.
   uint64_t gate;
-  Stamped opened;                                    // the call site, plus 1, of the op that was opened last
-  uint32_t epoch;                                    // of the last op that has ended here
-  uint32_t ended;                                    // blocks that have ended, or failed; 0 between ops
-  uint32_t wave_shares[kMaxWaves];                   // shares of each wave that are done; 0 between ops
-  uint32_t next[kMaxPayloads];                       // tickets that were taken, of each array if they differ
-  uint32_t spread[2];                                // likewise, for rows to spread: by turns, op by op
-  uint32_t cleared[2];                               // and for rows to clear
-  alignas(128) Stamped left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
-  alignas(128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the epoch whose wave each peer is done with
+  EpochWord opened;  // the call site, plus 1, of the op that was opened last
+  uint32_t epoch;    // of the last op of which all blocks have ended here
+  // The rest is 0 between ops; the block that ends last sees to that.
+  uint32_t ended;                   // blocks of this rank that have ended (CountEnd)
+  uint32_t wave_shares[kMaxWaves];  // shares of each wave that are done
+  uint32_t sent[kMaxPayloads];  // tickets taken for tokens to send or to pull, of each array if they differ
+  uint32_t spread;              // tickets taken for rows to spread
+  uint32_t cleared;             // tickets taken for rows to clear
+  alignas(128) EpochWord left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
+  alignas(
+      128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the last epoch in which each peer finished the wave
   alignas(128) Mail mail[kMaxRanks];
 };
 
@@ -119,12 +125,12 @@ enum class Phase : int32_t {
   kCall = 5,     // ranks called another op
   kChannel = 6,  // another op of this device was still using the channel
   kGivenUp = 7,  // another rank gave up
-  kStuck = 8,    // ranks did not finish, and could still write here: the GPU was stopped
+  kStuck = 8,    // ranks did not finish and could still write here: the GPU was stopped
   kHop = 9,      // a hop between hosts failed (hop.h)
 };
 enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3, kHop = 4 };
 
-// Who gave up first, and why, in one word that every rank passes on. Never 0.
+// The rank that gave up first, and why, in one word that every rank passes on. Never 0.
 struct Reason {
   uint32_t word;
 
@@ -137,7 +143,7 @@ struct Reason {
 };
 static_assert(kMaxRanks <= 16, "a reason has a bit for each rank");
 
-// In host memory that the device can read and write: how an op failed, and what the host tells the kernels.
+// In host memory that the device can read and write: how an op failed, and what the host sends to kernels.
 struct Report {
   // Written by the device, `phase` last.
   int32_t phase;     // Phase
@@ -149,23 +155,23 @@ struct Report {
   uint64_t call;        // Call::WithBlocks(0)
   uint64_t other_call;  // Phase::kCall, kChannel and kHop: what the first of those ranks called instead
   uint64_t hop;         // Phase::kHop: the HopReason
-  uint32_t left_out;    // an op has left out a rank, which may have counted fewer ops since
+  uint32_t left_out;    // an op has left out a rank, which may since have counted fewer ops
 
   // Written by the host.
-  uint64_t timeout_ns;   // how long an op waits for its peers, all of its waits together
-  uint64_t stall_ns[2];  // tests: how long this rank is held up before it enters, and inside
-  uint32_t gone;         // bit r: rank r's process has ended, and writes nothing any more
+  uint64_t timeout_ns;   // how long all waits of an op for its peers may last together
+  uint64_t stall_ns[2];  // tests: how long this rank is delayed before it enters, and inside
+  uint32_t gone;         // bit r: rank r's process has ended and writes nothing any more
 };
 
-// What a communicating kernel needs to know of its group, passed by value.
+// A communicating kernel's view of its group, passed by value.
 struct Peers {
   Channel* channel[kMaxRanks];  // this op's, by rank; [rank] is this device's own
   int64_t shift[kMaxRanks];     // from an address that rank r publishes to the same memory here
   Report* report;
   Call call;
-  uint32_t stress_ns;  // longest random delay before Enter and before leaving; 0 but in stress tests
+  uint32_t stress_ns;  // longest random delay before entering and before leaving; 0 except in stress tests
   int32_t rank;
-  int32_t num_ranks;       // 0: the op is local, nobody is met
+  int32_t num_ranks;       // 0: the op is local
   int32_t channel_number;  // of `channel` in the control blocks
 
   JAX_EP_HD Channel& own() const { return *channel[rank]; }

@@ -1,150 +1,25 @@
-// How the ranks meet in an op that goes through the arena: they open it, tell each other what they call, and
-// then only wait for what they need. Nobody waits for a peer to end.
+// One op of one rank, as one block sees it, where ranks write to each other's arenas only (arena.h).
+//
+// A kernel begins a MailOpening early, makes a MailSession, and then calls in this order:
+//
+//   Open         the rank opens the op, and finds out which peers it may write to
+//   PublishCall  the last block, the leader, publishes the call
+//   AwaitCall    the leader compares what all ranks call. Or, where ranks may be left out, every block calls
+//   AgreeOnRanks which also settles the ranks that take part
+//   Close        this block ends; the one that ends last frees the channel
+//
+// In between each block waits only for the words that it needs. Nobody waits for a peer to end, because no
+// peer writes to this rank's results. Every block calls Open and Close once. What the session knows lies in
+// shared memory, so that the warps of a block cannot disagree.
 #pragma once
 
-#include "kernels/protocol/fail.cuh"
-#include "kernels/protocol/fill.cuh"
-#include "kernels/small/args.cuh"
+#include "kernels/protocol/arena.h"
+#include "kernels/protocol/session.cuh"
 
 namespace jax_ep::cuda {
 
-// How this rank takes part in an op. The same in all threads of a block.
-struct Visit {
-  bool open;
-  uint32_t epoch;
-  Call call;          // as this rank tells of it
-  uint32_t ranks;     // bit r: rank r takes part, as far as is known; none where this rank itself does not
-  uint32_t writable;  // those of them whose arena this rank may write to
-  bool failed;        // this block has missed what it needs
-};
-
-// The ranks that the program says take part.
-__device__ inline uint32_t ActiveRanks(const SlotArgs& args) {
-  const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
-  const bool takes_part = lane < R && args.attendance.is_active(lane);
-  const unsigned ranks = __ballot_sync(kAllLanes, takes_part);
-  return ranks >> args.peers.rank & 1 ? ranks : 0;
-}
-
-// Whether a rank has begun op `epoch`, so that it has ended all before: as one thread for that rank.
-__device__ inline bool HasBegun(const SlotArgs& args, int r, uint32_t epoch) {
-  const uint32_t begun = LoadAcquire(&args.arena(args.peers.rank).begun[r]);
-  return static_cast<int32_t>(begun - epoch) >= 0;
-}
-
-// The ranks, of those that take part, that this rank may write to: those that it has heard of in the op
-// before, and others once they have begun this one. Where ranks may be left out they have a part of the time
-// for that, so that what this rank sends to others does not come too late. Each warp.
-__device__ inline uint32_t FindWritable(const SlotArgs& args, const Visit& visit, uint32_t heard) {
-  constexpr int kPart = 4;
-  const int lane = threadIdx.x % kWarp;
-  const uint32_t doubtful = visit.ranks & ~heard;
-  if (doubtful == 0) return visit.ranks;
-  bool writable = (visit.ranks & heard) >> lane & 1;
-  if (doubtful >> lane & 1) {
-    const auto has_begun = [&] { return HasBegun(args, lane, visit.epoch); };
-    const uint64_t time = LoadFromHost(&args.peers.report->timeout_ns) / (args.attendance.masks ? kPart : 1);
-    const uint64_t until = GlobalNanoseconds() + time;
-    while (!(writable = has_begun()) && GlobalNanoseconds() < until && !IsGivenUp(args.peers)) {
-      __nanosleep(500);
-    }
-    // Once more: this block may not have run for all of that time.
-    writable = writable || has_begun();
-  }
-  __syncwarp();
-  return __ballot_sync(kAllLanes, writable);
-}
-
-// Waits until the first block has opened this op. False if it does not: the gate is closed, or this block has
-// begun while another op of the rank was ending, and so has taken this one for an earlier one. The wait needs
-// no time-out, because the first block waits for nobody before that; and a rank that stalls there must only
-// be late for the others, not let the op fail.
-__device__ inline bool AwaitOpening(const Peers& peers, uint32_t epoch) {
-  while (true) {
-    const Stamped opened = LoadStamped(&peers.own().opened);
-    if (opened == Stamp(peers.call.site + 1, epoch)) return true;
-    const bool is_later = static_cast<int32_t>(static_cast<uint32_t>(opened >> 32) - epoch) > 0;
-    if (is_later || IsGivenUp(peers)) return false;
-  }
-}
-
-// Opens the op for this rank. The whole block.
-__device__ inline Visit OpenSlots(const SlotArgs& args, Op op) {
-  const Peers& peers = args.peers;
-  const int lane = threadIdx.x % kWarp, R = args.shape.num_ranks;
-  Visit visit{};
-  const State state = LoadState(peers, args.place_operand);
-  const uint32_t last = lane < R ? args.arena(peers.rank).heard[lane] : 0;
-  visit.call = state.call;
-  visit.ranks = ActiveRanks(args);
-  bool open = Begin(peers, op, state, &visit.epoch);
-  if (open && blockIdx.x > 0) open = __syncthreads_or(threadIdx.x == 0 && AwaitOpening(peers, visit.epoch));
-  visit.open = open;
-  if (!open) return visit;
-  // Before anybody waits for this rank to have begun.
-  if (args.presides() && threadIdx.x < R && (visit.ranks >> threadIdx.x & 1) != 0) {
-    StoreRelaxed(&args.arena(threadIdx.x).begun[peers.rank], visit.epoch);
-  }
-  __syncwarp();
-  // A block that comes late may find that the last one has heard of the peer in this op already.
-  const bool was_heard = lane < R && (last == visit.epoch - 1 || last == visit.epoch);
-  visit.writable = FindWritable(args, visit, __ballot_sync(kAllLanes, was_heard));
-  return visit;
-}
-
-// Waits as one thread for a word of the present op. Many warps wait at the same time: they pause in between,
-// so that what they wait for is not held up.
-__device__ inline bool AwaitWordOf(const Peers& peers, const Stamped* word, uint32_t epoch) {
-  constexpr unsigned kPauseNs = 20;
-  return Await(peers, [&] {
-    const bool there = IsOf(LoadStampedAcquire(word), epoch);
-    if (!there) __nanosleep(kPauseNs);
-    return there;
-  });
-}
-
-// Tells every rank what this one calls. One block, which also tells the host where a rank is left out.
-__device__ inline void TellCall(const SlotArgs& args, const Visit& visit) {
-  const int r = threadIdx.x;
-  if (r == 0 && visit.ranks != (1u << args.shape.num_ranks) - 1) args.peers.report->left_out = 1;
-  if (r >= args.shape.num_ranks || (visit.writable >> r & 1) == 0) return;
-  const uint64_t call = visit.call.WithBlocks(0);
-  Stamped* const there = args.mail(r, args.peers.rank, visit.epoch).call;
-  StoreStamped(&there[0], static_cast<uint32_t>(call), visit.epoch);
-  StoreStamped(&there[1], static_cast<uint32_t>(call >> 32), visit.epoch);
-}
-
-// As one thread for each rank: waits for its call. Bit r of the result: this thread has missed rank r. A rank
-// that calls something else fails the op.
-__device__ inline uint32_t AwaitCall(const SlotArgs& args, Op op, const Visit& visit, int r,
-                                     const WaitLog& log) {
-  const Peers& peers = args.peers;
-  if (r >= args.shape.num_ranks) return 0;
-  log.Note(r, 0);
-  if ((visit.ranks >> r & 1) == 0) return 0;
-  const Stamped* const words = args.mail(peers.rank, r, visit.epoch).call;
-  Stamped low, high;
-  uint64_t came = 0;
-  const bool there = Await(peers, [&] {
-    low = LoadStamped(&words[0]);
-    high = LoadStamped(&words[1]);
-    const bool both = IsOf(low, visit.epoch) && IsOf(high, visit.epoch);
-    if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
-    return both;
-  });
-  if (!there && log.wait_us != nullptr) came = GlobalNanoseconds();
-  if (r != peers.rank) log.Note(r, came);  // nobody waits for itself
-  if (!there) return 1u << r;
-  args.arena(peers.rank).heard[r] = visit.epoch;
-  const uint64_t call = high << 32 | static_cast<uint32_t>(low);
-  // The sites of ops that ranks may miss are each rank's own.
-  const bool any_site = args.attendance.active_ranks != nullptr;
-  if (any_site ? Call::Of(call).hash == visit.call.hash : Call::Of(call) == visit.call) return 0;
-  Fail(peers, op, Phase::kCall, visit.epoch, 1u << r, AsFrom(peers, visit.call, call));
-  return kKeptOut;
-}
-
-// The bits that any thread of a block has, in all of them. Nearly always there are none.
+// Returns the bits that any thread of a block has, in all of them; nearly always there are none. The whole
+// block; synchronizes.
 __device__ inline uint32_t BlockOr(uint32_t bits) {
   if (!__syncthreads_or(bits != 0)) return 0;
   __shared__ uint32_t all;
@@ -152,129 +27,317 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
   __syncthreads();
   if (bits != 0) atomicOr(&all, bits);
   __syncthreads();
-  const uint32_t found = all;
+  const uint32_t result = all;
   __syncthreads();
-  return found;
+  return result;
 }
 
-// Notes that a block has missed ranks; the bits are the same in all of its threads.
-__device__ inline void Miss(const SlotArgs& args, Op op, Visit& visit, Phase phase, uint32_t missing) {
-  if (missing == 0) return;
-  visit.failed = true;
-  const uint32_t ranks = missing & ~kKeptOut;
-  if (threadIdx.x == 0 && ranks != 0) Fail(args.peers, op, phase, visit.epoch, ranks);
+// Fails an op on all ranks, and fills the results. The block of this rank that ends last; synchronizes.
+template <typename Fill>
+__device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+  // After this time, in nanoseconds, what blocks had stored before they ended is in this device's memory, so
+  // that fill() overwrites it. Ordered by time, because a fence in each block would slow down every op.
+  constexpr uint64_t kStoresLand = 1'000'000;
+  if (threadIdx.x == 0) {
+    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+    Delay(kStoresLand);
+  }
+  __syncthreads();
+  EndUnopened(peers, op, epoch, fill);
 }
 
-// Where ranks may be left out, the block that presides alone waits for peers: first for their calls, then for
-// what else this rank expects, by await_rest(ranks), which returns those that were missed. All blocks then go
-// by its verdict, and find there what they need. The whole block.
-template <typename AwaitRest>
-__device__ void AgreeOnRanks(const SlotArgs& args, Op op, Visit& visit, const WaitLog& log,
-                             AwaitRest&& await_rest) {
-  const Peers& peers = args.peers;
-  SlotHead& head = args.head(peers.rank, visit.epoch);
-  if (args.presides()) {
-    const uint32_t late = BlockOr(AwaitCall(args, op, visit, threadIdx.x, log));
-    uint32_t missing = late & ~kKeptOut;
-    visit.failed = __syncthreads_or((late & kKeptOut) != 0 || IsGivenUp(peers));
-    if (!visit.failed) missing |= BlockOr(await_rest(visit.ranks & ~missing));
-    visit.failed |= __syncthreads_or(IsGivenUp(peers));
-    visit.ranks &= ~missing;
+// Fills which ranks took part, and how long they were waited for, of an op that failed. One block.
+JAX_EP_RARE void FillAttendance(const Attendance& attendance, int num_ranks) {
+  FillResult(attendance.active_after, int64_t{num_ranks} * 4);
+  FillResult(attendance.wait_us, int64_t{num_ranks} * 4);
+}
+
+__device__ inline Arena& ArenaOf(const Peers& peers, int rank) {
+  return *reinterpret_cast<Arena*>(&peers.control(rank) + 1);
+}
+
+// One half of the ranks' arenas, which an op uses.
+struct ArenaHalf {
+  const Peers& peers;
+  const Slots& slots;
+  uint32_t number;
+
+  __device__ ArenaHead& head(int rank) const { return ArenaOf(peers, rank).heads[number]; }
+  // Mail at rank `at` that `source` writes.
+  __device__ Mailbox& mail(int at, int source) const { return head(at).mail[source]; }
+  __device__ std::byte* slot(int at, int source, int token) const {
+    std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at) + 1);
+    return first + number * kSlotsOfHalf + slots.offset(source, token);
+  }
+};
+
+// The first step of an op, by the last warp of each block, as Opening. Lane r loads what is known of rank r.
+struct MailOpening {
+  Opening opening;
+  uint32_t heard = 0;      // the last op in which this rank has heard of rank r
+  bool is_active = false;  // rank r takes part, according to the program
+
+  __device__ MailOpening(const Peers& peers, const MeshPlace* place_operand, const Attendance& attendance)
+      : opening(peers, place_operand) {
+    const int r = threadIdx.x % kWarp;
+    if (!IsMine() || r >= peers.num_ranks) return;
+    heard = ArenaOf(peers, peers.rank).heard[r];
+    is_active = attendance.is_active(r);
+  }
+  __device__ static bool IsMine() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
+};
+
+class MailSession {
+ public:
+  __device__ MailSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
+      : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
+
+  // The whole block; synchronizes. Returns false if the block must not go on with the op.
+  __device__ bool Open(const MailOpening& mine) const {
+    if (MailOpening::IsMine()) {
+      bool fails = false;
+      if (Opening::IsMine()) {
+        BlockClock().began = 0;
+        BlockClock().limit = 0;
+        fails = !mine.opening.Finish(peers_, op_);
+        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mine.opening.epoch());
+      }
+      fails = __ballot_sync(kAllLanes, fails) != 0;
+      const uint32_t epoch = __shfl_sync(kAllLanes, mine.opening.epoch(), kWarp - 1);
+      const unsigned active = __ballot_sync(kAllLanes, mine.is_active);
+      const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
+      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mine.heard);
+      if (Opening::IsMine()) state_of_block() = {epoch, mine.opening.call(), ranks, writable, !fails, fails};
+    }
+    __syncthreads();
+    return state_of_block().is_open;
+  }
+
+  __device__ uint32_t epoch() const { return state_of_block().epoch; }
+  // Bit r: rank r takes part, as far as is known. None if this rank does not.
+  __device__ uint32_t ranks() const { return state_of_block().ranks; }
+  __device__ bool has_all_ranks() const { return ranks() == (1u << peers_.num_ranks) - 1; }
+  // Those of them to whose arenas this rank may write.
+  __device__ uint32_t writable() const { return state_of_block().writable; }
+  __device__ bool may_write(int r) const { return (writable() >> r & 1) != 0; }
+  // Whether this block has missed something it needs.
+  __device__ bool has_failed() const { return state_of_block().has_failed; }
+  // The leader compares all ranks' calls, and settles which ranks take part where some may be left out.
+  __device__ static bool is_leader() { return blockIdx.x == gridDim.x - 1; }
+
+  __device__ ArenaHalf half() const { return {peers_, slots_, epoch() % 2}; }
+
+  // As one thread: waits for a word of this op. Many warps wait at the same time. They pause in between, so
+  // that what they wait for is not delayed.
+  __device__ bool AwaitWord(const EpochWord* word) const {
+    constexpr unsigned kPauseNs = 20;
+    return Await(peers_, [&] {
+      const bool is_there = HasEpoch(LoadAcquire(word), epoch());
+      if (!is_there) __nanosleep(kPauseNs);
+      return is_there;
+    });
+  }
+
+  // Publishes this rank's call, and reports to the host if a rank is left out. The leader; each thread for a
+  // rank.
+  __device__ void PublishCall() const {
+    const int r = threadIdx.x;
+    if (r == 0 && !has_all_ranks()) peers_.report->left_out = 1;
+    if (r >= peers_.num_ranks || !may_write(r)) return;
+    const uint64_t word = call().WithBlocks(0);
+    EpochWord* const there = half().mail(r, peers_.rank).call;
+    StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
+    StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
+  }
+
+  // As one thread for each rank r: waits for its call. Returns bit r if this thread has missed it. A rank
+  // that calls something else fails the op.
+  __device__ uint32_t AwaitCall(int r, const WaitLog& log) const {
+    if (r >= peers_.num_ranks) return 0;
+    log.Write(r, 0);
+    if ((ranks() >> r & 1) == 0) return 0;
+    const EpochWord* const words = half().mail(peers_.rank, r).call;
+    EpochWord low, high;
+    uint64_t came = 0;
+    const bool is_there = Await(peers_, [&] {
+      low = LoadRelaxed(&words[0]);
+      high = LoadRelaxed(&words[1]);
+      const bool both = HasEpoch(low, epoch()) && HasEpoch(high, epoch());
+      if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
+      return both;
+    });
+    if (!is_there && log.wait_us != nullptr) came = GlobalNanoseconds();
+    if (r != peers_.rank) log.Write(r, came);  // nobody waits for itself
+    if (!is_there) return 1u << r;
+    ArenaOf(peers_, peers_.rank).heard[r] = epoch();
+    const uint64_t word = high << 32 | NumberOf(low);
+    // The sites of ops that ranks may miss are each rank's own.
+    const bool any_site = attendance_.active_ranks != nullptr;
+    if (any_site ? Call::Of(word).hash == call().hash : Call::Of(word) == call()) return 0;
+    RecordFailure(peers_, op_, Phase::kCall, epoch(), 1u << r, ForHost(peers_, call(), word));
+    return kAborted;
+  }
+
+  // Where ranks may be left out, the leader alone waits for peers: first for their calls, then for what else
+  // this rank expects, by await_rest(ranks), which returns the ranks that this thread has missed. It writes
+  // its verdict, by which all blocks then go, and everything of those ranks is there. The whole block;
+  // synchronizes.
+  template <typename AwaitRest>
+  __device__ void AgreeOnRanks(const WaitLog& log, AwaitRest&& await_rest) const {
+    State& state = state_of_block();
+    EpochWord* const verdict = &half().head(peers_.rank).verdict;
+    if (is_leader()) {
+      const uint32_t late = BlockOr(AwaitCall(threadIdx.x, log));
+      uint32_t missing = late & ~kAborted;
+      bool fails = __syncthreads_or((late & kAborted) != 0 || IsGivenUp(peers_));
+      if (!fails) missing |= BlockOr(await_rest(ranks() & ~missing));
+      fails |= __syncthreads_or(IsGivenUp(peers_)) != 0;
+      if (threadIdx.x == 0) {
+        state.ranks &= ~missing;
+        state.has_failed = fails;
+        if (missing != 0) peers_.report->left_out = 1;
+        StoreWordRelease(verdict, state.ranks, epoch());
+      }
+      __syncthreads();
+      return;
+    }
     if (threadIdx.x == 0) {
-      if (missing != 0) peers.report->left_out = 1;
-      StoreStampedRelease(&head.verdict, visit.ranks, visit.epoch);
+      // Without a time-out: the leader's wait has one, and if it has not found the op open the gate is
+      // closed.
+      EpochWord seen;
+      const auto is_there = [&] {
+        const bool there = HasEpoch(seen = LoadAcquire(verdict), epoch());
+        if (!there) __nanosleep(100);
+        return there;
+      };
+      const bool came = PollUntil(is_there, [&] { return IsGivenUp(peers_); });
+      state.ranks = came ? NumberOf(seen) : 0;
+      state.has_failed = IsGivenUp(peers_);
     }
-    return;
+    __syncthreads();
   }
-  // That block's wait is bounded; and if it has not found the op open, that is for the gate.
-  __shared__ uint32_t found;
-  if (threadIdx.x == 0) {
-    Stamped seen;
-    while (!IsOf(seen = LoadStampedAcquire(&head.verdict), visit.epoch) && !IsGivenUp(peers)) {
-      __nanosleep(100);
+
+  // Records that the block has missed ranks; the bits are the same in all of its threads. Returns whether
+  // there are any. The whole block, which must synchronize before it looks at has_failed.
+  __device__ bool RecordMissing(Phase phase, uint32_t missing) const {
+    if (missing == 0) return false;
+    if (threadIdx.x == 0) {
+      state_of_block().has_failed = true;
+      const uint32_t ranks = missing & ~kAborted;
+      if (ranks != 0) RecordFailure(peers_, op_, phase, epoch(), ranks);
     }
-    found = IsOf(seen, visit.epoch) ? static_cast<uint32_t>(seen) : 0;
+    return true;
   }
-  __syncthreads();
-  visit.ranks = found;
-  visit.failed = __syncthreads_or(IsGivenUp(peers));
-}
 
-// Tells who took part: as the program said, where this rank itself did not. As a thread for each rank.
-__device__ inline void WriteActive(const SlotArgs& args, const Visit& visit) {
-  const int r = threadIdx.x;
-  if (r >= args.shape.num_ranks || args.attendance.active_after == nullptr) return;
-  const bool asked = args.attendance.is_active(r);
-  args.attendance.active_after[r] = visit.ranks == 0 ? asked : visit.ranks >> r & 1;
-}
+  // Writes which ranks took part; what the program said, if this rank did not. Each thread for a rank.
+  __device__ void WriteActive() const {
+    const int r = threadIdx.x;
+    if (r >= peers_.num_ranks || attendance_.active_after == nullptr) return;
+    attendance_.active_after[r] = ranks() == 0 ? attendance_.is_active(r) : ranks() >> r & 1;
+  }
 
-// What an op that failed leaves of who took part. One block.
-JAX_EP_RARE void FillAttendance(const SlotArgs& args) {
-  const int64_t bytes = int64_t{args.shape.num_ranks} * 4;
-  FillResult(args.attendance.active_after, bytes);
-  FillResult(args.attendance.wait_us, bytes);
-}
-
-// Lets the op fail on all ranks, and fills the results. One block, after the others have ended.
-template <typename Fill>
-__device__ __noinline__ void Abandon(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  constexpr uint64_t kSoon = 1'000'000;  // nanoseconds, after which all that blocks had stored is in memory
-  if (threadIdx.x == 0) {
-    CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
-    for (const uint64_t until = GlobalNanoseconds() + kSoon; GlobalNanoseconds() < until;) {
+  // Ends the block. The block of this rank that ends last frees the channel; if any has failed, fill() first
+  // overwrites the results. The blocks' stores are not fenced before they are counted (GiveUpMail). The whole
+  // block; synchronizes.
+  template <typename Fill>
+  __device__ void Close(Fill&& fill) const {
+    __shared__ BlocksEnded ended;
+    Channel& own = peers_.own();
+    if (!state_of_block().is_open && !SettleUnopened(fill)) return;
+    Stall(peers_, Phase::kLeave, epoch());
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ended =
+          BlocksEnded::From(atomicAdd(&own.ended, has_failed() ? BlocksEnded::kFailed + 1 : 1), has_failed());
+      if (ended.is_last) own.ended = 0;
     }
+    __syncthreads();
+    if (!ended.is_last) return;
+    if (ended.any_failed) GiveUpMail(peers_, op_, epoch(), fill);
+    if (threadIdx.x == 0) FreeChannel(own, epoch());
   }
-  __syncthreads();
-  KeepOut(peers, op, epoch, false);
-  if (threadIdx.x == 0 && atomicExch(&peers.control(peers.rank).recorded, 1u) == 0) {
-    WriteReport(peers, op, Phase::kGivenUp, epoch, 0, 0);
-  }
-  __syncthreads();
-  fill();
-}
 
-// Ends a block. The one that ends last ends the op: no peer writes to this rank's results, so where a block
-// has failed it can fill them at once. The blocks' stores are not fenced before they are counted: only an op
-// that has failed needs to know that they have come, and can wait for it.
-template <typename Fill>
-__device__ void EndSlots(const SlotArgs& args, Op op, const Visit& visit, Fill&& fill) {
-  constexpr uint32_t kFailed = 1u << 16;  // counts blocks that have failed, above those that have ended
-  const Peers& peers = args.peers;
-  Channel& own = peers.own();
-  __shared__ bool last, any_failed;
-  Stall(peers, Phase::kLeave, visit.epoch);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const uint32_t ended = atomicAdd(&own.ended, visit.failed ? kFailed + 1 : 1);
-    last = ended % kFailed == gridDim.x - 1;
-    any_failed = visit.failed || ended >= kFailed;
-    if (last) own.ended = 0;
+ private:
+  // In shared memory, written by one thread at a time.
+  struct State {
+    uint32_t epoch;
+    Call call;
+    uint32_t ranks, writable;
+    bool is_open, has_failed;
+  };
+  __device__ static State& state_of_block() {
+    __shared__ State state;
+    return state;
   }
-  __syncthreads();
-  if (!last) return;
-  if (any_failed) Abandon(peers, op, visit.epoch, fill);
-  if (threadIdx.x == 0) CountEpoch(own, visit.epoch);
-}
 
-// Ends a block that has not found the op open: the group has failed, or another op is using the arena.
-template <typename Fill>
-__device__ __noinline__ void EndUnopened(const SlotArgs& args, Op op, Visit visit, Fill&& fill) {
-  __shared__ Standing standing;
-  __shared__ uint32_t found;
-  if (threadIdx.x == 0) {
-    // Also where this block has only waited too long: the op must not be opened any more.
-    CloseGate(args.peers, Reason::Of(args.peers.rank, Phase::kGivenUp, 0));
-    found = visit.epoch;
-    standing = FindStanding(args.peers, &found);
+  __device__ Call call() const { return state_of_block().call; }
+
+  // Waits until the first block has opened this op. Returns false if it does not: the gate is closed, or this
+  // block has begun while another op of the rank was ending, and so has taken this one for an earlier one.
+  // The wait has no time-out, because the first block waits for nobody before that. A rank that is delayed
+  // there must only be late for the others, and not fail the op.
+  __device__ bool AwaitOpening(uint32_t epoch) const {
+    EpochWord opened;
+    const auto is_open = [&] {
+      opened = LoadRelaxed(&peers_.own().opened);
+      return opened == Pack(peers_.call.site + 1, epoch);
+    };
+    return PollUntil(is_open,
+                     [&] { return static_cast<int32_t>(EpochOf(opened) - epoch) > 0 || IsGivenUp(peers_); });
   }
-  __syncthreads();
-  visit.epoch = found;
-  visit.failed = true;
-  if (standing == Standing::kOpened) {
-    EndSlots(args, op, visit, fill);
-  } else if (blockIdx.x == gridDim.x - 1) {
-    Abandon(args.peers, op, found, fill);  // no block of this op has written anything
+
+  // Returns the ranks, of those that take part, that this rank may write to: those that it has heard of in
+  // the op before, and others once they have begun this one. Where ranks may be left out, they have a part of
+  // the time for that, so that what this rank sends to others does not come too late. The warp that opens the
+  // op.
+  __device__ uint32_t FindWritable(uint32_t epoch, uint32_t ranks, uint32_t heard) const {
+    constexpr int kPart = 4;
+    const int r = threadIdx.x % kWarp, R = peers_.num_ranks;
+    // Before anybody waits for this rank to have begun.
+    if (is_leader() && (ranks >> r & 1) != 0) StoreRelaxed(&ArenaOf(peers_, r).begun[peers_.rank], epoch);
+    __syncwarp();
+    // A block that comes late may find that the leader has heard of the peer in this op already.
+    const bool was_heard = r < R && (heard == epoch - 1 || heard == epoch);
+    const uint32_t doubtful = ranks & ~__ballot_sync(kAllLanes, was_heard);
+    if (doubtful == 0) return ranks;
+    bool writable = (ranks >> r & 1) != 0;
+    if ((doubtful >> r & 1) != 0) {
+      const uint32_t* const begun = &ArenaOf(peers_, peers_.rank).begun[r];
+      const auto has_begun = [&] {
+        const bool is_there = static_cast<int32_t>(LoadAcquire(begun) - epoch) >= 0;
+        if (!is_there) __nanosleep(500);
+        return is_there;
+      };
+      const uint64_t timeout = LoadFromHost(&peers_.report->timeout_ns);
+      const uint64_t until = GlobalNanoseconds() + timeout / (attendance_.masks ? kPart : 1);
+      writable = PollUntil(has_begun, [&] { return GlobalNanoseconds() >= until || IsGivenUp(peers_); });
+    }
+    __syncwarp();
+    return __ballot_sync(kAllLanes, writable);
   }
-}
+
+  // Ends a block that has not found the op open: the group has failed, or another op is using the arena.
+  // Returns true if this rank has opened the op after all, which then has failed. The whole block;
+  // synchronizes.
+  template <typename Fill>
+  __device__ bool SettleUnopened(Fill&& fill) const {
+    __shared__ bool is_opened;
+    if (threadIdx.x == 0) {
+      // Also where this block has only taken the op for an earlier one: it must not be opened any more.
+      (void)CloseGate(peers_, Reason::Of(peers_.rank, Phase::kGivenUp, 0));
+      is_opened = HasOpened(peers_, &state_of_block().epoch);
+    }
+    __syncthreads();
+    if (is_opened) return true;
+    // No block of this op has written anything.
+    if (is_leader()) EndUnopened(peers_, op_, epoch(), fill);
+    return false;
+  }
+
+  const Peers& peers_;
+  Op op_;
+  const Attendance& attendance_;
+  const Slots& slots_;
+};
 
 }  // namespace jax_ep::cuda

@@ -1,94 +1,24 @@
-// How the ranks of a group meet in an op: Begin, Enter, MeetAll, then their work, LeavePeers, Leave and End.
+// One op of one rank, as one block sees it, where ranks touch each other's arrays.
+//
+// A kernel begins an Opening early, makes a Session, and then calls in this order:
+//
+//   Open      the rank opens the op: from now on its peers must wait for it before they return
+//   Publish   the first block publishes the call and the addresses of this rank's arrays
+//   Meet      all ranks have published the same call, so peers' arrays may be touched
+//   Leave     this block no longer touches them
+//   AwaitLeft the last block waits until all blocks of all ranks have left
+//   Close     this block ends; the one that ends last frees the channel
+//
+// A block that cannot go on calls Abort in place of Leave and Close. What the session knows lies in shared
+// memory, so that the warps of a block cannot disagree. docs/protocol.md says what each step promises.
 #pragma once
 
-#include "kernels/protocol/wait.cuh"
+#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/waves.cuh"
 
 namespace jax_ep::cuda {
 
-// What Begin needs to know of the channel's state, loaded before it is needed.
-struct State {
-  uint32_t epoch;  // of the op before
-  uint64_t gate;   // before this op opened it; only the thread that opens knows more than the lower half
-  int rank;        // as the program computed it
-  Call call;       // as this rank tells of it
-};
-
-// One thread of the first block opens the op for its rank.
-__device__ inline bool Opens() { return blockIdx.x == 0 && threadIdx.x == blockDim.x - 1; }
-
-__device__ inline State LoadState(const Peers& peers, const MeshPlace* place_operand) {
-  Channel& own = peers.own();
-  const volatile uint32_t* const epoch = &own.epoch;
-  const MeshPlace place = *place_operand;
-  const Call call = peers.call.In(place.list);
-  if (!Opens()) return {*epoch, LoadFlag(&own.gate), place.rank, call};
-  Stall(peers, Phase::kEnter, *epoch + 1);
-  return {*epoch, AddEpochs(&own.gate, 1), place.rank, call};
-}
-
-// As the thread that opens: whether that succeeded. What this rank publishes comes after that.
-__device__ inline bool HasJustOpened(const Peers& peers, Op op, const State& state) {
-  Channel& own = peers.own();
-  if (state.gate == Stamp(0, state.epoch)) {
-    StoreStamped(&own.opened, peers.call.site + 1, state.epoch + 1);
-    return true;
-  }
-  (void)AddEpochs(&own.gate, ~0u);
-  if (static_cast<uint32_t>(state.gate) == 0) {
-    // Another op of this rank has opened the channel and has not ended.
-    const uint32_t user = static_cast<uint32_t>(LoadStamped(&own.opened)) - 1;
-    Fail(peers, op, Phase::kChannel, state.epoch + 1, 1u << peers.rank, Call{0, user}.WithBlocks(0));
-  }
-  return false;
-}
-
-// Finds the epoch of the op that begins here. False, for the whole block, if the group has failed, the
-// channel is in use or the program runs on another mesh than the group's.
-__device__ inline bool Begin(const Peers& peers, Op op, const State& state, uint32_t* epoch) {
-  *epoch = state.epoch + 1;
-  const bool open = Opens() ? HasJustOpened(peers, op, state) : static_cast<uint32_t>(state.gate) == 0;
-  const bool misplaced = state.rank != peers.rank;
-  if (threadIdx.x == 0) {
-    BlockClock().began = 0;
-    BlockClock().limit = 0;
-    HasAbandoned() = false;
-    if (misplaced) Fail(peers, op, Phase::kRank, *epoch, state.rank);
-  }
-  // Another block may fail meanwhile: the threads of this one must agree.
-  return !__syncthreads_or(!open || misplaced);
-}
-
-// Tells every peer what this rank calls and where its buffers are: `mine` in shared memory, of which the
-// first `num_buffers` are used. Called by one block. What earlier kernels have made is there for all devices:
-// those have ended.
-__device__ inline void Enter(const Peers& peers, const Call& call, Published& mine, int num_buffers,
-                             uint32_t epoch) {
-  const int count = Published::Count(num_buffers);
-  for (int i = threadIdx.x; i < peers.num_ranks * count; i += blockDim.x) {
-    const uint64_t word = i % count == 0 ? call.WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
-    Stamped* const there = peers.channel[i / count]->mail[peers.rank].words[i % count];
-    StoreStamped(&there[0], static_cast<uint32_t>(word), epoch);
-    StoreStamped(&there[1], static_cast<uint32_t>(word >> 32), epoch);
-  }
-}
-
-// Waits for one published word of rank r; `came` is when it was found there.
-__device__ inline bool AwaitWord(const Peers& peers, int r, int number, uint32_t epoch, uint64_t* word,
-                                 uint64_t* came = nullptr) {
-  const Stamped* const words = peers.own().mail[r].words[number];
-  Stamped low, high;
-  const bool there = Await(peers, [&] {
-    low = LoadStamped(&words[0]);
-    high = LoadStampedAcquire(&words[1]);
-    const bool both = IsOf(low, epoch) && IsOf(high, epoch);
-    if (both && came != nullptr) *came = GlobalNanoseconds();
-    return both;
-  });
-  *word = high << 32 | static_cast<uint32_t>(low);
-  return there;
-}
-
-// Where to note how long each rank was waited for, from `began` on.
+// Where a block notes how long each rank was waited for, from `began` on.
 struct WaitLog {
   float* wait_us = nullptr;  // [R], or null
   uint64_t began = 0;
@@ -96,125 +26,397 @@ struct WaitLog {
   __device__ static WaitLog From(float* wait_us) {
     return {wait_us, wait_us == nullptr ? 0 : GlobalNanoseconds()};
   }
-  __device__ void Note(int rank, uint64_t came) const {
+  __device__ void Write(int rank, uint64_t came) const {
     if (wait_us != nullptr) wait_us[rank] = came < began ? 0.0f : static_cast<float>(came - began) * 1e-3f;
   }
 };
 
-// Another rank's call, as the host is told of it: so as it would be known here if it came from this rank's
-// list. `own_call` is this rank's, as it tells peers of it.
-__device__ inline uint64_t AsFrom(const Peers& peers, const Call& own_call, uint64_t call) {
+// Returns another rank's call as the host knows it, namely as if it came from this rank's list. `own_call` is
+// this rank's, as it is published.
+__device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uint64_t call) {
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
 }
 
-// As the first warp of a block: waits until every rank has entered, and refuses if they do not all call the
-// same op. Peers' memory may be touched only afterwards: each rank has opened the op before it entered, and
-// none returns from it before those that have opened it have left. Returns the ranks that this thread has
-// missed.
-__device__ inline uint32_t MeetAll(const Peers& peers, Op op, const Call& own_call, uint32_t epoch,
-                                   Published* published, const WaitLog& log) {
-  const int r = threadIdx.x;
-  uint64_t call = own_call.WithBlocks(0), came = 0;
-  uint64_t* const when = log.wait_us == nullptr ? nullptr : &came;
-  const bool late = r < peers.num_ranks && !AwaitWord(peers, r, 0, epoch, &call, when);
-  if (r < peers.num_ranks) log.Note(r, r == peers.rank ? 0 : came);  // nobody waits for itself
-  const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(call) == own_call));
-  if (r < peers.num_ranks) published[r].call = call;
-  if (late) return 1u << r;
-  if (others == 0) return 0;
-  if (r == __ffs(others) - 1) {
-    // This rank's own word is another op's where that op still uses the channel.
-    const bool own = (others >> peers.rank & 1) != 0;
-    Fail(peers, op, own ? Phase::kChannel : Phase::kCall, epoch, others, AsFrom(peers, own_call, call));
+// The first step of an op, by the last thread of each block: the loads are issued when this is made, and
+// nothing waits for them before Finish.
+class Opening {
+ public:
+  __device__ Opening(const Peers& peers, const MeshPlace* place_operand) {
+    if (!IsMine() || peers.num_ranks == 0) return;
+    Channel& own = peers.own();
+    const volatile uint32_t* const epoch = &own.epoch;
+    const MeshPlace place = *place_operand;
+    if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
+    epoch_ = *epoch + 1;
+    gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, 1) : LoadRelaxed(&own.gate);
+    rank_ = place.rank;
+    call_ = peers.call.In(place.list);
   }
-  return kKeptOut;
-}
 
-// Meets all ranks, and copies what they publish in this op to shared memory, where it is for the whole block
-// after AreAllThere. Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadPublished(const Peers& peers, Op op, const Call& call, int num_buffers,
-                                         uint32_t epoch, Published* published, const WaitLog& log = {}) {
-  if (threadIdx.x < kWarp) return MeetAll(peers, op, call, epoch, published, log);
-  const int count = Published::Count(num_buffers) - 1;
-  const int others = static_cast<int>(blockDim.x) - kWarp;
-  for (int i = static_cast<int>(threadIdx.x) - kWarp; i < peers.num_ranks * count; i += others) {
-    const int r = i / count, number = 1 + i % count;
-    uint64_t word;
-    if (!AwaitWord(peers, r, number, epoch, &word)) return 1u << r;
-    published[r].Word(number, num_buffers) = word == 0 ? 0 : word + peers.shift[r];
+  __device__ static bool IsMine() { return threadIdx.x == blockDim.x - 1; }
+
+  // Opens the op, as the thread of the first block. Others only see whether its gate is open. Returns false
+  // if the group has failed, the channel is in use or the program runs on another mesh than the group's.
+  __device__ bool Finish(const Peers& peers, Op op) const {
+    const bool is_open = blockIdx.x == 0 ? Open(peers, op) : NumberOf(gate_) == 0;
+    if (rank_ == peers.rank) return is_open;
+    RecordFailure(peers, op, Phase::kRank, epoch_, rank_);
+    return false;
   }
-  return 0;
+  __device__ uint32_t epoch() const { return epoch_; }
+  __device__ Call call() const { return call_; }
+
+ private:
+  __device__ bool Open(const Peers& peers, Op op) const {
+    Channel& own = peers.own();
+    if (gate_ == Pack(0, epoch_ - 1)) {
+      StoreWord(&own.opened, peers.call.site + 1, epoch_);
+      return true;
+    }
+    (void)AddEpochs(&own.gate, ~0u);
+    if (NumberOf(gate_) == 0) {
+      // Another op of this rank has opened the channel and has not ended.
+      const uint32_t user = NumberOf(LoadRelaxed(&own.opened)) - 1;
+      RecordFailure(peers, op, Phase::kChannel, epoch_, 1u << peers.rank, Call{0, user}.WithBlocks(0));
+    }
+    return false;
+  }
+
+  uint32_t epoch_ = 0;
+  uint64_t gate_ = 0;  // before this op opened it
+  int rank_ = 0;       // according to the program
+  Call call_{};        // as it is published
+};
+
+// Returns whether this rank has opened its op, and the op's epoch, after a reason has come to the gate. One
+// thread. Blocks that began while another op ended here may have taken the op for an earlier one.
+JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
+  Channel& own = peers.own();
+  while (true) {
+    const EpochWord opened = LoadRelaxed(&own.opened);
+    const uint32_t last = EpochOf(opened);
+    const bool in_flight = *static_cast<const volatile uint32_t*>(&own.epoch) != last;
+    if (in_flight && NumberOf(opened) == peers.call.site + 1) {
+      *epoch = last;
+      return true;
+    }
+    // The thread that has added to the gate waits for nobody before it writes `opened` or takes it back.
+    if (HasEpoch(LoadRelaxed(&own.gate), last)) return false;
+  }
 }
 
-// Waits until the first block has noted that this op is open. False if it cannot be opened.
-__device__ inline bool AwaitOpened(const Peers& peers, uint32_t epoch) {
-  const Stamped noted = Stamp(peers.call.site + 1, epoch);
-  return Await(peers, [&] { return LoadStamped(&peers.own().opened) == noted; });
-}
+// How the blocks of a rank's kernel have ended so far.
+struct BlocksEnded {
+  static constexpr uint32_t kFailed = 1u << 16;  // counts blocks that have failed, above all that have ended
+  bool is_last;
+  bool any_failed;
 
-// Tells every peer that one more block of this rank is done with the peers' memory, and with what they have
-// published, and whether it has done its part. Every block of an op that was opened, once, also where it
-// fails: a peer that gives up waits for it.
-__device__ inline void LeavePeers(const Peers& peers, uint32_t epoch, bool alive) {
-  if (blockIdx.x == gridDim.x - 1) Stall(peers, Phase::kLeave, epoch);
-  __syncthreads();
-  if (threadIdx.x >= peers.num_ranks) return;
-  const Left how = alive && !HasAbandoned() ? kWhole : kBroken;
-  StoreStampedRelease(&peers.channel[threadIdx.x]->left[peers.rank][blockIdx.x], how, epoch);
-}
+  __device__ static BlocksEnded From(uint32_t before, bool failed) {
+    return {before % kFailed == gridDim.x - 1, failed || before >= kFailed};
+  }
+};
 
-// Notes that an op has ended, so that the next one finds its channel free. One thread.
-__device__ inline void CountEpoch(Channel& own, uint32_t epoch) {
+// Frees the channel, so that the next op finds it so. One thread of the block that ends last.
+__device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
   own.epoch = epoch;
   if (epoch != kLastEpoch) return;
   own.epoch = 1;
   (void)AddEpochs(&own.gate, 2);  // to 1, too
-  StoreStamped(&own.opened, 0, 1);
+  StoreWord(&own.opened, 0, 1);
 }
 
-// Waits until every block of every rank has left. False if that did not happen in time, or the op has failed
-// on some rank. The last block, after it has left itself. `waits_after`: some blocks of this rank wait for
-// peers after they have left them.
-__device__ inline bool Leave(const Peers& peers, Op op, const Published* published, uint32_t epoch,
-                             bool waits_after) {
-  Channel& own = peers.own();
-  uint32_t missing = 0;
-  int stride = 1;
-  for (int r = 0; r < peers.num_ranks; ++r) stride = max(stride, Call::BlocksOf(published[r].call));
-  for (int i = threadIdx.x; i < peers.num_ranks * stride && missing == 0; i += blockDim.x) {
-    const int r = i / stride, block = i % stride;
-    if (block >= Call::BlocksOf(published[r].call)) continue;
-    Stamped seen;
-    if (!Await(peers, [&] { return IsOf(seen = LoadStampedAcquire(&own.left[r][block]), epoch); })) {
-      missing = 1u << r;
-    } else if (static_cast<uint32_t>(seen) != kWhole) {
-      missing = kKeptOut;
-    }
-  }
-  if (!AreAllThere(peers, op, Phase::kLeave, epoch, missing)) return false;
-  // Once all ranks have left, no wait of this op is in vain. So if one was, the gate was closed before.
-  if (waits_after && __syncthreads_or(IsGivenUp(peers))) return false;
-  if (threadIdx.x < kMaxPayloads) own.next[threadIdx.x] = 0;
+// Ends an op that was opened and has failed, as the block of this rank that ends last. fill() overwrites the
+// results once nobody writes to them any more.
+template <typename Fill>
+__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+  // A peer's block may have left without its part before that peer's reason comes here. The report is better
+  // with it; nothing else depends on this time.
+  constexpr uint64_t kReasonComes = 1'000'000;  // nanoseconds
   if (threadIdx.x == 0) {
-    // The present ones may still be in use.
-    own.spread[(epoch + 1) % 2] = 0;
-    own.cleared[(epoch + 1) % 2] = 0;
-    CountEpoch(own, epoch);
-  }
-  return true;
-}
-
-// The last that a block does in an op. Where the op has failed, the last block has waited in GiveUp for the
-// others to come here.
-__device__ inline void End(const Peers& peers) {
-  uint32_t* const ended = &peers.own().ended;
-  const unsigned most = gridDim.x - 1;  // and back to 0 with the last one
-  if (blockIdx.x == gridDim.x - 1) {
-    if (threadIdx.x == 0) IncRelaxed(ended, most);
-    return;
+    PollFor(kReasonComes, [&] { return IsGivenUp(peers); });
+    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
   }
   __syncthreads();
-  if (threadIdx.x == 0) IncRelease(ended, most);
+  RevokeAccess(peers, op, epoch);
+  if (threadIdx.x == 0) RecordGivenUp(peers, op, epoch);
+  fill();
 }
+
+// Ends an op that this rank has not opened, as one block. No peer knows of its memory.
+template <typename Fill>
+__device__ __noinline__ void EndUnopened(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+  CloseAllGates(peers, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) RecordGivenUp(peers, op, epoch);
+  fill();
+}
+
+class Session {
+ public:
+  __device__ Session(const Peers& peers, Op op) : peers_(peers), op_(op) {}
+
+  // The whole block; synchronizes. Returns false if the block must not go on with the op.
+  __device__ bool Open(const Opening& opening) const {
+    if (Opening::IsMine()) {
+      BlockClock().began = 0;
+      BlockClock().limit = 0;
+      const bool failed = !opening.Finish(peers_, op_);
+      state_of_block() = {opening.epoch(), opening.call(), failed};
+    }
+    __syncthreads();
+    return !has_failed();
+  }
+
+  __device__ uint32_t epoch() const { return state_of_block().epoch; }
+  // Whether the block cannot do its part of the op. For the whole block once it has synchronized.
+  __device__ bool has_failed() const { return state_of_block().has_failed; }
+
+  // Publishes the call and the addresses of this rank's arrays: `mine` in shared memory, of which the first
+  // `num_buffers` are used. The first block. Results of earlier kernels are visible to all devices by now.
+  __device__ void Publish(Published& mine, int num_buffers) const {
+    const int count = Published::Count(num_buffers);
+    for (int i = threadIdx.x; i < peers_.num_ranks * count; i += blockDim.x) {
+      const uint64_t word = i % count == 0 ? call().WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
+      EpochWord* const there = peers_.channel[i / count]->mail[peers_.rank].words[i % count];
+      StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
+      StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
+    }
+  }
+
+  // Waits until all ranks have published this op, and copies what they publish to shared memory. also() is
+  // called by threads that have missed no rank, and returns the ranks that they then miss, as bits. The whole
+  // block; synchronizes. Returns false if a rank did not come in time or called another op; otherwise the
+  // block also sees all that the peers had written before what its threads waited for. Without peers only
+  // also() is called.
+  template <typename Also>
+  __device__ bool Meet(int num_buffers, Published* all, const WaitLog& log, Also&& also) const {
+    uint32_t missing = peers_.num_ranks == 0 ? 0 : ReadPublished(num_buffers, all, log);
+    if (missing == 0) missing = also();
+    return Agree(Phase::kEnter, missing);
+  }
+  __device__ bool Meet(int num_buffers, Published* all) const {
+    return Meet(num_buffers, all, {}, [] { return 0u; });
+  }
+
+  // As one thread: waits until ready(). Returns false once the op has failed or its time is up.
+  template <typename Ready>
+  __device__ bool Await(Ready&& ready) const {
+    return cuda::Await(peers_, ready);
+  }
+
+  // Waits until the first block has opened this op. Returns false if it cannot be opened.
+  __device__ bool AwaitOpened() const {
+    const EpochWord opened = Pack(peers_.call.site + 1, epoch());
+    if (IsOpenedNow()) return true;
+    return Await([&] { return LoadRelaxed(&peers_.own().opened) == opened; });
+  }
+  // Without waiting. Before that this block may belong to an op that finds the channel in use.
+  __device__ bool IsOpenedNow() const {
+    return LoadRelaxed(&peers_.own().opened) == Pack(peers_.call.site + 1, epoch());
+  }
+
+  // Waits, as a warp, until every rank has finished a wave. Returns false if that did not happen in time: the
+  // block then has not done its part.
+  __device__ bool AwaitWave(int wave) const {
+    const int lane = threadIdx.x % kWarp;
+    const uint32_t* flags = peers_.own().wave_done[wave];
+    const bool late = lane < peers_.num_ranks && !Await([&] {
+                        // A peer may fold for the next op already while this rank still spreads, because it
+                        // has ended this one.
+                        const uint32_t seen = LoadAcquire(&flags[lane]);
+                        const bool has_come = seen == epoch() || seen == NextEpoch(epoch());
+                        if (!has_come) __nanosleep(200);  // many warps wait for the same word
+                        return has_come;
+                      });
+    const unsigned missing = __ballot_sync(kAllLanes, late);
+    if (missing != 0 && lane == 0) {
+      RecordFailure(peers_, op_, Phase::kWave, epoch(), missing);
+      state_of_block().has_failed = true;
+    }
+    __syncwarp();  // the other lanes see what those that waited have acquired
+    return missing == 0;
+  }
+
+  // Tells every peer when this rank has finished a wave, whose work its blocks share. Called for each of the
+  // `num_shares`, by one warp of the block that has done it, after the threads that did it have synchronized
+  // with this warp.
+  __device__ void FinishShare(int wave, int num_shares) const {
+    if (threadIdx.x % kWarp != 0) return;
+    const bool is_opened = IsOpenedNow();
+    // The threads' work comes before the share is counted, and all shares before the peers are told.
+    FenceSystem();
+    // A rank that folds has not met its peers yet. An op that finds the channel in use tells them nothing.
+    if (!is_opened && !AwaitOpened()) return;
+    const unsigned most = static_cast<unsigned>(num_shares) - 1;
+    if (atomicInc(&peers_.own().wave_shares[wave], most) != most) return;  // back to 0 with the last
+    FenceSystem();
+    for (int r = 0; r < peers_.num_ranks; ++r)
+      StoreRelaxed(&peers_.channel[r]->wave_done[wave][peers_.rank], epoch());
+  }
+
+  // Tells every peer that this block no longer touches the peers' memory, nor reads what they have published,
+  // and whether it has done its part: a peer that gives up waits for it. The whole block; synchronizes.
+  __device__ void Leave() const {
+    if (blockIdx.x == gridDim.x - 1) Stall(peers_, Phase::kLeave, epoch());
+    __syncthreads();
+    if (threadIdx.x >= peers_.num_ranks) return;
+    StoreWordRelease(&peers_.channel[threadIdx.x]->left[peers_.rank][blockIdx.x],
+                     has_failed() ? kBroken : kWhole, epoch());
+  }
+
+  // Waits until every block of every rank has left. The last block, after it has left and if it has not
+  // failed; synchronizes. Returns false if that did not happen in time, or a block has not done its part.
+  __device__ bool AwaitLeft(const Published* all) const {
+    const Channel& own = peers_.own();
+    uint32_t missing = 0;
+    int stride = 1;
+    for (int r = 0; r < peers_.num_ranks; ++r) stride = max(stride, Call::BlocksOf(all[r].call));
+    for (int i = threadIdx.x; i < peers_.num_ranks * stride && missing == 0; i += blockDim.x) {
+      const int r = i / stride, block = i % stride;
+      if (block >= Call::BlocksOf(all[r].call)) continue;
+      EpochWord seen;
+      if (!Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), epoch()); })) {
+        missing = 1u << r;
+      } else if (NumberOf(seen) != kWhole) {
+        missing = kAborted;
+      }
+    }
+    return Agree(Phase::kLeave, missing);
+  }
+
+  // Ends the block. The block of this rank that ends last frees the channel. If any has failed, fill() first
+  // overwrites the results: by then no other block and no peer writes to them. The whole block; synchronizes.
+  template <typename Fill>
+  __device__ void Close(Fill&& fill) const {
+    __shared__ BlocksEnded ended;
+    Channel& own = peers_.own();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const bool failed = has_failed();
+      ended = BlocksEnded::From(AddAcqRel(&own.ended, failed ? BlocksEnded::kFailed + 1 : 1), failed);
+    }
+    __syncthreads();
+    if (!ended.is_last) return;
+    if (ended.any_failed) GiveUp(peers_, op_, epoch(), fill);
+    if (threadIdx.x < kMaxPayloads) own.sent[threadIdx.x] = 0;
+    if (threadIdx.x == 0) own.spread = own.cleared = own.ended = 0;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    FenceSystem();
+    FreeChannel(own, epoch());
+  }
+
+  // Ends a block that does not go on with the op, whose rank may have opened it or not. In an op that it has
+  // not opened no block waits for another one, so take_back() overwrites what this block has written of the
+  // results, and the last block overwrites all of them. The whole block; synchronizes.
+  template <typename Fill, typename TakeBack>
+  __device__ void Abort(Fill&& fill, TakeBack&& take_back) const {
+    AbortBlock(peers_, op_, fill, take_back);
+  }
+  template <typename Fill>
+  __device__ void Abort(Fill&& fill) const {
+    AbortBlock(peers_, op_, fill, [] {});
+  }
+
+ private:
+  // In shared memory, written by one thread at a time.
+  struct State {
+    uint32_t epoch;
+    Call call;
+    bool has_failed;
+  };
+  __device__ static State& state_of_block() {
+    __shared__ State state;
+    return state;
+  }
+
+  __device__ Call call() const { return state_of_block().call; }
+
+  // Not a member, whose object would have an address, and so lie in memory in all of the kernel.
+  template <typename Fill, typename TakeBack>
+  __device__ __noinline__ static void AbortBlock(const Peers& peers, Op op, Fill&& fill,
+                                                 TakeBack&& take_back) {
+    __shared__ bool is_opened;
+    const Session session(peers, op);
+    __syncthreads();
+    if (threadIdx.x == 0) is_opened = HasOpened(peers, &state_of_block().epoch);
+    __syncthreads();
+    if (is_opened) {
+      session.Leave();
+      session.Close(fill);
+      return;
+    }
+    take_back();
+    if (blockIdx.x == gridDim.x - 1) EndUnopened(peers, op, session.epoch(), fill);
+  }
+
+  // Returns whether no thread of the block misses a rank; bit r of `missing` says that this one does. If not,
+  // the op fails. The whole block; synchronizes.
+  __device__ bool Agree(Phase phase, uint32_t missing) const {
+    if (!__syncthreads_or(missing != 0)) return true;
+    __shared__ uint32_t all;
+    if (threadIdx.x == 0) all = 0;
+    __syncthreads();
+    if (missing != 0) atomicOr(&all, missing);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      RecordFailure(peers_, op_, phase, epoch(), all & ~kAborted);
+      state_of_block().has_failed = true;
+    }
+    return false;
+  }
+
+  // Waits for one published word of rank r; `came` is when it was found there.
+  __device__ bool AwaitWord(int r, int number, uint64_t* word, uint64_t* came = nullptr) const {
+    const EpochWord* const words = peers_.own().mail[r].words[number];
+    EpochWord low, high;
+    const bool is_there = Await([&] {
+      low = LoadRelaxed(&words[0]);
+      high = LoadAcquire(&words[1]);
+      const bool both = HasEpoch(low, epoch()) && HasEpoch(high, epoch());
+      if (both && came != nullptr) *came = GlobalNanoseconds();
+      return both;
+    });
+    *word = high << 32 | NumberOf(low);
+    return is_there;
+  }
+
+  // Waits until every rank has published its call, and refuses if they do not all call the same op. The first
+  // warp. Returns the ranks that this thread has missed.
+  __device__ uint32_t CompareCalls(Published* all, const WaitLog& log) const {
+    const int r = threadIdx.x, R = peers_.num_ranks;
+    uint64_t word = call().WithBlocks(0), came = 0;
+    const bool late = r < R && !AwaitWord(r, 0, &word, log.wait_us == nullptr ? nullptr : &came);
+    if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // nobody waits for itself
+    const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(word) == call()));
+    if (r < R) all[r].call = word;
+    if (late) return 1u << r;
+    if (others == 0) return 0;
+    if (r == __ffs(others) - 1) {
+      // This rank's own word is another op's if that op still uses the channel.
+      const bool is_own = (others >> peers_.rank & 1) != 0;
+      RecordFailure(peers_, op_, is_own ? Phase::kChannel : Phase::kCall, epoch(), others,
+                    ForHost(peers_, call(), word));
+    }
+    return kAborted;
+  }
+
+  // Copies what all ranks publish in this op. The first warp compares the calls, the others copy the rest.
+  // Returns the ranks that this thread has missed.
+  __device__ uint32_t ReadPublished(int num_buffers, Published* all, const WaitLog& log) const {
+    if (threadIdx.x < kWarp) return CompareCalls(all, log);
+    const int count = Published::Count(num_buffers) - 1;
+    const int others = static_cast<int>(blockDim.x) - kWarp;
+    for (int i = static_cast<int>(threadIdx.x) - kWarp; i < peers_.num_ranks * count; i += others) {
+      const int r = i / count, number = 1 + i % count;
+      uint64_t word;
+      if (!AwaitWord(r, number, &word)) return 1u << r;
+      all[r].Word(number, num_buffers) = word == 0 ? 0 : word + peers_.shift[r];
+    }
+    return 0;
+  }
+
+  const Peers& peers_;
+  Op op_;
+};
 
 }  // namespace jax_ep::cuda

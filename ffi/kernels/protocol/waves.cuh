@@ -1,11 +1,12 @@
-// Tokens move in waves: a rank works on a wave when all ranks are done with it.
+// Tokens move in waves: a rank works on a wave when all ranks have finished it.
 #pragma once
 
-#include "kernels/protocol/session.cuh"
+#include "kernels/protocol/control.h"
 
 namespace jax_ep::cuda {
 
-// Waves of tokens: `head` of them, then `tokens` a wave.
+// Waves of tokens: the first has `head` of them, the others `tokens`. Equal on all ranks of an op, so they
+// depend on its shape alone, and not on how a rank moves its rows.
 struct Waves {
   int32_t head;
   int32_t tokens;
@@ -19,7 +20,8 @@ struct Waves {
   JAX_EP_HD int Of(int token) const { return token < head ? 0 : 1 + (token - head) / tokens; }
 };
 
-// Waves of about `tokens`, the first of `head`, or more if they were too many; multiples of `step`.
+// Plans waves of about `tokens`, the first of `head`, or of more where there would be too many; multiples of
+// `step`.
 inline Waves PlanWaves(const Shape& shape, int head, int tokens, int step) {
   const int64_t least = (shape.num_tokens + kMaxWaves - 2) / (kMaxWaves - 1);
   const int64_t later = AlignUp(least > tokens ? least : tokens, step), first = AlignUp(head, step);
@@ -28,51 +30,36 @@ inline Waves PlanWaves(const Shape& shape, int head, int tokens, int step) {
           static_cast<int32_t>(1 + (rest + later - 1) / later)};
 }
 
-// Waits as a warp until every rank is done with a wave. False if that did not happen in time: the block then
-// leaves the op without having done its part.
-__device__ inline bool WaitForWave(const Peers& peers, Op op, int wave, uint32_t epoch) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32_t* flags = peers.own().wave_done[wave];
-  const auto has_come = [&] {
-    // A peer may fold for the next op already while this rank still spreads: it has ended the present one.
-    const uint32_t seen = LoadAcquire(&flags[lane]);
-    return seen == epoch || seen == NextEpoch(epoch);
-  };
-  const auto is_there = [&] {
-    const bool there = has_come();
-    if (!there) __nanosleep(200);  // many warps wait for the same word
-    return there;
-  };
-  bool late = lane < peers.num_ranks && !Await(peers, is_there);
-  const unsigned missing = __ballot_sync(kAllLanes, late);
-  if (missing == 0) return true;
-  if (lane == 0) Fail(peers, op, Phase::kWave, epoch, missing);
-  __syncwarp();
-  // The wave may have come meanwhile, and all that follows it: whoever does not find the gate closed then
-  // must not miss this warp's part.
-  FenceTotal();
-  late = late && !has_come();
-  if (__ballot_sync(kAllLanes, late) == 0) return true;
-  if (lane == 0) HasAbandoned() = true;
-  __syncwarp();
-  return false;
-}
+// Consecutive tokens of one wave, which a block sends before it synchronizes.
+struct Batch {
+  int begin, end;
+};
 
-// Tells every peer when this rank is done with a wave, whose work its blocks share. Called for each of the
-// `num_shares`, by one warp of the block that has done it, after the threads that did it have synchronised
-// with this warp.
-__device__ inline void FinishShare(const Peers& peers, int wave, int num_shares, uint32_t epoch) {
-  if (threadIdx.x % kWarp != 0) return;
-  const Stamped opened = LoadStamped(&peers.own().opened);
-  // What the threads have done comes before the share is counted, and all shares before the peers are told.
-  FenceSystem();
-  // Who folds has not met the peers yet. An op that finds the channel in use tells them nothing.
-  if (opened != Stamp(peers.call.site + 1, epoch) && !AwaitOpened(peers, epoch)) return;
-  const unsigned most = static_cast<unsigned>(num_shares) - 1;
-  if (atomicInc(&peers.own().wave_shares[wave], most) != most) return;  // back to 0 with the last
-  FenceSystem();
-  for (int r = 0; r < peers.num_ranks; ++r)
-    StoreRelaxed(&peers.channel[r]->wave_done[wave][peers.rank], epoch);
-}
+// How a rank divides its waves into batches. Each wave begins with a new one, so ranks with batches of other
+// sizes agree on the waves.
+struct Batches {
+  int32_t tokens;   // of a batch, at most
+  int32_t in_head;  // batches of the first wave
+  int32_t in_wave;  // batches of each other wave
+
+  static Batches Of(const Waves& waves, int tokens) {
+    return {tokens, (waves.head + tokens - 1) / tokens, (waves.tokens + tokens - 1) / tokens};
+  }
+  // Returns batch `number`; an empty one behind the last token if there are fewer.
+  JAX_EP_HD Batch Find(const Shape& shape, const Waves& waves, int number) const {
+    const int later = number - in_head, wave = later < 0 ? 0 : 1 + later / in_wave;
+    const int first = waves.First(shape, wave), last = waves.First(shape, wave + 1);
+    const int begin = first + (later < 0 ? number : later % in_wave) * tokens;
+    if (begin >= last) return {shape.num_tokens, shape.num_tokens};
+    return {begin, begin + tokens < last ? begin + tokens : last};
+  }
+  JAX_EP_HD int CountIn(const Shape& shape, const Waves& waves, int wave) const {
+    return (waves.First(shape, wave + 1) - waves.First(shape, wave) + tokens - 1) / tokens;
+  }
+  JAX_EP_HD int Count(const Shape& shape, const Waves& waves) const {
+    const int last = waves.count - 1;
+    return (last == 0 ? 0 : in_head + (last - 1) * in_wave) + CountIn(shape, waves, last);
+  }
+};
 
 }  // namespace jax_ep::cuda

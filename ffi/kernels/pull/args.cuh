@@ -1,7 +1,7 @@
-// What the pull kernel works on.
+// The arguments of the pull kernel.
 #pragma once
 
-#include "kernels/protocol/waves.cuh"
+#include "kernels/protocol/session.cuh"
 #include "kernels/rows/ring.cuh"
 
 namespace jax_ep::cuda {

@@ -8,7 +8,7 @@ namespace jax_ep::cuda {
 
 // As Fold. Each of a team's warps that sums counts what it has stored.
 template <typename T>
-__device__ void FoldByRing(const PullArgs& args, Ring& ring, uint32_t epoch) {
+__device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& ring) {
   constexpr int N = 16 / sizeof(T);
   __shared__ FoldCounts counts;
   const int lane = threadIdx.x % kWarp, summers = args.ring.summers;
@@ -18,7 +18,7 @@ __device__ void FoldByRing(const PullArgs& args, Ring& ring, uint32_t epoch) {
       const Summand& summand = args.summands[goal.array];
       T* const partial = static_cast<T*>(summand.partial) + goal.number * summand.num_elements;
       StoreSlice<T, N, kRingVectors>(partial, first, static_cast<int>(summand.num_elements), lane, total);
-      if (goal.wave >= 0) CountFolds(args, counts, goal.wave, 1, epoch);
+      if (goal.wave >= 0) CountFolds(args, session, counts, goal.wave, 1);
     });
     return;
   }
@@ -42,7 +42,7 @@ __device__ void FoldByRing(const PullArgs& args, Ring& ring, uint32_t epoch) {
     const bool is_row = IsRow(task.row, args.shape.capacity);
     terms.lanes = __ballot_sync(kAllLanes, is_row);
     if (__popc(terms.lanes) < 2) {
-      CountFolds(args, counts, task.wave, summers, epoch);
+      CountFolds(args, session, counts, task.wave, summers);
       continue;
     }
     for (int a = 0; a < args.num_summands; ++a) {
@@ -63,7 +63,8 @@ struct Task {
 
 // The tokens in their order, a ticket of the dealer after the other.
 template <typename T>
-__device__ void PullByRing(const PullArgs& args, Ring& ring, const Published* published, uint32_t epoch) {
+__device__ void PullByRing(const PullArgs& args, const Session& session, Ring& ring,
+                           const Published* published) {
   constexpr int N = 16 / sizeof(T);
   const int lane = threadIdx.x % kWarp, num_tokens = args.shape.num_tokens;
   if (!ring.loads()) {
@@ -80,7 +81,7 @@ __device__ void PullByRing(const PullArgs& args, Ring& ring, const Published* pu
   int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   bool in_time = true;
   for (int i = 0; i < args.num_summands && in_time; ++i) {
-    const Dealer dealer{&args.peers.own().next[i]};
+    const Dealer dealer{&args.peers.own().sent[i]};
     unsigned asked = dealer.Take(lane);
     int coming = num_tokens;
     LoadedPlace place;
@@ -103,7 +104,7 @@ __device__ void PullByRing(const PullArgs& args, Ring& ring, const Published* pu
       look_up();
       if (args.folds && args.waves.Of(task.token) != folded) {
         folded = args.waves.Of(task.token);
-        in_time = WaitForWave(args.peers, Op::kCombine, folded, epoch);
+        in_time = session.AwaitWave(folded);
         if (!in_time) return false;
         FenceBulk();
       }

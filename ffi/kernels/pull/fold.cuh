@@ -1,7 +1,6 @@
 // By expert: a token's rows at one rank are summed where they lie, before any of them travels.
 #pragma once
 
-#include "kernels/protocol/waves.cuh"
 #include "kernels/pull/args.cuh"
 #include "kernels/rows/sum.cuh"
 
@@ -77,8 +76,8 @@ struct FoldCounts {
 // by sum: counted wave by wave, peers are told later, and a combine took 5 to 40 % longer. The lanes stay
 // together: where only the first went on to tell, they were still apart in the next sums, which took 8 %
 // longer.
-__device__ inline void CountFolds(const PullArgs& args, FoldCounts& counts, int wave, unsigned number,
-                                  uint32_t epoch) {
+__device__ inline void CountFolds(const PullArgs& args, const Session& session, FoldCounts& counts, int wave,
+                                  unsigned number) {
   // All lanes' stores come before what the first lane counts and tells.
   __syncwarp();
   __threadfence_block();
@@ -86,7 +85,7 @@ __device__ inline void CountFolds(const PullArgs& args, FoldCounts& counts, int 
   if (threadIdx.x % kWarp == 0) last = atomicSub(&counts.left[wave], number) == number;
   if (__shfl_sync(kAllLanes, last, 0)) {
     const FoldShare share = FindShare(args, wave);
-    FinishShare(args.peers, wave, min(share.num_blocks, share.num_sums), epoch);
+    session.FinishShare(wave, min(share.num_blocks, share.num_sums));
   }
 }
 
@@ -131,7 +130,7 @@ class FoldTasks {
 // looked up meanwhile. No warp waits for another: the one that ends the block's share of a wave tells the
 // peers.
 template <typename T>
-__device__ void Fold(const PullArgs& args, uint32_t epoch) {
+__device__ void Fold(const PullArgs& args, const Session& session) {
   __shared__ FoldCounts counts;
   const int lane = threadIdx.x % kWarp;
   counts.Init(args, kFoldMates);
@@ -146,7 +145,7 @@ __device__ void Fold(const PullArgs& args, uint32_t epoch) {
         FoldRows<T, decltype(vector)::value>(args, a, task.global_token, row, task.mate, lane);
       });
     }
-    CountFolds(args, counts, task.wave, 1, epoch);
+    CountFolds(args, session, counts, task.wave, 1);
   }
 }
 

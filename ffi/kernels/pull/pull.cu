@@ -3,8 +3,6 @@
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
-#include "kernels/protocol/fail.cuh"
-#include "kernels/protocol/fill.cuh"
 #include "kernels/pull/by_ring.cuh"
 
 namespace jax_ep::cuda {
@@ -32,15 +30,15 @@ __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index
 // The tokens in their order, a ticket of the dealer after the other. `asked` is the first that this warp has
 // asked for.
 template <typename T, int N, int kRows, int kVectors>
-__device__ void PullArray(const PullArgs& args, const Published* published, int index, unsigned asked,
-                          uint32_t epoch) {
+__device__ void PullArray(const PullArgs& args, const Session& session, const Published* published, int index,
+                          unsigned asked) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
   // Warps that share the slices of a token: few enough for the search of its rows not to count.
   const int most = kTickets * args.num_pullers / max(num_tokens, 1);
   constexpr int kColumns = kSlice<N, kVectors>;
   const int mates = max(1, min((width + kColumns - 1) / kColumns, most));
-  const Dealer dealer{&args.peers.own().next[index]};
+  const Dealer dealer{&args.peers.own().sent[index]};
   int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   while (true) {
     const int ticket = Dealer::Show(asked);
@@ -49,7 +47,7 @@ __device__ void PullArray(const PullArgs& args, const Published* published, int 
     asked = dealer.Take(lane);
     if (args.folds && args.waves.Of(t) != folded) {
       folded = args.waves.Of(t);
-      if (!WaitForWave(args.peers, Op::kCombine, folded, epoch)) return;
+      if (!session.AwaitWave(folded)) return;
     }
     const Source source = FindSource(args, FindPlace(args.shape, args.handle, t, lane), lane);
     const Terms<T> terms = FindTerms<T>(args, published, index, t, source, lane);
@@ -95,91 +93,94 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
   }
 }
 
-// How rows come: by rings, or by loads, of which a token has at most kFewRows or more. Each way then has the
-// registers to itself.
-enum class Way { kByRing, kFew, kMany };
-template <Way kWay>
-constexpr int kThreads = kWay == Way::kByRing ? kMaxTeamWarps * kWarp : 512;
+// How rows are read: through rings, or by loads that are tuned for at most kFewRows rows of a token or for
+// any number. Each has the registers of a kernel to itself.
+enum class SumEngine { kRing, kTwoRanks, kAnyRanks };
+template <SumEngine kEngine>
+constexpr int kThreads = kEngine == SumEngine::kRing ? kMaxTeamWarps * kWarp : 512;
 
-// Sums arrays of one type.
-template <typename T, Way kWay>
-__global__ void __launch_bounds__(kThreads<kWay>, 1) PullKernel(const __grid_constant__ PullArgs args) {
-  constexpr bool kByRing = kWay == Way::kByRing, kFew = kWay == Way::kFew;
+// Fills in the addresses that this rank publishes. One thread.
+__device__ void DescribeBuffers(const PullArgs& args, Published& own) {
+  for (int i = 0; i < args.num_summands; ++i) {
+    own.buffers[i] = const_cast<void*>(args.summands[i].rows);
+    own.partials[i] = args.summands[i].partial;
+  }
+  own.weights = const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
+  own.routing = nullptr;
+}
+
+// Sums arrays of one type. From top to bottom:
+//
+//           | pullers                                           | the other blocks
+//   open    | block 0 opens the op and publishes its buffers    | -
+//   fold    | by expert: their share of the first wave          | by expert: their share of all waves
+//   meet    | wait for all ranks' buffers                       | the same
+//   pull    | each token's rows, or what ranks have folded of   | -
+//           | them, summed; then weights are taken back         |
+//   leave   | each tells the peers that it is done with their memory
+//   wait    | the last block waits until all blocks have left
+//   close   | each counts itself; the one that ends last frees the channel for the next op
+template <typename T, SumEngine kEngine>
+__global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
+  constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kTwoRanks;
   extern __shared__ __align__(128) std::byte room[];
   __shared__ Published mine, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
-  const Peers& peers = args.peers;
-  const State state = LoadState(peers, args.place_operand);
+  const Opening opening(args.peers, args.place_operand);
+  const Session session(args.peers, Op::kCombine);
   Ring ring(args.ring, memory, room);
   if constexpr (kByRing) ring.Init();
-  uint32_t epoch = 0;
-  bool alive = Begin(peers, Op::kCombine, state, &epoch);  // the block synchronises
-  if (alive && blockIdx.x == 0) {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < args.num_summands; ++i) {
-        mine.buffers[i] = const_cast<void*>(args.summands[i].rows);
-        mine.partials[i] = args.summands[i].partial;
-      }
-      mine.weights =
-          const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
-      mine.routing = nullptr;
-    }
-    __syncthreads();
-    Enter(peers, state.call, mine, args.num_summands, epoch);
-  }
+  if (threadIdx.x == 0) DescribeBuffers(args, mine);
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
-  const auto take = [&](int i) { return Dealer{&peers.own().next[i]}.Take(threadIdx.x % kWarp); };
+  const auto take = [&](int i) { return Dealer{&args.peers.own().sent[i]}.Take(threadIdx.x % kWarp); };
   unsigned asked = 0;
-  bool taken = false;
+  bool taken = false, alive = session.Open(opening);
   if (alive) {
+    if (blockIdx.x == 0) session.Publish(mine, args.num_summands);
     if (args.folds) {
       if constexpr (kByRing) {
-        FoldByRing<T>(args, ring, epoch);
+        FoldByRing<T>(args, session, ring);
       } else {
-        Fold<T>(args, epoch);
+        Fold<T>(args, session);
       }
     }
     // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
-    taken = !kByRing && pulls && LoadStamped(&peers.own().opened) == Stamp(peers.call.site + 1, epoch);
+    taken = !kByRing && pulls && session.IsOpenedNow();
     if (taken) asked = take(0);
-    const uint32_t missing =
-        ReadPublished(peers, Op::kCombine, state.call, args.num_summands, epoch, published);
-    alive = AreAllThere(peers, Op::kCombine, Phase::kEnter, epoch, missing);
+    alive = session.Meet(args.num_summands, published);
   }
   const auto fill = [&] { FillResults(args); };
-  if (!alive) return FailBlock(peers, Op::kCombine, epoch, fill);
+  if (!alive) return session.Abort(fill);
   if (pulls) {
     if constexpr (kByRing) {
-      PullByRing<T>(args, ring, published, epoch);
+      PullByRing<T>(args, session, ring, published);
     } else {
       for (int i = 0; i < args.num_summands; ++i) {
         if (i > 0 || !taken) asked = take(i);
         WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
           constexpr int N = decltype(vector)::value;
-          PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(args, published,
-                                                                                            i, asked, epoch);
+          PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(
+              args, session, published, i, asked);
         });
       }
     }
     if (args.arrived_weights != nullptr) ReturnWeights(args, published);
   }
-  LeavePeers(peers, epoch, true);
-  if (blockIdx.x == gridDim.x - 1 && !Leave(peers, Op::kCombine, published, epoch, false)) {
-    GiveUp(peers, Op::kCombine, epoch, Standing::kOpened, fill);
-  }
-  End(peers);
+  session.Leave();
+  if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
+  session.Close(fill);
 }
 
 }  // namespace
 
 // Calls f with the kernel for arrays of a type.
 template <typename F>
-static cudaError_t WithKernel(Float type, Way way, F&& f) {
+static cudaError_t WithKernel(Float type, SumEngine engine, F&& f) {
   return WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return way == Way::kByRing ? f(PullKernel<T, Way::kByRing>)
-           : way == Way::kFew  ? f(PullKernel<T, Way::kFew>)
-                               : f(PullKernel<T, Way::kMany>);
+    return engine == SumEngine::kRing       ? f(PullKernel<T, SumEngine::kRing>)
+           : engine == SumEngine::kTwoRanks ? f(PullKernel<T, SumEngine::kTwoRanks>)
+                                            : f(PullKernel<T, SumEngine::kAnyRanks>);
   });
 }
 
@@ -216,9 +217,11 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const SmPlan plan = PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring,
                                  device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
-    const Way way = by_ring ? Way::kByRing : args.shape.num_ranks <= kFewRows ? Way::kFew : Way::kMany;
-    const int num_threads = by_ring ? args.ring.threads() : kThreads<Way::kFew>;
-    const cudaError_t error = WithKernel(type, way, [&](auto* kernel) {
+    const SumEngine engine = by_ring                            ? SumEngine::kRing
+                             : args.shape.num_ranks <= kFewRows ? SumEngine::kTwoRanks
+                                                                : SumEngine::kAnyRanks;
+    const int num_threads = by_ring ? args.ring.threads() : kThreads<SumEngine::kTwoRanks>;
+    const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
       // The same for all shapes: another thread may be about to launch the same kernel.
       const cudaError_t error =
           by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingRoom)
@@ -235,9 +238,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
 cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
   for (Float type : kTypes) {
-    for (Way way : {Way::kByRing, Way::kFew, Way::kMany}) {
+    for (SumEngine engine : {SumEngine::kRing, SumEngine::kTwoRanks, SumEngine::kAnyRanks}) {
       const cudaError_t error =
-          WithKernel(type, way, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+          WithKernel(type, engine, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
       if (error != cudaSuccess) return error;
     }
   }

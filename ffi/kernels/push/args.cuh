@@ -1,7 +1,7 @@
-// What the push kernel works on.
+// The arguments of the push kernel.
 #pragma once
 
-#include "kernels/protocol/waves.cuh"
+#include "kernels/protocol/session.cuh"
 #include "kernels/rows/ring_plan.cuh"
 
 namespace jax_ep::cuda {
@@ -30,7 +30,7 @@ struct PushArgs {
   bool spreads;
   bool sends_map;  // received_rows, which are the handle's if routed earlier
   Waves waves;
-  int32_t batch;  // tokens that a block sends at a time
+  Batches batches;  // that blocks send
   // Few tokens are counted by every block for itself, as one chunk; others beforehand.
   bool counts_here;
   TopkIds topk_idx;

@@ -41,11 +41,8 @@ __device__ inline void ClearBytes(std::byte* data, int64_t bytes, const uint4* z
     for (int64_t at = 0; at < bytes && lane == 0; at += kZeroBytes) {
       BulkStore(data + at, zeros, static_cast<uint32_t>(min(int64_t{kZeroBytes}, bytes - at)));
     }
-  } else if (in_vectors) {
-    uint4* const vectors = reinterpret_cast<uint4*>(data);
-    for (int64_t i = lane; i < bytes / 16; i += kWarp) vectors[i] = make_uint4(0, 0, 0, 0);
   } else {
-    for (int64_t i = lane; i < bytes; i += kWarp) data[i] = std::byte{0};
+    FillBytes(data, bytes, 0, lane, kWarp);
   }
 }
 
@@ -88,8 +85,7 @@ __device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, i
 // Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
 // dealt out to the warps that clear, of the blocks that do not send: the last rows first, for most gaps
 // are there. With no peers each takes its share.
-__device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros,
-                                 uint32_t epoch) {
+__device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros) {
   const bool in_bulk = zeros != nullptr;
   const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;
   const int clearing = in_bulk ? kClearingWarps : warps;
@@ -104,7 +100,7 @@ __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, con
   // A handle that was tampered with may say anything.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
   const bool local = args.is_local();
-  const Dealer dealer{local ? nullptr : &args.peers.own().cleared[epoch % 2]};
+  const Dealer dealer{local ? nullptr : &args.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - args.num_senders) * clearing;
   int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + number;
   for (int64_t end; (end = capacity - ticket * rows) > first;) {

@@ -63,34 +63,36 @@ __device__ inline void CountOwn(const PushArgs& args, const Counts& counts, std:
   if (args.is_local()) {
     AddChunks(args, 0, NumChunks(shape), 0, NumBins(shape), counts.own, WholeBlock());
   } else if (args.counts_here) {
-    const int begin = min(block * args.batch, shape.num_tokens);
+    const Batch batch = args.batches.Find(shape, args.waves, block);
     int16_t* const experts = reinterpret_cast<int16_t*>(room);
     const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.own};
-    CountChunk(shape, args.topk_idx, chunk, begin, min(begin + args.batch, shape.num_tokens),
-               args.handle.topk_idx, args.handle.sent_rows);
+    CountChunk(shape, args.topk_idx, chunk, batch.begin, batch.end, args.handle.topk_idx,
+               args.handle.sent_rows);
   } else {
     const Share share = ShareOf(args, block);
     AddChunks(args, 0, NumChunks(shape), share.first, share.last - share.first, counts.own, WholeBlock());
   }
 }
 
-// Tells the peers of the counts: the first block of all, or each of those that send of its share. An op that
-// finds the channel in use must not do so, which the first block knows by now.
-__device__ inline void PublishCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
+// Publishes the counts to the peers: the first block all of them, or each block that sends its share. An op
+// that finds the channel in use must not do so, which the first block knows by now.
+__device__ inline void PublishCounts(const PushArgs& args, const Session& session, const Counts& counts) {
   const Peers& peers = args.peers;
-  if (blockIdx.x > 0 && (args.counts_here || !AwaitOpened(peers, epoch))) return;
+  if (blockIdx.x > 0 && (args.counts_here || !session.AwaitOpened())) return;
+  const uint32_t epoch = session.epoch();
   const Share share = args.counts_here ? Share{0, NumBins(args.shape)} : ShareOf(args, blockIdx.x);
   for (int i = threadIdx.x; i < (share.last - share.first) * peers.num_ranks; i += blockDim.x) {
     const int bin = share.first + i / peers.num_ranks;
-    StoreStamped(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
+    StoreWord(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
   }
 }
 
-// Waits for all ranks' counts, and from them finds totals and first, for the whole block after AreAllThere.
-// Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts, uint32_t epoch) {
+// Waits for all ranks' counts, and computes totals and first from them. The block must synchronize before it
+// uses these. Returns the ranks that this thread has missed.
+__device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& session, const Counts& counts) {
   constexpr int kWordsInFlight = 8;  // words whose loads are in flight
   const Peers& peers = args.peers;
+  const uint32_t epoch = args.is_local() ? 0 : session.epoch();
   const int busy = args.is_local() ? 0 : kWarp;  // threads that meet the peers meanwhile
   for (int bin = static_cast<int>(threadIdx.x) - busy; bin < NumBins(args.shape);
        bin += static_cast<int>(blockDim.x) - busy) {
@@ -98,17 +100,17 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Counts& counts
     int before = 0, all = args.is_local() ? counts.own[bin] : 0;
     for (int first = 0; first < peers.num_ranks; first += kWordsInFlight) {
       const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
-      Stamped seen[kWordsInFlight] = {};
+      EpochWord seen[kWordsInFlight] = {};
 #pragma unroll
       for (int i = 0; i < kWordsInFlight; ++i) {
-        if (first + i < peers.num_ranks) seen[i] = LoadStamped(word(i));
+        if (first + i < peers.num_ranks) seen[i] = LoadRelaxed(word(i));
       }
 #pragma unroll
       for (int i = 0; i < kWordsInFlight; ++i) {
         if (first + i >= peers.num_ranks) break;
-        const auto is_there = [&] { return IsOf(seen[i] = LoadStamped(word(i)), epoch); };
-        if (!IsOf(seen[i], epoch) && !Await(peers, is_there)) return 1u << (first + i);
-        const uint32_t rows = static_cast<uint32_t>(seen[i]);
+        const auto is_there = [&] { return HasEpoch(seen[i] = LoadRelaxed(word(i)), epoch); };
+        if (!HasEpoch(seen[i], epoch) && !session.Await(is_there)) return 1u << (first + i);
+        const uint32_t rows = NumberOf(seen[i]);
         if (first + i < peers.rank) before += static_cast<int>(rows);
         all += static_cast<int>(rows);
       }

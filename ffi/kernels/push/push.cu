@@ -16,8 +16,9 @@ constexpr int kBulkBytes = 216 * 1024;
 constexpr int kScaleBytes = 203 * 1024;
 constexpr int kStaticBytes = 8 * 1024;  // at most, of a push that does not copy in bulk
 constexpr int kMaxStageBytes = 16 * 1024;
-constexpr int kBatch = 32;  // tokens, sent by loads and stores
-constexpr int kWave = 128;  // tokens, spread at a time
+constexpr int kBatch = 32;    // tokens, sent by loads and stores
+constexpr int kWave = 128;    // tokens, spread at a time
+constexpr int kWaveStep = 6;  // tokens: waves are multiples of the batches that bulk copies mostly take
 // By expert the receiver waits for each wave. Fewer warps that send keep the queue in front of the links
 // short, and so the wave's delay.
 constexpr int kSpreadingWarps = 6;
@@ -75,20 +76,30 @@ SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) 
                   device.sm_budget);
 }
 
-// How the blocks share the work: what of args depends on the device and on the number of senders.
-void Divide(PushArgs& args, const Device& device, int num_senders) {
+// Plans how the blocks share the work: those arguments that depend on the device and the number of senders.
+void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
-  const bool local = args.is_local();
+  const bool local = args.is_local(), few = T <= kFewTokens;
   args.spreads = !local && args.shape.has_row_per_choice();
-  args.bulk = PlanBulk(args, device);
   args.num_senders = num_senders;
-  // A token a warp at a time. Few tokens make one wave, whatever a batch is, and each block takes one batch.
-  // Waves are the same on all ranks, so they must not depend on num_senders: each rank has a plan of its own.
-  const bool few = T <= kFewTokens;
-  args.batch = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
-  if (few) args.batch = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
-  args.waves = PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, args.batch);
-  args.counts_here = !local && few && T <= int64_t{num_senders} * args.batch;
+  // Few tokens are one wave. A push that does not spread has no waves.
+  args.waves = args.spreads ? PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, kWaveStep)
+                            : Waves{T, std::max(T, 1), 1};
+  // A token a warp at a time. Each block takes one batch of few tokens.
+  const auto divide = [&] {
+    args.bulk = PlanBulk(args, device);
+    int tokens = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
+    if (few) tokens = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
+    args.batches = Batches::Of(args.waves, tokens);
+  };
+  args.counts_here = !local && few && args.routes();
+  divide();
+  // There may be too few senders, or too little room for so many experts.
+  const bool fits = HeadBytes(args) <= device.shared_bytes - kStaticBytes;
+  if (args.counts_here && (!fits || T > int64_t{num_senders} * args.batches.tokens)) {
+    args.counts_here = false;
+    divide();
+  }
 }
 
 cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
@@ -149,7 +160,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
     args.ring = PlanRings(args.shape, rows, BulkBytes(args) - HeadBytes(args), device);
   }
   const SmPlan plan = PlanOf(args, rows, device);
-  Divide(args, device, plan.links);
+  PartitionBlocks(args, device, plan.links);
   if (params.routes() && !args.counts_here) {
     const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
                                           params.handle.sent_rows, params.chunk_counts, stream);
@@ -172,7 +183,7 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   args.group_sizes = params.group_sizes;
   args.num_dropped = params.num_dropped;
   // All SMs send; as many clear, once those are done.
-  Divide(args, device, device.num_sms);
+  PartitionBlocks(args, device, device.num_sms);
   return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
 }
 

@@ -1,8 +1,6 @@
 // The receiver's side of a push: what the counts say.
 #pragma once
 
-#include "kernels/protocol/fill.cuh"
-#include "kernels/protocol/session.cuh"
 #include "kernels/push/args.cuh"
 
 namespace jax_ep::cuda {
@@ -39,6 +37,17 @@ JAX_EP_RARE void FillResults(const PushArgs& args) {
   if (args.routes()) FillRouting(args, args.sends_map);  // or else the handle was here before
 }
 
+// Takes back what the block has counted of its batch before it found that the op cannot be opened: another
+// block may have filled the results by then.
+JAX_EP_RARE void FillCounted(const PushArgs& args) {
+  const Batch batch = args.batches.Find(args.shape, args.waves, blockIdx.x);
+  const auto fill = [&](int32_t* rows, int64_t width) {
+    FillResult(rows + batch.begin * width, (batch.end - batch.begin) * width * sizeof(int32_t));
+  };
+  fill(args.handle.topk_idx, args.shape.top_k);
+  fill(args.handle.sent_rows, args.shape.rows_per_token());
+}
+
 // The sum over a block's threads, for all of them.
 __device__ inline int BlockSum(int number) {
   __shared__ int sum;
@@ -54,7 +63,7 @@ __device__ inline int BlockSum(int number) {
 // Rows of rank `source` in bin `bin`, before drops; once its counts have come.
 __device__ inline int CountOf(const PushArgs& args, const int32_t* own, int source, int bin) {
   if (args.is_local()) return own[bin];
-  return static_cast<int>(LoadStamped(&args.peers.own().mail[source].counts[bin]));
+  return static_cast<int>(LoadRelaxed(&args.peers.own().mail[source].counts[bin]));
 }
 
 // What the counts alone say about this rank as a receiver. One block.

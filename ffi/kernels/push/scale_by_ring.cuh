@@ -113,12 +113,12 @@ struct ScaleTask {
 
 // As the warp that loads: all tokens of all ranks in their order, a ticket of the dealer after the other.
 template <typename T>
-__device__ void LoadScaled(const PushArgs& args, Ring& ring, uint32_t epoch) {
+__device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& ring) {
   constexpr int N = 16 / sizeof(T);
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp, R = shape.num_ranks, num_tokens = shape.num_tokens;
   const int columns = ring.plan().vectors() * N;
-  const Dealer dealer{&args.peers.own().spread[epoch % 2]};
+  const Dealer dealer{&args.peers.own().spread};
   int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   unsigned asked = dealer.Take(lane);
   int coming = 0, row = -1;
@@ -158,7 +158,7 @@ __device__ void LoadScaled(const PushArgs& args, Ring& ring, uint32_t epoch) {
     look_up();
     if (args.waves.Of(task.token) != come) {
       come = args.waves.Of(task.token);
-      if (!WaitForWave(args.peers, Op::kRedispatch, come, epoch)) return false;
+      if (!session.AwaitWave(come)) return false;
       FenceBulk();
     }
     for (int p = 0; p < args.num_payloads && task.spread.lanes != 0; ++p) put(task, p);
@@ -175,11 +175,11 @@ __device__ void LoadScaled(const PushArgs& args, Ring& ring, uint32_t epoch) {
 
 // As SpreadRows, of rows that are scaled, if there are rings.
 template <typename T>
-__device__ void ScaleByRing(const PushArgs& args, Ring ring, uint32_t epoch) {
+__device__ void ScaleByRing(const PushArgs& args, const Session& session, Ring ring) {
   __shared__ typename RowScaler<T>::Parts parts;
   if (!ring.is_used()) return;
   if (ring.loads()) {
-    LoadScaled<T>(args, ring, epoch);
+    LoadScaled<T>(args, session, ring);
   } else {
     RowScaler<T>(args, ring, parts).Run();
   }

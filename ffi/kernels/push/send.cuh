@@ -144,11 +144,6 @@ __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
-// Tokens that a block sends before it synchronises.
-struct Batch {
-  int begin, end;
-};
-
 // Begins to send a batch by bulk copies. Its first slice is being loaded already, and at the end that of the
 // following batch is. Called by the block's first bulk.num_sending warps; one that has no token in a batch
 // has none in the following ones. By expert those that it had sent before have then arrived.

@@ -1,7 +1,6 @@
 // By expert: each token came once; from there to its other rows of this rank.
 #pragma once
 
-#include "kernels/protocol/waves.cuh"
 #include "kernels/push/scale.cuh"
 #include "kernels/push/send.cuh"
 
@@ -73,13 +72,13 @@ class BulkSpreader {
 // All tokens of all ranks in their order, dealt out to the warps that have nothing to send or to clear any
 // more. `Scale` is the type of rows to be scaled, or void. In bulk only the warps spread that have stages.
 template <bool kInBulk, typename Scale>
-__device__ void SpreadRows(const PushArgs& args, Op op, Stages& stages, uint32_t epoch) {
+__device__ void SpreadRows(const PushArgs& args, const Session& session, Stages& stages) {
   constexpr bool kScales = !std::is_void_v<Scale>;
   constexpr int kMates = kInBulk || kScales ? 1 : kSpreadMates;
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
-  const Dealer dealer{&args.peers.own().spread[epoch % 2]};
+  const Dealer dealer{&args.peers.own().spread};
   BulkSpreader spreader(args, stages, lane);
   int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   unsigned asked = dealer.Take(lane);
@@ -91,7 +90,7 @@ __device__ void SpreadRows(const PushArgs& args, Op op, Stages& stages, uint32_t
     if (args.waves.Of(t) != come) {
       if (kInBulk) spreader.End();
       come = args.waves.Of(t);
-      if (!WaitForWave(args.peers, op, come, epoch)) break;
+      if (!session.AwaitWave(come)) break;
       if (kInBulk) FenceBulk();
     }
     const int64_t global_token = int64_t{i % shape.num_ranks} * shape.num_tokens + t;

@@ -1,55 +1,47 @@
-// What the kernels of few tokens work on.
+// The arguments of the kernels for few tokens, and how their warps share work.
 #pragma once
 
-#include "kernels/protocol/arena.h"
-#include "kernels/protocol/session.cuh"
+#include "kernels/protocol/mail_session.cuh"
 
 namespace jax_ep::cuda {
 
-constexpr int kSlotThreads = 512;
-constexpr int kSlotWarps = kSlotThreads / kWarp;
+constexpr int kSmallThreads = 512;
+constexpr int kSmallWarps = kSmallThreads / kWarp;
 
-// Which pieces of some work a warp takes: those from `index` on, every `count`-th.
-struct Portion {
+// The pieces of some work that a warp takes: those from `index` on, every `count`-th.
+struct WarpShare {
   int index;
   int count;
 };
 
-// Of the warps of blocks [first, last).
-__device__ inline Portion WarpOf(int first, int last) {
+// Returns this warp's share if the warps of blocks [first, last) share the work.
+__device__ inline WarpShare WarpsOf(int first, int last) {
   return {static_cast<int>(threadIdx.x) / kWarp * (last - first) + static_cast<int>(blockIdx.x) - first,
-          (last - first) * kSlotWarps};
+          (last - first) * kSmallWarps};
 }
 
-// What an op that goes through the arena knows of it. By value in the kernels' parameters.
-struct SlotArgs {
+// By value in the kernels' parameters.
+struct SmallArgs {
   Shape shape;
   Peers peers;
   const MeshPlace* place_operand;
   Attendance attendance;
   HandleArrays handle;
   Slots slots;
-  // The blocks of a dispatch, in this order: those that send, those that receive, and those that tell of this
-  // rank's choices and write down what is found out of all of them. What an SM loads waits behind what it
-  // stores to peers, so nobody does both. Of a combine all are senders, whose warps share the tasks.
+  // The blocks of a dispatch, in this order: those that send, those that receive, and those that publish this
+  // rank's choices and write the handle, counts and zeros (metadata). An SM's loads wait behind its stores to
+  // peers, so no block does both. In a combine all blocks are senders, whose warps share the tasks.
   int32_t num_senders;
   int32_t num_receivers;
   int32_t team_warps;  // that share a row
 
-  __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
-  __device__ bool keeps_books() const { return static_cast<int>(blockIdx.x) >= first_keeper(); }
-  __device__ int first_keeper() const { return num_senders + num_receivers; }
-  // The one that hears of all ranks' calls, and says where ranks are left out.
-  __device__ bool presides() const { return blockIdx.x == gridDim.x - 1; }
-  __device__ Portion Books() const { return WarpOf(first_keeper(), static_cast<int>(gridDim.x)); }
+  __device__ MailSession session(Op op) const { return {peers, op, attendance, slots}; }
 
-  __device__ Arena& arena(int rank) const { return *reinterpret_cast<Arena*>(&peers.control(rank) + 1); }
-  __device__ SlotHead& head(int rank, uint32_t epoch) const { return arena(rank).heads[epoch % 2]; }
-  // At rank `at`: what `source` writes there.
-  __device__ SlotMail& mail(int at, int source, uint32_t epoch) const { return head(at, epoch).mail[source]; }
-  __device__ std::byte* slot(int at, int source, int token, uint32_t epoch) const {
-    std::byte* const first = reinterpret_cast<std::byte*>(&arena(at) + 1);
-    return first + (epoch % 2) * kSlotsOfHalf + slots.offset(source, token);
+  __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
+  __device__ bool writes_metadata() const { return static_cast<int>(blockIdx.x) >= first_metadata_block(); }
+  __device__ int first_metadata_block() const { return num_senders + num_receivers; }
+  __device__ WarpShare MetadataShare() const {
+    return WarpsOf(first_metadata_block(), static_cast<int>(gridDim.x));
   }
 };
 
@@ -70,7 +62,7 @@ struct RowTeam {
 
 // Of the first `of_block` warps of blocks [first, last). Team by team over all blocks, so that few rows are
 // spread over all of them.
-__device__ inline RowTeam TeamOf(int first, int last, int warps, int of_block = kSlotWarps) {
+__device__ inline RowTeam TeamOf(int first, int last, int warps, int of_block = kSmallWarps) {
   const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
   return {static_cast<int>(blockIdx.x) - first + team * blocks,
           of_block / warps * blocks,

@@ -2,7 +2,6 @@
 // the sum to the slot that the token's rank has for it, which adds up what arrives.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
-#include "kernels/protocol/mail_session.cuh"
 #include "kernels/routing/place.cuh"
 #include "kernels/rows/sum.cuh"
 #include "kernels/small/plan.h"
@@ -14,7 +13,7 @@ namespace {
 constexpr int kSummingWarps = 12;
 
 // By value in the kernel's parameters.
-struct SlotPullArgs : SlotArgs {
+struct SmallPullArgs : SmallArgs {
   Summand summand;
   const float* row_weights;
   Bias biases[kMaxBiases];
@@ -44,7 +43,7 @@ __device__ T* RowIn(std::byte* slot) {
 // The rows here of the token that slot `index` of rank `source` stands for: by expert of its choices, in the
 // lanes; by rank the index-th row that has come from there. These lie together (see CombineFitsArena).
 template <typename T>
-__device__ Terms<T> FindRowsHere(const SlotPullArgs& args, int source, int index, int lane) {
+__device__ Terms<T> FindRowsHere(const SmallPullArgs& args, int source, int index, int lane) {
   const Shape& shape = args.shape;
   int row = -1;
   if (shape.has_row_per_choice()) {
@@ -66,12 +65,12 @@ __device__ Terms<T> FindRowsHere(const SlotPullArgs& args, int source, int index
 
 // The slot that a team fills in its n-th turn: of which rank, and which one. Ranks behind this one come
 // first, so that the ranks do not all write to the same one.
-struct Target {
+struct SlotTarget {
   int rank;
   int index;
 };
 
-__device__ Target TargetOf(const SlotPullArgs& args, int i) {
+__device__ SlotTarget TargetOf(const SmallPullArgs& args, int i) {
   const int R = args.shape.num_ranks, behind = args.peers.rank + 1 + i % R;
   return {behind < R ? behind : behind - R, i / R};
 }
@@ -85,10 +84,10 @@ struct EarlySum {
 };
 
 template <typename T, int N>
-__device__ EarlySum<T, N> SumEarly(const SlotPullArgs& args, const RowTeam& team) {
+__device__ EarlySum<T, N> SumEarly(const SmallPullArgs& args, const RowTeam& team) {
   EarlySum<T, N> early{};
   if (team.index >= args.shape.num_ranks * args.shape.num_tokens) return early;
-  const Target target = TargetOf(args, team.index);
+  const SlotTarget target = TargetOf(args, team.index);
   early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
   const int width = static_cast<int>(args.summand.num_elements);
   SumSlice<T, N>(AsTheyTravel(early.terms), team.warp * kSlice<N>, width, team.lane, early.total);
@@ -97,17 +96,17 @@ __device__ EarlySum<T, N> SumEarly(const SlotPullArgs& args, const RowTeam& team
 
 // Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps.
 template <typename T, int N>
-__device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const RowTeam& team,
+__device__ void SendSums(const SmallPullArgs& args, const MailSession& session, const RowTeam& team,
                          EarlySum<T, N> early) {
   const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
   bool is_summed = true;
 #pragma unroll 1
   for (int i = team.index; i < tokens; i += team.count, is_summed = false) {
-    const Target target = TargetOf(args, i);
+    const SlotTarget target = TargetOf(args, i);
     if (!is_summed) early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
-    if (early.terms.lanes == 0 || (visit.writable >> target.rank & 1) == 0) continue;
-    std::byte* const slot = args.slot(target.rank, me, target.index, visit.epoch);
+    if (early.terms.lanes == 0 || (session.writable() >> target.rank & 1) == 0) continue;
+    std::byte* const slot = session.half().slot(target.rank, me, target.index);
     if (team.warp == 0 && team.lane == __ffs(early.terms.lanes) - 1) {
       FactorIn(slot) = IsOneRow(early.terms) ? early.terms.factor : 1.0f;
     }
@@ -122,7 +121,7 @@ __device__ void SendSums(const SlotPullArgs& args, const Visit& visit, const Row
     }
     team.Sync();
     if (team.warp == 0 && team.lane == 0) {
-      StoreStampedRelease(&args.mail(target.rank, me, visit.epoch).arrived[target.index], 1, visit.epoch);
+      StoreWordRelease(&session.half().mail(target.rank, me).arrived[target.index], 1, session.epoch());
     }
   }
 }
@@ -138,7 +137,7 @@ struct Sender {
   }
 };
 
-__device__ Sender FindSender(const SlotPullArgs& args, int t, int lane) {
+__device__ Sender FindSender(const SmallPullArgs& args, int t, int lane) {
   const Shape& shape = args.shape;
   const Place place = FindPlace(shape, args.handle, t, lane);
   if (shape.has_row_per_choice()) {
@@ -153,10 +152,11 @@ __device__ Sender FindSender(const SlotPullArgs& args, int t, int lane) {
 }
 
 // Waits for the sums of token t. One warp; bit r: rank r was missed.
-__device__ uint32_t AwaitSums(const SlotPullArgs& args, const Visit& visit, const Sender& sender, int lane) {
+__device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& session, const Sender& sender,
+                              int lane) {
   if (!sender.sends) return 0;
-  const Stamped* const arrived = &args.mail(args.peers.rank, lane, visit.epoch).arrived[sender.index];
-  return AwaitWordOf(args.peers, arrived, visit.epoch) ? 0 : 1u << lane;
+  const EpochWord* const arrived = &session.half().mail(args.peers.rank, lane).arrived[sender.index];
+  return session.AwaitWord(arrived) ? 0 : 1u << lane;
 }
 
 // A slice of a token that a warp adds up. The block's i-th is the i-th of every gridDim-th slice of all.
@@ -167,8 +167,9 @@ struct Piece {
 };
 
 template <int N>
-__device__ Piece FindPiece(const SlotPullArgs& args, int i, int lane) {
-  const int slices = (static_cast<int>(args.summand.num_elements) + kSlice<N> - 1) / kSlice<N>;
+__device__ Piece FindPiece(const SmallPullArgs& args, int i, int lane) {
+  const int width = static_cast<int>(args.summand.num_elements),
+            slices = max((width + kSlice<N> - 1) / kSlice<N>, 1);
   const int all = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = all / slices;
   if (t >= args.shape.num_tokens) return {t, 0, {false, 0}};
   return {t, all % slices * kSlice<N>, FindSender(args, t, lane)};
@@ -177,17 +178,18 @@ __device__ Piece FindPiece(const SlotPullArgs& args, int i, int lane) {
 // Adds up what arrives, in the order of the ranks: `piece`, and then those that a warp gets tickets for.
 // Returns the ranks that this thread has missed.
 template <typename T, int N>
-__device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const Dealer& dealer, Piece piece) {
+__device__ uint32_t AddUp(const SmallPullArgs& args, const MailSession& session, const Dealer& dealer,
+                          Piece piece) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
 #pragma unroll 1
   for (; piece.t < args.shape.num_tokens; piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane)) {
-    const Sender sender = piece.sender.IfIn(visit.ranks, lane);
-    const uint32_t missing = AwaitSums(args, visit, sender, lane);
+    const Sender sender = piece.sender.IfIn(session.ranks(), lane);
+    const uint32_t missing = AwaitSums(args, session, sender, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
     __syncwarp();  // what each lane has acquired is there for all
     Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
     if (sender.sends) {
-      std::byte* const slot = args.slot(args.peers.rank, lane, sender.index, visit.epoch);
+      std::byte* const slot = session.half().slot(args.peers.rank, lane, sender.index);
       terms = {RowIn<T>(slot), __ldcg(&FactorIn(slot)), terms.lanes};
     }
     typename Sum<T>::Acc total[kSumVectors][N] = {};
@@ -200,11 +202,11 @@ __device__ uint32_t AddUp(const SlotPullArgs& args, const Visit& visit, const De
 }
 
 // Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const SlotPullArgs& args, const Visit visit, uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession session, uint32_t ranks) {
   const int lane = threadIdx.x % kWarp;
   uint32_t missing = 0;
-  for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kSlotWarps) {
-    missing |= AwaitSums(args, visit, FindSender(args, t, lane).IfIn(ranks, lane), lane);
+  for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kSmallWarps) {
+    missing |= AwaitSums(args, session, FindSender(args, t, lane).IfIn(ranks, lane), lane);
     __syncwarp();
   }
   return missing;
@@ -213,14 +215,16 @@ JAX_EP_RARE uint32_t AwaitAll(const SlotPullArgs& args, const Visit visit, uint3
 // The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
 // all do the latter. N elements of T are loaded at a time.
 template <typename T, int N>
-__global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_constant__ SlotPullArgs args) {
-  constexpr Op op = Op::kCombine;
+__global__ void __launch_bounds__(kSmallThreads, 1)
+    SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
   __shared__ unsigned next;
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = args.session(Op::kCombine);
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillResult(summand.out, int64_t{args.shape.num_tokens} * summand.num_elements * sizeof(T));
-    FillAttendance(args);
+    FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
@@ -231,27 +235,26 @@ __global__ void __launch_bounds__(kSlotThreads, 1) SlotPullKernel(const __grid_c
   } else {
     piece = FindPiece<N>(args, warp - kSummingWarps, lane);
   }
-  if (threadIdx.x == 0) next = kSlotWarps - kSummingWarps;
-  Visit visit = OpenSlots(args, op);
-  if (!visit.open) return EndUnopened(args, op, visit, fill);
-  if (args.presides()) TellCall(args, visit);
+  if (threadIdx.x == 0) next = kSmallWarps - kSummingWarps;
+  if (!session.Open(opening)) return session.Close(fill);
+  if (session.is_leader()) session.PublishCall();
   const Dealer dealer{&next};
   if (warp < kSummingWarps) {
-    SendSums<T, N>(args, visit, team, early);
+    SendSums<T, N>(args, session, team, early);
     piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane);
   }
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, ranks); });
-  } else if (args.presides() && warp == kSlotWarps - 1) {
+    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, ranks); });
+  } else if (session.is_leader() && warp == kSmallWarps - 1) {
     // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
-    missing = AwaitCall(args, op, visit, lane, log);
+    missing = session.AwaitCall(lane, log);
     __syncwarp();
   }
-  if (!visit.failed) missing |= AddUp<T, N>(args, visit, dealer, piece);
-  Miss(args, op, visit, Phase::kWave, BlockOr(missing));
-  if (args.presides()) WriteActive(args, visit);
-  EndSlots(args, op, visit, fill);
+  if (!session.has_failed()) missing |= AddUp<T, N>(args, session, dealer, piece);
+  (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+  if (session.is_leader()) session.WriteActive();
+  session.Close(fill);
 }
 
 // Calls f with the kernel for rows of `width` elements.
@@ -260,7 +263,7 @@ cudaError_t WithKernel(Float type, int64_t width, F&& f) {
   const auto of = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
-    return width % kFull == 0 ? f(SlotPullKernel<T, kFull>) : f(SlotPullKernel<T, 1>);
+    return width % kFull == 0 ? f(SmallPullKernel<T, kFull>) : f(SmallPullKernel<T, 1>);
   };
   switch (type) {
     case Float::kF16:
@@ -274,9 +277,9 @@ cudaError_t WithKernel(Float type, int64_t width, F&& f) {
 
 }  // namespace
 
-cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream) {
-  SlotPullArgs args{};
+cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
+                            cudaStream_t stream) {
+  SmallPullArgs args{};
   args.shape = params.shape;
   args.peers = peers;
   args.place_operand = params.place_operand;
@@ -291,11 +294,11 @@ cudaError_t LaunchSlotPull(const PullParams& params, const Peers& peers, const D
   args.num_senders = std::min(tokens, MostBlocks(device));
   args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
   return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
-    return Launch(kernel, args.num_senders, kSlotThreads, 0, stream, true, args);
+    return Launch(kernel, args.num_senders, kSmallThreads, 0, stream, true, args);
   });
 }
 
-cudaError_t PreloadSlotPull() {
+cudaError_t PreloadSmallPull() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (int64_t width : {0, 1}) {

@@ -7,19 +7,19 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kKeepers = 4;  // blocks that keep books
+constexpr int kMetadataBlocks = 4;
 
 // Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const SlotPushArgs& args, const Visit visit, const Routes routes,
+JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const Routes routes,
                               uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  uint32_t missing = BlockOr(AwaitChoices(args, visit, ranks, [&](int rank, int word, uint32_t two) {
+  uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t two) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
       routes.experts[rank * routes.stride + i] = static_cast<int16_t>(two & 0xffff);
   }));
 #pragma unroll 1
-  for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSlotThreads) {
+  for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSmallThreads) {
     const int source = t / shape.num_tokens;
     bool comes = false;
 #pragma unroll 1
@@ -28,8 +28,8 @@ JAX_EP_RARE uint32_t AwaitAll(const SlotPushArgs& args, const Visit visit, const
       comes |= expert >= 0 && shape.rank_of(expert) == me;
     }
     if (!comes || ((ranks & ~missing) >> source & 1) == 0) continue;
-    const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[t % shape.num_tokens];
-    if (!AwaitWordOf(args.peers, arrived, visit.epoch)) {
+    const EpochWord* const arrived = &session.half().mail(me, source).arrived[t % shape.num_tokens];
+    if (!session.AwaitWord(arrived)) {
       missing |= 1u << source;
     }
   }
@@ -38,17 +38,16 @@ JAX_EP_RARE uint32_t AwaitAll(const SlotPushArgs& args, const Visit visit, const
 
 // Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
 // rows were missed. A block that does not send.
-__device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes& routes, const RowTeam& team,
-                            uint32_t late) {
+__device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& session, const Routes& routes,
+                            const RowTeam& team, uint32_t late) {
   const Shape& shape = args.shape;
-  late |= FindRoutes(args, visit, routes);
-  Miss(args, Op::kDispatch, visit, Phase::kEnter, BlockOr(late));
-  if (visit.failed) return 0;
+  late |= FindRoutes(args, session, routes);
+  if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
   ClearTail(args, routes);
-  if (args.keeps_books()) {
+  if (args.writes_metadata()) {
     WriteHandle(args, routes);
     ClearPadding(args, routes);
-    if (args.presides()) WriteCounts(args, visit, routes);
+    if (session.is_leader()) WriteCounts(args, session, routes);
     return 0;
   }
   uint32_t missing = 0;
@@ -56,75 +55,76 @@ __device__ uint32_t Receive(const SlotPushArgs& args, Visit& visit, const Routes
   for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
     // Tokens that were sent at the same time are received at the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
-    missing |= ReceiveToken(args, visit, routes, team, source, token);
+    missing |= ReceiveToken(args, session, routes, team, source, token);
   }
   return missing;
 }
 
 // T is the type of rows that become FP8, or void.
 template <typename T>
-__global__ void __launch_bounds__(kSlotThreads, 1) SlotPushKernel(const __grid_constant__ SlotPushArgs args) {
+__global__ void __launch_bounds__(kSmallThreads, 1)
+    SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
-  constexpr Op op = Op::kDispatch;
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = args.session(Op::kDispatch);
   const Shape& shape = args.shape;
   const Routes routes(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillRows(args);
     FillRouting(args, shape.has_row_per_choice());
-    FillAttendance(args);
+    FillAttendance(args.attendance, args.shape.num_ranks);
   };
-  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), args.team_warps);
+  const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), args.team_warps);
   EarlyToken<T> token{};
   uint32_t choices = 0;
   if (args.sends()) {
     if (threadIdx.x < kSendThreads) token = LoadToken<T>(args, blockIdx.x);
   } else {
-    for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSlotThreads)
+    for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSmallThreads)
       routes.totals[i] = 0;  // and what follows
     const int words = ChoiceWords(shape);
-    if (args.keeps_books() && FirstWord(args) < words * shape.num_ranks) {
+    if (args.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
       choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
     }
   }
-  Visit visit = OpenSlots(args, op);
-  if (!visit.open) return EndUnopened(args, op, visit, fill);
-  if (args.presides()) TellCall(args, visit);
-  if (args.keeps_books()) TellChoices(args, args.topk_idx, visit, choices);
-  if (args.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, visit, token);
-  if (args.sends() && threadIdx.x >= kSendThreads) FlagTokens(args, visit);
+  if (!session.Open(opening)) return session.Close(fill);
+  if (session.is_leader()) session.PublishCall();
+  if (args.writes_metadata()) PublishChoices(args, args.topk_idx, session, choices);
+  if (args.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
+  if (args.sends() && threadIdx.x >= kSendThreads) FlagTokens(args, session);
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitAll(args, visit, routes, ranks); });
-  } else if (args.presides()) {
-    missing = AwaitCall(args, op, visit, threadIdx.x, log);
+    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, routes, ranks); });
+  } else if (session.is_leader()) {
+    missing = session.AwaitCall(threadIdx.x, log);
   }
-  if (!args.sends() && !visit.failed) {
-    missing = Receive(args, visit, routes, team, missing);
-    Miss(args, op, visit, Phase::kWave, BlockOr(missing));
+  if (!args.sends() && !session.has_failed()) {
+    missing = Receive(args, session, routes, team, missing);
+    (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   }
-  EndSlots(args, op, visit, fill);
+  session.Close(fill);
 }
 
 // Calls f with the kernel for rows to be quantised, or sent as they are.
 template <typename F>
 cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
-  if (quantize == Quantize::kNone) return f(SlotPushKernel<void>);
+  if (quantize == Quantize::kNone) return f(SmallPushKernel<void>);
   switch (type) {
     case Float::kF16:
-      return f(SlotPushKernel<__half>);
+      return f(SmallPushKernel<__half>);
     case Float::kBF16:
-      return f(SlotPushKernel<__nv_bfloat16>);
+      return f(SmallPushKernel<__nv_bfloat16>);
     default:
-      return f(SlotPushKernel<float>);
+      return f(SmallPushKernel<float>);
   }
 }
 
 }  // namespace
 
-cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const Device& device,
-                           cudaStream_t stream) {
-  SlotPushArgs args{};
+cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
+                            cudaStream_t stream) {
+  SmallPushArgs args{};
   args.shape = params.shape;
   args.peers = peers;
   args.place_operand = params.place_operand;
@@ -148,21 +148,21 @@ cudaError_t LaunchSlotPush(const PushParams& params, const Peers& peers, const D
   args.num_tokens = params.num_tokens;
   args.num_dropped = params.num_dropped;
   const int most = MostBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::min(args.shape.num_tokens, (most - kKeepers) / 2);
-  args.num_receivers = std::min(tokens, most - kKeepers - args.num_senders);
-  args.team_warps = TeamWarps(tokens, args.num_receivers, kSlotWarps);
+  args.num_senders = std::min(args.shape.num_tokens, (most - kMetadataBlocks) / 2);
+  args.num_receivers = std::min(tokens, most - kMetadataBlocks - args.num_senders);
+  args.team_warps = TeamWarps(tokens, args.num_receivers, kSmallWarps);
   for (int p = 0; p < params.num_payloads; ++p) {
     const int64_t bytes = params.payloads[p].row_bytes, warps = args.team_warps;
     args.shares[p] =
         static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
   }
-  const int blocks = args.num_senders + args.num_receivers + kKeepers;
+  const int blocks = args.num_senders + args.num_receivers + kMetadataBlocks;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
-    return Launch(kernel, blocks, kSlotThreads, RouteBytes(args.shape), stream, true, args);
+    return Launch(kernel, blocks, kSmallThreads, RouteBytes(args.shape), stream, true, args);
   });
 }
 
-cudaError_t PreloadSlotPush() {
+cudaError_t PreloadSmallPush() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {

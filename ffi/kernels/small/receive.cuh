@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 constexpr int kSlotVectors = 8;  // 16-byte loads in flight a thread
 
 // A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
-__device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
+__device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
                                unsigned lanes) {
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
@@ -33,8 +33,8 @@ __device__ inline void CopyOut(const SlotPushArgs& args, const RowTeam& team, co
 
 // A token of rank `source`, from its slot to its rows here. One warp of its team; returns the ranks that were
 // missed.
-__device__ inline uint32_t ReceiveToken(const SlotPushArgs& args, const Visit& visit, const Routes& routes,
-                                        const RowTeam& team, int source, int token) {
+__device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSession& session,
+                                        const Routes& routes, const RowTeam& team, int source, int token) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
   const int t = source * shape.num_tokens + token;
@@ -54,11 +54,11 @@ __device__ inline uint32_t ReceiveToken(const SlotPushArgs& args, const Visit& v
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
   if (rows == 0) return 0;
-  const Stamped* const arrived = &args.mail(me, source, visit.epoch).arrived[token];
-  const bool late = lane == 0 && !AwaitWordOf(args.peers, arrived, visit.epoch);
+  const EpochWord* const arrived = &session.half().mail(me, source).arrived[token];
+  const bool late = lane == 0 && !session.AwaitWord(arrived);
   if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
   __syncwarp();  // what lane 0 has acquired is there for all
-  const std::byte* const slot = args.slot(me, source, token, visit.epoch);
+  const std::byte* const slot = session.half().slot(me, source, token);
   const bool writes = team.warp == 0 && lane < K;
   const float weight =
       writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
@@ -74,12 +74,12 @@ __device__ inline uint32_t ReceiveToken(const SlotPushArgs& args, const Visit& v
 }
 
 // This rank's part of the handle. The blocks that keep books, together.
-__device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& routes) {
+__device__ inline void WriteHandle(const SmallPushArgs& args, const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
   const int me = args.peers.rank, first = me * shape.num_tokens;  // of this rank's tokens, among all
-  const Portion books = args.Books();
-  for (int token = books.index; token < shape.num_tokens; token += books.count) {
+  const WarpShare metadata = args.MetadataShare();
+  for (int token = metadata.index; token < shape.num_tokens; token += metadata.count) {
     const int t = first + token, expert = lane < K ? routes.expert(shape, me, token, lane) : -1;
     if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
     if (!shape.has_row_per_choice()) {
@@ -102,7 +102,8 @@ __device__ inline void WriteHandle(const SlotPushArgs& args, const Routes& route
 
 // What a warp clears: rows [begin, end) of the results, of which it takes its share. Of padded experts not
 // the rows, of which there are many, and which whoever multiplies padded experts leaves out.
-__device__ inline void ClearRows(const SlotPushArgs& args, int64_t begin, int64_t end, const Portion& share) {
+__device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64_t end,
+                                 const WarpShare& share) {
   const Shape& shape = args.shape;
   const int64_t thread = share.index * kWarp + static_cast<int>(threadIdx.x) % kWarp;
   const int64_t threads = share.count * kWarp;
@@ -128,28 +129,28 @@ __device__ inline void ClearRows(const SlotPushArgs& args, int64_t begin, int64_
 }
 
 // Clears the padding of each expert's block, a warp one. The blocks that keep books, together.
-__device__ inline void ClearPadding(const SlotPushArgs& args, const Routes& routes) {
+__device__ inline void ClearPadding(const SmallPushArgs& args, const Routes& routes) {
   if (!args.shape.has_expert_blocks()) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = routes.starts + me * (L + 1);
-  const Portion books = args.Books();
-  for (int i = books.index; i < L; i += books.count) {
+  const WarpShare metadata = args.MetadataShare();
+  for (int i = metadata.index; i < L; i += metadata.count) {
     ClearRows(args, int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1], {0, 1});
   }
 }
 
 // Clears what lies behind all rows. The blocks that keep books, or all but the senders where it is much.
-__device__ inline void ClearTail(const SlotPushArgs& args, const Routes& routes) {
+__device__ inline void ClearTail(const SmallPushArgs& args, const Routes& routes) {
   constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
   const bool much = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
-  if (!much && !args.keeps_books()) return;
+  if (!much && !args.writes_metadata()) return;
   const int tail = shape.has_expert_blocks()
                        ? routes.starts[me * (L + 1) + L]
                        : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
-  const int first = much ? args.num_senders : args.first_keeper();
-  ClearRows(args, tail, shape.capacity, WarpOf(first, static_cast<int>(gridDim.x)));
+  const int first = much ? args.num_senders : args.first_metadata_block();
+  ClearRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
 
 // Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
@@ -166,7 +167,7 @@ __device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int 
 }
 
 // By rank: takes the choices of tokens that the capacity cuts from their experts' counts. One warp.
-__device__ inline void CountOutCutTokens(const SlotPushArgs& args, const Routes& routes) {
+__device__ inline void CountOutCutTokens(const SmallPushArgs& args, const Routes& routes) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   int before = 0;
@@ -184,21 +185,22 @@ __device__ inline void CountOutCutTokens(const SlotPushArgs& args, const Routes&
 }
 
 // What the choices say of this rank as a receiver. One block.
-__device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit, const Routes& routes) {
+__device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession& session,
+                                   const Routes& routes) {
   __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
   __shared__ int kept;
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool by_rank = !shape.has_row_per_choice();
   if (threadIdx.x == 0) kept = 0;
-  for (int i = threadIdx.x / kWarp; i < R * R; i += kSlotWarps) {
+  for (int i = threadIdx.x / kWarp; i < R * R; i += kSmallWarps) {
     const int count = RowsBetween(shape, routes, i / R, i % R);
     if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
   }
   __syncthreads();
   const int32_t* const starts = routes.starts + me * (L + 1);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < L; i += kSlotThreads) {
+  for (int i = threadIdx.x; i < L; i += kSmallThreads) {
     const int count = routes.totals[me * L + i];
     args.handle.expert_counts[i] = count;
     if (by_rank) {
@@ -218,7 +220,7 @@ __device__ inline void WriteCounts(const SlotPushArgs& args, const Visit& visit,
 #pragma unroll 1
     for (int s = 0; s < R; ++s) args.handle.rank_prefix_matrix[s * R + d] = rows[s][d];
   }
-  WriteActive(args, visit);
+  session.WriteActive();
   __syncthreads();
   const int num_rows = rows[R - 1][me];
   if (by_rank && num_rows > shape.capacity && threadIdx.x < kWarp) CountOutCutTokens(args, routes);

@@ -2,10 +2,10 @@
 // first rows, so nobody waits for anybody's counts.
 #pragma once
 
-#include "kernels/protocol/mail_session.cuh"
 #include "kernels/push/receive.cuh"
 #include "kernels/routing/count.cuh"
 #include "kernels/routing/starts.cuh"
+#include "kernels/small/args.cuh"
 
 namespace jax_ep::cuda {
 
@@ -49,52 +49,55 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
 }
 
 // The word of its choices that a thread of the blocks that keep books begins with.
-__device__ inline int FirstWord(const SlotArgs& args) {
-  return (static_cast<int>(blockIdx.x) - args.first_keeper()) * kSlotThreads + static_cast<int>(threadIdx.x);
+__device__ inline int FirstWord(const SmallArgs& args) {
+  return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kSmallThreads +
+         static_cast<int>(threadIdx.x);
 }
 
 // Tells all ranks of this one's choices. The blocks that keep books, together; `first` are those of the first
 // word.
-__device__ inline void TellChoices(const SlotArgs& args, const TopkIds& ids, const Visit& visit,
-                                   uint32_t first) {
+__device__ inline void PublishChoices(const SmallArgs& args, const TopkIds& ids, const MailSession& session,
+                                      uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
-  const int stride = (static_cast<int>(gridDim.x) - args.first_keeper()) * kSlotThreads;
+  const int stride = (static_cast<int>(gridDim.x) - args.first_metadata_block()) * kSmallThreads;
+  const ArenaHalf half = session.half();
   for (int i = begin; i < words * R; i += stride) {
     const int r = i / words, word = i % words;
-    if ((visit.writable >> r & 1) == 0) continue;
+    if (!session.may_write(r)) continue;
     const uint32_t two = i == begin ? first : LoadChoices(args.shape, ids, word);
-    StoreStamped(&args.mail(r, args.peers.rank, visit.epoch).choices[word], two, visit.epoch);
+    StoreWord(&half.mail(r, args.peers.rank).choices[word], two, session.epoch());
   }
 }
 
 // Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word, a warp the words
 // of one rank. The whole block; returns the ranks that this thread has missed.
 template <typename Take>
-__device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint32_t ranks, Take&& take) {
+__device__ uint32_t AwaitChoices(const SmallArgs& args, const MailSession& session, uint32_t ranks,
+                                 Take&& take) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
-  const int warp = threadIdx.x / kWarp, sharing = max(kSlotWarps / R, 1);  // warps for a rank
+  const int warp = threadIdx.x / kWarp, sharing = max(kSmallWarps / R, 1);  // warps for a rank
   const int stride = sharing * kWarp;
   uint32_t missing = 0;
-  for (int r = warp / sharing; r < R; r += kSlotWarps / sharing) {
-    const Stamped* const from = args.mail(args.peers.rank, r, visit.epoch).choices;
+  for (int r = warp / sharing; r < R; r += kSmallWarps / sharing) {
+    const EpochWord* const from = session.half().mail(args.peers.rank, r).choices;
     const bool comes = (ranks >> r & 1) != 0;
     for (int first = warp % sharing * kWarp + static_cast<int>(threadIdx.x) % kWarp; first < words;
          first += stride * kWordsInFlight) {
-      Stamped seen[kWordsInFlight];
+      EpochWord seen[kWordsInFlight];
 #pragma unroll
       for (int j = 0; j < kWordsInFlight; ++j) {
         const int word = first + j * stride;
-        seen[j] = comes && word < words ? LoadStamped(&from[word]) : 0;
+        seen[j] = comes && word < words ? LoadRelaxed(&from[word]) : 0;
       }
 #pragma unroll
       for (int j = 0; j < kWordsInFlight; ++j) {
         const int word = first + j * stride;
         if (word >= words) break;
-        if (comes && !IsOf(seen[j], visit.epoch)) {
+        if (comes && !HasEpoch(seen[j], session.epoch())) {
           // What comes from other ranks is still read after that: it may be all that is needed.
-          if (!AwaitWordOf(args.peers, &from[word], visit.epoch)) missing |= 1u << r;
-          seen[j] = LoadStamped(&from[word]);
+          if (!session.AwaitWord(&from[word])) missing |= 1u << r;
+          seen[j] = LoadRelaxed(&from[word]);
         }
         take(r, word, comes ? static_cast<uint32_t>(seen[j]) : ~0u);
       }
@@ -105,18 +108,20 @@ __device__ uint32_t AwaitChoices(const SlotArgs& args, const Visit& visit, uint3
 
 // Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole block,
 // to which that is visible afterwards; returns the ranks that it has missed.
-__device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, const Routes& routes) {
+__device__ inline uint32_t FindRoutes(const SmallArgs& args, const MailSession& session,
+                                      const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
   const int L = shape.num_local_experts(), me = args.peers.rank, first = me * L;
-  const bool all_there = visit.ranks == (1u << R) - 1;
+  const uint32_t ranks_here = session.ranks();
+  const bool all_there = session.has_all_ranks();
   const auto take = [&](int rank, int word, uint32_t two) {
 #pragma unroll 1
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16) {
       int expert = static_cast<int16_t>(two & 0xffff);
       // Before all calls are compared, a peer's may be those of another op.
       if (expert >= shape.num_experts) expert = -1;
-      if (expert >= 0 && !all_there && (visit.ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
+      if (expert >= 0 && !all_there && (ranks_here >> shape.rank_of(expert) & 1) == 0) expert = -1;
       routes.experts[rank * routes.stride + i] = static_cast<int16_t>(expert);
       if (expert < 0) continue;
       atomicAdd(&routes.totals[expert], 1);
@@ -124,10 +129,10 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
       if (expert >= first && expert < first + L) atomicAdd(&routes.here[rank * L + expert - first], 1);
     }
   };
-  const uint32_t missing = BlockOr(AwaitChoices(args, visit, visit.ranks, take));
+  const uint32_t missing = BlockOr(AwaitChoices(args, session, session.ranks(), take));
   if (missing != 0) return missing;
   if (!shape.has_row_per_choice()) {
-    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSlotThreads) {
+    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSmallThreads) {
       uint32_t ranks = 0;
 #pragma unroll 1
       for (int k = 0; k < K; ++k) {
@@ -137,10 +142,10 @@ __device__ inline uint32_t FindRoutes(const SlotArgs& args, const Visit& visit, 
       routes.ranks[t] = static_cast<uint16_t>(ranks);
     }
   } else {
-    for (int r = threadIdx.x / kWarp; r < R; r += kSlotWarps) {
+    for (int r = threadIdx.x / kWarp; r < R; r += kSmallWarps) {
       FindStarts(shape, routes.totals + r * L, routes.starts + r * (L + 1));
     }
-    for (int i = kSlotThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kSlotThreads) {
+    for (int i = kSmallThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kSmallThreads) {
       int before = 0;
       for (int r = 0; r < R; ++r) {
         const int choices_of_rank = routes.here[r * L + i];

@@ -7,7 +7,7 @@
 namespace jax_ep::cuda {
 
 // By value in the kernel's parameters.
-struct SlotPushArgs : SlotArgs {
+struct SmallPushArgs : SmallArgs {
   TopkIds topk_idx;
   Payload payloads[kMaxPayloads];
   int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
@@ -26,17 +26,19 @@ struct SlotPushArgs : SlotArgs {
 // Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
 // not all write to the same one.
 template <typename Store>
-__device__ void ForSlots(const SlotArgs& args, const Visit& visit, int t, uint32_t ranks, Store&& store) {
+__device__ void ForSlots(const SmallArgs& args, const MailSession& session, int t, uint32_t ranks,
+                         Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
+  const ArenaHalf half = session.half();
 #pragma unroll 1
   for (int i = 1; i <= R; ++i) {
     const int r = me + i < R ? me + i : me + i - R;
-    if (ranks >> r & 1) store(args.slot(r, me, t, visit.epoch));
+    if (ranks >> r & 1) store(half.slot(r, me, t));
   }
 }
 
 // The last warp of a block that sends tells of what was sent.
-constexpr int kSendThreads = kSlotThreads - kWarp;
+constexpr int kSendThreads = kSmallThreads - kWarp;
 constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
 
 // What travels of 16 bytes of a row of T: they themselves, if T is void, or else FP8 values, and the scale of
@@ -63,7 +65,7 @@ struct EarlyToken {
 
 // Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
 template <typename T>
-__device__ int VectorsOf(const SlotPushArgs& args) {
+__device__ int VectorsOf(const SmallPushArgs& args) {
   const int64_t bytes = args.payloads[0].row_bytes *
                         (std::is_void_v<T> ? 1 : sizeof(std::conditional_t<std::is_void_v<T>, char, T>));
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
@@ -72,7 +74,8 @@ __device__ int VectorsOf(const SlotPushArgs& args) {
 // Parts `first`, `first` + kSendThreads, ... of token t's row, which has n. Whole warps: lanes find the
 // largest number of a block together.
 template <typename T>
-__device__ void LoadParts(const SlotPushArgs& args, int t, int first, int n, Part<T> (&parts)[kSendVectors]) {
+__device__ void LoadParts(const SmallPushArgs& args, int t, int first, int n,
+                          Part<T> (&parts)[kSendVectors]) {
   const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
   uint4 vectors[kSendVectors];
 #pragma unroll
@@ -93,7 +96,7 @@ __device__ void LoadParts(const SlotPushArgs& args, int t, int first, int n, Par
 }
 
 template <typename T>
-__device__ EarlyToken<T> LoadToken(const SlotPushArgs& args, int t) {
+__device__ EarlyToken<T> LoadToken(const SmallPushArgs& args, int t) {
   EarlyToken<T> token{-1, 0.0f, {}};
   if (t >= args.shape.num_tokens) return token;
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
@@ -106,12 +109,12 @@ __device__ EarlyToken<T> LoadToken(const SlotPushArgs& args, int t) {
 
 // A row of vectors, of which this thread has its first parts.
 template <typename T>
-__device__ void SendRow(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+__device__ void SendRow(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                         Part<T> (&parts)[kSendVectors]) {
   const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll 1
   for (int first = threadIdx.x; first < whole;) {
-    ForSlots(args, visit, t, ranks, [&](std::byte* slot) {
+    ForSlots(args, session, t, ranks, [&](std::byte* slot) {
 #pragma unroll
       for (int j = 0; j < kSendVectors; ++j) {
         const int i = first + j * kSendThreads;
@@ -132,20 +135,20 @@ __device__ void SendRow(const SlotPushArgs& args, const Visit& visit, int t, uin
 }
 
 // Any row as it is.
-__device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, int t, uint32_t ranks,
+__device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                                  int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
     for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
       const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
-      ForSlots(args, visit, t, ranks,
+      ForSlots(args, session, t, ranks,
                [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
     }
   } else {
     for (int i = threadIdx.x; i < n; i += kSendThreads) {
       const std::byte value = row[i];
-      ForSlots(args, visit, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
+      ForSlots(args, session, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
     }
   }
 }
@@ -155,31 +158,31 @@ __device__ inline void SendBytes(const SlotPushArgs& args, const Visit& visit, i
 constexpr int kStored = 1, kFlagged = 3;
 
 __device__ inline void Arrive(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
 }
 __device__ inline void Wait(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSlotThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
 }
 
 // The ranks that a token is sent to, of those that take part, in all lanes; each has the expert of a choice.
-__device__ inline uint32_t RanksOf(const Shape& shape, const Visit& visit, int expert) {
+__device__ inline uint32_t RanksOf(const Shape& shape, const MailSession& session, int expert) {
   const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
-  return __reduce_or_sync(kAllLanes, rank) & visit.writable;
+  return __reduce_or_sync(kAllLanes, rank) & session.writable();
 }
 
 // Sends every token of this block, of which the first was loaded early. The sending warps.
 template <typename T>
-__device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyToken<T> token) {
+__device__ void SendTokens(const SmallPushArgs& args, const MailSession& session, EarlyToken<T> token) {
   for (int t = blockIdx.x, turn = 0; t < args.shape.num_tokens; t += args.num_senders, ++turn) {
-    const uint32_t ranks = RanksOf(args.shape, visit, token.expert);
+    const uint32_t ranks = RanksOf(args.shape, session, token.expert);
     if (turn >= 2) Wait(kFlagged + turn % 2);
     const bool in_vectors = VectorsOf<T>(args) > 0;
-    if (in_vectors) SendRow<T>(args, visit, t, ranks, token.row);
+    if (in_vectors) SendRow<T>(args, session, t, ranks, token.row);
     if constexpr (std::is_void_v<T>) {
-      for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, visit, t, ranks, p);
+      for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, session, t, ranks, p);
     }
     if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
-      ForSlots(args, visit, t, ranks,
+      ForSlots(args, session, t, ranks,
                [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
     }
     Arrive(kStored + turn % 2);
@@ -189,14 +192,14 @@ __device__ void SendTokens(const SlotPushArgs& args, const Visit& visit, EarlyTo
 
 // Tells the ranks of each token that it is there. The last warp: what it waits for, that a token's stores are
 // done, does not hold up those of the next one.
-__device__ inline void FlagTokens(const SlotPushArgs& args, const Visit& visit) {
+__device__ inline void FlagTokens(const SmallPushArgs& args, const MailSession& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
   for (int t = blockIdx.x, turn = 0; t < T; t += args.num_senders, ++turn) {
     const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
-    const uint32_t ranks = RanksOf(args.shape, visit, expert);
+    const uint32_t ranks = RanksOf(args.shape, session, expert);
     Wait(kStored + turn % 2);
     if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
-      StoreStampedRelease(&args.mail(lane, args.peers.rank, visit.epoch).arrived[t], 1, visit.epoch);
+      StoreWordRelease(&session.half().mail(lane, args.peers.rank).arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.num_senders < T) Arrive(kFlagged + turn % 2);

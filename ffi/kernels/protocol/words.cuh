@@ -1,0 +1,40 @@
+// Words with an epoch, and epochs.
+#pragma once
+
+#include "kernels/protocol/control.h"
+#include "kernels/ptx/memory.cuh"
+
+namespace jax_ep::cuda {
+
+JAX_EP_HD inline EpochWord Pack(uint32_t number, uint32_t epoch) {
+  return static_cast<EpochWord>(epoch) << 32 | number;
+}
+JAX_EP_HD inline uint32_t EpochOf(EpochWord word) { return static_cast<uint32_t>(word >> 32); }
+JAX_EP_HD inline uint32_t NumberOf(EpochWord word) { return static_cast<uint32_t>(word); }
+
+// Epochs are compared for equality only: a peer writes the next one after this rank has left the present one,
+// so no later epoch is ever seen, but a word may be left from any earlier one.
+__device__ inline bool HasEpoch(EpochWord word, uint32_t epoch) { return EpochOf(word) == epoch; }
+
+__device__ inline void StoreWord(EpochWord* word, uint32_t number, uint32_t epoch) {
+  StoreRelaxed(word, Pack(number, epoch));
+}
+__device__ inline void StoreWordRelease(EpochWord* word, uint32_t number, uint32_t epoch) {
+  StoreRelease(word, Pack(number, epoch));
+}
+
+// After the last epoch, epochs begin again at 2: 0 stands for no op, and each epoch has another parity than
+// the one before.
+constexpr uint32_t kLastEpoch = 0xffffffffu;
+__device__ inline uint32_t NextEpoch(uint32_t epoch) { return epoch == kLastEpoch ? 2 : epoch + 1; }
+
+// Returns the Reason's word in a gate, or 0.
+__device__ inline uint32_t ReasonIn(const uint64_t* gate) { return NumberOf(LoadRelaxed(gate)); }
+
+// Adds to the epoch of a gate, modulo 2^32, and returns what the gate was. Nothing waits for it until that is
+// used.
+__device__ inline uint64_t AddEpochs(uint64_t* gate, uint32_t epochs) {
+  return AddRelaxed(gate, Pack(0, epochs));
+}
+
+}  // namespace jax_ep::cuda

@@ -1,0 +1,21 @@
+// Bytes of this device's memory set to one value.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/threads.cuh"
+
+namespace jax_ep::cuda {
+
+// Sets bytes, as number `thread` of so many threads: by vectors where they begin at one.
+__device__ inline void FillBytes(std::byte* data, int64_t bytes, unsigned char value, int64_t thread,
+                                 int64_t threads) {
+  const uint32_t word = value * 0x01010101u;
+  const int64_t vectors = reinterpret_cast<uintptr_t>(data) % 16 == 0 ? bytes / 16 : 0;
+  for (int64_t i = thread; i < vectors; i += threads) {
+    reinterpret_cast<uint4*>(data)[i] = make_uint4(word, word, word, word);
+  }
+  for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) data[i] = std::byte{value};
+}
+
+}  // namespace jax_ep::cuda
