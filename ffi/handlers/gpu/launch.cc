@@ -11,10 +11,23 @@ std::optional<Call> CudaCallSite::Find(int32_t device) const {
   return it == calls_.end() ? std::nullopt : std::optional(it->second);
 }
 
-void CudaCallSite::Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers) {
+void CudaCallSite::Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers,
+                       bool through_arena) {
   std::lock_guard<std::mutex> lock(mutex_);
   calls_[device] = call;
+  through_arena_ = through_arena;
   peers_ = peers.get();
+}
+
+bool CudaCallSite::FixPath(bool fits_arena) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!through_arena_) through_arena_ = fits_arena;
+  return *through_arena_;
+}
+
+void CudaCallSite::ReleasePath() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (calls_.empty()) through_arena_.reset();
 }
 
 std::string Describe(const Shape& shape) {
@@ -99,7 +112,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
     // A number for this call site, which says nothing to other ranks.
     static std::atomic<uint32_t> sites{0};
     const Call alone{hash, sites.fetch_add(1) % kMaxSites};
-    context.site->Add(context.device, alone, devices);
+    context.site->Add(context.device, alone, devices, announced.through_arena);
     return Launched(op, launch(devices->At(seat.place, alone, announced.through_arena)));
   }
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
@@ -117,7 +130,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   const std::string late = board.Launched(op, *seat.group, seat.place, begun.number, hooks);
   if (!late.empty()) return Expired(seat, late);
   // Only now: where the launch failed on one rank, all of them meet here again.
-  context.site->Add(context.device, first, devices);
+  context.site->Add(context.device, first, devices, announced.through_arena);
   return ffi::Error::Success();
 }
 

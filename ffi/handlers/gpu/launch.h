@@ -22,13 +22,19 @@ class CudaCallSite {
   static ffi::TypeId id;
 
   std::optional<Call> Find(int32_t device) const;
-  void Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers);
+  void Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers, bool through_arena);
+  // Returns whether the op goes through the arena. The first call decides for all devices: a Group opened
+  // later may have another num_sms, and ranks must not take different paths.
+  bool FixPath(bool fits_arena);
+  // Drops the decision if no call has succeeded yet, so that a Group made after a failure decides again.
+  void ReleasePath();
   // Of the group, once it has been called. A group's peers live as long as the process.
   const DevicePeers* peers() const { return peers_.load(); }
 
  private:
   mutable std::mutex mutex_;
   std::map<int32_t, Call> calls_;
+  std::optional<bool> through_arena_;
   std::atomic<const DevicePeers*> peers_{nullptr};
 };
 
@@ -83,12 +89,15 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
 std::string Describe(const Shape& shape);
 std::string DtypeName(ffi::DataType type);
 
+// Least SMs of an op that goes through the arena: some of its blocks send, others receive.
+constexpr int kLeastArenaSms = 8;
+
 // Whether an op of a group goes through the arena: the same on all ranks.
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
 bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
 
 // What a launch depends on; `group` is null for local ops.
-cuda::Device ThisDevice(const Group* group);
+cuda::Device ThisDevice(const Group* group, bool through_arena = false);
 
 }  // namespace jax_ep
 

@@ -1,4 +1,6 @@
 // The handlers on GPUs: operands as on the CPU, then a launch.
+#include <algorithm>
+
 #include "handlers/decode/layout.h"
 #include "handlers/decode/permute.h"
 #include "handlers/decode/pull.h"
@@ -42,9 +44,8 @@ static ffi::Error NeedsArena(const char* op, const Attendance& attendance) {
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
-  constexpr int kLeastSms = 8;  // some blocks send, others receive
   const int budget = group.options().num_sms;
-  return !NoArena() && (budget == 0 || budget >= kLeastSms) && FitsArena(shape, row_bytes);
+  return !NoArena() && (budget == 0 || budget >= kLeastArenaSms) && FitsArena(shape, row_bytes);
 }
 
 // By rank, a slot stands for the n-th row that came from a rank. Rows that ranks hand on from other hosts lie
@@ -66,8 +67,11 @@ static bool GoesThroughArena(const Group& group, const PullCall& call) {
   return summand.type != Float::kF64 && CombineFitsArena(group, call.params.shape, row_bytes);
 }
 
-cuda::Device ThisDevice(const Group* group) {
-  return cuda::DescribeDevice(PlainCopies(), NoArena(), group == nullptr ? 0 : group->options().num_sms);
+cuda::Device ThisDevice(const Group* group, bool through_arena) {
+  int budget = group == nullptr ? 0 : group->options().num_sms;
+  // The path stays when a later Group has a smaller num_sms, and the arena's kernels need their blocks.
+  if (through_arena && budget != 0) budget = std::max(budget, kLeastArenaSms);
+  return cuda::DescribeDevice(PlainCopies(), NoArena(), budget);
 }
 
 // Fills a result with bits that no right op leaves there. For stress tests.
@@ -76,10 +80,11 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
   (void)cudaMemsetAsync(data, 0xa5, static_cast<size_t>(bytes), stream);
 }
 
-static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
+static ffi::Error TryLaunch(const CudaContext& context, const char* op, const Seat& seat,
+                            const PushCall& call) {
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(*seat.group, call);
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*seat.group, call));
   auto error = FirstError({CheckLimits(op, shape, call.payloads.size()),
                            through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
   if (error.failure()) return error;
@@ -113,14 +118,14 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pus
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
     const auto launch = through_arena ? cuda::LaunchSlotPush : cuda::LaunchPush;
-    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+    return launch(params, peers, ThisDevice(seat.group.get(), through_arena), context.stream);
   });
 }
 
-static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PullCall call) {
+static ffi::Error TryLaunch(const CudaContext& context, const char* op, const Seat& seat, PullCall& call) {
   PullParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(*seat.group, call);
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*seat.group, call));
   auto error = FirstError({CheckLimits(op, shape, call.summands.size()),
                            AtMost(op, "biases", call.biases.size(), kMaxBiases),
                            through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
@@ -157,8 +162,16 @@ static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, Pul
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
     const auto launch = through_arena ? cuda::LaunchSlotPull : cuda::LaunchPull;
-    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+    return launch(params, peers, ThisDevice(seat.group.get(), through_arena), context.stream);
   });
+}
+
+// Launches a push or a pull. `call` is a PushCall or a PullCall.
+template <typename OpCall>
+static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, OpCall call) {
+  auto error = TryLaunch(context, op, seat, call);
+  if (error.failure()) context.site->ReleasePath();
+  return error;
 }
 
 static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
