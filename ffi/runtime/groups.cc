@@ -112,7 +112,9 @@ void CloseGroup(const std::string& key) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   auto it = registry.groups.find(key);
-  if (it != registry.groups.end() && --it->second.users == 0) registry.groups.erase(it);
+  if (it == registry.groups.end() || --it->second.users > 0) return;
+  it->second.group->Close();
+  registry.groups.erase(it);
 }
 
 std::shared_ptr<Group> FindGroup(const std::string& key) {

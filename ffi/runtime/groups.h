@@ -1,6 +1,7 @@
 // The groups that are open in this process: their devices, options and last expired wait.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -45,6 +46,10 @@ class Group {
   // Whether a rank of one of the groups belongs to this process.
   bool IsLocal(const Place& place) const { return devices_[place.group * num_ranks_ + place.rank] >= 0; }
 
+  // Whether a user of the group is left. A closed group never opens again: OpenGroup makes a new one.
+  bool is_open() const { return is_open_.load(std::memory_order_acquire); }
+  void Close() { is_open_.store(false, std::memory_order_release); }
+
   // What the newest user asks for.
   struct Options {
     double timeout_s;
@@ -77,6 +82,7 @@ class Group {
   const std::vector<int64_t> devices_;
   const int num_ranks_;
   const bool hands_on_;
+  std::atomic<bool> is_open_{true};
   mutable std::mutex mutex_;
   Options options_{300.0, 0};
   std::optional<std::string> expired_;

@@ -37,6 +37,9 @@ struct CpuContext {
     return Fail(std::move(error));
   }
 
+  static std::shared_ptr<Group> FindGroup(std::string_view key) {
+    return jax_ep::FindGroup(std::string(key));
+  }
   static MeshPlace ReadPlace(const MeshPlace* place) { return *place; }
 };
 

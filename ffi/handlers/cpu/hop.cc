@@ -17,7 +17,8 @@ static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> plac
   }
   Seat seat;
   const MeshPlace found{place.typed_data()[0], place.typed_data()[1]};
-  auto error = FindSeat("hop", group, device, found, static_cast<int32_t>(num_ranks), seat);
+  auto error = FindSeat("hop", group, FindGroup(std::string(group)), device, found,
+                        static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) {
     Refuse(run.run_id, error.message());
     return error;

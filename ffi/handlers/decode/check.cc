@@ -78,9 +78,9 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
   return ffi::Error::Success();
 }
 
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal,
-                    const MeshPlace& found, int32_t num_ranks, Seat& seat) {
-  seat.group = FindGroup(std::string(group_key));
+ffi::Error FindSeat(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
+                    int32_t device_ordinal, const MeshPlace& found, int32_t num_ranks, Seat& seat) {
+  seat.group = std::move(group);
   if (seat.group == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                       std::string(op) + ": the group of this program is closed (" + std::string(group_key) +

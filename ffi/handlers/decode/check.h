@@ -86,14 +86,14 @@ ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& ar
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
 constexpr MeshPlace kOnDevice{-1, 0};
-// The group that a key names, and this device's place in it. `found` is the one in the program's mesh, as
+// The group of a call, and this device's place in it. `found` is the one in the program's mesh, as
 // the program computed it, or kOnDevice where only the device can compare it.
 struct Seat {
   std::shared_ptr<Group> group;
   Group::Place place;
   int32_t list;  // in the program's mesh, whose lists may be in another order than the group's
 };
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal,
-                    const MeshPlace& found, int32_t num_ranks, Seat& seat);
+ffi::Error FindSeat(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
+                    int32_t device_ordinal, const MeshPlace& found, int32_t num_ranks, Seat& seat);
 
 }  // namespace jax_ep

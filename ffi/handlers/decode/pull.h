@@ -72,7 +72,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   Seat seat;
   auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
-                           FindSeat(op, attributes.group, context.device,
+                           FindSeat(op, attributes.group, context.FindGroup(attributes.group), context.device,
                                     context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
   if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;

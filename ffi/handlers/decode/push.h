@@ -21,12 +21,13 @@ typename Context::Result RunPush(Context context, const char* op, PushCall call,
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   Seat seat;
   const bool quantizes = params.quantize != Quantize::kNone;
-  auto error = FirstError(
-      {quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
-                                   params.quantized_type)
-                 : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
-                                  params.scales() ? &call.factors : nullptr),
-       FindSeat(op, group, context.device, context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
+  auto error =
+      FirstError({quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
+                                              call.payloads, params.quantized_type)
+                            : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
+                                             call.payloads, params.scales() ? &call.factors : nullptr),
+                  FindSeat(op, group, context.FindGroup(group), context.device,
+                           context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
   if (error.failure()) return context.Refuse(std::move(error));
   params.rank = seat.place.rank;
   // A vector that is moved keeps its elements where they are.

@@ -8,7 +8,8 @@ static ffi::Error RunGather(CudaContext context, ffi::BufferR1<ffi::S32> place, 
                             ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
   const char* op = "gather";
   Seat seat;
-  auto error = FindSeat(op, group, context.device, kOnDevice, static_cast<int32_t>(num_ranks), seat);
+  auto error = FindSeat(op, group, context.FindGroup(group), context.device, kOnDevice,
+                        static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
   if (place.element_count() != 2 || in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||
       out->size_bytes() != in.size_bytes() * num_ranks) {

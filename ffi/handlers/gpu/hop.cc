@@ -14,7 +14,8 @@ static ffi::Error RunRailHop(CudaContext context, ffi::BufferR1<ffi::S32> place,
                              std::string_view rail_key, int64_t num_ranks) {
   const char* op = "hop between hosts";
   Seat seat;
-  auto error = FindSeat(op, group, context.device, kOnDevice, static_cast<int32_t>(num_ranks), seat);
+  auto error = FindSeat(op, group, context.FindGroup(group), context.device, kOnDevice,
+                        static_cast<int32_t>(num_ranks), seat);
   if (error.failure()) return error;
   const auto rails = FindRails(std::string(rail_key));
   const Rails::Rail* const rail = rails == nullptr ? nullptr : rails->Find(context.device);

@@ -11,12 +11,24 @@ std::optional<Call> CudaCallSite::Find(int32_t device) const {
   return it == calls_.end() ? std::nullopt : std::optional(it->second);
 }
 
-void CudaCallSite::Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers,
-                       bool through_arena) {
+void CudaCallSite::Add(int32_t device, const Call& call, bool through_arena) {
   std::lock_guard<std::mutex> lock(mutex_);
   calls_[device] = call;
   through_arena_ = through_arena;
-  peers_ = peers.get();
+  has_succeeded_ = true;
+}
+
+std::shared_ptr<Group> CudaCallSite::FindGroup(std::string_view key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (group_ == nullptr || !group_->is_open()) group_ = jax_ep::FindGroup(std::string(key));
+  return group_;
+}
+
+DevicePeers* CudaCallSite::FindPeers(const std::string& key) {
+  if (DevicePeers* const peers = peers_.load()) return peers;
+  DevicePeers* const peers = FindDevicePeers(key).get();
+  if (peers != nullptr) peers_ = peers;  // devices that search at the same time find the same
+  return peers;
 }
 
 bool CudaCallSite::FixPath(bool fits_arena) {
@@ -86,7 +98,7 @@ static ffi::Error Expired(const Seat& seat, const std::string& text) {
 ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
                           const std::function<cudaError_t(const Peers&)>& launch) {
   const char* op = announced.op;
-  const std::shared_ptr<DevicePeers> devices = FindDevicePeers(seat.group->key());
+  DevicePeers* const devices = context.site->FindPeers(seat.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
   Board& board = devices->board();
@@ -112,7 +124,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
     // A number for this call site, which says nothing to other ranks.
     static std::atomic<uint32_t> sites{0};
     const Call alone{hash, sites.fetch_add(1) % kMaxSites};
-    context.site->Add(context.device, alone, devices, announced.through_arena);
+    context.site->Add(context.device, alone, announced.through_arena);
     return Launched(op, launch(devices->At(seat.place, alone, announced.through_arena)));
   }
   const Board::Hooks hooks = devices->HooksFor(seat.place.group);
@@ -130,7 +142,7 @@ ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const An
   const std::string late = board.Launched(op, *seat.group, seat.place, begun.number, hooks);
   if (!late.empty()) return Expired(seat, late);
   // Only now: where the launch failed on one rank, all of them meet here again.
-  context.site->Add(context.device, first, devices, announced.through_arena);
+  context.site->Add(context.device, first, announced.through_arena);
   return ffi::Error::Success();
 }
 

@@ -22,20 +22,28 @@ class CudaCallSite {
   static ffi::TypeId id;
 
   std::optional<Call> Find(int32_t device) const;
-  void Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers, bool through_arena);
+  void Add(int32_t device, const Call& call, bool through_arena);
   // Returns whether the op goes through the arena. The first call decides for all devices: a Group opened
   // later may have another num_sms, and ranks must not take different paths.
   bool FixPath(bool fits_arena);
   // Drops the decision if no call has succeeded yet, so that a Group made after a failure decides again.
   void ReleasePath();
-  // Of the group, once it has been called. A group's peers live as long as the process.
-  const DevicePeers* peers() const { return peers_.load(); }
+  // Returns the group of this call site, null if it is closed. Searches by key only if the last one found
+  // was closed meanwhile: the search takes a lock that all groups share.
+  std::shared_ptr<Group> FindGroup(std::string_view key);
+  // Returns the device side of an open group, null if there is none. It never changes, because it lives as
+  // long as the process.
+  DevicePeers* FindPeers(const std::string& key);
+  // Returns the same once a call has succeeded, null before.
+  const DevicePeers* peers() const { return has_succeeded_.load() ? peers_.load() : nullptr; }
 
  private:
   mutable std::mutex mutex_;
   std::map<int32_t, Call> calls_;
   std::optional<bool> through_arena_;
-  std::atomic<const DevicePeers*> peers_{nullptr};
+  std::shared_ptr<Group> group_;
+  std::atomic<DevicePeers*> peers_{nullptr};
+  std::atomic<bool> has_succeeded_{false};
 };
 
 struct CudaContext {
@@ -47,6 +55,7 @@ struct CudaContext {
 
   static ffi::Error Fail(ffi::Error error) { return error; }
   static ffi::Error Refuse(ffi::Error error) { return error; }
+  std::shared_ptr<Group> FindGroup(std::string_view key) const { return site->FindGroup(key); }
   // It lies on the device; the kernel compares it.
   static MeshPlace ReadPlace(const MeshPlace*) { return kOnDevice; }
 };
