@@ -32,9 +32,14 @@ class OnExit {
   F f_;
 };
 
+// Calls a function that gives something back. Its failure must not hide the error that led here.
+template <typename F, typename... Args>
+void CallIfFound(const char* name, unsigned version, Args... args) {
+  if (const auto function = DriverFunction<F>(name, version)) (void)function(args...);
+}
+
 void Release(CUmemGenericAllocationHandle handle) {
-  if (const auto release = DriverFunction<decltype(cuMemRelease)>("cuMemRelease", 10020))
-    (void)release(handle);
+  CallIfFound<decltype(cuMemRelease)>("cuMemRelease", 10020, handle);
 }
 
 }  // namespace
@@ -77,10 +82,17 @@ uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     // The mapping keeps the memory, even if its owner ends.
     const OnExit release([&] { Release(handle); });
+    bool is_done = false;
     CUdeviceptr base = 0;
     Call<decltype(cuMemAddressReserve)>("cuMemAddressReserve", 10020, what, &base, size, size_t{0},
                                         CUdeviceptr{0}, 0ULL);
+    const OnExit free_range([&] {
+      if (!is_done) CallIfFound<decltype(cuMemAddressFree)>("cuMemAddressFree", 10020, base, size);
+    });
     Call<decltype(cuMemMap)>("cuMemMap", 10020, what, base, size, size_t{0}, handle, 0ULL);
+    const OnExit unmap([&] {
+      if (!is_done) CallIfFound<decltype(cuMemUnmap)>("cuMemUnmap", 10020, base, size);
+    });
     std::vector<CUmemAccessDesc> access(devices.size());
     for (size_t i = 0; i < devices.size(); ++i) {
       access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -89,6 +101,7 @@ uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>
     }
     Call<decltype(cuMemSetAccess)>("cuMemSetAccess", 10020, what, base, size,
                                    static_cast<const CUmemAccessDesc*>(access.data()), access.size());
+    is_done = true;
     return base;
   });
 }
