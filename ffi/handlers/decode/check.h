@@ -1,6 +1,9 @@
 // What the handlers share: clear errors, shapes of operands and the meeting of the ranks.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +35,19 @@ ffi::Error CheckShape(const char* what, const Buffer& buffer, const std::vector<
     return text + "]";
   };
   return InvalidArgument(what, ": expected shape ", list(expected), ", got ", list(dims));
+}
+
+// Checks that sizes and the product of those that are not 0 fit in int32, as indices and counts must.
+// `what` names the product.
+inline ffi::Error CheckProduct(const char* op, const char* what, std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  std::string factors;
+  for (const int64_t size : sizes) {
+    factors += Text(factors.empty() ? "" : " * ", size);
+    product = std::max(product, product > INT32_MAX || size > INT32_MAX ? INT64_MAX : product * size);
+  }
+  if (product <= INT32_MAX) return ffi::Error::Success();
+  return InvalidArgument(op, ": ", what, " must be less than 2**31, got ", factors);
 }
 
 // Returns the first failure among several checks.

@@ -66,6 +66,10 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   const bool returns_weights = in.HasElements();
   params.arrived_weights = in.TakeFloats("arrived weights", ArrivedWeightsShape(shape), returns_weights);
   params.topk_weights = out.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, returns_weights);
+  // The kernels publish one array of weights, either those of rows or those that go back.
+  if (params.row_weights != nullptr && returns_weights) {
+    return Context::Fail(InvalidArgument(op, ": row_weights and weights to return exclude each other"));
+  }
   params.attendance = TakeAttendance(in, out, attributes);
   // The rows [C, ...] follow, then biases [T, ...].
   // The sums [T, ...] follow, then scratch: partial sums.

@@ -53,12 +53,18 @@ inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
     return InvalidArgument(op, ": ", num_experts / num_ranks, " blocks of ", alignment,
                            " rows must be the capacity, got ", capacity);
   }
-  shape = Shape{static_cast<Order>(order),
-                static_cast<int32_t>(num_ranks),
-                static_cast<int32_t>(topk_idx->dimensions()[0]),
-                static_cast<int32_t>(topk_idx->dimensions()[1]),
-                static_cast<int32_t>(num_experts),
-                static_cast<int32_t>(capacity),
+  const int64_t num_tokens = topk_idx->dimensions()[0], top_k = topk_idx->dimensions()[1];
+  const int64_t aligned_tokens = AlignUp(num_tokens, kChunkTokens);
+  auto error =
+      FirstError({CheckProduct(op, "ranks * tokens * choices a token", {num_ranks, num_tokens, top_k}),
+                  CheckProduct(op, "ranks * ranks", {num_ranks, num_ranks}),
+                  CheckProduct(op, "tokens, rounded up to whole chunks,", {aligned_tokens}),
+                  CheckProduct(op, "chunks of tokens * (experts + ranks)",
+                               {aligned_tokens / kChunkTokens, num_experts + num_ranks})});
+  if (error.failure()) return error;
+  shape = Shape{static_cast<Order>(order),         static_cast<int32_t>(num_ranks),
+                static_cast<int32_t>(num_tokens),  static_cast<int32_t>(top_k),
+                static_cast<int32_t>(num_experts), static_cast<int32_t>(capacity),
                 static_cast<int32_t>(alignment)};
   return ffi::Error::Success();
 }
