@@ -17,8 +17,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kInterval = std::chrono::milliseconds(200);
-// The sockets of a process that was killed are closed before the driver has torn its contexts down.
-constexpr auto kDriverNeeds = std::chrono::seconds(1);
+// Time from the end of a peer's socket until IsGone reports the peer.
+//
+// It is part of this promise: a process that is reported as ended writes nothing any more. The kernel closes
+// the sockets of a killed process before the driver has torn down its GPU contexts. Until then a GPU kernel
+// of that process may still store to memory of its peers. The driver reports nothing about a dead process, so
+// no fence orders the two, only time. Stopping the channels of a context is expected to take milliseconds,
+// and stores that are under way arrive within microseconds, so one second is a wide margin. It is not a
+// guarantee.
+//
+// Ops that leave a dead rank behind depend on it: a rank that gives up does not wait until such a peer has
+// left the op, and returns memory that the peer could write to. StopGpu (kernels/protocol/fail.cuh) waits two
+// seconds for the report, which must be longer than this time and two intervals.
+constexpr auto kTeardownTime = std::chrono::seconds(1);
 
 // Whether the other end is closed. What it may have sent is dropped.
 bool HasEnded(int descriptor) {
@@ -48,7 +59,7 @@ class Watch {
   bool IsGone(int process) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto it = ended_.find(process);
-    return it != ended_.end() && Clock::now() - it->second >= kDriverNeeds;
+    return it != ended_.end() && Clock::now() - it->second >= kTeardownTime;
   }
 
  private:
