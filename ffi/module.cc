@@ -9,7 +9,6 @@
 
 #include "handlers/cpu/context.h"
 #include "handlers/cpu/handlers.h"
-#include "kernels/launch/plan.h"
 #include "runtime/groups.h"
 #include "runtime/switches.h"
 
@@ -28,6 +27,10 @@
 namespace nb = nanobind;
 
 namespace jax_ep {
+
+// Adds the functions that only tests and the benchmark call (module_testing.cc).
+void DefineTestHooks(nb::module_& m);
+
 namespace {
 
 template <typename F>
@@ -148,11 +151,6 @@ std::string ResetDeviceGroup(const std::string& key, uint32_t epoch, uint32_t ca
   return peers == nullptr ? "" : peers->Reset(epoch, calls);
 }
 
-void InjectStall(const std::string& key, int rank_index, int phase, double seconds) {
-  const auto peers = FindDevicePeers(key);
-  if (peers != nullptr) peers->Stall(rank_index, static_cast<Phase>(phase), seconds);
-}
-
 std::pair<uint64_t, uint64_t> RegionOf(uint64_t address, int64_t device) {
   const Region region = FindRegion(address, device);
   return {region.base, region.bytes};
@@ -220,21 +218,6 @@ void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<
 #endif
 }
 
-// `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push or pull.
-std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
-                               double row_bytes, int num_sms, int budget) {
-  const auto [ranks, tokens, top_k, experts, capacity] = sizes;
-  const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
-  const PushWork kind = op == "scaled push" ? PushWork::kScale
-                        : op == "FP8 push"  ? PushWork::kQuantize
-                                            : PushWork::kMove;
-  const bool rings = !PlainCopies() && SuitsRings(shape, row_bytes);
-  const SmPlan plan =
-      op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, rings, num_sms, budget)
-                   : PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, num_sms, budget);
-  return {plan.links, plan.local};
-}
-
 // The text of a wait that expired since the last call, on whichever platform.
 std::optional<std::string> TakeExpired(const std::string& key) {
   auto group = FindGroup(key);
@@ -268,14 +251,13 @@ nb::dict BuildInfo() {
 }  // namespace
 
 NB_MODULE(_C, m) {
+  DefineTestHooks(m);
   m.def("cpu_targets", &CpuTargets, "FFI handlers for the CPU: target name -> capsule or stages");
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
   m.def("build_info", &BuildInfo, "How this extension was built");
   m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
         nb::arg("num_ranks"), nb::arg("hands_on"), nb::arg("timeout_s"), nb::arg("num_sms"),
         "Opens a group, or adds a user to it");
-  m.def("plan_sms", &PlannedSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
-        nb::arg("num_sms"), nb::arg("budget"), "SMs that an op takes, for the links and for local work");
   m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user; the last one frees the group");
   m.def("take_expired", &TakeExpired, nb::arg("key"),
         "The text of a wait that expired since the last call, or None");
@@ -294,9 +276,6 @@ NB_MODULE(_C, m) {
   m.def("last_call", &LastCall, nb::arg("key"), "The last number of a call site of the group's ranks here");
   m.def("reset_device_group", &ResetDeviceGroup, nb::arg("key"), nb::arg("epoch"), nb::arg("calls"),
         Unlocked(), "Makes a group usable again after that; the numbers to go on from");
-  m.def("inject_stall", &InjectStall, nb::arg("key"), nb::arg("rank_index"), nb::arg("phase"),
-        nb::arg("seconds"),
-        "For tests: holds a rank's ops up on the device before they enter (1) or inside (2)");
   m.def("region_of", &RegionOf, nb::arg("address"), nb::arg("device"), Unlocked(),
         "Base and bytes of the allocation of an address");
   m.def("export_region", &ExportRegion, nb::arg("address"), nb::arg("device"), Unlocked(),
