@@ -1,4 +1,4 @@
-// Functions of the Python extension that no op calls: tests inject faults and check how many SMs an op takes,
+// Functions of the Python extension that no op calls. Tests inject faults and check how many SMs an op takes,
 // and the benchmark prints that number.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -18,8 +18,8 @@ namespace jax_ep {
 namespace {
 
 // `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push or pull.
-std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
-                               double row_bytes, int num_sms, int budget) {
+std::pair<int, int> PlanOpSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
+                              double row_bytes, int num_sms, int budget) {
   const auto [ranks, tokens, top_k, experts, capacity] = sizes;
   const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
   const PushWork kind = op == "scaled push" ? PushWork::kScale
@@ -42,12 +42,12 @@ void InjectStall(const std::string& key, int rank_index, int phase, double secon
 }  // namespace
 
 void DefineTestHooks(nb::module_& m) {
-  m.def("plan_sms", &PlannedSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
-        nb::arg("num_sms"), nb::arg("budget"), "SMs that an op takes, for the links and for local work");
+  m.def("plan_sms", &PlanOpSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
+        nb::arg("num_sms"), nb::arg("budget"),
+        "Returns the SMs that an op takes for the links and for local work");
 #if defined(JAX_EP_WITH_CUDA)
   m.def("inject_stall", &InjectStall, nb::arg("key"), nb::arg("rank_index"), nb::arg("phase"),
-        nb::arg("seconds"),
-        "For tests: holds a rank's ops up on the device before they enter (1) or inside (2)");
+        nb::arg("seconds"), "Delays a rank's ops on the device before they enter (1) or inside (2)");
 #endif
 }
 

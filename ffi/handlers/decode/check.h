@@ -1,4 +1,5 @@
-// What the handlers share: clear errors, shapes of operands and the meeting of the ranks.
+// Checks that all handlers share: error texts, shapes of operands, and the position of the device in its
+// group.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +74,7 @@ inline std::optional<Float> FloatOfType(ffi::DataType type) {
   }
 }
 
-// Elements of one row: all dimensions but the first.
+// Returns the number of elements of one row: the product of all dimensions except the first.
 inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   int64_t elements = 1;
   const auto dims = buffer.dimensions();
@@ -81,35 +82,38 @@ inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   return elements;
 }
 
-// What the rows of a push that scales are compared with.
+// Arrays with which a push that scales takes dot products.
 struct Factors {
   std::vector<const void*> rows;  // [C, ...] each
   Float type;                     // of all of them
 };
 
-// Pairs operands with results of equal rows: `num_in` and `num_out` rows of the same bytes. With factors, as
+// Pairs each operand of `num_in` rows with a result of `num_out` rows of the same bytes. With factors, as
 // many operands follow: floating arrays like the results, all of one type.
 ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                           std::vector<Payload>& payloads, Factors* factors = nullptr);
 
-// The same where rows become FP8 on their way: one operand of 16 or 32 bits, results e4m3 values and float32
-// scales.
+// Decodes payloads whose rows become FP8 on the way: one operand of 16 or 32 bits, and results of e4m3 values
+// and float32 scales.
 ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& args,
                            const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                            std::vector<Payload>& payloads, Float& type);
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-constexpr MeshPlace kOnDevice{-1, 0};
-// The group of a call, and this device's place in it. `found` is the one in the program's mesh, as
-// the program computed it, or kOnDevice where only the device can compare it.
-struct Seat {
+// Stands for a place that only the kernel can compare, because it lies on the device.
+constexpr MeshPlace kPlaceOnDevice{-1, 0};
+
+// A device as a member of an open group.
+struct GroupMember {
   std::shared_ptr<Group> group;
-  Group::Place place;
+  Group::Position position;
   int32_t list;  // in the program's mesh, whose lists may be in another order than the group's
 };
-ffi::Error FindSeat(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
-                    int32_t device_ordinal, const MeshPlace& found, int32_t num_ranks, Seat& seat);
+// Finds a device in the group of a call. `place` is the device's place in the program's mesh, or
+// kPlaceOnDevice.
+ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
+                      int32_t device_ordinal, const MeshPlace& place, int32_t num_ranks, GroupMember& member);
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// Decodes the operands of the layout for any platform, then calls Run(context, params).
+// Decodes the operands of the layout for any platform, then calls LaunchLayout(context, params).
 #pragma once
 
 #include "handlers/decode/check.h"
@@ -38,10 +38,10 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
   params.num_tokens_per_node = num_tokens_per_node->typed_data();
   params.num_tokens_per_expert = num_tokens_per_expert->typed_data();
   params.is_token_in_rank = is_token_in_rank->typed_data();
-  return Run(context, params);
+  return LaunchLayout(context, params);
 }
 
-// The operands and results, after the context.
+// Binds the operands and results after the context.
 template <typename Binding>
 auto BindLayout(Binding binding) {
   return std::move(binding)
