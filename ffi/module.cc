@@ -9,7 +9,6 @@
 
 #include "handlers/cpu/context.h"
 #include "handlers/cpu/handlers.h"
-#include "kernels/launch/plan.h"
 #include "runtime/groups.h"
 #include "runtime/switches.h"
 
@@ -28,6 +27,10 @@
 namespace nb = nanobind;
 
 namespace jax_ep {
+
+// Adds the functions that only tests and the benchmark call (module_testing.cc).
+void DefineTestHooks(nb::module_& m);
+
 namespace {
 
 template <typename F>
@@ -43,7 +46,7 @@ nb::dict Stages(F* instantiate, G* execute) {
   return stages;
 }
 
-// Groups are made, and GPUs asked, without the interpreter's lock: that may wait for locks of the driver.
+// Releases the interpreter's lock while a call may wait for locks of the driver.
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 nb::dict CpuTargets() {
@@ -60,9 +63,9 @@ nb::dict CpuTargets() {
 }
 
 nb::dict CpuTypes() {
-  static auto call_site_info = ffi::MakeTypeInfo<CallSite>();
+  static auto call_site_info = ffi::MakeTypeInfo<CpuCallSite>();
   nb::dict call_site;
-  call_site["type_id"] = nb::capsule(reinterpret_cast<void*>(&CallSite::id));
+  call_site["type_id"] = nb::capsule(reinterpret_cast<void*>(&CpuCallSite::id));
   call_site["type_info"] = nb::capsule(reinterpret_cast<void*>(&call_site_info));
   nb::dict types;
   types["jax_ep_call_site"] = call_site;
@@ -71,42 +74,43 @@ nb::dict CpuTypes() {
 
 #if defined(JAX_EP_WITH_CUDA)
 template <typename F>
-nb::dict CudaStages(F* execute) {
-  nb::dict stages = Stages(CudaInstantiate, execute);
-  stages["initialize"] = Capsule(CudaInitialize);
+nb::dict GpuStages(F* execute) {
+  nb::dict stages = Stages(GpuInstantiate, execute);
+  stages["initialize"] = Capsule(GpuInitialize);
   return stages;
 }
 
-nb::dict CudaTargets() {
+nb::dict GpuTargets() {
   nb::dict targets;
-  targets["jax_ep_layout"] = Capsule(CudaLayoutHandler);
-  targets["jax_ep_route"] = CudaStages(CudaRouteHandler);
-  targets["jax_ep_push"] = CudaStages(CudaPushHandler);
-  targets["jax_ep_pull"] = CudaStages(CudaPullHandler);
-  targets["jax_ep_gather"] = CudaStages(CudaGatherHandler);
+  targets["jax_ep_layout"] = Capsule(GpuLayoutHandler);
+  targets["jax_ep_route"] = GpuStages(GpuRouteHandler);
+  targets["jax_ep_push"] = GpuStages(GpuPushHandler);
+  targets["jax_ep_pull"] = GpuStages(GpuPullHandler);
+  targets["jax_ep_gather"] = GpuStages(GpuGatherHandler);
 #if defined(JAX_EP_WITH_NCCL)
-  targets["jax_ep_rail_hop"] = CudaStages(CudaRailHopHandler);
+  targets["jax_ep_rail_hop"] = GpuStages(GpuRailHopHandler);
 #endif
-  targets["jax_ep_reserve"] = Capsule(CudaReserveHandler);
-  targets["jax_ep_permute"] = Capsule(CudaPermuteHandler);
-  targets["jax_ep_repermute"] = Capsule(CudaRepermuteHandler);
-  targets["jax_ep_unpermute"] = Capsule(CudaUnpermuteHandler);
-  targets["jax_ep_grouped_dot"] = Capsule(CudaGroupedDotHandler);
-  targets["jax_ep_grouped_dot_fp8"] = Capsule(CudaGroupedDotFp8Handler);
+  targets["jax_ep_reserve"] = Capsule(GpuReserveHandler);
+  targets["jax_ep_permute"] = Capsule(GpuPermuteHandler);
+  targets["jax_ep_repermute"] = Capsule(GpuRepermuteHandler);
+  targets["jax_ep_unpermute"] = Capsule(GpuUnpermuteHandler);
+  targets["jax_ep_grouped_dot"] = Capsule(GpuGroupedDotHandler);
+  targets["jax_ep_grouped_dot_fp8"] = Capsule(GpuGroupedDotFp8Handler);
   return targets;
 }
 
-nb::dict CudaTypes() {
-  static auto call_site_info = ffi::MakeTypeInfo<CudaCallSite>();
+nb::dict GpuTypes() {
+  static auto call_site_info = ffi::MakeTypeInfo<GpuCallSite>();
   nb::dict call_site;
-  call_site["type_id"] = nb::capsule(reinterpret_cast<void*>(&CudaCallSite::id));
+  call_site["type_id"] = nb::capsule(reinterpret_cast<void*>(&GpuCallSite::id));
   call_site["type_info"] = nb::capsule(reinterpret_cast<void*>(&call_site_info));
   nb::dict types;
   types["jax_ep_cuda_call_site"] = call_site;
   return types;
 }
 
-// `ranks` are (ordinal or -1, address of the control block here, shift of addresses, process) of each rank.
+// `ranks` holds for each rank: ordinal or -1, address of its control block in this process, shift of its
+// addresses, process.
 std::string OpenDeviceRanks(const std::string& key,
                             const std::vector<std::tuple<int64_t, uint64_t, int64_t, int>>& ranks,
                             int num_ranks, int board) {
@@ -133,8 +137,8 @@ uint32_t LastCall(const std::string& key) {
 }
 
 // `sizes` are R, T, K and E.
-bool FitsArenaOf(const std::string& key, bool combines, bool by_expert, const std::array<int32_t, 4>& sizes,
-                 int64_t row_bytes) {
+bool GroupFitsArena(const std::string& key, bool combines, bool by_expert,
+                    const std::array<int32_t, 4>& sizes, int64_t row_bytes) {
   const auto group = FindGroup(key);
   const auto [ranks, tokens, top_k, experts] = sizes;
   const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, 0, 1};
@@ -143,22 +147,17 @@ bool FitsArenaOf(const std::string& key, bool combines, bool by_expert, const st
 }
 
 std::string ResetDeviceGroup(const std::string& key, uint32_t epoch, uint32_t calls) {
-  if (const auto group = FindGroup(key)) (void)group->TakeExpired();  // of the failure that this ends
+  if (const auto group = FindGroup(key)) (void)group->TakeExpired();  // drops the error that this reset ends
   const auto peers = FindDevicePeers(key);
   return peers == nullptr ? "" : peers->Reset(epoch, calls);
 }
 
-void InjectStall(const std::string& key, int rank_index, int phase, double seconds) {
-  const auto peers = FindDevicePeers(key);
-  if (peers != nullptr) peers->Stall(rank_index, static_cast<Phase>(phase), seconds);
-}
-
-std::pair<uint64_t, uint64_t> RegionOf(uint64_t address, int64_t device) {
+std::pair<uint64_t, uint64_t> RegionAt(uint64_t address, int64_t device) {
   const Region region = FindRegion(address, device);
   return {region.base, region.bytes};
 }
 
-// The GPUs of an address each: what they are, how each reaches the others, whose memory it is.
+// Returns names, links and memory of GPUs. `samples` has an address in JAX's memory on each.
 nb::dict DescribeGpus(const std::vector<int64_t>& ordinals, const std::vector<uint64_t>& samples) {
   nb::list gpus, links;
   for (size_t i = 0; i < ordinals.size(); ++i) {
@@ -169,7 +168,7 @@ nb::dict DescribeGpus(const std::vector<int64_t>& ordinals, const std::vector<ui
     gpu["memory"] = DescribeMemory(samples[i], ordinals[i]).kind;
     gpus.append(gpu);
     nb::list row;
-    for (int64_t peer : ordinals) row.append(NameOf(LinkBetween(ordinals[i], peer)));
+    for (int64_t peer : ordinals) row.append(LinkName(LinkBetween(ordinals[i], peer)));
     links.append(row);
   }
   nb::dict report;
@@ -178,12 +177,13 @@ nb::dict DescribeGpus(const std::vector<int64_t>& ordinals, const std::vector<ui
   return report;
 }
 #else
-nb::dict CudaTargets() { return nb::dict(); }
-nb::dict CudaTypes() { return nb::dict(); }
+nb::dict GpuTargets() { return nb::dict(); }
+nb::dict GpuTypes() { return nb::dict(); }
 #endif
 
 #if defined(JAX_EP_WITH_NCCL)
-// The version of NCCL that JAX has loaded; 0 and why, if it is not to be used.
+// Returns the version of the NCCL that JAX has loaded. If it cannot be used, returns an empty version and the
+// reason.
 std::pair<std::string, std::string> FindNcclVersion() {
   std::string reason;
   const Nccl* const nccl = FindNccl(reason);
@@ -192,50 +192,37 @@ std::pair<std::string, std::string> FindNcclVersion() {
   return {nccl == nullptr ? "" : NcclVersionText(version), reason};
 }
 
-// `seats` are (ordinal, number of the host, id of the rail) of this process's devices.
+// `seats` holds ordinal, number of the host and id of the rail for each device of this process.
 std::string ConnectRails(const std::string& key,
                          const std::vector<std::tuple<int64_t, int, std::string>>& seats, int num_hosts) {
-  std::vector<RailSeat> rails;
+  std::vector<RailDevice> rails;
   for (const auto& [device, host, id] : seats) rails.push_back({device, host, id});
   return BeginRails(key)->Connect(rails, num_hosts);
 }
 
-std::string AllocateRails(const std::string& key) { return FindBegunRails(key)->Allocate(); }
-std::string RegisterRails(const std::string& key) { return FindBegunRails(key)->Register(); }
-std::string JoinRails(const std::string& key) { return FindBegunRails(key)->Join(); }
-std::string TryRails(const std::string& key, double trial_s) { return FindBegunRails(key)->Try(trial_s); }
-void DropRails(const std::string& key) { FindBegunRails(key)->Drop(); }
+std::string AllocateRails(const std::string& key) { return FindPendingRails(key)->Allocate(); }
+std::string RegisterRails(const std::string& key) { return FindPendingRails(key)->Register(); }
+std::string JoinRails(const std::string& key) { return FindPendingRails(key)->Join(); }
+std::string TryRails(const std::string& key, double trial_s) {
+  return FindPendingRails(key)->RunTrial(trial_s);
+}
+void DropRails(const std::string& key) { FindPendingRails(key)->Drop(); }
 
-std::string WhyRailsFailed(const std::string& key) {
+std::string DescribeRailFailure(const std::string& key) {
   const auto rails = FindRails(key);
-  return rails == nullptr ? "" : rails->WhyFailed();
+  return rails == nullptr ? "" : rails->DescribeFailure();
 }
 #endif
 
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
-                   int num_ranks, bool hands_on, double timeout_s, int num_sms) {
-  OpenGroup(key, name, std::move(devices), num_ranks, hands_on, {timeout_s, num_sms});
+                   int num_ranks, bool relays_for_other_hosts, double timeout_s, int num_sms) {
+  OpenGroup(key, name, std::move(devices), num_ranks, relays_for_other_hosts, {timeout_s, num_sms});
 #if defined(JAX_EP_WITH_CUDA)
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
 #endif
 }
 
-// `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push or pull.
-std::pair<int, int> PlannedSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
-                               double row_bytes, int num_sms, int budget) {
-  const auto [ranks, tokens, top_k, experts, capacity] = sizes;
-  const Shape shape{by_expert ? Order::kExpert : Order::kRank, ranks, tokens, top_k, experts, capacity, 1};
-  const PushWork kind = op == "scaled push" ? PushWork::kScale
-                        : op == "FP8 push"  ? PushWork::kQuantize
-                                            : PushWork::kMove;
-  const bool rings = !PlainCopies() && SuitsRings(shape, row_bytes);
-  const SmPlan plan =
-      op == "pull" ? PlanPull(shape, row_bytes, by_expert && top_k > 1, rings, num_sms, budget)
-                   : PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, num_sms, budget);
-  return {plan.links, plan.local};
-}
-
-// The text of a wait that expired since the last call, on whichever platform.
+// Returns the text of a wait that expired since the last call, if any, on either platform.
 std::optional<std::string> TakeExpired(const std::string& key) {
   auto group = FindGroup(key);
   if (group == nullptr) return std::nullopt;
@@ -260,7 +247,7 @@ nb::dict BuildInfo() {
   info["cutlass"] = JAX_EP_CUTLASS_VERSION;
 #endif
 #if defined(JAX_EP_WITH_NCCL)
-  info["nccl"] = NcclVersionText(kLeastNccl);
+  info["nccl"] = NcclVersionText(kMinNcclVersion);
 #endif
   return info;
 }
@@ -268,66 +255,66 @@ nb::dict BuildInfo() {
 }  // namespace
 
 NB_MODULE(_C, m) {
+  DefineTestHooks(m);
   m.def("cpu_targets", &CpuTargets, "FFI handlers for the CPU: target name -> capsule or stages");
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
-  m.def("build_info", &BuildInfo, "How this extension was built");
+  m.def("build_info", &BuildInfo, "Returns how this extension was built");
   m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
         nb::arg("num_ranks"), nb::arg("hands_on"), nb::arg("timeout_s"), nb::arg("num_sms"),
         "Opens a group, or adds a user to it");
-  m.def("plan_sms", &PlannedSms, nb::arg("op"), nb::arg("by_expert"), nb::arg("sizes"), nb::arg("row_bytes"),
-        nb::arg("num_sms"), nb::arg("budget"), "SMs that an op takes, for the links and for local work");
-  m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user; the last one frees the group");
+  m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user. The last one closes the group");
   m.def("take_expired", &TakeExpired, nb::arg("key"),
-        "The text of a wait that expired since the last call, or None");
-  m.def("cuda_targets", &CudaTargets, "FFI handlers for CUDA, empty if they were not built");
-  m.def("cuda_types", &CudaTypes, "FFI state types for CUDA");
+        "Returns the text of a wait that expired since the last call, or None");
+  m.def("cuda_targets", &GpuTargets, "FFI handlers for GPUs, empty if they were not built");
+  m.def("cuda_types", &GpuTypes, "FFI state types for GPUs");
 #if defined(JAX_EP_WITH_CUDA)
   m.def("open_device_group", &OpenDeviceRanks, nb::arg("key"), nb::arg("ranks"), nb::arg("num_ranks"),
-        nb::arg("board"), Unlocked(),
-        "Prepares the GPUs of a group; the reason if that fails, else an empty text");
+        nb::arg("board"), Unlocked(), "Prepares the GPUs of a group. Returns an error, empty on success");
   m.def("board_bytes", &Board::Bytes, nb::arg("total_ranks"),
-        "Bytes of the memory where a group's processes meet");
+        "Returns the size of the board that a group's processes share");
   m.def("watch_process", &WatchProcess, nb::arg("process"), nb::arg("descriptor"), Unlocked(),
         "Takes over a connected socket whose end of file means that the process has ended");
-  m.def("has_expired", &HasExpired, nb::arg("key"), "Whether an op of the group failed since its last reset");
-  m.def("last_epoch", &LastEpoch, nb::arg("key"), Unlocked(), "The last epoch of the group's ranks here");
-  m.def("last_call", &LastCall, nb::arg("key"), "The last number of a call site of the group's ranks here");
+  m.def("has_expired", &HasExpired, nb::arg("key"),
+        "Returns whether an op of the group failed since its last reset");
+  m.def("last_epoch", &LastEpoch, nb::arg("key"), Unlocked(),
+        "Returns the last epoch of the group's ranks in this process");
+  m.def("last_call", &LastCall, nb::arg("key"),
+        "Returns the last number of a call site of the group's ranks in this process");
   m.def("reset_device_group", &ResetDeviceGroup, nb::arg("key"), nb::arg("epoch"), nb::arg("calls"),
-        Unlocked(), "Makes a group usable again after that; the numbers to go on from");
-  m.def("inject_stall", &InjectStall, nb::arg("key"), nb::arg("rank_index"), nb::arg("phase"),
-        nb::arg("seconds"),
-        "For tests: holds a rank's ops up on the device before they enter (1) or inside (2)");
-  m.def("region_of", &RegionOf, nb::arg("address"), nb::arg("device"), Unlocked(),
-        "Base and bytes of the allocation of an address");
+        Unlocked(), "Makes a group usable after a failure, to continue after these numbers");
+  m.def("region_of", &RegionAt, nb::arg("address"), nb::arg("device"), Unlocked(),
+        "Returns base and bytes of the allocation of an address");
   m.def("export_region", &ExportRegion, nb::arg("address"), nb::arg("device"), Unlocked(),
-        "A file descriptor of that allocation");
+        "Returns a file descriptor of that allocation");
   m.def("import_region", &ImportRegion, nb::arg("descriptor"), nb::arg("bytes"), nb::arg("devices"),
-        Unlocked(), "Maps another process's allocation for GPUs of this one; its base here");
+        Unlocked(),
+        "Maps another process's allocation for GPUs of this one. Returns its base in this process");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
-        "Names, links and memory of GPUs; samples are addresses of arrays, one of each");
-  m.def("fits_arena", &FitsArenaOf, nb::arg("key"), nb::arg("combines"), nb::arg("by_expert"),
+        "Returns names, links and memory of GPUs. samples are addresses of arrays, one on each GPU");
+  m.def("fits_arena", &GroupFitsArena, nb::arg("key"), nb::arg("combines"), nb::arg("by_expert"),
         nb::arg("sizes"), nb::arg("row_bytes"),
-        "Whether a dispatch, or a combine, of so many tokens goes through the arena");
-  m.def("control_bytes", &DevicePeers::BytesPerDevice, "Bytes of a control block");
+        "Returns whether a dispatch or a combine of these sizes fits the arena");
+  m.def("control_bytes", &DevicePeers::BytesPerDevice, "Returns the size of a control block and its arena");
 #endif
 #if defined(JAX_EP_WITH_NCCL)
   m.def("nccl_version", &FindNcclVersion,
-        "The version of NCCL that JAX has loaded; empty and why, if hops cannot go over it");
-  m.def("rail_id", &MakeRailId, Unlocked(), "What the ranks of a rail find each other by");
+        "Returns the version of the NCCL that JAX has loaded, empty with a reason if hops cannot use it");
+  m.def("rail_id", &MakeRailId, Unlocked(), "Returns an id by which the ranks of a rail find each other");
   m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("seats"), nb::arg("num_hosts"), Unlocked(),
-        "Joins this process's devices with those of other hosts; the reason if that fails");
+        "Connects this process's devices with those of other hosts. Returns an error, empty on success");
   m.def("allocate_rails", &AllocateRails, nb::arg("key"), Unlocked(),
-        "Takes memory for the windows, and loads the kernel; the reason if that fails");
+        "Allocates the windows and loads the kernel. Returns an error, empty on success");
   m.def("register_rails", &RegisterRails, nb::arg("key"), Unlocked(),
-        "Makes the windows; the reason if that fails");
+        "Registers the windows. Returns an error, empty on success");
   m.def("join_rails", &JoinRails, nb::arg("key"), Unlocked(),
-        "Makes communicators for kernels; the reason if that fails");
+        "Creates communicators for kernels. Returns an error, empty on success");
   m.def("try_rails", &TryRails, nb::arg("key"), nb::arg("trial_s"), Unlocked(),
-        "Tries a few hops; the reason if that fails");
-  m.def("publish_rails", &PublishRails, nb::arg("key"), "Lets programs find rails that are complete");
+        "Runs a few hops. Returns an error, empty on success");
+  m.def("publish_rails", &PublishRails, nb::arg("key"), "Makes complete rails available to programs");
   m.def("drop_rails", &DropRails, nb::arg("key"), Unlocked(),
-        "Gives back what rails have that cannot be used");
-  m.def("why_rails_failed", &WhyRailsFailed, nb::arg("key"), "Why a hop has failed; empty if none has");
+        "Releases the resources of rails that cannot be used");
+  m.def("why_rails_failed", &DescribeRailFailure, nb::arg("key"),
+        "Returns why a hop has failed, empty if none has");
 #endif
 }
 

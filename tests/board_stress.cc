@@ -68,17 +68,17 @@ void OnRanks(const std::vector<int>& ranks, Work work) {
 // Calls of the ranks of this process; nobody passes before all have come.
 void RunCalls(Board& board, const Group& group, const std::vector<int>& ranks) {
   OnRanks(ranks, [&](int index) {
-    const Group::Place place{index / kRanks, index % kRanks};
+    const Group::Position position{index / kRanks, index % kRanks};
     std::mt19937 random(index);
     for (uint32_t call = 1; call <= kCalls; ++call) {
       if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-      const auto [number, error] = board.Begin(kOp, group, place, call % 100, Known());
+      const auto [number, error] = board.Begin(kOp, group, position, call % 100, Known());
       Check(error.empty() && number == call, Text("call ", call, ": ", number, ' ', error));
-      const int first = place.group * kRanks;
+      const int first = position.group_index * kRanks;
       for (int rank = first; rank < first + kRanks; ++rank) {
         Check(board.LastCall(rank, 1) >= call, "passed before all had come");
       }
-      const std::string late = board.Launched(kOp, group, place, number, Known());
+      const std::string late = board.AwaitLaunches(kOp, group, position, number, Known());
       Check(late.empty(), late);
     }
   });
@@ -114,10 +114,10 @@ void TestAMissingRank() {
   const TimedGroup group(0.3), patient(60);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     // Of the second group of the mesh; the first one is not concerned.
-    const Group::Place place{1, rank};
+    const Group::Position position{1, rank};
     if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(700));
     const Stopwatch watch;
-    const auto call = board->Begin(kOp, rank == 2 ? patient : group, place, 1, Known());
+    const auto call = board->Begin(kOp, rank == 2 ? patient : group, position, 1, Known());
     const char* expected = rank == 2 ? "rank(s) 0 1 3 gave up" : "G (list 2 of 2), rank(s) 2 did not arrive";
     Check(call.number == 1 && Has(call.error, kOp) && Has(call.error, expected), call.error);
     Check(watch.seconds() < (rank == 2 ? 0.2 : 10), "it took too long");
@@ -135,7 +135,7 @@ void TestAMissingRank() {
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const auto call = board->Begin(kOp, patient, {1, rank}, 3, Known());
     Check(call.error.empty() && call.number == 8, call.error);
-    Check(board->Launched(kOp, patient, {1, rank}, 8, Known()).empty(), "a launch was missed");
+    Check(board->AwaitLaunches(kOp, patient, {1, rank}, 8, Known()).empty(), "a launch was missed");
   });
 }
 
@@ -144,11 +144,11 @@ void TestALaunchThatFails() {
     const auto board = Board::Make(kTotal);
     const TimedGroup group(says_so ? 60 : 0.3);
     OnRanks({0, 1, 2, 3}, [&](int rank) {
-      const Group::Place place{0, rank};
-      std::string error = board->Begin(kOp, group, place, 1, Known()).error;
-      if (rank == 3) return says_so ? board->GiveUp(group, place, 1) : void();
+      const Group::Position position{0, rank};
+      std::string error = board->Begin(kOp, group, position, 1, Known()).error;
+      if (rank == 3) return says_so ? board->GiveUp(group, position, 1) : void();
       // Who was slow to look may find out before it has launched.
-      if (error.empty()) error = board->Launched(kOp, group, place, 1, Known());
+      if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, Known());
       Check(Has(error, says_so ? "3 gave up" : "rank(s) 3 did not launch it"), error);
     });
   }
@@ -161,11 +161,11 @@ void TestAnOpThatFailedBefore() {
   const TimedGroup group(60);
   const Stopwatch watch;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    const Group::Place place{0, rank};
-    if (rank == 3) return board->GiveUpNext(group, place);
+    const Group::Position position{0, rank};
+    if (rank == 3) return board->GiveUpNext(group, position);
     Board::Hooks hooks = Known();
     hooks.failure = [&] { return rank > 0 && watch.seconds() > 0.3 ? std::string("why") : std::string(); };
-    const std::string error = board->Begin(kOp, group, place, 1, hooks).error;
+    const std::string error = board->Begin(kOp, group, position, 1, hooks).error;
     Check(rank == 0 ? Has(error, "3 gave up at a first call") : error == "why", error);
   });
   Check(board->HasFailed(0, kRanks) && watch.seconds() < 10, "it took too long, or did not fail");
@@ -176,12 +176,12 @@ void TestAnOpThatFailsAtOnce() {
   const auto board = Board::Make(kTotal);
   const TimedGroup group(60);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    const Group::Place place{0, rank};
+    const Group::Position position{0, rank};
     Board::Hooks hooks = Known();
-    std::string error = board->Begin(kOp, group, place, 1, hooks).error;
+    std::string error = board->Begin(kOp, group, position, 1, hooks).error;
     if (rank == 1) hooks.failure = [] { return std::string("why"); };
     if (rank != 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    if (error.empty()) error = board->Launched(kOp, group, place, 1, hooks);
+    if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, hooks);
     Check(error.empty(), error);
   });
 }
@@ -192,7 +192,7 @@ class Held {
   Board::Hooks HooksFor(int rank) {
     Board::Hooks hooks = Known();
     if (rank != 1 && rank != 2) return hooks;
-    hooks.is_gone = [this, first = true](int) mutable {
+    hooks.has_ended = [this, first = true](int) mutable {
       if (first) ++held_;
       first = false;
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -214,11 +214,11 @@ void TestAnOpThatIsRefusedAfterALaunch() {
   const TimedGroup group(60);
   Held held;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    const Group::Place place{0, rank};
-    std::string error = board->Begin(kOp, group, place, 1, Known()).error;
+    const Group::Position position{0, rank};
+    std::string error = board->Begin(kOp, group, position, 1, Known()).error;
     if (rank == 3) held.AwaitBoth();
-    if (error.empty()) error = board->Launched(kOp, group, place, 1, held.HooksFor(rank));
-    if (rank == 0) board->GiveUpNext(group, place);
+    if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, held.HooksFor(rank));
+    if (rank == 0) board->GiveUpNext(group, position);
     Check(error.empty(), error);
   });
   OnRanks({1, 2, 3}, [&](int rank) {
@@ -286,9 +286,9 @@ void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int>
   const auto board = Board::Make(kTotal);
   const TimedGroup group(60);
   Board::Hooks hooks = Known();
-  hooks.is_gone = [](int rank) { return rank == 2 && IsGone(2); };
+  hooks.has_ended = [](int rank) { return rank == 2 && HasProcessEnded(2); };
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  Check(!IsGone(1) && !IsGone(2) && !IsGone(3), "gone too soon");
+  Check(!HasProcessEnded(1) && !HasProcessEnded(2) && !HasProcessEnded(3), "gone too soon");
   const Stopwatch watch;
   kill(dies.first, SIGKILL);
   OnRanks({0, 1, 3}, [&](int rank) {
@@ -296,7 +296,7 @@ void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int>
     Check(Has(error, "rank(s) 2 did not arrive"), error);
   });
   Check(watch.seconds() >= 1 && watch.seconds() < 10, "told too soon or too late");
-  Check(IsGone(2) && !IsGone(1), "the wrong process is gone");
+  Check(HasProcessEnded(2) && !HasProcessEnded(1), "the wrong process is gone");
   Check(fcntl(dies.second, F_GETFD) == -1 && ticks.load() >= 5, "the socket stayed open, or no tick came");
   kill(lives.first, SIGKILL);
   for (const auto& child : {lives, dies}) waitpid(child.first, nullptr, 0);

@@ -69,12 +69,12 @@ struct Rank {
   }
 };
 
-struct PushShare final : Share {
+struct PushContribution final : Contribution {
   PushParams params{};
   Payload payload{};
   host::SendCounts counts;
 
-  explicit PushShare(Rank& rank) {
+  explicit PushContribution(Rank& rank) {
     payload = {reinterpret_cast<std::byte*>(rank.x.data()), reinterpret_cast<std::byte*>(rank.rows.data()),
                kWidth * sizeof(float)};
     params.shape = rank.shape;
@@ -90,14 +90,14 @@ struct PushShare final : Share {
     params.num_dropped = &rank.num_dropped;
   }
 
-  void Expect(const std::vector<bool>& ranks) override { counts = host::Count(params, ranks); }
+  void SetParticipants(const std::vector<bool>& ranks) override { counts = host::Count(params, ranks); }
 
-  void Move(const std::vector<Share*>& shares) override {
+  void MoveRows(const std::vector<Contribution*>& contributions) override {
     const host::SendCounts nothing(params.shape);
     std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all;
-    for (Share* share : shares) {
-      auto* const push = static_cast<PushShare*>(share);
+    for (Contribution* contribution : contributions) {
+      auto* const push = static_cast<PushContribution*>(contribution);
       ranks.push_back(push == nullptr ? nullptr : &push->params);
       all.push_back(push == nullptr ? &nothing : &push->counts);
     }
@@ -105,11 +105,11 @@ struct PushShare final : Share {
   }
 };
 
-struct PullShare final : Share {
+struct PullContribution final : Contribution {
   PullParams params{};
   Summand summand{};
 
-  explicit PullShare(Rank& rank) {
+  explicit PullContribution(Rank& rank) {
     summand = {rank.rows.data(), rank.sums.data(), kWidth, Float::kF32};
     params.shape = rank.shape;
     params.rank = rank.rank;
@@ -118,10 +118,11 @@ struct PullShare final : Share {
     params.num_summands = 1;
   }
 
-  void Move(const std::vector<Share*>& shares) override {
+  void MoveRows(const std::vector<Contribution*>& contributions) override {
     std::vector<const PullParams*> ranks;
-    for (Share* share : shares) {
-      ranks.push_back(share == nullptr ? nullptr : &static_cast<PullShare*>(share)->params);
+    for (Contribution* contribution : contributions) {
+      ranks.push_back(contribution == nullptr ? nullptr
+                                              : &static_cast<PullContribution*>(contribution)->params);
     }
     host::Pull(params, ranks);
   }
@@ -168,10 +169,12 @@ void Run(const std::shared_ptr<Group>& group, MeetingPoint& dispatch, MeetingPoi
         Rank data(order, rank, unsigned(run_id * 1000 + step));
         Waiter sent, summed;
         Delay(random);
-        dispatch.Arrive({run_id, group, {0, rank}, 0, std::make_unique<PushShare>(data), {}, sent.done()});
+        dispatch.Arrive(
+            {run_id, group, {0, rank}, 0, std::make_unique<PushContribution>(data), {}, sent.done()});
         Check(sent.Wait().empty(), "dispatch failed");
         Delay(random);
-        combine.Arrive({run_id, group, {0, rank}, 0, std::make_unique<PullShare>(data), {}, summed.done()});
+        combine.Arrive(
+            {run_id, group, {0, rank}, 0, std::make_unique<PullContribution>(data), {}, summed.done()});
         Check(summed.Wait().empty(), "combine failed");
         data.CheckSums();
       }
@@ -193,14 +196,20 @@ void RunWithRefusal(const std::shared_ptr<Group>& group, int64_t run_id) {
       Delay(random);
       const bool comes = run_id % 2 == 0;
       if (rank == 2 && !comes) {
-        Refuse(run_id, "rank 2 is of another mesh");
+        FailRun(run_id, "rank 2 is of another mesh");
       } else {
         const int32_t list = rank == 2 ? 1 : 0;
-        dispatch.Arrive({run_id, group, {0, rank}, list, std::make_unique<PushShare>(data), {}, sent.done()});
+        dispatch.Arrive(
+            {run_id, group, {0, rank}, list, std::make_unique<PushContribution>(data), {}, sent.done()});
         Check(sent.Wait().find("another mesh") != std::string::npos, "the refusal did not come");
       }
-      dispatch.Arrive(
-          {-run_id, group, {0, rank}, 0, std::make_unique<PushShare>(others), {}, sent_by_others.done()});
+      dispatch.Arrive({-run_id,
+                       group,
+                       {0, rank},
+                       0,
+                       std::make_unique<PushContribution>(others),
+                       {},
+                       sent_by_others.done()});
       Check(sent_by_others.Wait().empty(), "another run failed");
     });
   }
@@ -217,7 +226,8 @@ void RunWithMissingRank(const std::shared_ptr<Group>& group, int64_t run_id) {
       Waiter sent;
       // Rank 2 comes when the others have long gone.
       if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(400));
-      dispatch.Arrive({run_id, group, {0, rank}, 0, std::make_unique<PushShare>(data), {}, sent.done()});
+      dispatch.Arrive(
+          {run_id, group, {0, rank}, 0, std::make_unique<PushContribution>(data), {}, sent.done()});
       Check(sent.Wait().find("rank(s) 2 did not arrive") != std::string::npos, "missing rank not named");
     });
   }
@@ -242,7 +252,7 @@ void RunWithMaskedRanks(const std::shared_ptr<Group>& group, int64_t run_id) {
                          group,
                          {0, rank},
                          0,
-                         std::make_unique<PushShare>(data),
+                         std::make_unique<PushContribution>(data),
                          {active.data(), after.data(), true, wait_us.data()},
                          sent.done()});
         Check(sent.Wait().empty(), "masked dispatch failed");
@@ -255,7 +265,7 @@ void RunWithMaskedRanks(const std::shared_ptr<Group>& group, int64_t run_id) {
                         group,
                         {0, rank},
                         0,
-                        std::make_unique<PullShare>(data),
+                        std::make_unique<PullContribution>(data),
                         {active.data(), after.data(), true, nullptr},
                         summed.done()});
         Check(summed.Wait().empty(), "masked combine failed");

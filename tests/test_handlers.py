@@ -31,6 +31,10 @@ def layout(ids=IDS, ranks=2, experts=4, nodes=2, in_rank=(4, 2), ranks_per_node=
         ({"experts": 5}, "the 2 ranks must divide the 5 experts"),
         ({"ranks_per_node": 3}, "ranks_per_node must divide the 2 ranks, got 3"),
         ({"nodes": 1}, r"num_tokens_per_node: expected shape \[2\], got \[1\]"),
+        (
+            {"ids": jnp.zeros((0, 2**31), jnp.int32), "in_rank": (0, 2)},
+            r"tokens \* choices a token must be less than 2\*\*31, got 0 \* 2147483648",
+        ),
         ({"in_rank": (4, 3)}, r"is_token_in_rank: expected shape \[4, 2\], got \[4, 3\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -69,6 +73,30 @@ def test_rows_that_do_not_fit():
     }.items():
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             again(*arguments)
+
+    def routed(target, *operands, experts, **routing):
+        sizes = {"num_experts": experts, "capacity": 1, "alignment": 1}
+        if routing:
+            sizes |= {"order": 1, "masks": 0, "quantize": 0, "num_ranks": routing["ranks"]}
+            operands = (jnp.zeros((2,), jnp.int32), *operands)
+        attributes = {name: np.int64(size) for name, size in sizes.items()}
+        call(target, [((1,), jnp.float32)], *operands, **attributes, **({"group": "none"} if routing else {}))
+
+    counts, one = jnp.zeros((1,), jnp.int32), jnp.ones((1,))
+    handle = [IDS, IDS, counts[None], counts, IDS]
+    many = 2**20
+    for text, refused in {
+        rf"less than 2\*\*31, got {many} \* 4 \* 512": lambda: routed(
+            "route", jnp.zeros((4, 512), jnp.int32), ranks=many, experts=many
+        ),
+        r"less than 2\*\*31, got 65536 \* 65536": lambda: routed("route", IDS, ranks=2**16, experts=2**16),
+        r"less than 2\*\*31, got 1 \* 2147483648": lambda: routed("permute", IDS, experts=2**31 - 1),
+        "combine: row_weights and weights to return": lambda: routed(
+            "pull", *handle, one, one, ranks=1, experts=1
+        ),
+    }.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            refused()
 
 
 @pytest.mark.parametrize(

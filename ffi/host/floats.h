@@ -35,7 +35,7 @@ inline float ToFloat(F16 value) {
   if (magnitude >= 0x7c00u) {  // infinity, NaN
     return FloatOf(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // Not through a float32 subnormal: XLA's threads treat those as zero.
+  // Avoids float32 subnormals, because XLA's threads flush them to zero.
   const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
   const uint32_t bits = magnitude < 0x400u ? BitsOf(subnormal) : (magnitude << 13) + (112u << 23);
   return FloatOf(sign | bits);

@@ -10,8 +10,8 @@
 
 namespace jax_ep::host {
 
-// Asks for huge pages under a buffer that is about to be filled. XLA:CPU allocates each large buffer
-// anew, and touching it page by page costs more than filling it. Only a hint: never an error.
+// Requests huge pages for a buffer that is about to be filled. XLA:CPU allocates each large buffer anew, and
+// touching it page by page costs more than filling it. This is only a hint and never fails.
 inline void PreferHugePages(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = 2u << 20;

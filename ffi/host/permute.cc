@@ -12,21 +12,21 @@ void Permute(const PermuteParams& params) {
   std::vector<int32_t> topk_idx(int64_t{shape.num_tokens} * shape.top_k);
   std::vector<int32_t> expert_counts(shape.num_experts);
   int32_t num_rows, num_tokens;
-  PushParams alone{};
-  alone.shape = shape;
-  alone.topk_idx = params.topk_idx;
-  alone.topk_weights = params.topk_weights;
-  alone.payloads = params.payloads;
-  alone.num_payloads = params.num_payloads;
-  // With one rank, where each choice lies is the row map.
-  alone.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data(), params.row_map};
-  alone.arrived_weights = params.row_weights;
-  alone.tokens_per_expert = params.tokens_per_expert;
-  alone.group_sizes = params.group_sizes;
-  alone.num_tokens = &num_tokens;
-  alone.num_dropped = params.num_dropped;
-  const SendCounts counts = Count(alone, {true});
-  Push(alone, {&alone}, {&counts});
+  PushParams push{};
+  push.shape = shape;
+  push.topk_idx = params.topk_idx;
+  push.topk_weights = params.topk_weights;
+  push.payloads = params.payloads;
+  push.num_payloads = params.num_payloads;
+  // With one rank, the row map holds the place of each choice.
+  push.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data(), params.row_map};
+  push.arrived_weights = params.row_weights;
+  push.tokens_per_expert = params.tokens_per_expert;
+  push.group_sizes = params.group_sizes;
+  push.num_tokens = &num_tokens;
+  push.num_dropped = params.num_dropped;
+  const SendCounts counts = Count(push, {true});
+  Push(push, {&push}, {&counts});
 }
 
 void Repermute(const RepermuteParams& params) {

@@ -7,18 +7,18 @@
 namespace jax_ep::host {
 namespace {
 
-// A token's row at a rank.
+// A row of a token at a rank.
 struct Source {
   int32_t rank;
   int32_t row;
   int32_t k;
 };
 
-// A token's rows in the order of the sum: by rank; by expert, a rank's rows by k.
-void FindSources(const PullParams& me, const std::vector<const PullParams*>& ranks, int32_t t,
+// Finds a token's rows in the order of the sum: by rank and, by expert, by k within a rank.
+void FindSources(const PullParams& params, const std::vector<const PullParams*>& ranks, int32_t t,
                  std::vector<Source>& sources) {
-  const Shape& shape = me.shape;
-  const HandleArrays& handle = me.handle;
+  const Shape& shape = params.shape;
+  const HandleArrays& handle = params.handle;
   sources.clear();
   const int32_t width = shape.rows_per_token();
   for (int32_t i = 0; i < width; ++i) {
@@ -37,69 +37,70 @@ void FindSources(const PullParams& me, const std::vector<const PullParams*>& ran
 }
 
 template <typename Acc>
-void SumToken(const std::vector<const PullParams*>& ranks, const PullParams& me, int32_t index, int32_t t,
+void SumToken(const std::vector<const PullParams*>& ranks, const PullParams& params, int32_t index, int32_t t,
               const std::vector<Source>& sources) {
-  const Summand& mine = me.summands[index];
-  const int64_t width = mine.num_elements;
+  const Summand& summand = params.summands[index];
+  const int64_t width = summand.num_elements;
   Acc total[kBlock], partial[kBlock];
   for (int64_t first = 0; first < width; first += kBlock) {
     const int64_t n = std::min(kBlock, width - first);
     std::fill_n(total, n, Acc{0});
     for (size_t i = 0; i < sources.size();) {
-      // A rank's rows are summed apart, as if that rank had sent one row.
+      // Sums a rank's rows separately, as if that rank had sent one row.
       const int32_t rank = sources[i].rank;
-      const bool alone = i + 1 == sources.size() || sources[i + 1].rank != rank;
-      Acc* sum = alone ? total : partial;
-      if (!alone) std::fill_n(partial, n, Acc{0});
+      const bool is_single = i + 1 == sources.size() || sources[i + 1].rank != rank;
+      Acc* sum = is_single ? total : partial;
+      if (!is_single) std::fill_n(partial, n, Acc{0});
       for (; i < sources.size() && sources[i].rank == rank; ++i) {
         const float* weights = ranks[rank]->row_weights;
-        AddRow<Acc>(mine.type, RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, mine.type),
-                    first, n, weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
+        AddRow<Acc>(summand.type,
+                    RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, summand.type), first, n,
+                    weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
       }
-      if (!alone) {
+      if (!is_single) {
         for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
       }
     }
-    for (int32_t b = 0; b < me.num_biases; ++b) {
-      const Bias& bias = me.biases[b];
+    for (int32_t b = 0; b < params.num_biases; ++b) {
+      const Bias& bias = params.biases[b];
       AddRow<Acc>(bias.type, RowAt(bias.data, t, width, bias.type), first, n, Acc{1}, total);
     }
-    StoreRow<Acc>(mine.type, total, first, n, RowAt(mine.out, t, width, mine.type));
+    StoreRow<Acc>(summand.type, total, first, n, RowAt(summand.out, t, width, summand.type));
   }
 }
 
-// Takes each choice's weight back from the row it was sent with.
-void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams& me, int32_t t) {
-  const Shape& shape = me.shape;
+// Returns each choice's weight from the row that it was sent with.
+void ReturnWeights(const std::vector<const PullParams*>& ranks, const PullParams& params, int32_t t) {
+  const Shape& shape = params.shape;
   const int32_t width = shape.rows_per_token();
   for (int32_t k = 0; k < shape.top_k; ++k) {
     const int64_t choice = int64_t{t} * shape.top_k + k;
     float weight = 0.0f;
-    if (const int32_t expert = me.handle.topk_idx[choice]; IsExpert(expert, shape.num_experts)) {
+    if (const int32_t expert = params.handle.topk_idx[choice]; IsExpert(expert, shape.num_experts)) {
       const int32_t rank = shape.rank_of(expert);
       const bool by_rank = !shape.has_row_per_choice();
-      const int32_t row = me.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
+      const int32_t row = params.handle.sent_rows[int64_t{t} * width + (by_rank ? rank : k)];
       if (IsRow(row, shape.capacity) && ranks[rank] != nullptr) {
         const float* arrived = ranks[rank]->arrived_weights;
         weight = by_rank ? arrived[int64_t{row} * shape.top_k + k] : arrived[row];
       }
     }
-    me.topk_weights[choice] = weight;
+    params.topk_weights[choice] = weight;
   }
 }
 
 }  // namespace
 
-void Pull(const PullParams& me, const std::vector<const PullParams*>& ranks) {
+void Pull(const PullParams& params, const std::vector<const PullParams*>& ranks) {
   std::vector<Source> sources;
-  for (int32_t t = 0; t < me.shape.num_tokens; ++t) {
-    FindSources(me, ranks, t, sources);
-    for (int32_t index = 0; index < me.num_summands; ++index) {
-      WithAccumulator(me.summands[index].type, [&](auto* null) {
-        SumToken<std::remove_pointer_t<decltype(null)>>(ranks, me, index, t, sources);
+  for (int32_t t = 0; t < params.shape.num_tokens; ++t) {
+    FindSources(params, ranks, t, sources);
+    for (int32_t index = 0; index < params.num_summands; ++index) {
+      WithAccumulator(params.summands[index].type, [&](auto* null) {
+        SumToken<std::remove_pointer_t<decltype(null)>>(ranks, params, index, t, sources);
       });
     }
-    if (me.arrived_weights != nullptr) ReturnWeights(ranks, me, t);
+    if (params.arrived_weights != nullptr) ReturnWeights(ranks, params, t);
   }
 }
 

@@ -15,7 +15,7 @@ struct Gap {
   int64_t end;
 };
 
-// By expert: where the blocks of a rank's experts start, whose rows these are, and last the tail [L + 1].
+// Returns, by expert, the starts of the blocks of a rank's experts, and last the start of the tail [L + 1].
 std::vector<int64_t> FindStarts(const Shape& shape, const int32_t* rows) {
   std::vector<int64_t> starts(shape.num_local_experts() + 1);
   for (int32_t local = 0; local < shape.num_local_experts(); ++local) {
@@ -24,7 +24,7 @@ std::vector<int64_t> FindStarts(const Shape& shape, const int32_t* rows) {
   return starts;
 }
 
-// The padding and the tail of rank `rank`'s receive buffer.
+// Returns the padding and the tail of a rank's receive buffer.
 std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int rank) {
   const int64_t capacity = shape.capacity;
   std::vector<Gap> gaps;
@@ -45,60 +45,61 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
   return gaps;
 }
 
-// Zeros what holds no token in a rank's own receive buffers.
-void ClearGaps(const PushParams& me, int rank) {
-  const int64_t weights_per_row = me.shape.weights_per_row();
-  for (const Gap& gap : FindGaps(me.shape, me.handle, rank)) {
-    for (int32_t p = 0; p < me.num_payloads; ++p) {
-      const int64_t bytes = me.payloads[p].row_bytes;
-      std::memset(me.payloads[p].out + gap.begin * bytes, 0, (gap.end - gap.begin) * bytes);
+// Zeros the rows that hold no token in a rank's own receive buffers.
+void ClearGaps(const PushParams& params, int rank) {
+  const int64_t weights_per_row = params.shape.weights_per_row();
+  for (const Gap& gap : FindGaps(params.shape, params.handle, rank)) {
+    for (int32_t p = 0; p < params.num_payloads; ++p) {
+      const int64_t bytes = params.payloads[p].row_bytes;
+      std::memset(params.payloads[p].out + gap.begin * bytes, 0, (gap.end - gap.begin) * bytes);
     }
-    if (me.arrived_weights != nullptr) {
-      std::fill(me.arrived_weights + gap.begin * weights_per_row,
-                me.arrived_weights + gap.end * weights_per_row, 0.0f);
+    if (params.arrived_weights != nullptr) {
+      std::fill(params.arrived_weights + gap.begin * weights_per_row,
+                params.arrived_weights + gap.end * weights_per_row, 0.0f);
     }
   }
 }
 
-// Token t's row times the weight of its place, and its dot product with the factors.
-void SendScaled(const PushParams& me, int32_t t, const PushParams& receiver, int64_t row) {
+// Sends token t's row times the weight of its place, and the row's dot product with the factors.
+void SendScaled(const PushParams& params, int32_t t, const PushParams& receiver, int64_t row) {
   const float weight = receiver.row_weights[row];
   double dot = 0;
-  for (int32_t p = 0; p < me.num_payloads; ++p) {
-    const int64_t bytes = me.payloads[p].row_bytes;
-    WithAccumulator(me.factor_type, [&](auto* null) {
+  for (int32_t p = 0; p < params.num_payloads; ++p) {
+    const int64_t bytes = params.payloads[p].row_bytes;
+    WithAccumulator(params.factor_type, [&](auto* null) {
       using Acc = std::remove_pointer_t<decltype(null)>;
-      dot += ScaleRow<Acc>(me.factor_type, me.payloads[p].in + t * bytes,
-                           static_cast<const std::byte*>(receiver.factors[p]) + row * bytes,
-                           bytes / BytesOf(me.factor_type), weight, receiver.payloads[p].out + row * bytes);
+      dot +=
+          ScaleRow<Acc>(params.factor_type, params.payloads[p].in + t * bytes,
+                        static_cast<const std::byte*>(receiver.factors[p]) + row * bytes,
+                        bytes / BytesOf(params.factor_type), weight, receiver.payloads[p].out + row * bytes);
     });
   }
   receiver.arrived_weights[row] = static_cast<float>(dot);
 }
 
 // Sends token t to row `row` of a receiver; `k` is the choice that the row stands for by expert.
-void Send(const PushParams& me, int32_t t, int32_t k, const PushParams& receiver, int32_t receiver_rank,
+void Send(const PushParams& params, int32_t t, int32_t k, const PushParams& receiver, int32_t receiver_rank,
           int64_t row) {
-  if (me.scales()) return SendScaled(me, t, receiver, row);
-  const Shape& shape = me.shape;
-  for (int32_t p = 0; p < me.num_payloads; ++p) {
-    const int64_t bytes = me.payloads[p].row_bytes;
-    std::memcpy(receiver.payloads[p].out + row * bytes, me.payloads[p].in + t * bytes, bytes);
+  if (params.scales()) return SendScaled(params, t, receiver, row);
+  const Shape& shape = params.shape;
+  for (int32_t p = 0; p < params.num_payloads; ++p) {
+    const int64_t bytes = params.payloads[p].row_bytes;
+    std::memcpy(receiver.payloads[p].out + row * bytes, params.payloads[p].in + t * bytes, bytes);
   }
-  if (me.topk_weights == nullptr) return;
+  if (params.topk_weights == nullptr) return;
   const int64_t first = int64_t{t} * shape.top_k;
   if (shape.has_row_per_choice()) {
-    receiver.arrived_weights[row] = me.topk_weights[first + k];
+    receiver.arrived_weights[row] = params.topk_weights[first + k];
     return;
   }
   for (int32_t j = 0; j < shape.top_k; ++j) {
-    const int32_t expert = me.handle.topk_idx[first + j];
-    const bool here = expert >= 0 && shape.rank_of(expert) == receiver_rank;
-    receiver.arrived_weights[row * shape.top_k + j] = here ? me.topk_weights[first + j] : 0.0f;
+    const int32_t expert = params.handle.topk_idx[first + j];
+    const bool is_local = expert >= 0 && shape.rank_of(expert) == receiver_rank;
+    receiver.arrived_weights[row * shape.top_k + j] = is_local ? params.topk_weights[first + j] : 0.0f;
   }
 }
 
-// The first row of rank `rank`'s block in each receiver's buffer: [R] by rank, [E] by expert.
+// Returns the first row of a rank's block in each receiver's buffer: [R] by rank, [E] by expert.
 std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendCounts*>& counts, int rank) {
   const bool by_rank = !shape.has_expert_blocks();
   std::vector<int64_t> first(by_rank ? shape.num_ranks : shape.num_experts);
@@ -118,21 +119,21 @@ std::vector<int64_t> FirstRows(const Shape& shape, const std::vector<const SendC
   return first;
 }
 
-// By rank: the kept (row, k) pairs of each local expert. Only the one source whose block the
-// capacity cuts has to be looked at token by token.
-void CountKeptPairs(const PushParams& me, const std::vector<const PushParams*>& ranks,
+// Counts, by rank, the kept (row, k) pairs of each local expert. Visits single tokens only of the source
+// whose block the capacity cuts.
+void CountKeptPairs(const PushParams& params, const std::vector<const PushParams*>& ranks,
                     const std::vector<const SendCounts*>& counts) {
-  const int rank = me.rank;
-  const Shape& shape = me.shape;
+  const int rank = params.rank;
+  const Shape& shape = params.shape;
   const int32_t num_local = shape.num_local_experts();
   const int32_t first_expert = rank * num_local;
-  std::fill_n(me.tokens_per_expert, num_local, 0);
+  std::fill_n(params.tokens_per_expert, num_local, 0);
   int64_t row = 0;
   for (int32_t source = 0; source < shape.num_ranks; ++source) {
     const int64_t end = row + counts[source]->to_rank[rank];
     if (end <= shape.capacity) {
       for (int32_t local = 0; local < num_local; ++local) {
-        me.tokens_per_expert[local] += counts[source]->to_expert[first_expert + local];
+        params.tokens_per_expert[local] += counts[source]->to_expert[first_expert + local];
       }
     } else {
       const int32_t* ids = ranks[source]->handle.topk_idx;
@@ -141,7 +142,7 @@ void CountKeptPairs(const PushParams& me, const std::vector<const PushParams*>& 
         for (int32_t k = 0; k < shape.top_k; ++k) {
           const int32_t expert = ids[int64_t{t} * shape.top_k + k];
           if (expert < 0 || shape.rank_of(expert) != rank) continue;
-          ++me.tokens_per_expert[expert - first_expert];
+          ++params.tokens_per_expert[expert - first_expert];
           sent = true;
         }
         row += sent;
@@ -152,17 +153,17 @@ void CountKeptPairs(const PushParams& me, const std::vector<const PushParams*>& 
   }
 }
 
-// Everything about this rank as a receiver that the counts alone determine.
-void FillReceiver(const PushParams& me, const std::vector<const PushParams*>& ranks,
+// Fills the results that the counts alone determine, for this rank as a receiver.
+void FillReceiver(const PushParams& params, const std::vector<const PushParams*>& ranks,
                   const std::vector<const SendCounts*>& counts) {
-  const int rank = me.rank;
-  const Shape& shape = me.shape;
+  const int rank = params.rank;
+  const Shape& shape = params.shape;
   const int32_t R = shape.num_ranks, L = shape.num_local_experts();
   for (int32_t receiver = 0; receiver < R; ++receiver) {
     int32_t rows = 0;
     for (int32_t source = 0; source < R; ++source) {
       rows += counts[source]->to_rank[receiver];
-      me.handle.rank_prefix_matrix[source * R + receiver] = rows;
+      params.handle.rank_prefix_matrix[source * R + receiver] = rows;
     }
   }
   for (int32_t local = 0; local < L; ++local) {
@@ -170,56 +171,57 @@ void FillReceiver(const PushParams& me, const std::vector<const PushParams*>& ra
     for (int32_t source = 0; source < R; ++source) {
       pairs += counts[source]->to_expert[rank * L + local];
     }
-    me.handle.expert_counts[local] = pairs;
+    params.handle.expert_counts[local] = pairs;
   }
 
-  const int64_t num_rows = me.handle.rank_prefix_matrix[(R - 1) * R + rank];
+  const int64_t num_rows = params.handle.rank_prefix_matrix[(R - 1) * R + rank];
   int64_t kept = 0;
   if (!shape.has_expert_blocks()) {
     kept = RowsKept(0, num_rows, shape.capacity);
-    CountKeptPairs(me, ranks, counts);
-    std::fill(me.arrived_idx + kept * shape.top_k, me.arrived_idx + int64_t{shape.capacity} * shape.top_k,
-              -1);
+    CountKeptPairs(params, ranks, counts);
+    std::fill(params.arrived_idx + kept * shape.top_k,
+              params.arrived_idx + int64_t{shape.capacity} * shape.top_k, -1);
   } else {
-    const std::vector<int64_t> starts = FindStarts(shape, me.handle.expert_counts);
+    const std::vector<int64_t> starts = FindStarts(shape, params.handle.expert_counts);
     for (int32_t local = 0; local < L; ++local) {
-      const int64_t begin = starts[local], end = begin + me.handle.expert_counts[local];
-      me.tokens_per_expert[local] = RowsKept(begin, end, shape.EndOf(local));
-      me.group_sizes[local] = shape.has_fixed_blocks() ? me.tokens_per_expert[local]
-                                                       : RowsKept(begin, starts[local + 1], shape.capacity);
-      kept += me.tokens_per_expert[local];
+      const int64_t begin = starts[local], end = begin + params.handle.expert_counts[local];
+      params.tokens_per_expert[local] = RowsKept(begin, end, shape.EndOf(local));
+      params.group_sizes[local] = shape.has_fixed_blocks()
+                                      ? params.tokens_per_expert[local]
+                                      : RowsKept(begin, starts[local + 1], shape.capacity);
+      kept += params.tokens_per_expert[local];
     }
   }
-  *me.num_tokens = static_cast<int32_t>(kept);
-  *me.num_dropped = static_cast<int32_t>(num_rows - kept);
+  *params.num_tokens = static_cast<int32_t>(kept);
+  *params.num_dropped = static_cast<int32_t>(num_rows - kept);
 }
 
-// Finds where this rank's rows belong, and sends them.
-void RouteRows(const PushParams& me, const std::vector<const PushParams*>& ranks,
+// Finds the places of this rank's rows and sends the rows.
+void RouteRows(const PushParams& params, const std::vector<const PushParams*>& ranks,
                const std::vector<const SendCounts*>& counts) {
-  const int rank = me.rank;
-  const Shape& shape = me.shape;
+  const int rank = params.rank;
+  const Shape& shape = params.shape;
   const bool by_rank = !shape.has_row_per_choice();
   const int32_t num_local = shape.num_local_experts();
   std::vector<int64_t> next = FirstRows(shape, counts, rank);
   const int32_t width = shape.rows_per_token();
-  std::fill_n(me.handle.sent_rows, int64_t{shape.num_tokens} * width, -1);
-  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of a rank
+  std::fill_n(params.handle.sent_rows, int64_t{shape.num_tokens} * width, -1);
+  const int64_t choices = int64_t{shape.num_tokens} * shape.top_k;  // of one rank
   for (int32_t peer = 0; peer < shape.num_ranks && !by_rank; ++peer) {
-    // A rank that takes no part leaves its place to its receivers.
-    int32_t* const received = ranks[peer] == nullptr ? me.handle.received_rows + peer * choices
+    // The receivers fill the entries of a rank that does not take part.
+    int32_t* const received = ranks[peer] == nullptr ? params.handle.received_rows + peer * choices
                                                      : ranks[peer]->handle.received_rows + rank * choices;
     std::fill_n(received, choices, -1);
   }
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
-    const int32_t* experts = me.handle.topk_idx + int64_t{t} * shape.top_k;
+    const int32_t* experts = params.handle.topk_idx + int64_t{t} * shape.top_k;
     for (int32_t k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0 || (by_rank && !IsFirstOnRank(experts, k, num_local))) continue;
       const int32_t receiver = shape.rank_of(experts[k]);
       const int64_t row = next[by_rank ? receiver : experts[k]]++;
       if (row >= (by_rank ? shape.capacity : shape.EndOf(experts[k] % num_local))) continue;
-      me.handle.sent_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
-      Send(me, t, k, *ranks[receiver], receiver, row);
+      params.handle.sent_rows[int64_t{t} * width + (by_rank ? receiver : k)] = static_cast<int32_t>(row);
+      Send(params, t, k, *ranks[receiver], receiver, row);
       if (!by_rank) {
         const int64_t choice = rank * choices + int64_t{t} * shape.top_k + k;
         ranks[receiver]->handle.received_rows[choice] = static_cast<int32_t>(row);
@@ -227,35 +229,35 @@ void RouteRows(const PushParams& me, const std::vector<const PushParams*>& ranks
       }
       int32_t* arrived_idx = ranks[receiver]->arrived_idx + row * shape.top_k;
       for (int32_t j = 0; j < shape.top_k; ++j) {
-        const bool here = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;
-        arrived_idx[j] = here ? experts[j] - receiver * num_local : -1;
+        const bool is_local = experts[j] >= 0 && shape.rank_of(experts[j]) == receiver;
+        arrived_idx[j] = is_local ? experts[j] - receiver * num_local : -1;
       }
     }
   }
 }
 
-// Sends this rank's rows where the handle says.
-void SendRows(const PushParams& me, const std::vector<const PushParams*>& ranks) {
-  const Shape& shape = me.shape;
+// Sends this rank's rows to the places in the handle.
+void SendRows(const PushParams& params, const std::vector<const PushParams*>& ranks) {
+  const Shape& shape = params.shape;
   const int32_t width = shape.rows_per_token();
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
     for (int32_t i = 0; i < width; ++i) {
-      const int32_t row = me.handle.sent_rows[int64_t{t} * width + i];
+      const int32_t row = params.handle.sent_rows[int64_t{t} * width + i];
       if (!IsRow(row, shape.capacity)) continue;
       int32_t receiver = i;
       if (shape.has_row_per_choice()) {
-        const int32_t expert = me.handle.topk_idx[int64_t{t} * shape.top_k + i];
+        const int32_t expert = params.handle.topk_idx[int64_t{t} * shape.top_k + i];
         if (!IsExpert(expert, shape.num_experts)) continue;
         receiver = shape.rank_of(expert);
       }
-      Send(me, t, i, *ranks[receiver], receiver, row);
+      Send(params, t, i, *ranks[receiver], receiver, row);
     }
   }
 }
 
 }  // namespace
 
-SendCounts Count(const PushParams& params, const std::vector<bool>& here) {
+SendCounts Count(const PushParams& params, const std::vector<bool>& active) {
   const Shape& shape = params.shape;
   const int32_t num_local = shape.num_local_experts();
   SendCounts counts(shape);
@@ -264,7 +266,7 @@ SendCounts Count(const PushParams& params, const std::vector<bool>& here) {
     RoutedExperts(params.topk_idx, shape, t, experts);
     for (int32_t k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0) continue;
-      if (!here[params.rank] || !here[shape.rank_of(experts[k])]) {
+      if (!active[params.rank] || !active[shape.rank_of(experts[k])]) {
         experts[k] = -1;
         continue;
       }
@@ -277,14 +279,14 @@ SendCounts Count(const PushParams& params, const std::vector<bool>& here) {
   return counts;
 }
 
-void Push(const PushParams& me, const std::vector<const PushParams*>& ranks,
+void Push(const PushParams& params, const std::vector<const PushParams*>& ranks,
           const std::vector<const SendCounts*>& counts) {
-  if (me.routes()) FillReceiver(me, ranks, counts);
-  ClearGaps(me, me.rank);
-  if (me.routes()) {
-    RouteRows(me, ranks, counts);
+  if (params.routes()) FillReceiver(params, ranks, counts);
+  ClearGaps(params, params.rank);
+  if (params.routes()) {
+    RouteRows(params, ranks, counts);
   } else {
-    SendRows(me, ranks);
+    SendRows(params, ranks);
   }
 }
 

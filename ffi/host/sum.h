@@ -9,7 +9,7 @@
 
 namespace jax_ep::host {
 
-// Columns summed at a time: the accumulators stay in the first-level cache.
+// Columns summed at a time, so that the accumulators stay in the first-level cache.
 constexpr int64_t kBlock = 1024;
 
 // Calls f with a null pointer of the C++ type behind a Float.
@@ -36,7 +36,7 @@ T Round(Acc value) {
   }
 }
 
-// sum[i] += weight * row[first + i] for i < n.
+// Computes sum[i] += weight * row[first + i] for i < n.
 template <typename Acc>
 void AddRow(Float type, const void* row, int64_t first, int64_t n, Acc weight, Acc* __restrict sum) {
   WithType(type, [&](auto* null) {
@@ -62,10 +62,10 @@ inline void* RowAt(void* data, int64_t row, int64_t num_elements, Float type) {
   return static_cast<char*>(data) + row * num_elements * BytesOf(type);
 }
 
-// out = weight * row. Returns the dot product of row and factor.
+// Computes out = weight * row. Returns the dot product of row and factor.
 template <typename Acc>
 Acc ScaleRow(Float type, const void* row, const void* factor, int64_t n, float weight, void* out) {
-  Acc dot[8] = {};  // several sums, so that they can be vectorised
+  Acc dot[8] = {};  // several sums, so that they can be vectorized
   WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const T* __restrict values = static_cast<const T*>(row);
@@ -87,7 +87,7 @@ Acc ScaleRow(Float type, const void* row, const void* factor, int64_t n, float w
   return sum;
 }
 
-// Calls f(accumulator type's null pointer): float64 rows are summed in float64, others in float32.
+// Calls f with a null pointer of the accumulator type: float64 for float64 rows, float32 for others.
 template <typename F>
 void WithAccumulator(Float type, F&& f) {
   if (type == Float::kF64) {

@@ -1,4 +1,4 @@
-// Reads router output of either integer width.
+// Router output of either integer width.
 #pragma once
 
 #include <cstdint>

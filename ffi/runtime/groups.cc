@@ -27,11 +27,11 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-std::optional<Group::Place> Group::Find(int64_t device) const {
+std::optional<Group::Position> Group::Find(int64_t device) const {
   for (size_t i = 0; i < devices_.size(); ++i) {
     if (devices_[i] == device) {
-      const int place = static_cast<int>(i);
-      return Place{place / num_ranks_, place % num_ranks_};
+      const int position = static_cast<int>(i);
+      return Position{position / num_ranks_, position % num_ranks_};
     }
   }
   return std::nullopt;
@@ -58,18 +58,18 @@ std::optional<std::string> Group::TakeExpired() {
   return std::exchange(expired_, std::nullopt);
 }
 
-void Group::BeginHop(const Place& place, int64_t run_id) {
+void Group::BeginHop(const Position& position, int64_t run_id) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Hop>& hops = hops_[{place.group, place.rank}];
-  // A device's runs follow one another: what an earlier one has not ended will not end any more.
+  std::vector<Hop>& hops = hops_[{position.group_index, position.rank}];
+  // Runs of one device follow one another, so hops of earlier runs will not end any more.
   hops.erase(std::remove_if(hops.begin(), hops.end(), [&](const Hop& hop) { return hop.run_id != run_id; }),
              hops.end());
   hops.push_back({run_id, Clock::now()});
 }
 
-void Group::EndHop(const Place& place, int64_t run_id) {
+void Group::EndHop(const Position& position, int64_t run_id) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Hop>& hops = hops_[{place.group, place.rank}];
+  std::vector<Hop>& hops = hops_[{position.group_index, position.rank}];
   const auto it =
       std::find_if(hops.begin(), hops.end(), [&](const Hop& hop) { return hop.run_id == run_id; });
   if (it != hops.end()) hops.erase(it);
@@ -78,32 +78,32 @@ void Group::EndHop(const Place& place, int64_t run_id) {
 std::optional<std::string> Group::TakeLateHops() {
   const auto limit = std::chrono::duration<double>(options_.timeout_s);
   std::string late;
-  for (auto& [place, hops] : hops_) {
+  for (auto& [position, hops] : hops_) {
     const auto is_late = [&](const Hop& hop) { return Clock::now() - hop.begun >= limit; };
     const auto end = std::remove_if(hops.begin(), hops.end(), is_late);
     if (end == hops.end()) continue;
     hops.erase(end, hops.end());
-    late += Text(late.empty() ? "" : ", ", place.second, " of list ", place.first + 1);
+    late += Text(late.empty() ? "" : ", ", position.second, " of list ", position.first + 1);
   }
   if (late.empty()) return std::nullopt;
   return Text("hop between hosts: of group ", name_, ", rank(s) ", late,
               " did not hear from the other hosts within ", options_.timeout_s,
-              " s. A process there has ended, stands still or has not reached the same op; what JAX's "
-              "collectives said of it is the error of the program. This process should end, for they do not "
+              " s. A process there has ended, hangs or has not reached the same op. The error of the program "
+              "is what JAX's collectives reported. This process should end, because JAX's collectives do not "
               "work any more. If ranks are only slow, raise Group(timeout_s=...).");
 }
 
-std::string NameOfOne(const std::string& name, int index, int count) {
+std::string ListName(const std::string& name, int index, int count) {
   return count == 1 ? name : Text(name, " (list ", index + 1, " of ", count, ")");
 }
 
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               bool hands_on, const Group::Options& options) {
+               bool relays_for_other_hosts, const Group::Options& options) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];
   if (entry.users++ == 0) {
-    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks, hands_on);
+    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks, relays_for_other_hosts);
   }
   entry.group->set_options(options);
 }
@@ -112,7 +112,9 @@ void CloseGroup(const std::string& key) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   auto it = registry.groups.find(key);
-  if (it != registry.groups.end() && --it->second.users == 0) registry.groups.erase(it);
+  if (it == registry.groups.end() || --it->second.users > 0) return;
+  it->second.group->Close();
+  registry.groups.erase(it);
 }
 
 std::shared_ptr<Group> FindGroup(const std::string& key) {

@@ -5,28 +5,28 @@
 
 namespace jax_ep {
 
-static int64_t Number(const char* name) {
+static int64_t ReadNumber(const char* name) {
   const char* text = std::getenv(name);
   return text == nullptr ? 0 : std::max(0LL, std::atoll(text));
 }
 
 bool PlainCopies() {
-  static const bool value = Number("JAX_EP_PLAIN_COPIES") != 0;
+  static const bool value = ReadNumber("JAX_EP_PLAIN_COPIES") != 0;
   return value;
 }
 
 bool NoArena() {
-  static const bool value = Number("JAX_EP_NO_ARENA") != 0;
+  static const bool value = ReadNumber("JAX_EP_NO_ARENA") != 0;
   return value;
 }
 
 bool NoRails() {
-  static const bool value = Number("JAX_EP_NO_RAILS") != 0;
+  static const bool value = ReadNumber("JAX_EP_NO_RAILS") != 0;
   return value;
 }
 
 int64_t StressNanoseconds() {
-  static const int64_t value = std::min<int64_t>(Number("JAX_EP_STRESS_US"), 1'000'000) * 1000;
+  static const int64_t value = std::min<int64_t>(ReadNumber("JAX_EP_STRESS_US"), 1'000'000) * 1000;
   return value;
 }
 

@@ -1,21 +1,22 @@
-// Switches of a process, for tests: environment variables, read once.
+// Switches of a process for tests: environment variables, read once.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ep {
 
-// JAX_EP_PLAIN_COPIES=1: ops move rows by loads and stores where they could use bulk copies.
+// Returns whether JAX_EP_PLAIN_COPIES=1: ops move rows by loads and stores instead of bulk copies.
 bool PlainCopies();
 
-// JAX_EP_NO_ARENA=1: ops of few tokens, and of short rows, go the way of those of many.
+// Returns whether JAX_EP_NO_ARENA=1: ops of few tokens or short rows take the path of large ops.
 bool NoArena();
 
-// JAX_EP_NO_RAILS=1: hops between hosts go by XLA's collectives, also where NCCL's kernels could do them.
+// Returns whether JAX_EP_NO_RAILS=1: hops between hosts use XLA's collectives even if NCCL's device API
+// works.
 bool NoRails();
 
-// JAX_EP_STRESS_US=n: each rank of an op on GPUs waits up to n microseconds before it enters and before it
-// leaves, and outputs are first filled with a poison pattern. 0 if not set.
+// Returns JAX_EP_STRESS_US in nanoseconds, 0 if it is not set. Each rank of an op on GPUs waits up to that
+// long before it enters and before it leaves, and outputs are first filled with a poison pattern.
 int64_t StressNanoseconds();
 
 }  // namespace jax_ep

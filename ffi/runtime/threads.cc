@@ -13,7 +13,7 @@ class Threads {
  public:
   void Run(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex_);
-    // Every queued piece has an idle thread to itself, so none waits behind one that blocks.
+    // Each queued piece has an idle thread of its own, so no piece waits behind one that blocks.
     if (queue_.size() < idle_) {
       queue_.push_back(std::move(work));
       wake_.notify_one();
@@ -45,7 +45,7 @@ class Threads {
 }  // namespace
 
 void RunOnOwnThread(std::function<void()> work) {
-  // Never destroyed: idle threads wait on it until the process ends.
+  // Never destroyed, because idle threads wait on it until the process ends.
   static Threads* const threads = new Threads;
   threads->Run(std::move(work));
 }

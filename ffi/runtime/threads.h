@@ -5,8 +5,8 @@
 
 namespace jax_ep {
 
-// Runs `work` soon, on a thread that nothing else occupies. Threads are kept and used again, and
-// never more are made than there was work at one time.
+// Runs `work` on an otherwise idle thread. Idle threads are reused, so there are never more threads than
+// pieces of work at one time.
 void RunOnOwnThread(std::function<void()> work);
 
 }  // namespace jax_ep

@@ -17,11 +17,22 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kInterval = std::chrono::milliseconds(200);
-// The sockets of a process that was killed are closed before the driver has torn its contexts down.
-constexpr auto kDriverNeeds = std::chrono::seconds(1);
+// Time from the end of a peer's socket until HasProcessEnded reports the peer.
+//
+// It is part of this promise: a process that is reported as ended writes nothing any more. The kernel closes
+// the sockets of a killed process before the driver has torn down its GPU contexts. Until then a GPU kernel
+// of that process may still store to memory of its peers. The driver reports nothing about a dead process, so
+// no fence orders the two, only time. Stopping the channels of a context is expected to take milliseconds,
+// and stores that are under way arrive within microseconds, so one second is a wide margin. It is not a
+// guarantee.
+//
+// Ops that leave a dead rank behind depend on it: a rank that gives up does not wait until such a peer has
+// left the op, and returns memory that the peer could write to. StopGpu (kernels/protocol/fail.cuh) waits two
+// seconds for the report, which must be longer than this time and two intervals.
+constexpr auto kTeardownTime = std::chrono::seconds(1);
 
-// Whether the other end is closed. What it may have sent is dropped.
-bool HasEnded(int descriptor) {
+// Returns whether the other end is closed. Drops what it may have sent.
+bool IsClosed(int descriptor) {
   char dropped[256];
   while (true) {
     const ssize_t size = recv(descriptor, dropped, sizeof(dropped), MSG_DONTWAIT);
@@ -45,10 +56,10 @@ class Watch {
     Start();
   }
 
-  bool IsGone(int process) {
+  bool HasProcessEnded(int process) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto it = ended_.find(process);
-    return it != ended_.end() && Clock::now() - it->second >= kDriverNeeds;
+    return it != ended_.end() && Clock::now() - it->second >= kTeardownTime;
   }
 
  private:
@@ -63,16 +74,16 @@ class Watch {
       std::vector<std::function<void()>> ticks;
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        LookAtSockets();
+        CheckSockets();
         ticks = ticks_;
       }
       for (const auto& tick : ticks) tick();
     }
   }
 
-  void LookAtSockets() {
+  void CheckSockets() {
     for (auto it = sockets_.begin(); it != sockets_.end();) {
-      if (!HasEnded(it->second)) {
+      if (!IsClosed(it->second)) {
         ++it;
         continue;
       }
@@ -84,13 +95,13 @@ class Watch {
 
   std::mutex mutex_;
   std::vector<std::pair<int, int>> sockets_;  // process, descriptor
-  std::map<int, Clock::time_point> ended_;    // when a process's end was seen
+  std::map<int, Clock::time_point> ended_;    // when the end of a process was seen
   std::vector<std::function<void()>> ticks_;
   bool started_ = false;
 };
 
 Watch& GetWatch() {
-  // Never destroyed: its thread lives until the process ends.
+  // Never destroyed, because its thread lives until the process ends.
   static Watch* const watch = new Watch;
   return *watch;
 }
@@ -99,7 +110,7 @@ Watch& GetWatch() {
 
 void WatchProcess(int process, int descriptor) { GetWatch().AddProcess(process, descriptor); }
 
-bool IsGone(int process) { return GetWatch().IsGone(process); }
+bool HasProcessEnded(int process) { return GetWatch().HasProcessEnded(process); }
 
 void OnTick(std::function<void()> tick) { GetWatch().AddTick(std::move(tick)); }
 

@@ -1,21 +1,21 @@
-// One thread of this process that looks, five times a second, after what no other thread waits for: whether
-// the other processes of its groups still live, and whatever else asks to be called.
+// A thread of this process that checks five times a second whether the other processes of its groups still
+// live, and then calls registered functions.
 #pragma once
 
 #include <functional>
 
 namespace jax_ep {
 
-// Takes over a connected stream socket whose other end only that process holds. Nothing is sent on it: its
-// end of file means that the process has ended.
+// Takes over a connected stream socket whose other end is held by that process only. Nothing is sent on it.
+// Its end of file means that the process has ended.
 void WatchProcess(int process, int descriptor);
 
-// Whether a process has ended, long enough ago that the driver has stopped its kernels: nothing of it reads
-// or writes memory any more. False for processes that are not watched.
-bool IsGone(int process);
+// Returns whether a process ended long enough ago that the driver has stopped its kernels, so that it neither
+// reads nor writes memory any more. Returns false for processes that are not watched.
+bool HasProcessEnded(int process);
 
-// Calls the function about five times a second, one after the other with all such functions, from now on
-// until this process ends. It must neither throw nor block.
+// Calls the function about five times a second until this process ends. All such functions run on one thread,
+// so they must neither throw nor block.
 void OnTick(std::function<void()> tick);
 
 }  // namespace jax_ep

@@ -4,14 +4,14 @@
 
 namespace jax_ep {
 
-ffi::TypeId CallSite::id = {};
+ffi::TypeId CpuCallSite::id = {};
 
-ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share,
+ffi::Future Meet(const CpuContext& context, GroupMember member, std::unique_ptr<Contribution> contribution,
                  const Attendance& attendance) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  context.site->meetings.Arrive({context.run_id, std::move(seat.group), seat.place, seat.list,
-                                 std::move(share), attendance,
+  context.site->meetings.Arrive({context.run_id, std::move(member.group), member.position, member.list,
+                                 std::move(contribution), attendance,
                                  [promise = std::move(promise)](const Failure* failure) mutable {
                                    if (failure == nullptr) return promise.SetAvailable();
                                    const auto code = failure->is_late ? ffi::ErrorCode::kDeadlineExceeded

@@ -1,4 +1,4 @@
-// What a handler on the CPU knows of its call, and how its ranks meet.
+// Context of a handler on the CPU, and the meeting of its ranks.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,9 @@
 
 namespace jax_ep {
 
-// The state of a call site whose op communicates.
-struct CallSite {
-  explicit CallSite(const char* op) : meetings(op) {}
+// State of a call site whose op communicates.
+struct CpuCallSite {
+  explicit CpuCallSite(const char* op) : meetings(op) {}
   static ffi::TypeId id;
   MeetingPoint meetings;
 };
@@ -22,7 +22,7 @@ struct CpuContext {
 
   int64_t run_id;
   int32_t device;
-  CallSite* site;
+  CpuCallSite* site;
 
   static ffi::Future Fail(ffi::Error error) {
     ffi::Promise promise;
@@ -31,23 +31,26 @@ struct CpuContext {
     return future;
   }
 
-  // Fails, and so do the other ranks in this run, which would wait for this one.
-  ffi::Future Refuse(ffi::Error error) const {
-    jax_ep::Refuse(run_id, error.message());
+  // Fails this rank and the other ranks of the run, because they would wait for this one.
+  ffi::Future FailRun(ffi::Error error) const {
+    jax_ep::FailRun(run_id, error.message());
     return Fail(std::move(error));
   }
 
+  static std::shared_ptr<Group> FindGroup(std::string_view key) {
+    return jax_ep::FindGroup(std::string(key));
+  }
   static MeshPlace ReadPlace(const MeshPlace* place) { return *place; }
 };
 
-// Ops that do not communicate.
+// Context of ops that do not communicate.
 struct CpuLocalContext {
   using Result = ffi::Error;
   static ffi::Error Fail(ffi::Error error) { return error; }
 };
 
-// Brings this rank's share to the meeting. The future is ready when all ranks have left.
-ffi::Future Meet(const CpuContext& context, Seat seat, std::unique_ptr<Share> share,
+// Adds this rank's contribution to the meeting. The future is ready when all ranks have left.
+ffi::Future Meet(const CpuContext& context, GroupMember member, std::unique_ptr<Contribution> contribution,
                  const Attendance& attendance);
 
 }  // namespace jax_ep
@@ -61,7 +64,7 @@ struct CtxDecoding<jax_ep::CpuContext> {
                                     DiagnosticEngine& diagnostic) {
     auto run = CtxDecoding<RunId>::Decode(api, ctx, diagnostic);
     auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
-    auto site = CtxDecoding<State<jax_ep::CallSite>>::Decode(api, ctx, diagnostic);
+    auto site = CtxDecoding<State<jax_ep::CpuCallSite>>::Decode(api, ctx, diagnostic);
     if (!run || !device || !site) return std::nullopt;
     return Type{run->run_id, *device, *site};
   }

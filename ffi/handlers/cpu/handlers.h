@@ -1,4 +1,4 @@
-// The XLA FFI handlers that module.cc registers.
+// XLA FFI handlers for the CPU, which module.cc registers.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"

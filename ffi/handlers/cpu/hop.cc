@@ -1,5 +1,6 @@
-// What JAX's collectives between hosts do not say on the CPU: who waits in one, and for how long. A handler
-// before it and one behind it tell the group, which names them in TakeExpired.
+// Handler around JAX's collectives between hosts on the CPU, which do not report the ranks that wait in them.
+// One call before a collective and one after it record the wait in the group, which names late ranks in
+// TakeExpired.
 #include <cstring>
 
 #include "handlers/cpu/context.h"
@@ -7,26 +8,27 @@
 
 namespace jax_ep {
 
-// The array goes through, so that XLA cannot move the collective out of their middle.
+// Copies the array, so that XLA cannot move the collective out of the two calls.
 static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> place, ffi::AnyBuffer in,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
                       int64_t ends) {
   if (in.size_bytes() != out->size_bytes() || place.element_count() != 2) {
-    return InvalidArgument("hop: expected one place, and a result of the operand's ", in.size_bytes(),
+    return InvalidArgument("hop: expected one place and a result of the operand's ", in.size_bytes(),
                            " bytes, got ", out->size_bytes());
   }
-  Seat seat;
-  const MeshPlace found{place.typed_data()[0], place.typed_data()[1]};
-  auto error = FindSeat("hop", group, device, found, static_cast<int32_t>(num_ranks), seat);
+  GroupMember member;
+  const MeshPlace own_place{place.typed_data()[0], place.typed_data()[1]};
+  auto error = FindMember("hop", group, FindGroup(std::string(group)), device, own_place,
+                          static_cast<int32_t>(num_ranks), member);
   if (error.failure()) {
-    Refuse(run.run_id, error.message());
+    FailRun(run.run_id, error.message());
     return error;
   }
   std::memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
   if (ends != 0) {
-    seat.group->EndHop(seat.place, run.run_id);
+    member.group->EndHop(member.position, run.run_id);
   } else {
-    seat.group->BeginHop(seat.place, run.run_id);
+    member.group->BeginHop(member.position, run.run_id);
   }
   return ffi::Error::Success();
 }

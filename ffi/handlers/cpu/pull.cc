@@ -8,15 +8,16 @@ namespace jax_ep {
 
 namespace {
 
-struct PullShare final : Share {
+struct PullContribution final : Contribution {
   PullCall call;
 
-  explicit PullShare(PullCall given) : call(std::move(given)) {}
+  explicit PullContribution(PullCall given) : call(std::move(given)) {}
 
-  void Move(const std::vector<Share*>& shares) override {
+  void MoveRows(const std::vector<Contribution*>& contributions) override {
     std::vector<const PullParams*> ranks;
-    for (Share* share : shares) {
-      ranks.push_back(share == nullptr ? nullptr : &static_cast<PullShare*>(share)->call.params);
+    for (Contribution* contribution : contributions) {
+      ranks.push_back(contribution == nullptr ? nullptr
+                                              : &static_cast<PullContribution*>(contribution)->call.params);
     }
     host::Pull(call.params, ranks);
   }
@@ -24,13 +25,13 @@ struct PullShare final : Share {
 
 }  // namespace
 
-static ffi::Future Run(const CpuContext& context, const char*, Seat seat, PullCall call) {
+static ffi::Future LaunchPull(const CpuContext& context, const char*, GroupMember member, PullCall call) {
   const Attendance attendance = call.params.attendance;
-  return Meet(context, std::move(seat), std::make_unique<PullShare>(std::move(call)), attendance);
+  return Meet(context, std::move(member), std::make_unique<PullContribution>(std::move(call)), attendance);
 }
 
-static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePull() {
-  return std::make_unique<CallSite>("combine");
+static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiatePull() {
+  return std::make_unique<CpuCallSite>("combine");
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PullInstantiate, InstantiatePull, ffi::Ffi::BindInstantiate());

@@ -9,30 +9,30 @@ namespace jax_ep {
 
 namespace {
 
-struct PushShare final : Share {
+struct PushContribution final : Contribution {
   PushCall call;
-  host::SendCounts counts;  // of a push that routes
+  host::SendCounts counts;  // only of a push that routes
 
-  explicit PushShare(PushCall given) : call(std::move(given)) {
+  explicit PushContribution(PushCall given) : call(std::move(given)) {
     const PushParams& params = call.params;
-    // The receive buffers, before any peer writes to them.
+    // Before any peer writes to the receive buffers.
     for (const Payload& payload : call.payloads) {
       host::PreferHugePages(payload.out, params.shape.capacity * payload.row_bytes);
     }
   }
 
-  void Expect(const std::vector<bool>& ranks) override {
+  void SetParticipants(const std::vector<bool>& ranks) override {
     if (call.params.routes()) counts = host::Count(call.params, ranks);
   }
 
-  void Move(const std::vector<Share*>& shares) override {
-    const host::SendCounts nothing(call.params.shape);
+  void MoveRows(const std::vector<Contribution*>& contributions) override {
+    const host::SendCounts no_counts(call.params.shape);
     std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all_counts;
-    for (Share* share : shares) {
-      auto* const push = static_cast<PushShare*>(share);
-      ranks.push_back(push == nullptr ? nullptr : &push->call.params);
-      all_counts.push_back(push == nullptr ? &nothing : &push->counts);
+    for (Contribution* contribution : contributions) {
+      auto* const other = static_cast<PushContribution*>(contribution);
+      ranks.push_back(other == nullptr ? nullptr : &other->call.params);
+      all_counts.push_back(other == nullptr ? &no_counts : &other->counts);
     }
     host::Push(call.params, ranks, all_counts);
   }
@@ -40,20 +40,20 @@ struct PushShare final : Share {
 
 }  // namespace
 
-static ffi::Future Run(const CpuContext& context, const char* op, Seat seat, PushCall call) {
+static ffi::Future LaunchPush(const CpuContext& context, const char* op, GroupMember member, PushCall call) {
   if (call.params.quantize != Quantize::kNone) {
     return CpuContext::Fail(InvalidArgument(op, ": on the CPU rows become FP8 before they are sent"));
   }
   const Attendance attendance = call.params.attendance;
-  return Meet(context, std::move(seat), std::make_unique<PushShare>(std::move(call)), attendance);
+  return Meet(context, std::move(member), std::make_unique<PushContribution>(std::move(call)), attendance);
 }
 
-static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateRoute() {
-  return std::make_unique<CallSite>("dispatch");
+static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiateRoute() {
+  return std::make_unique<CpuCallSite>("dispatch");
 }
 
-static ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiatePush() {
-  return std::make_unique<CallSite>("redispatch");
+static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiatePush() {
+  return std::make_unique<CpuCallSite>("redispatch");
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteInstantiate, InstantiateRoute, ffi::Ffi::BindInstantiate());

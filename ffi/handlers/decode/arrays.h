@@ -1,5 +1,5 @@
-// Operands and results, read one after the other. In C++ only the order of these Take calls says which is
-// which; jax_ep/_ffi.py must pass them so.
+// Operands and results, read in order. The order of the Take calls is the only definition of which is which
+// in C++, so jax_ep/_ffi.py must pass them in this order.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// All operands, or all results, of a call.
+// Returns all operands or all results of a call.
 inline std::vector<ffi::AnyBuffer> BuffersOf(const ffi::RemainingArgs& args) {
   std::vector<ffi::AnyBuffer> buffers;
   for (size_t i = 0; i < args.size(); ++i) buffers.push_back(*args.get<ffi::AnyBuffer>(i));
@@ -22,12 +22,12 @@ inline std::vector<ffi::AnyBuffer> BuffersOf(const ffi::RemainingRets& rets) {
   return buffers;
 }
 
-// Takes buffers in their order, and keeps the first error. After one, everything it gives is null.
+// Takes buffers in their order and stores the first error. After an error it returns only null.
 class Arrays {
  public:
   Arrays(const char* op, std::vector<ffi::AnyBuffer> buffers) : op_(op), buffers_(std::move(buffers)) {}
 
-  // The next buffer's data. A buffer that is not `used` has no elements, and is null.
+  // Returns the next buffer's data. A buffer that is not `used` must have no elements, and its data is null.
   template <ffi::DataType dtype>
   ffi::NativeType<dtype>* Take(const char* name, const std::vector<int64_t>& shape, bool used = true) {
     const ffi::AnyBuffer* const buffer = Next(name);
@@ -37,7 +37,7 @@ class Arrays {
     }
     if (!used) {
       if (buffer->element_count() == 0) return nullptr;
-      return Fail<dtype>(InvalidArgument(op_, ": ", name, " is not used, and must have no elements"));
+      return Fail<dtype>(InvalidArgument(op_, ": ", name, " is not used and must have no elements"));
     }
     if (auto error = CheckShape((op_ + ": " + name).c_str(), *buffer, shape); error.failure()) {
       return Fail<dtype>(std::move(error));
@@ -52,11 +52,11 @@ class Arrays {
     return Take<ffi::F32>(name, shape, used);
   }
 
-  // The next buffer as it is, and whether there are elements in it; it is taken by what follows.
+  // Return the next buffer, and whether it has elements, without taking it.
   const ffi::AnyBuffer* Peek() const { return next_ < buffers_.size() ? &buffers_[next_] : nullptr; }
   bool HasElements() const { return Peek() != nullptr && Peek()->element_count() > 0; }
 
-  // Router output [T, K] of either integer width.
+  // Takes router output [T, K] of either integer width.
   TopkIds TakeIds(const char* name) {
     TopkIds ids{};
     const ffi::AnyBuffer* const buffer = Next(name);
@@ -64,7 +64,7 @@ class Arrays {
     return ids;
   }
 
-  // All that follow.
+  // Takes all buffers that follow.
   std::vector<ffi::AnyBuffer> Rest() {
     std::vector<ffi::AnyBuffer> rest(buffers_.begin() + static_cast<std::ptrdiff_t>(next_), buffers_.end());
     next_ = buffers_.size();

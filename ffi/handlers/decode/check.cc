@@ -41,19 +41,20 @@ ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& ar
                            const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                            std::vector<Payload>& payloads, Float& type) {
   if (args.size() != 1 || rets.size() != 2) {
-    return InvalidArgument(op, ": rows that become FP8 must be one array, with values and scales as results");
+    return InvalidArgument(op, ": rows that become FP8 must be one array, and its results values and scales");
   }
   const ffi::AnyBuffer &source = args[0], &values = rets[0], &scales = rets[1];
   const auto from = FloatOfType(source.element_type());
   const int64_t elements = ElementsPerRow(source);
-  const auto has = [](const ffi::AnyBuffer& buffer, ffi::DataType dtype, int64_t rows, int64_t per_row) {
+  const auto has_shape = [](const ffi::AnyBuffer& buffer, ffi::DataType dtype, int64_t rows,
+                            int64_t per_row) {
     return buffer.dimensions().size() > 0 && buffer.dimensions()[0] == rows &&
            ElementsPerRow(buffer) == per_row && buffer.element_type() == dtype;
   };
   if (!from || *from == Float::kF64 || elements % kFp8Block != 0 ||
-      !has(source, source.element_type(), num_in, elements) ||
-      !has(values, ffi::DataType::F8E4M3FN, num_out, elements) ||
-      !has(scales, ffi::DataType::F32, num_out, elements / kFp8Block)) {
+      !has_shape(source, source.element_type(), num_in, elements) ||
+      !has_shape(values, ffi::DataType::F8E4M3FN, num_out, elements) ||
+      !has_shape(scales, ffi::DataType::F32, num_out, elements / kFp8Block)) {
     return InvalidArgument(op, ": rows that become FP8 must be ", num_in,
                            " of float16, bfloat16 or float32, a multiple of ", kFp8Block,
                            " wide, and their results ", num_out, " rows of values and scales");
@@ -78,23 +79,25 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
   return ffi::Error::Success();
 }
 
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal,
-                    const MeshPlace& found, int32_t num_ranks, Seat& seat) {
-  seat.group = FindGroup(std::string(group_key));
-  if (seat.group == nullptr) {
+ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
+                      int32_t device_ordinal, const MeshPlace& place, int32_t num_ranks,
+                      GroupMember& member) {
+  member.group = std::move(group);
+  if (member.group == nullptr) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                       std::string(op) + ": the group of this program is closed (" + std::string(group_key) +
                           "); make the Group again before running it");
   }
-  const auto place = seat.group->Find(device_ordinal);
-  if (!place || (found.rank >= 0 && place->rank != found.rank) || seat.group->num_ranks() != num_ranks) {
-    return InvalidArgument(op, ": group ", seat.group->name(), " was made for another mesh: device ",
-                           device_ordinal, " runs as rank ", found.rank, " of ", num_ranks,
-                           place ? ", and is another rank there" : ", and is not in it",
+  const auto position = member.group->Find(device_ordinal);
+  if (!position || (place.rank >= 0 && position->rank != place.rank) ||
+      member.group->num_ranks() != num_ranks) {
+    return InvalidArgument(op, ": group ", member.group->name(), " was made for another mesh: device ",
+                           device_ordinal, " runs as rank ", place.rank, " of ", num_ranks,
+                           position ? ", and is another rank there" : ", and is not in it",
                            "; make the Group from the mesh of this shard_map");
   }
-  seat.place = *place;
-  seat.list = found.list;
+  member.position = *position;
+  member.list = place.list;
   return ffi::Error::Success();
 }
 

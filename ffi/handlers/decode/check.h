@@ -1,6 +1,10 @@
-// What the handlers share: clear errors, shapes of operands and the meeting of the ranks.
+// Checks that all handlers share: error texts, shapes of operands, and the position of the device in its
+// group.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +38,19 @@ ffi::Error CheckShape(const char* what, const Buffer& buffer, const std::vector<
   return InvalidArgument(what, ": expected shape ", list(expected), ", got ", list(dims));
 }
 
+// Checks that sizes and the product of those that are not 0 fit in int32, as indices and counts must.
+// `what` names the product.
+inline ffi::Error CheckProduct(const char* op, const char* what, std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  std::string factors;
+  for (const int64_t size : sizes) {
+    factors += Text(factors.empty() ? "" : " * ", size);
+    product = std::max(product, product > INT32_MAX || size > INT32_MAX ? INT64_MAX : product * size);
+  }
+  if (product <= INT32_MAX) return ffi::Error::Success();
+  return InvalidArgument(op, ": ", what, " must be less than 2**31, got ", factors);
+}
+
 // Returns the first failure among several checks.
 inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
   for (const ffi::Error& error : errors) {
@@ -57,7 +74,7 @@ inline std::optional<Float> FloatOfType(ffi::DataType type) {
   }
 }
 
-// Elements of one row: all dimensions but the first.
+// Returns the number of elements of one row: the product of all dimensions except the first.
 inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   int64_t elements = 1;
   const auto dims = buffer.dimensions();
@@ -65,35 +82,38 @@ inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   return elements;
 }
 
-// What the rows of a push that scales are compared with.
+// Arrays with which a push that scales takes dot products.
 struct Factors {
   std::vector<const void*> rows;  // [C, ...] each
   Float type;                     // of all of them
 };
 
-// Pairs operands with results of equal rows: `num_in` and `num_out` rows of the same bytes. With factors, as
+// Pairs each operand of `num_in` rows with a result of `num_out` rows of the same bytes. With factors, as
 // many operands follow: floating arrays like the results, all of one type.
 ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                           std::vector<Payload>& payloads, Factors* factors = nullptr);
 
-// The same where rows become FP8 on their way: one operand of 16 or 32 bits, results e4m3 values and float32
-// scales.
+// Decodes payloads whose rows become FP8 on the way: one operand of 16 or 32 bits, and results of e4m3 values
+// and float32 scales.
 ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& args,
                            const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
                            std::vector<Payload>& payloads, Float& type);
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-constexpr MeshPlace kOnDevice{-1, 0};
-// The group that a key names, and this device's place in it. `found` is the one in the program's mesh, as
-// the program computed it, or kOnDevice where only the device can compare it.
-struct Seat {
+// Stands for a place that only the kernel can compare, because it lies on the device.
+constexpr MeshPlace kPlaceOnDevice{-1, 0};
+
+// A device as a member of an open group.
+struct GroupMember {
   std::shared_ptr<Group> group;
-  Group::Place place;
+  Group::Position position;
   int32_t list;  // in the program's mesh, whose lists may be in another order than the group's
 };
-ffi::Error FindSeat(const char* op, std::string_view group_key, int32_t device_ordinal,
-                    const MeshPlace& found, int32_t num_ranks, Seat& seat);
+// Finds a device in the group of a call. `place` is the device's place in the program's mesh, or
+// kPlaceOnDevice.
+ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
+                      int32_t device_ordinal, const MeshPlace& place, int32_t num_ranks, GroupMember& member);
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// Decodes the operands of the layout for any platform, then calls Run(context, params).
+// Decodes the operands of the layout for any platform, then calls LaunchLayout(context, params).
 #pragma once
 
 #include "handlers/decode/check.h"
@@ -24,7 +24,9 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
                            ranks_per_node);
   }
   auto error = FirstError(
-      {CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
+      {CheckProduct("layout", "tokens * choices a token", {num_tokens, topk_idx.dimensions()[1]}),
+       CheckProduct("layout", "ranks", {num_ranks}), CheckProduct("layout", "experts", {num_experts}),
+       CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
        CheckShape("layout: is_token_in_rank", *is_token_in_rank, {num_tokens, num_ranks})});
   if (error.failure()) return error;
   params.shape.num_ranks = static_cast<int32_t>(num_ranks);
@@ -36,10 +38,10 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
   params.num_tokens_per_node = num_tokens_per_node->typed_data();
   params.num_tokens_per_expert = num_tokens_per_expert->typed_data();
   params.is_token_in_rank = is_token_in_rank->typed_data();
-  return Run(context, params);
+  return LaunchLayout(context, params);
 }
 
-// The operands and results, after the context.
+// Binds the operands and results after the context.
 template <typename Binding>
 auto BindLayout(Binding binding) {
   return std::move(binding)

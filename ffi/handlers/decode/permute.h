@@ -1,4 +1,5 @@
-// Decodes the operands of permute and unpermute for any platform, then calls Run(context, params).
+// Decodes the operands of permute, repermute and unpermute for any platform, then calls
+// LaunchPermute(context, params) or the like.
 #pragma once
 
 #include "handlers/decode/routing.h"
@@ -23,7 +24,7 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
   params.group_sizes = out.TakeInts("group_sizes", {shape.num_experts});
   params.tokens_per_expert = out.TakeInts("tokens_per_expert", {shape.num_experts});
   params.num_dropped = out.TakeInts("num_dropped", {1});
-  const int64_t num_counts = NumChunks(shape) * NumBins(shape);
+  const int64_t num_counts = int64_t{NumChunks(shape)} * NumBins(shape);
   params.chunk_counts = out.TakeInts("scratch", {num_counts + int64_t{shape.num_tokens} * shape.top_k});
   // The rows [P, ...] follow.
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return error;
@@ -33,7 +34,7 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
   params.routed_idx = params.chunk_counts + num_counts;
   params.payloads = payloads.data();
   params.num_payloads = static_cast<int32_t>(payloads.size());
-  return Run(context, params);
+  return LaunchPermute(context, params);
 }
 
 template <typename Context>
@@ -72,7 +73,7 @@ typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_
   params.num_permuted = static_cast<int32_t>(num_permuted);
   params.row_map = row_map.typed_data();
   params.written = scratch->typed_data();
-  return Run(context, params);
+  return LaunchRepermute(context, params);
 }
 
 template <typename Context>
@@ -111,13 +112,13 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
   params.top_k = static_cast<int32_t>(top_k);
   params.num_permuted = static_cast<int32_t>(y.dimensions()[0]);
   params.row_map = row_map.typed_data();
-  params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type};
+  params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type, nullptr};
   params.out_type = *out_type;
   params.topk_weights = topk_weights.element_count() > 0 ? topk_weights.typed_data() : nullptr;
-  return Run(context, params);
+  return LaunchUnpermute(context, params);
 }
 
-// The operands and results, after the context.
+// Bind the operands and results after the context.
 template <typename Binding>
 auto BindRepermute(Binding binding) {
   return std::move(binding)

@@ -1,26 +1,26 @@
-// Decodes the operands of a pull for any platform, then calls Run(context, ...), which does the work.
+// Decodes the operands of a pull for any platform, then calls LaunchPull(context, ...).
 #pragma once
 
 #include "handlers/decode/routing.h"
 
 namespace jax_ep {
 
-// A rank's part of a pull, and what its parameters point to.
+// Parameters of one rank's pull, and the arrays that they point to.
 struct PullCall {
   PullParams params;
   std::vector<Summand> summands;
   std::vector<Bias> biases;
 };
 
-// The operands are the summands, then the biases of the one summand. The results are the sums, then as many
-// partial sums: of R * T rows or, where the kernels need none, of none.
+// Decodes the summands, then the biases of a single summand. The results are the sums, then as many partial
+// sums of R * T rows, or of no rows if the kernels need none.
 inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& args,
                              const std::vector<ffi::AnyBuffer>& rets, PullCall& call) {
   const Shape& shape = call.params.shape;
   const size_t num_sums = rets.size() / 2;
   if (rets.size() % 2 != 0 || args.size() < num_sums || (args.size() > num_sums && num_sums != 1)) {
     return InvalidArgument(op,
-                           ": expected two results for each summed array, and biases only with one of them");
+                           ": expected two results for each summed array, and biases only with a single one");
   }
   for (size_t i = 0; i < args.size(); ++i) {
     const bool is_bias = i >= num_sums;
@@ -66,22 +66,27 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   const bool returns_weights = in.HasElements();
   params.arrived_weights = in.TakeFloats("arrived weights", ArrivedWeightsShape(shape), returns_weights);
   params.topk_weights = out.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, returns_weights);
+  // The kernels publish a single array of weights: those of the rows, or those to return.
+  if (params.row_weights != nullptr && returns_weights) {
+    return Context::Fail(InvalidArgument(op, ": row_weights and weights to return exclude each other"));
+  }
   params.attendance = TakeAttendance(in, out, attributes);
   // The rows [C, ...] follow, then biases [T, ...].
   // The sums [T, ...] follow, then scratch: partial sums.
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
-  Seat seat;
-  auto error = FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
-                           FindSeat(op, attributes.group, context.device,
-                                    context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
-  if (error.failure()) return context.Refuse(std::move(error));
-  params.rank = seat.place.rank;
-  // A vector that is moved keeps its elements where they are.
+  GroupMember member;
+  auto error =
+      FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
+                  FindMember(op, attributes.group, context.FindGroup(attributes.group), context.device,
+                             context.ReadPlace(params.place_operand), shape.num_ranks, member)});
+  if (error.failure()) return context.FailRun(std::move(error));
+  params.rank = member.position.rank;
+  // Moving a vector does not move its elements.
   params.summands = call.summands.data();
   params.num_summands = static_cast<int32_t>(call.summands.size());
   params.biases = call.biases.data();
   params.num_biases = static_cast<int32_t>(call.biases.size());
-  return Run(context, op, std::move(seat), std::move(call));
+  return LaunchPull(context, op, std::move(member), std::move(call));
 }
 
 }  // namespace jax_ep

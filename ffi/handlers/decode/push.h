@@ -1,43 +1,44 @@
-// Decodes the operands of pushes for any platform, then calls Run(context, ...), which does the work.
+// Decodes the operands of pushes for any platform, then calls LaunchPush(context, ...).
 #pragma once
 
 #include "handlers/decode/routing.h"
 
 namespace jax_ep {
 
-// A rank's part of a push, and what its parameters point to.
+// Parameters of one rank's push, and the arrays that they point to.
 struct PushCall {
   PushParams params;
   std::vector<Payload> payloads;
   Factors factors;
 };
 
-// What all pushes end with: the rows, and the rank's place in the group.
+// Finishes any push: decodes the rows, finds the rank's position in the group, and launches.
 template <typename Context>
-typename Context::Result RunPush(Context context, const char* op, PushCall call, Arrays& in, Arrays& out,
-                                 std::string_view group) {
+typename Context::Result FinishPush(Context context, const char* op, PushCall call, Arrays& in, Arrays& out,
+                                    std::string_view group) {
   PushParams& params = call.params;
   const Shape& shape = params.shape;
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
-  Seat seat;
+  GroupMember member;
   const bool quantizes = params.quantize != Quantize::kNone;
-  auto error = FirstError(
-      {quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
-                                   params.quantized_type)
-                 : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity, call.payloads,
-                                  params.scales() ? &call.factors : nullptr),
-       FindSeat(op, group, context.device, context.ReadPlace(params.place_operand), shape.num_ranks, seat)});
-  if (error.failure()) return context.Refuse(std::move(error));
-  params.rank = seat.place.rank;
-  // A vector that is moved keeps its elements where they are.
+  auto error =
+      FirstError({quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
+                                              call.payloads, params.quantized_type)
+                            : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
+                                             call.payloads, params.scales() ? &call.factors : nullptr),
+                  FindMember(op, group, context.FindGroup(group), context.device,
+                             context.ReadPlace(params.place_operand), shape.num_ranks, member)});
+  if (error.failure()) return context.FailRun(std::move(error));
+  params.rank = member.position.rank;
+  // Moving a vector does not move its elements.
   params.payloads = call.payloads.data();
   params.num_payloads = static_cast<int32_t>(call.payloads.size());
   params.factors = call.factors.rows.data();
   params.factor_type = call.factors.type;
-  return Run(context, op, std::move(seat), std::move(call));
+  return LaunchPush(context, op, std::move(member), std::move(call));
 }
 
-// A push that routes.
+// Decodes a push that routes.
 template <typename Context>
 typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                RoutingAttributes attributes) {
@@ -59,7 +60,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.group_sizes = out.TakeInts("group_sizes", {shape.num_local_experts()}, shape.has_expert_blocks());
   params.num_tokens = out.TakeInts("num_tokens", {1});
   params.num_dropped = out.TakeInts("num_dropped", {1});
-  params.chunk_counts = out.TakeInts("scratch", {NumChunks(shape) * NumBins(shape)});
+  params.chunk_counts = out.TakeInts("scratch", {int64_t{NumChunks(shape)} * NumBins(shape)});
   params.attendance = TakeAttendance(in, out, attributes);
   if (attributes.quantize < 0 || attributes.quantize > static_cast<int64_t>(Quantize::kFp8Rounded)) {
     return Context::Fail(InvalidArgument(op, ": attribute quantize out of range: ", attributes.quantize));
@@ -67,11 +68,11 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.quantize = static_cast<Quantize>(attributes.quantize);
   // The payloads [T, ...] follow.
   // The rows [C, ...] follow.
-  return RunPush(context, op, std::move(call), in, out, attributes.group);
+  return FinishPush(context, op, std::move(call), in, out, attributes.group);
 }
 
-// A push along a handle. With weights of rows, it scales: the rows' dot products arrive in the weights'
-// place.
+// Decodes a push along a handle. With weights of rows it scales, and the rows' dot products take the place of
+// the weights that arrive.
 template <typename Context>
 typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               RoutingAttributes attributes) {
@@ -88,13 +89,14 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   const bool scales = in.HasElements();
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, scales);
   if (scales && (weighted || !shape.has_row_per_choice())) {
-    return Context::Fail(InvalidArgument(op, ": only rows by expert are scaled, and without other weights"));
+    return Context::Fail(
+        InvalidArgument(op, ": only rows by expert can be scaled, and not together with other weights"));
   }
   // The payloads [T, ...] follow, then as many factors [C, ...] if it scales.
 
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted || scales);
   // The rows [C, ...] follow.
-  return RunPush(context, op, std::move(call), in, out, attributes.group);
+  return FinishPush(context, op, std::move(call), in, out, attributes.group);
 }
 
 }  // namespace jax_ep

@@ -1,12 +1,12 @@
-// The static part of a routing, as its attributes and operands give it, and the arrays of its handle.
+// Static part of a routing, from its attributes and operands, and the arrays of its handle.
 #pragma once
 
 #include "handlers/decode/arrays.h"
 
 namespace jax_ep {
 
-// The attributes of an op that moves rows between ranks. Each struct has its members in the order in which
-// they are registered below.
+// Attributes of an op that moves rows between ranks. The members of each struct are in the order of their
+// registration below.
 struct RoutingAttributes {
   std::string_view group;
   int64_t order;
@@ -14,11 +14,11 @@ struct RoutingAttributes {
   int64_t num_experts;
   int64_t capacity;
   int64_t alignment;
-  int64_t masks;     // ranks that do not come in time are left out
+  int64_t masks;     // 1: the op leaves out ranks that do not arrive in time
   int64_t quantize;  // Quantize
 };
 
-// Those of a permute, which is a push by expert on one device.
+// Attributes of a permute, which is a push by expert on one device.
 struct PermuteAttributes {
   int64_t num_experts;
   int64_t capacity;
@@ -29,7 +29,8 @@ struct PermuteAttributes {
   }
 };
 
-// T and K are the dimensions of topk_idx, which is null if the operand is missing.
+// Checks the attributes and makes the shape. T and K are the dimensions of topk_idx, which is null if the
+// operand is missing.
 inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                             const ffi::AnyBuffer* topk_idx, Shape& shape) {
   const auto& [group, order, num_ranks, num_experts, capacity, alignment, masks, quantize] = attributes;
@@ -53,17 +54,23 @@ inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
     return InvalidArgument(op, ": ", num_experts / num_ranks, " blocks of ", alignment,
                            " rows must be the capacity, got ", capacity);
   }
-  shape = Shape{static_cast<Order>(order),
-                static_cast<int32_t>(num_ranks),
-                static_cast<int32_t>(topk_idx->dimensions()[0]),
-                static_cast<int32_t>(topk_idx->dimensions()[1]),
-                static_cast<int32_t>(num_experts),
-                static_cast<int32_t>(capacity),
+  const int64_t num_tokens = topk_idx->dimensions()[0], top_k = topk_idx->dimensions()[1];
+  const int64_t aligned_tokens = AlignUp(num_tokens, kChunkTokens);
+  auto error =
+      FirstError({CheckProduct(op, "ranks * tokens * choices a token", {num_ranks, num_tokens, top_k}),
+                  CheckProduct(op, "ranks * ranks", {num_ranks, num_ranks}),
+                  CheckProduct(op, "tokens, rounded up to whole chunks,", {aligned_tokens}),
+                  CheckProduct(op, "chunks of tokens * (experts + ranks)",
+                               {aligned_tokens / kChunkTokens, num_experts + num_ranks})});
+  if (error.failure()) return error;
+  shape = Shape{static_cast<Order>(order),         static_cast<int32_t>(num_ranks),
+                static_cast<int32_t>(num_tokens),  static_cast<int32_t>(top_k),
+                static_cast<int32_t>(num_experts), static_cast<int32_t>(capacity),
                 static_cast<int32_t>(alignment)};
   return ffi::Error::Success();
 }
 
-// Takes the arrays of a handle, the next five: operands of what reads it, results of what writes it.
+// Takes the next five arrays as a handle: operands of an op that reads it, results of an op that writes it.
 inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   const int64_t T = shape.num_tokens, R = shape.num_ranks;
   HandleArrays handle{};
@@ -76,7 +83,7 @@ inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   return handle;
 }
 
-// Takes which ranks take part: an operand and two results, each [R] or empty.
+// Takes the attendance of the ranks: an operand and two results, each [R] or empty.
 inline Attendance TakeAttendance(Arrays& in, Arrays& out, const RoutingAttributes& attributes) {
   const bool some = in.HasElements();
   Attendance attendance{};
@@ -87,13 +94,13 @@ inline Attendance TakeAttendance(Arrays& in, Arrays& out, const RoutingAttribute
   return attendance;
 }
 
-// Shape of the weights that arrive with the rows.
+// Returns the shape of the weights that arrive with the rows.
 inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
   if (shape.has_row_per_choice()) return {shape.capacity};
   return {shape.capacity, shape.weights_per_row()};
 }
 
-// What every op that moves rows takes: all operands, all results, and its attributes.
+// Binds all operands, all results and the attributes of an op that moves rows.
 template <typename Attributes, typename Binding>
 auto BindArrays(Binding binding) {
   return std::move(binding).RemainingArgs().RemainingRets().template Attrs<Attributes>();

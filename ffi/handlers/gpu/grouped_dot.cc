@@ -1,4 +1,4 @@
-// Grouped products on GPUs. (On the CPU XLA's own ragged_dot serves.)
+// Grouped products on GPUs. The CPU uses XLA's ragged_dot.
 #include <algorithm>
 #include <limits>
 
@@ -8,22 +8,23 @@
 
 namespace jax_ep {
 
-// What both handlers have; shapes other than these are checked by each.
-static ffi::Error Decode(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
-                         ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
-                         ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms, int64_t outer,
-                         GroupedDotParams& params) {
+// Decodes the parameters that both handlers have. Each handler checks its other shapes.
+static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
+                                   ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
+                                   ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms, int64_t outer,
+                                   GroupedDotParams& params) {
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
   const int64_t num_groups = group_sizes.element_count();
-  if (const int64_t bytes = GroupedDotScratchBytes(num_groups); scratch->element_count() < bytes) {
+  if (const int64_t bytes = GroupedDotScratchBytes(num_groups);
+      static_cast<int64_t>(scratch->element_count()) < bytes) {
     return InvalidArgument("grouped_dot: the scratch must have ", bytes, " bytes, got ",
                            scratch->element_count());
   }
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (std::max({num_rows, num_groups, inner, outer}) > kMost || num_sms < 0 || num_sms > kMost) {
-    return InvalidArgument("grouped_dot: sizes must fit in 32 bits, and num_sms be 0 or more; got ", num_rows,
-                           " rows, ", num_groups, " groups, widths ", inner, " and ", outer, ", num_sms ",
-                           num_sms);
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  if (std::max({num_rows, num_groups, inner, outer}) > kMax || num_sms < 0 || num_sms > kMax) {
+    return InvalidArgument("grouped_dot: sizes must fit in 32 bits, and num_sms must be 0 or more; got ",
+                           num_rows, " rows, ", num_groups, " groups, widths ", inner, " and ", outer,
+                           ", num_sms ", num_sms);
   }
   params.num_rows = static_cast<int32_t>(num_rows);
   params.num_groups = static_cast<int32_t>(num_groups);
@@ -38,9 +39,9 @@ static ffi::Error Decode(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& other
   return ffi::Error::Success();
 }
 
-static ffi::Error RunGroupedDot(CudaLocalContext context, ffi::AnyBuffer rows, ffi::AnyBuffer others,
-                                ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
-                                ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t num_sms) {
+static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows, ffi::AnyBuffer others,
+                                    ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
+                                    ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t num_sms) {
   const auto type = FloatOfType(rows.element_type());
   if (!type || *type == Float::kF64 || others.element_type() != rows.element_type() ||
       out->element_type() != rows.element_type()) {
@@ -50,8 +51,8 @@ static ffi::Error RunGroupedDot(CudaLocalContext context, ffi::AnyBuffer rows, f
   GroupedDotParams params{};
   params.product = static_cast<GroupedDot>(product);
   params.type = *type;
-  const bool of_weights = params.product == GroupedDot::kWeights;
-  const size_t rank = of_weights ? 2 : 3;
+  const bool is_weight_gradient = params.product == GroupedDot::kWeights;
+  const size_t rank = is_weight_gradient ? 2 : 3;
   if (rows.dimensions().size() != 2 || others.dimensions().size() != rank || product < 0 || product > 2) {
     return InvalidArgument("grouped_dot: rows must be [C, M], others [L, M, N] or, for the weights, [C, N]");
   }
@@ -59,21 +60,22 @@ static ffi::Error RunGroupedDot(CudaLocalContext context, ffi::AnyBuffer rows, f
   const int64_t num_groups = group_sizes.element_count();
   const bool transposed = params.product == GroupedDot::kRowsTransposed;
   const int64_t outer = others.dimensions()[transposed ? 1 : rank - 1];
-  auto error = of_weights
+  auto error = is_weight_gradient
                    ? FirstError({CheckShape("grouped_dot: others", others, {num_rows, outer}),
                                  CheckShape("grouped_dot: the result", *out, {num_groups, inner, outer})})
                    : FirstError({CheckShape("grouped_dot: weights", others,
                                             transposed ? std::vector<int64_t>{num_groups, outer, inner}
                                                        : std::vector<int64_t>{num_groups, inner, outer}),
                                  CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
-  if (error.success()) error = Decode(rows, others, group_sizes, out, scratch, num_sms, outer, params);
+  if (error.success())
+    error = DecodeGroupedDot(rows, others, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure()) return error;
-  return Launched("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
+  return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGroupedDotHandler, RunGroupedDot,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                               ffi::Ffi::Bind()
-                                  .Ctx<CudaLocalContext>()
+                                  .Ctx<GpuLocalContext>()
                                   .Arg<ffi::AnyBuffer>()           // rows [C, M]
                                   .Arg<ffi::AnyBuffer>()           // others [L, M, N] or [C, N]
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
@@ -83,11 +85,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGroupedDotHandler, RunGroupedDot,
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error RunGroupedDotFp8(CudaLocalContext context, ffi::AnyBuffer rows,
-                                   ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer weights,
-                                   ffi::BufferR3<ffi::F32> weight_scales, ffi::BufferR1<ffi::S32> group_sizes,
-                                   ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
-                                   int64_t num_sms) {
+static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer rows,
+                                       ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer weights,
+                                       ffi::BufferR3<ffi::F32> weight_scales,
+                                       ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
+                                       ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms) {
   if (rows.element_type() != ffi::F8E4M3FN || weights.element_type() != ffi::F8E4M3FN ||
       out->element_type() != ffi::BF16) {
     return InvalidArgument("grouped_dot: FP8 rows and weights must be float8_e4m3fn, the result bfloat16");
@@ -112,19 +114,20 @@ static ffi::Error RunGroupedDotFp8(CudaLocalContext context, ffi::AnyBuffer rows
        CheckShape("grouped_dot: scales of rows", row_scales, {num_rows, blocks}),
        CheckShape("grouped_dot: scales of weights", weight_scales, {num_groups, outer / kFp8Block, blocks}),
        CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
-  if (error.success()) error = Decode(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
+  if (error.success())
+    error = DecodeGroupedDot(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
   const cudaError_t status = cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream);
   if (status == cudaErrorNotSupported) {
     return InvalidArgument(
         "grouped_dot: FP8 products need a GPU of compute capability 9.0, and a build for architecture 90");
   }
-  return Launched("grouped_dot", status);
+  return LaunchResult("grouped_dot", status);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGroupedDotFp8Handler, RunGroupedDotFp8,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
                               ffi::Ffi::Bind()
-                                  .Ctx<CudaLocalContext>()
+                                  .Ctx<GpuLocalContext>()
                                   .Arg<ffi::AnyBuffer>()           // rows [C, M]
                                   .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C, M / 128]
                                   .Arg<ffi::AnyBuffer>()           // weights [L, N, M]

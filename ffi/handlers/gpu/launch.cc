@@ -1,20 +1,45 @@
-// How ops that communicate are launched: the first call of a call site, and all later ones.
+// Launches of ops that communicate: the first call of a call site and all later ones.
 #include "handlers/gpu/launch.h"
 
 namespace jax_ep {
 
-ffi::TypeId CudaCallSite::id = {};
+ffi::TypeId GpuCallSite::id = {};
 
-std::optional<Call> CudaCallSite::Find(int32_t device) const {
+std::optional<Call> GpuCallSite::Find(int32_t device) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto it = calls_.find(device);
   return it == calls_.end() ? std::nullopt : std::optional(it->second);
 }
 
-void CudaCallSite::Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers) {
+void GpuCallSite::Add(int32_t device, const Call& call, bool through_arena) {
   std::lock_guard<std::mutex> lock(mutex_);
   calls_[device] = call;
-  peers_ = peers.get();
+  through_arena_ = through_arena;
+  has_succeeded_ = true;
+}
+
+std::shared_ptr<Group> GpuCallSite::FindGroup(std::string_view key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (group_ == nullptr || !group_->is_open()) group_ = jax_ep::FindGroup(std::string(key));
+  return group_;
+}
+
+DevicePeers* GpuCallSite::FindPeers(const std::string& key) {
+  if (DevicePeers* const peers = peers_.load()) return peers;
+  DevicePeers* const peers = FindDevicePeers(key).get();
+  if (peers != nullptr) peers_ = peers;  // concurrent searches of other devices find the same
+  return peers;
+}
+
+bool GpuCallSite::FixPath(bool fits_arena) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!through_arena_) through_arena_ = fits_arena;
+  return *through_arena_;
+}
+
+void GpuCallSite::ReleasePath() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (calls_.empty()) through_arena_.reset();
 }
 
 std::string Describe(const Shape& shape) {
@@ -45,79 +70,84 @@ std::string DtypeName(ffi::DataType type) {
   }
 }
 
-ffi::Error Launched(const char* op, cudaError_t error) {
+ffi::Error LaunchResult(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   if (error == cudaErrorCooperativeLaunchTooLarge) {
     return ffi::Error::Internal(Text(op,
                                      ": the GPU cannot run all blocks of the op at the same time, which wait "
-                                     "for each other; give it fewer with Group(num_sms=...), or the process "
-                                     "more of the GPU (MPS limits)"));
+                                     "for each other; give the op fewer with Group(num_sms=...), or give the "
+                                     "process more of the GPU (MPS limits)"));
   }
   return ffi::Error::Internal(std::string(op) + ": the launch failed: " + cudaGetErrorString(error));
 }
 
-static ffi::Error CheckReach(const DevicePeers& devices, const Seat& seat, const Announcement& announced) {
-  std::string reason = announced.obstacle;
-  for (const void* buffer : announced.published) {
-    if (reason.empty()) reason = devices.ReasonAgainst(seat.place, buffer);
+static ffi::Error CheckPreconditions(const DevicePeers& devices, const GroupMember& member,
+                                     const OpDescription& description) {
+  std::string reason = description.precondition_error;
+  for (const void* buffer : description.published) {
+    if (reason.empty()) reason = devices.CheckReachable(member.position, buffer);
   }
   if (reason.empty()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, Text(announced.op, ": ", reason));
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, Text(description.op, ": ", reason));
 }
 
-static ffi::Error Expired(const Seat& seat, const std::string& text) {
-  seat.group->RecordExpired(text);
+static ffi::Error RecordExpired(const GroupMember& member, const std::string& text) {
+  member.group->RecordExpired(text);
   return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
 }
 
-ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
-                          const std::function<cudaError_t(const Peers&)>& launch) {
-  const char* op = announced.op;
-  const std::shared_ptr<DevicePeers> devices = FindDevicePeers(seat.group->key());
+ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member,
+                            const OpDescription& description,
+                            const std::function<cudaError_t(const Peers&)>& launch) {
+  const char* op = description.op;
+  DevicePeers* const devices = context.site->FindPeers(member.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
   Board& board = devices->board();
-  const auto tell_others = [&] {
-    if (announced.tell_others == nullptr) return;
-    const Call refused = call ? *call : Call{devices->Remember(announced.what()), 0};
-    announced.tell_others(devices->At(seat.place, refused, announced.through_arena));
+  const auto notify = [&] {
+    if (description.notify_other_hosts == nullptr) return;
+    const Call refused = call ? *call : Call{devices->RegisterCall(description.describe()), 0};
+    description.notify_other_hosts(devices->MakePeers(member.position, refused, description.through_arena));
   };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
-    // Others may wait at a first call, without having heard of the failure.
-    if (!call) board.GiveUpNext(*seat.group, seat.place);
-    tell_others();
-    return Expired(seat, text);
+    // Others that do not know of the failure yet may wait at a first call.
+    if (!call) board.GiveUpNext(*member.group, member.position);
+    notify();
+    return RecordExpired(member, text);
   }
-  if (auto error = CheckReach(*devices, seat, announced); error.failure()) {
-    if (!call) board.GiveUpNext(*seat.group, seat.place);  // the others would wait for this rank
-    tell_others();
+  if (auto error = CheckPreconditions(*devices, member, description); error.failure()) {
+    if (!call) board.GiveUpNext(*member.group, member.position);  // the others would wait for this rank
+    notify();
     return error;
   }
-  if (call) return Launched(op, launch(devices->At(seat.place, *call, announced.through_arena)));
-  const uint32_t hash = devices->Remember(announced.what());
-  if (announced.may_miss_ranks) {
-    // A number for this call site, which says nothing to other ranks.
+  const auto launch_as = [&](const Call& published) {
+    return LaunchResult(op,
+                        launch(devices->MakePeers(member.position, published, description.through_arena)));
+  };
+  if (call) return launch_as(*call);
+  const uint32_t hash = devices->RegisterCall(description.describe());
+  if (description.may_miss_ranks) {
+    // A number for this call site that has no meaning for other ranks.
     static std::atomic<uint32_t> sites{0};
-    const Call alone{hash, sites.fetch_add(1) % kMaxSites};
-    context.site->Add(context.device, alone, devices);
-    return Launched(op, launch(devices->At(seat.place, alone, announced.through_arena)));
+    const Call unmatched{hash, sites.fetch_add(1) % kMaxSites};
+    context.site->Add(context.device, unmatched, description.through_arena);
+    return launch_as(unmatched);
   }
-  const Board::Hooks hooks = devices->HooksFor(seat.place.group);
-  const Board::Call begun = board.Begin(op, *seat.group, seat.place, hash, hooks);
+  const Board::Hooks hooks = devices->HooksFor(member.position.group_index);
+  const Board::Call begun = board.Begin(op, *member.group, member.position, hash, hooks);
   if (!begun.error.empty()) {
-    tell_others();
-    return Expired(seat, begun.error);
+    notify();
+    return RecordExpired(member, begun.error);
   }
   const Call first{hash, begun.number % kMaxSites};
-  if (auto error = Launched(op, launch(devices->At(seat.place, first, announced.through_arena)));
-      error.failure()) {
-    board.GiveUp(*seat.group, seat.place, begun.number);
+  if (auto error = launch_as(first); error.failure()) {
+    board.GiveUp(*member.group, member.position, begun.number);
     return error;
   }
-  const std::string late = board.Launched(op, *seat.group, seat.place, begun.number, hooks);
-  if (!late.empty()) return Expired(seat, late);
-  // Only now: where the launch failed on one rank, all of them meet here again.
-  context.site->Add(context.device, first, devices);
+  const std::string late = board.AwaitLaunches(op, *member.group, member.position, begun.number, hooks);
+  if (!late.empty()) return RecordExpired(member, late);
+  // Stored last, so that all ranks meet again if the launch failed on one of them.
+  context.site->Add(context.device, first, description.through_arena);
   return ffi::Error::Success();
 }
 

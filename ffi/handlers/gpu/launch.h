@@ -1,4 +1,4 @@
-// What a handler on a GPU knows of its call.
+// Context of a handler on GPUs, and the launch of ops that communicate.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,37 +15,53 @@
 
 namespace jax_ep {
 
-// The state of a call site whose op communicates: what its kernels publish of it, from the first call of each
-// device on, when the ranks have met on the host.
-class CudaCallSite {
+// State of a call site whose op communicates: its group, its path, and the call that its kernels publish.
+class GpuCallSite {
  public:
   static ffi::TypeId id;
 
+  // Returns the call of a device whose first call has succeeded.
   std::optional<Call> Find(int32_t device) const;
-  void Add(int32_t device, const Call& call, const std::shared_ptr<DevicePeers>& peers);
-  // Of the group, once it has been called. A group's peers live as long as the process.
-  const DevicePeers* peers() const { return peers_.load(); }
+  // Stores the call of a device after the ranks have met on the host.
+  void Add(int32_t device, const Call& call, bool through_arena);
+  // Returns whether the op goes through the arena. The first call decides for all devices: a Group opened
+  // later may have another num_sms, and ranks must not take different paths.
+  bool FixPath(bool fits_arena);
+  // Drops the decision if no call has succeeded yet, so that a Group made after a failure decides again.
+  void ReleasePath();
+  // Returns the group of this call site, null if it is closed. Searches by key only if the cached group was
+  // closed, because the search takes a lock that all groups share.
+  std::shared_ptr<Group> FindGroup(std::string_view key);
+  // Returns the device side of an open group, null if there is none. It never changes, because it lives as
+  // long as the process.
+  DevicePeers* FindPeers(const std::string& key);
+  // Returns the device side after a call has succeeded, null before.
+  const DevicePeers* peers() const { return has_succeeded_.load() ? peers_.load() : nullptr; }
 
  private:
   mutable std::mutex mutex_;
   std::map<int32_t, Call> calls_;
-  std::atomic<const DevicePeers*> peers_{nullptr};
+  std::optional<bool> through_arena_;
+  std::shared_ptr<Group> group_;
+  std::atomic<DevicePeers*> peers_{nullptr};
+  std::atomic<bool> has_succeeded_{false};
 };
 
-struct CudaContext {
+struct GpuContext {
   using Result = ffi::Error;
 
   cudaStream_t stream;
   int32_t device;
-  CudaCallSite* site;
+  GpuCallSite* site;
 
   static ffi::Error Fail(ffi::Error error) { return error; }
-  static ffi::Error Refuse(ffi::Error error) { return error; }
-  // It lies on the device; the kernel compares it.
-  static MeshPlace ReadPlace(const MeshPlace*) { return kOnDevice; }
+  static ffi::Error FailRun(ffi::Error error) { return error; }
+  std::shared_ptr<Group> FindGroup(std::string_view key) const { return site->FindGroup(key); }
+  // Returns no place: the operand lies on the device, where the kernel compares it.
+  static MeshPlace ReadPlace(const MeshPlace*) { return kPlaceOnDevice; }
 };
 
-struct CudaLocalContext {
+struct GpuLocalContext {
   using Result = ffi::Error;
 
   cudaStream_t stream;
@@ -54,62 +70,69 @@ struct CudaLocalContext {
   static ffi::Error Fail(ffi::Error error) { return error; }
 };
 
-// The result of a launch.
-ffi::Error Launched(const char* op, cudaError_t error);
+// Returns the error of a launch, if any.
+ffi::Error LaunchResult(const char* op, cudaError_t error);
 
-// What is told of an op that communicates before it is launched.
-struct Announcement {
+// Description of an op that communicates, before it is launched.
+struct OpDescription {
   const char* op;
-  // The op, its shapes and dtypes, in words: the same on all ranks, or none of them moves a row.
-  std::function<std::string()> what;
+  // Returns a text with the op, its shapes and dtypes. No rank moves a row unless it is the same on all
+  // ranks.
+  std::function<std::string()> describe;
   std::vector<const void*> published{};  // buffers that peers reach
   bool through_arena = false;
-  bool may_miss_ranks = false;  // some ranks need not call it
-  std::string obstacle{};       // why this rank cannot launch it
-  // Launches what moves nothing and tells ranks outside of the group, which wait for this one in the op, that
-  // the group has failed. Null: there are none.
-  std::function<void(const Peers&)> tell_others{};
+  bool may_miss_ranks = false;       // some ranks may not call the op
+  std::string precondition_error{};  // reason why this rank cannot launch the op; empty: none
+  // Launches a kernel that moves no rows and reports to ranks outside the group, which wait for this rank in
+  // the op, that the group has failed. Null: there are no such ranks.
+  std::function<void(const Peers&)> notify_other_hosts{};
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group
-// meet before and after the launch: what others load late on one device holds locks of the driver, and could
-// hold up a kernel that its peers wait for. An error if an earlier op of the group failed, if the ranks call
-// different ops, or if the group's other processes cannot reach a buffer. Where ranks may be missing they do
-// not meet: who does not come would hold up the others, and nobody says here who is to come.
-ffi::Error LaunchTogether(const CudaContext& context, const Seat& seat, const Announcement& announced,
-                          const std::function<cudaError_t(const Peers&)>& launch);
+// meet before and after the launch, because loading a kernel late on one device holds locks of the driver and
+// could block a kernel on which peers wait. Returns an error if an earlier op of the group failed, if the
+// ranks call different ops, or if the group's other processes cannot reach a buffer. If ranks may be missing,
+// the ranks do not meet, because a missing rank would block the others, and the host does not know which
+// ranks are active.
+ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member,
+                            const OpDescription& description,
+                            const std::function<cudaError_t(const Peers&)>& launch);
 
-// The shapes of a routing in words.
+// Returns the shapes of a routing as a text.
 std::string Describe(const Shape& shape);
 std::string DtypeName(ffi::DataType type);
 
-// Whether an op of a group goes through the arena: the same on all ranks.
+// Smallest number of SMs of an op that goes through the arena, some of whose blocks send while others
+// receive.
+constexpr int kMinArenaSms = 8;
+
+// Returns whether an op of a group fits the arena. The result is the same on all ranks.
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
 bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes);
 
-// What a launch depends on; `group` is null for local ops.
-cuda::Device ThisDevice(const Group* group);
+// Describes the current device for a launch. `group` is null for local ops.
+cuda::Device ThisDevice(const Group* group, bool through_arena = false);
 
 }  // namespace jax_ep
 
 namespace xla::ffi {
 
 template <>
-struct CtxDecoding<jax_ep::CudaContext> {
-  using Type = jax_ep::CudaContext;
+struct CtxDecoding<jax_ep::GpuContext> {
+  using Type = jax_ep::GpuContext;
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     auto stream = CtxDecoding<PlatformStream<cudaStream_t>>::Decode(api, ctx, diagnostic);
     auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, diagnostic);
-    auto site = CtxDecoding<State<jax_ep::CudaCallSite>>::Decode(api, ctx, diagnostic);
+    auto site = CtxDecoding<State<jax_ep::GpuCallSite>>::Decode(api, ctx, diagnostic);
     if (!stream || !device || !site) return std::nullopt;
     return Type{*stream, *device, *site};
   }
 };
 
 template <>
-struct CtxDecoding<jax_ep::CudaLocalContext> {
-  using Type = jax_ep::CudaLocalContext;
+struct CtxDecoding<jax_ep::GpuLocalContext> {
+  using Type = jax_ep::GpuLocalContext;
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     auto stream = CtxDecoding<PlatformStream<cudaStream_t>>::Decode(api, ctx, diagnostic);

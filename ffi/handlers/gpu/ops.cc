@@ -1,4 +1,6 @@
-// The handlers on GPUs: operands as on the CPU, then a launch.
+// Handlers on GPUs: decode the operands as on the CPU, then launch.
+#include <algorithm>
+
 #include "handlers/decode/layout.h"
 #include "handlers/decode/permute.h"
 #include "handlers/decode/pull.h"
@@ -12,25 +14,25 @@
 
 namespace jax_ep {
 
-static const char* NameOf(Float type) {
+static const char* FloatName(Float type) {
   static const char* const kNames[] = {"float16", "bfloat16", "float32", "float64"};
   return kNames[static_cast<int>(type)];
 }
 
-static ffi::Error AtMost(const char* op, const char* what, int64_t value, int64_t most) {
+static ffi::Error CheckAtMost(const char* op, const char* what, int64_t value, int64_t most) {
   if (value <= most) return ffi::Error::Success();
   return InvalidArgument(op, ": on GPUs at most ", most, ' ', what, ", got ", value,
                          "; use implementation='xla'");
 }
 
 static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays) {
-  return FirstError({AtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
-                     AtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
-                     AtMost(op, "arrays", arrays, kMaxPayloads)});
+  return FirstError({CheckAtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
+                     CheckAtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
+                     CheckAtMost(op, "arrays", arrays, kMaxPayloads)});
 }
 
-// Of ops of many tokens, which cannot do what only the arena makes possible.
-static ffi::Error NeedsArena(const char* op, const Attendance& attendance) {
+// Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.
+static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
   return InvalidArgument(
       op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
@@ -42,15 +44,15 @@ static ffi::Error NeedsArena(const char* op, const Attendance& attendance) {
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
-  constexpr int kLeastSms = 8;  // some blocks send, others receive
   const int budget = group.options().num_sms;
-  return !NoArena() && (budget == 0 || budget >= kLeastSms) && FitsArena(shape, row_bytes);
+  return !NoArena() && (budget == 0 || budget >= kMinArenaSms) && FitsArena(shape, row_bytes);
 }
 
-// By rank, a slot stands for the n-th row that came from a rank. Rows that ranks hand on from other hosts lie
-// in the order of those who sent them first, so that a slot could not be told from its row.
+// By rank, a slot stands for the n-th row that came from a rank. Rows that ranks relay for other hosts are
+// ordered by their original senders, so a slot could not be matched with its row.
 bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
-  return (shape.has_row_per_choice() || !group.hands_on()) && FitsArena(group, shape, row_bytes);
+  return (shape.has_row_per_choice() || !group.relays_for_other_hosts()) &&
+         FitsArena(group, shape, row_bytes);
 }
 
 static bool GoesThroughArena(const Group& group, const PushCall& call) {
@@ -66,136 +68,152 @@ static bool GoesThroughArena(const Group& group, const PullCall& call) {
   return summand.type != Float::kF64 && CombineFitsArena(group, call.params.shape, row_bytes);
 }
 
-cuda::Device ThisDevice(const Group* group) {
-  return cuda::DescribeDevice(PlainCopies(), NoArena(), group == nullptr ? 0 : group->options().num_sms);
+cuda::Device ThisDevice(const Group* group, bool through_arena) {
+  int budget = group == nullptr ? 0 : group->options().num_sms;
+  // A later Group may have a smaller num_sms. The path stays, and the arena's kernels need their blocks.
+  if (through_arena && budget != 0) budget = std::max(budget, kMinArenaSms);
+  return cuda::DescribeDevice(PlainCopies(), NoArena(), budget);
 }
 
-// Fills a result with bits that no right op leaves there. For stress tests.
+// Fills a result with bits that no correct op leaves there. For stress tests.
 static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
   if (StressNanoseconds() == 0 || data == nullptr) return;
   (void)cudaMemsetAsync(data, 0xa5, static_cast<size_t>(bytes), stream);
 }
 
-static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PushCall call) {
+static ffi::Error TryLaunch(const GpuContext& context, const char* op, const GroupMember& member,
+                            const PushCall& call) {
   const PushParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(*seat.group, call);
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, call));
   auto error = FirstError({CheckLimits(op, shape, call.payloads.size()),
-                           through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
+                           through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
-  Announcement announced{op, [&] {
-                           std::string what = Text(op, " by ", Describe(shape));
-                           for (const Payload& payload : call.payloads) {
-                             what += Text(", rows of ", payload.row_bytes, " bytes (",
-                                          DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
-                           }
-                           what += params.scales() ? ", scaled" : "";
-                           what += through_arena ? ", through the arena" : "";
-                           what += params.quantize == Quantize::kNone ? "" : ", as FP8";
-                           what += params.quantize == Quantize::kFp8Rounded ? ", scales rounded" : "";
-                           what += params.attendance.masks ? ", without those that are late" : "";
-                           return what + (params.topk_weights == nullptr ? "" : ", with weights");
-                         }};
-  announced.through_arena = through_arena;
-  announced.may_miss_ranks = params.attendance.active_ranks != nullptr;
+  OpDescription description{op, [&] {
+                              std::string text = Text(op, " by ", Describe(shape));
+                              for (const Payload& payload : call.payloads) {
+                                text += Text(", rows of ", payload.row_bytes, " bytes (",
+                                             DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
+                              }
+                              text += params.scales() ? ", scaled" : "";
+                              text += through_arena ? ", through the arena" : "";
+                              text += params.quantize == Quantize::kNone ? "" : ", as FP8";
+                              text += params.quantize == Quantize::kFp8Rounded ? ", scales rounded" : "";
+                              text += params.attendance.masks ? ", without those that are late" : "";
+                              return text + (params.topk_weights == nullptr ? "" : ", with weights");
+                            }};
+  description.through_arena = through_arena;
+  description.may_miss_ranks = params.attendance.active_ranks != nullptr;
   if (!through_arena) {
-    announced.published = {params.arrived_weights};
+    description.published = {params.arrived_weights};
     if (params.routes()) {
       const bool maps = shape.has_row_per_choice();
-      announced.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
+      description.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
     }
-    for (const Payload& payload : call.payloads) announced.published.push_back(payload.out);
+    for (const Payload& payload : call.payloads) description.published.push_back(payload.out);
   }
-  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
+  return LaunchCollective(context, member, description, [&](const Peers& peers) {
     for (const Payload& payload : call.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
     const auto launch = through_arena ? cuda::LaunchSlotPush : cuda::LaunchPush;
-    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+    return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
 
-static ffi::Error Run(const CudaContext& context, const char* op, Seat seat, PullCall call) {
+static ffi::Error TryLaunch(const GpuContext& context, const char* op, const GroupMember& member,
+                            PullCall& call) {
   PullParams& params = call.params;
   const Shape& shape = params.shape;
-  const bool through_arena = GoesThroughArena(*seat.group, call);
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, call));
   auto error = FirstError({CheckLimits(op, shape, call.summands.size()),
-                           AtMost(op, "biases", call.biases.size(), kMaxBiases),
-                           through_arena ? ffi::Error::Success() : NeedsArena(op, params.attendance)});
+                           CheckAtMost(op, "biases", call.biases.size(), kMaxBiases),
+                           through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
   params.folds = shape.folds();
   for (const Summand& summand : call.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
-      return InvalidArgument(op, ": by expert the kernels need room for partial sums");
+      return InvalidArgument(op, ": by expert the kernels need scratch for partial sums");
     }
   }
-  Announcement announced{op, [&] {
-                           std::string what = Text(op, " by ", Describe(shape));
-                           for (const Summand& summand : call.summands) {
-                             what += Text(", rows of ", summand.num_elements, " x ", NameOf(summand.type));
-                           }
-                           what += params.row_weights == nullptr ? "" : ", weighted";
-                           what += through_arena ? ", through the arena" : "";
-                           what += params.attendance.masks ? ", without those that are late" : "";
-                           return what + (params.arrived_weights == nullptr ? "" : ", weights back");
-                         }};
-  announced.through_arena = through_arena;
-  announced.may_miss_ranks = params.attendance.active_ranks != nullptr;
+  OpDescription description{op, [&] {
+                              std::string text = Text(op, " by ", Describe(shape));
+                              for (const Summand& summand : call.summands) {
+                                text +=
+                                    Text(", rows of ", summand.num_elements, " x ", FloatName(summand.type));
+                              }
+                              text += params.row_weights == nullptr ? "" : ", weighted";
+                              text += through_arena ? ", through the arena" : "";
+                              text += params.attendance.masks ? ", without those that are late" : "";
+                              return text + (params.arrived_weights == nullptr ? "" : ", weights back");
+                            }};
+  description.through_arena = through_arena;
+  description.may_miss_ranks = params.attendance.active_ranks != nullptr;
   if (!through_arena) {
-    announced.published = {params.row_weights, params.arrived_weights};
+    description.published = {params.row_weights, params.arrived_weights};
     for (const Summand& summand : call.summands) {
-      announced.published.push_back(summand.rows);
-      announced.published.push_back(summand.partial);
+      description.published.push_back(summand.rows);
+      description.published.push_back(summand.partial);
     }
   }
-  return LaunchTogether(context, seat, announced, [&](const Peers& peers) {
+  return LaunchCollective(context, member, description, [&](const Peers& peers) {
     for (const Summand& summand : call.summands) {
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
       Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
     const auto launch = through_arena ? cuda::LaunchSlotPull : cuda::LaunchPull;
-    return launch(params, peers, ThisDevice(seat.group.get()), context.stream);
+    return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
 
-static ffi::Error Run(const CudaLocalContext& context, const LayoutParams& params) {
-  auto error = FirstError({AtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
+// Launch a push or a pull. If the first call fails, the next one may take another path.
+static ffi::Error LaunchPush(const GpuContext& context, const char* op, GroupMember member, PushCall call) {
+  auto error = TryLaunch(context, op, member, call);
+  if (error.failure()) context.site->ReleasePath();
+  return error;
+}
+
+static ffi::Error LaunchPull(const GpuContext& context, const char* op, GroupMember member, PullCall call) {
+  auto error = TryLaunch(context, op, member, call);
+  if (error.failure()) context.site->ReleasePath();
+  return error;
+}
+
+static ffi::Error LaunchLayout(const GpuLocalContext& context, const LayoutParams& params) {
+  auto error = FirstError({CheckAtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
                            CheckLimits("layout", params.shape, 0)});
   if (error.failure()) return error;
-  return Launched("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
+  return LaunchResult("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error Run(const CudaLocalContext& context, const PermuteParams& params) {
+static ffi::Error LaunchPermute(const GpuLocalContext& context, const PermuteParams& params) {
   auto error = CheckLimits("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
-  return Launched("permute", cuda::LaunchPermute(params, ThisDevice(nullptr), context.stream));
+  return LaunchResult("permute", cuda::LaunchPermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error Run(const CudaLocalContext& context, const RepermuteParams& params) {
-  auto error = AtMost("repermute", "choices a row", params.top_k, kMaxRowsPerToken);
+static ffi::Error LaunchRepermute(const GpuLocalContext& context, const RepermuteParams& params) {
+  auto error = CheckAtMost("repermute", "choices a row", params.top_k, kMaxRowsPerToken);
   if (error.failure()) return error;
-  return Launched("repermute", cuda::LaunchRepermute(params, ThisDevice(nullptr), context.stream));
+  return LaunchResult("repermute", cuda::LaunchRepermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error Run(const CudaLocalContext& context, const UnpermuteParams& params) {
-  auto error = AtMost("unpermute", "choices a row", params.top_k, kMaxRowsPerToken);
+static ffi::Error LaunchUnpermute(const GpuLocalContext& context, const UnpermuteParams& params) {
+  auto error = CheckAtMost("unpermute", "choices a row", params.top_k, kMaxRowsPerToken);
   if (error.failure()) return error;
-  return Launched("unpermute", cuda::LaunchUnpermute(params, ThisDevice(nullptr), context.stream));
+  return LaunchResult("unpermute", cuda::LaunchUnpermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::ErrorOr<std::unique_ptr<CudaCallSite>> InstantiateCuda() {
-  return std::make_unique<CudaCallSite>();
-}
+static ffi::ErrorOr<std::unique_ptr<GpuCallSite>> InstantiateGpu() { return std::make_unique<GpuCallSite>(); }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaInstantiate, InstantiateCuda, ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuInstantiate, InstantiateGpu, ffi::Ffi::BindInstantiate());
 
-// Runs before every execution of a program, also where its ops are replayed from a CUDA graph and no handler
-// is called: an op that failed stops the next execution.
-static ffi::Error InitializeCuda(CudaCallSite* site, ffi::RemainingArgs, ffi::RemainingRets,
-                                 ffi::Dictionary) {
+// Runs before every execution of a program, also if its ops are replayed from a CUDA graph and no handler is
+// called. So an op that failed stops the next execution.
+static ffi::Error InitializeGpu(GpuCallSite* site, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   const DevicePeers* peers = site->peers();
   if (peers == nullptr) return ffi::Error::Success();
   const std::string text = peers->DescribeFailure();
@@ -203,31 +221,31 @@ static ffi::Error InitializeCuda(CudaCallSite* site, ffi::RemainingArgs, ffi::Re
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaInitialize, InitializeCuda,
-    ffi::Ffi::BindInitialize().Ctx<ffi::State<CudaCallSite>>().RemainingArgs().RemainingRets().Attrs());
+    GpuInitialize, InitializeGpu,
+    ffi::Ffi::BindInitialize().Ctx<ffi::State<GpuCallSite>>().RemainingArgs().RemainingRets().Attrs());
 
-// A launch depends on nothing but its operands' addresses, so it may be recorded in a CUDA graph: epochs and
-// the peers' addresses are read on the device.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRouteHandler, Route<CudaContext>,
-                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
+// A launch depends only on the addresses of its operands, because epochs and the peers' addresses are read on
+// the device. So it may be recorded in a CUDA graph.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRouteHandler, Route<GpuContext>,
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPushHandler, Push<CudaContext>,
-                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPushHandler, Push<GpuContext>,
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPullHandler, Pull<CudaContext>,
-                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CudaContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullHandler, Pull<GpuContext>,
+                              BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLayoutHandler, Layout<CudaLocalContext>,
-                              BindLayout(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuLayoutHandler, Layout<GpuLocalContext>,
+                              BindLayout(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaPermuteHandler, Permute<CudaLocalContext>,
-                              BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPermuteHandler, Permute<GpuLocalContext>,
+                              BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaRepermuteHandler, Repermute<CudaLocalContext>,
-                              BindRepermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRepermuteHandler, Repermute<GpuLocalContext>,
+                              BindRepermute(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUnpermuteHandler, Unpermute<CudaLocalContext>,
-                              BindUnpermute(ffi::Ffi::Bind().Ctx<CudaLocalContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuUnpermuteHandler, Unpermute<GpuLocalContext>,
+                              BindUnpermute(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

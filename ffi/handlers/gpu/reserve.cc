@@ -1,4 +1,4 @@
-// Memory that a group's control blocks lie in.
+// Allocation of the memory of a group's control blocks.
 #include <cuda_runtime_api.h>
 
 #include <optional>
@@ -8,8 +8,8 @@
 
 namespace jax_ep {
 
-// What takes memory of JAX's, as an FFI call of its own can: `ffi::ScratchAllocator` would give it back.
-struct MemoryOfJax {
+// Access to JAX's allocator. `ffi::ScratchAllocator` would free the memory at the end of the call.
+struct JaxMemory {
   const XLA_FFI_Api* api;
   XLA_FFI_ExecutionContext* context;
   cudaStream_t stream;
@@ -20,8 +20,8 @@ struct MemoryOfJax {
 namespace xla::ffi {
 
 template <>
-struct CtxDecoding<jax_ep::MemoryOfJax> {
-  using Type = jax_ep::MemoryOfJax;
+struct CtxDecoding<jax_ep::JaxMemory> {
+  using Type = jax_ep::JaxMemory;
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     auto stream = CtxDecoding<PlatformStream<cudaStream_t>>::Decode(api, ctx, diagnostic);
@@ -34,14 +34,14 @@ struct CtxDecoding<jax_ep::MemoryOfJax> {
 
 namespace jax_ep {
 
-// Takes `bytes` of zeros for as long as the process lives; the result is the address, its lower half first.
-static ffi::Error Reserve(const MemoryOfJax& memory, int64_t bytes, ffi::AnyBuffer,
+// Allocates `bytes` of zeros for the life of the process. The result is the address, lower half first.
+static ffi::Error Reserve(const JaxMemory& memory, int64_t bytes, ffi::AnyBuffer,
                           ffi::Result<ffi::BufferR1<ffi::U32>> address) {
   XLA_FFI_DeviceMemory_Allocate_Args args{};
   args.struct_size = XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE;
   args.ctx = memory.context;
   args.size = static_cast<size_t>(bytes);
-  args.alignment = 16;  // the largest that may be asked for; JAX's allocators give 256
+  args.alignment = 16;  // the largest that FFI permits; JAX's allocators align to 256
   if (XLA_FFI_Error* error = memory.api->XLA_FFI_DeviceMemory_Allocate(&args)) {
     const std::string text = ffi::internal::GetErrorMessage(memory.api, error);
     ffi::internal::DestroyError(memory.api, error);
@@ -53,7 +53,7 @@ static ffi::Error Reserve(const MemoryOfJax& memory, int64_t bytes, ffi::AnyBuff
   }
   cudaError_t error = cudaMemsetAsync(args.data, 0, args.size, memory.stream);
   if (error == cudaSuccess) {
-    // From pageable memory, so the value has been read when this returns.
+    // The source is pageable memory, so it has been read when this returns.
     error =
         cudaMemcpyAsync(address->typed_data(), &value, sizeof(value), cudaMemcpyHostToDevice, memory.stream);
   }
@@ -61,10 +61,10 @@ static ffi::Error Reserve(const MemoryOfJax& memory, int64_t bytes, ffi::AnyBuff
   return ffi::Error::Internal(std::string("clearing a control block: ") + cudaGetErrorString(error));
 }
 
-// Not to be recorded in a CUDA graph.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaReserveHandler, Reserve,
+// Must not be recorded in a CUDA graph.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuReserveHandler, Reserve,
                               ffi::Ffi::Bind()
-                                  .Ctx<MemoryOfJax>()
+                                  .Ctx<JaxMemory>()
                                   .Attr<int64_t>("bytes")
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::BufferR1<ffi::U32>>());

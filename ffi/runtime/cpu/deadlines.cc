@@ -18,12 +18,12 @@ namespace {
 
 class Watchdog {
  public:
-  void Watch(std::shared_ptr<Waiting> waiting) {
+  void Watch(std::shared_ptr<TimedWait> waiting) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (const auto refusal = Find(waiting->run_id()); refusal != refusals_.end()) {
-      const std::string text = refusal->text;
+    if (const auto failure = Find(waiting->run_id()); failure != failures_.end()) {
+      const std::string text = failure->text;
       lock.unlock();
-      waiting->Refuse(text);
+      waiting->Fail(text);
       return;
     }
     const bool is_earliest = waiting_.empty() || waiting->deadline() < (*waiting_.begin())->deadline();
@@ -36,42 +36,42 @@ class Watchdog {
     }
   }
 
-  void Forget(const std::shared_ptr<Waiting>& waiting) {
+  void Forget(const std::shared_ptr<TimedWait>& waiting) {
     std::lock_guard<std::mutex> lock(mutex_);
     waiting_.erase(waiting);
   }
 
-  void Refuse(int64_t run_id, const std::string& text) {
-    std::vector<std::shared_ptr<Waiting>> ended;
+  void FailRun(int64_t run_id, const std::string& text) {
+    std::vector<std::shared_ptr<TimedWait>> failed;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (Find(run_id) != refusals_.end()) return;
-      // Runs that are so long over that no rank can still come to them are forgotten.
-      constexpr size_t kMostRefusals = 64;
-      if (refusals_.size() >= kMostRefusals) refusals_.pop_front();
-      refusals_.push_back({run_id, text});
-      const auto is_refused = [&](const auto& waiting) { return waiting->run_id() == run_id; };
-      std::copy_if(waiting_.begin(), waiting_.end(), std::back_inserter(ended), is_refused);
-      for (const auto& waiting : ended) waiting_.erase(waiting);
+      if (Find(run_id) != failures_.end()) return;
+      // Old runs are dropped: no rank can still arrive in them.
+      constexpr size_t kMaxFailures = 64;
+      if (failures_.size() >= kMaxFailures) failures_.pop_front();
+      failures_.push_back({run_id, text});
+      const auto is_of_run = [&](const auto& waiting) { return waiting->run_id() == run_id; };
+      std::copy_if(waiting_.begin(), waiting_.end(), std::back_inserter(failed), is_of_run);
+      for (const auto& waiting : failed) waiting_.erase(waiting);
     }
-    for (const auto& waiting : ended) waiting->Refuse(text);
+    for (const auto& waiting : failed) waiting->Fail(text);
   }
 
  private:
-  struct Refusal {
+  struct RunFailure {
     int64_t run_id;
     std::string text;
   };
 
   struct ByDeadline {
-    bool operator()(const std::shared_ptr<Waiting>& a, const std::shared_ptr<Waiting>& b) const {
+    bool operator()(const std::shared_ptr<TimedWait>& a, const std::shared_ptr<TimedWait>& b) const {
       return std::make_pair(a->deadline(), a.get()) < std::make_pair(b->deadline(), b.get());
     }
   };
 
-  std::list<Refusal>::const_iterator Find(int64_t run_id) const {
-    return std::find_if(refusals_.begin(), refusals_.end(),
-                        [&](const Refusal& refusal) { return refusal.run_id == run_id; });
+  std::list<RunFailure>::const_iterator Find(int64_t run_id) const {
+    return std::find_if(failures_.begin(), failures_.end(),
+                        [&](const RunFailure& failure) { return failure.run_id == run_id; });
   }
 
   void Loop() {
@@ -81,7 +81,7 @@ class Watchdog {
         wake_.wait(lock);
         continue;
       }
-      std::shared_ptr<Waiting> first = *waiting_.begin();
+      std::shared_ptr<TimedWait> first = *waiting_.begin();
       if (Clock::now() < first->deadline()) {
         wake_.wait_until(lock, first->deadline());
         continue;
@@ -96,23 +96,23 @@ class Watchdog {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::set<std::shared_ptr<Waiting>, ByDeadline> waiting_;
-  std::list<Refusal> refusals_;  // the newest last
+  std::set<std::shared_ptr<TimedWait>, ByDeadline> waiting_;
+  std::list<RunFailure> failures_;  // the newest last
   bool started_ = false;
 };
 
 Watchdog& GetWatchdog() {
-  // Never destroyed: its thread lives until the process ends.
+  // Never destroyed, because its thread lives until the process ends.
   static Watchdog* const watchdog = new Watchdog;
   return *watchdog;
 }
 
 }  // namespace
 
-void Watch(std::shared_ptr<Waiting> waiting) { GetWatchdog().Watch(std::move(waiting)); }
+void WatchDeadline(std::shared_ptr<TimedWait> waiting) { GetWatchdog().Watch(std::move(waiting)); }
 
-void Forget(const std::shared_ptr<Waiting>& waiting) { GetWatchdog().Forget(waiting); }
+void ForgetDeadline(const std::shared_ptr<TimedWait>& waiting) { GetWatchdog().Forget(waiting); }
 
-void Refuse(int64_t run_id, const std::string& text) { GetWatchdog().Refuse(run_id, text); }
+void FailRun(int64_t run_id, const std::string& text) { GetWatchdog().FailRun(run_id, text); }
 
 }  // namespace jax_ep

@@ -1,4 +1,5 @@
-// Ends what waits for ranks of this process when its time is up, or a rank of its run is known not to come.
+// Timed waits for ranks of this process. A wait ends when its time is up, or when a rank of its run cannot
+// arrive.
 #pragma once
 
 #include <chrono>
@@ -8,22 +9,22 @@
 
 namespace jax_ep {
 
-class Waiting {
+class TimedWait {
  public:
-  virtual ~Waiting() = default;
+  virtual ~TimedWait() = default;
   virtual std::chrono::steady_clock::time_point deadline() const = 0;
   virtual int64_t run_id() const = 0;
-  // Both from any thread, and of no effect on what has ended.
+  // Both may be called from any thread and have no effect on a wait that has ended.
   virtual void Expire() = 0;
-  virtual void Refuse(const std::string& text) = 0;
+  virtual void Fail(const std::string& text) = 0;
 };
 
-// From now on it ends in time, or is refused with its run.
-void Watch(std::shared_ptr<Waiting> waiting);
-void Forget(const std::shared_ptr<Waiting>& waiting);
+// Registers a wait: it expires at its deadline, or fails with its run. Forgetting it undoes that.
+void WatchDeadline(std::shared_ptr<TimedWait> wait);
+void ForgetDeadline(const std::shared_ptr<TimedWait>& wait);
 
-// A rank of this process will not come to anything of this run any more, for the reason in `text`: a call of
-// it is wrong. All that wait for it, or would, fail for the same reason.
-void Refuse(int64_t run_id, const std::string& text);
+// Fails all present and future waits of a run with the error `text`, because a wrong call keeps a rank of
+// this process from arriving.
+void FailRun(int64_t run_id, const std::string& text);
 
 }  // namespace jax_ep

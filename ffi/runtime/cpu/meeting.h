@@ -1,13 +1,14 @@
-// Where the ranks of a group meet on the CPU: the Enter and Leave of one op.
+// Meetings of the ranks of a group on the CPU: the Enter and Leave of one op.
 //
-// No thread blocks. A rank arrives with its share of the op and a callback; when the last one has
-// arrived, every rank's part is moved on its own thread; when the last part is done, every rank's
-// callback runs on its own thread. (A blocking wait deadlocks XLA:CPU when two ops of one device
-// do not depend on each other: the waiting op holds the device's queue. Callbacks need threads of
-// their own because each runs the rest of its device's program, which may block.)
-// A watchdog ends a meeting whose time is up: with an error that names the missing ranks, or without them
-// where the op masks. Ranks meet only if they agree on which of them are active, so that nobody touches the
-// memory of a rank that does not count on it.
+// No thread blocks. A rank arrives with its contribution to the op and a callback. When the last rank has
+// arrived, each rank's part runs on its own thread. When the last part is done, each rank's callback runs on
+// its own thread. (A blocking wait would deadlock XLA:CPU when two ops of one device do not depend on each
+// other, because the waiting op holds the device's queue. Callbacks need their own threads because each runs
+// the rest of its device's program, which may block.)
+//
+// A watchdog ends a meeting whose time is up: with an error that names the missing ranks or, if the op masks,
+// without these ranks. Ranks meet only if they agree on which of them are active, so that no rank touches the
+// memory of a rank that does not expect it.
 #pragma once
 
 #include <functional>
@@ -22,42 +23,45 @@
 
 namespace jax_ep {
 
-// What one rank brings to an op.
-class Share {
+// Parameters of one rank's part of an op.
+class Contribution {
  public:
-  virtual ~Share() = default;
-  // Says which ranks take part, before Move: those that are active, and once more if some of them do not
-  // come.
-  virtual void Expect(const std::vector<bool>& /*ranks*/) {}
-  // Does this rank's part of the op. Runs once for every rank that has come, at the same time on all of them;
-  // `shares` are those of the ranks that take part, in rank order, and null for the others. All are null if
-  // the rank is not active.
-  virtual void Move(const std::vector<Share*>& shares) = 0;
+  virtual ~Contribution() = default;
+  // Sets the ranks that take part. Called before MoveRows with the active ranks, and again if some of them do
+  // not arrive.
+  virtual void SetParticipants(const std::vector<bool>& /*ranks*/) {}
+  // Does this rank's part of the op. Runs once for each rank that has arrived, on all of them at the same
+  // time. `contributions` are in rank order, and null for ranks that do not take part. All are null if this
+  // rank is not active.
+  virtual void MoveRows(const std::vector<Contribution*>& contributions) = 0;
 };
 
-// Why an op failed.
+// Reason why an op failed.
 struct Failure {
-  std::string text;  // empty: it has not
-  bool is_late;      // a rank did not come in time
+  std::string text;  // empty: the op has not failed
+  bool is_late;      // a rank did not arrive in time
 };
 
-// Called exactly once: with null when the op is done, else with the reason why it failed.
+// Callback of one rank, called exactly once: with null when the op is done, otherwise with the reason why it
+// failed.
 using Done = std::function<void(const Failure* failure)>;
 
+// One rank's call of an op.
 struct Arrival {
   int64_t run_id;  // the same on all devices of one launch, different between launches
   std::shared_ptr<Group> group;
-  Group::Place place;
-  int32_t list;  // of the ranks in the program's mesh (MeshPlace): the same for all that meet
-  std::unique_ptr<Share> share;
+  Group::Position position;
+  int32_t
+      list;  // number of the ranks' list in the program's mesh (MeshPlace), the same for all ranks that meet
+  std::unique_ptr<Contribution> contribution;
   Attendance attendance;
   Done done;
 };
 
 class Meeting;
 
-// The meetings of one call site. Each device passes its call sites in program order, so a rank's
-// n-th arrival within one run belongs to that run's n-th meeting here.
+// The meetings of one call site. Each device passes its call sites in program order, so a rank's n-th arrival
+// within one run belongs to the n-th meeting of that run.
 class MeetingPoint {
  public:
   explicit MeetingPoint(std::string op) : op_(std::move(op)) {}

@@ -17,10 +17,10 @@
 
 namespace jax_ep {
 
-// What lies in shared memory: no pointers, and zeros are its first state.
+// State of one rank in shared memory. It holds no pointers, and zeros are its initial state.
 struct Board::Row {
-  // How many calls a rank may be ahead of a peer that still looks at an earlier one. A device's calls wait
-  // for each other, but for those that are enqueued from several threads at once.
+  // Number of calls that a rank may be ahead of a peer that still checks an earlier one. Calls of one device
+  // wait for each other, except those that several threads enqueue at once.
   static constexpr uint32_t kSlots = 64;
 
   struct Slot {
@@ -29,8 +29,8 @@ struct Board::Row {
     std::atomic<uint32_t> launched;  // the number of the last call in this slot that was launched
   };
 
-  std::atomic<uint32_t> calls;   // numbers given out
-  std::atomic<uint32_t> failed;  // the first call that the rank gave up, and all later ones with it; 0: none
+  std::atomic<uint32_t> calls;   // numbers assigned so far
+  std::atomic<uint32_t> failed;  // the rank gave up this call and all later ones; 0: none
   Slot slots[kSlots];
 
   Slot& At(uint32_t number) { return slots[number % kSlots]; }
@@ -49,63 +49,63 @@ struct Board::Row {
   }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
-              "processes share them");
+              "processes share these atomics");
 
-// One rank's wait for its peers in a call.
+// Wait of one rank for its peers in a call.
 class Board::Meeting {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Meeting(Board& board, const char* op, const Group& group, const Group::Place& place, uint32_t number,
+  Meeting(Board& board, const char* op, const Group& group, const Group::Position& position, uint32_t number,
           const Hooks& hooks)
-      : rows_(board.rows_ + place.group * group.num_ranks()),
+      : rows_(board.rows_ + position.group_index * group.num_ranks()),
         op_(op),
         group_(group),
-        place_(place),
+        position_(position),
         number_(number),
         hooks_(hooks) {}
 
-  Row& own() { return rows_[place_.rank]; }
+  Row& own() { return rows_[position_.rank]; }
 
-  // Waits until `look` is through with every rank: it returns whether it is with that one, or sets an error.
-  template <typename Look>
-  std::string Wait(const char* what, bool has_launched, Look look) {
+  // Waits until `has_arrived` returns true for every rank, or sets an error.
+  template <typename HasArrived>
+  std::string Wait(const char* what, bool has_launched, HasArrived has_arrived) {
     const auto begin = Clock::now();
     const auto limit = std::chrono::duration<double>(group_.timeout_s());
-    std::optional<Clock::time_point> left_at;  // when a peer was first found to have given up
+    std::optional<Clock::time_point> gave_up_at;  // when this rank first saw that a peer had given up
     while (true) {
-      // Before the look: an op fails after all ranks have begun it, which the look then finds. So no rank
-      // gives up the very op that it begins, which others have launched.
+      // Read before the ranks are checked: an op fails only after all ranks have begun it, which the check
+      // then finds. So no rank gives up the very op that it begins after others have launched it.
       const std::string failure = hooks_.failure ? hooks_.failure() : "";
-      std::string error, missing, gone, failed;
+      std::string error, missing, ended, failed;
       for (int rank = 0; rank < group_.num_ranks(); ++rank) {
-        const bool is_through = look(rank, error);
+        const bool has_rank_arrived = has_arrived(rank, error);
         if (!error.empty()) break;
-        // A rank that gave up counts no more, whether it had come before or not.
+        // A rank that gave up does not count, even if it had arrived before.
         if (rows_[rank].HasGivenUp(number_)) {
           failed += Text(' ', rank);
-        } else if (!is_through) {
+        } else if (!has_rank_arrived) {
           missing += Text(' ', rank);
-          if (hooks_.is_gone && hooks_.is_gone(rank)) gone += Text(' ', rank);
+          if (hooks_.has_ended && hooks_.has_ended(rank)) ended += Text(' ', rank);
         }
       }
       if (error.empty() && missing.empty() && failed.empty()) return "";
-      // A rank that has launched the op does not give up for a failure that it hears of: the others, who have
-      // all begun it, are about to launch it too, and the op itself tells each of them why it fails.
+      // A rank that has launched the op does not give up because of a reported failure. All others have begun
+      // the op and are about to launch it, and the op itself reports to each rank why it fails.
       if (!failure.empty() && error.empty() && (!has_launched || !failed.empty())) {
         own().GiveUp(number_);
         return failure;
       }
       const auto waited = Clock::now() - begin;
-      if (!failed.empty() && !left_at) left_at = Clock::now();
-      // A peer gives up because it has heard of a failure, most often; this process is about to hear of it,
-      // too, and then tells its cause, not just that a peer gave up.
-      const bool may_say_why =
-          hooks_.failure && left_at && waited < limit && Clock::now() - *left_at < kToHearWhy;
-      if (error.empty() && !gone.empty()) {
-        error =
-            Text(Intro(), ", rank(s)", gone, " did not ", what, ", for their process has ended: ", Where());
-      } else if (error.empty() && !failed.empty() && !may_say_why) {
+      if (!failed.empty() && !gave_up_at) gave_up_at = Clock::now();
+      // Most often a peer gives up because of a failure that this process is about to see, too. Wait for it
+      // for a moment, because its cause is a better error than that a peer gave up.
+      const bool may_learn_cause =
+          hooks_.failure && gave_up_at && waited < limit && Clock::now() - *gave_up_at < kCauseDelay;
+      if (error.empty() && !ended.empty()) {
+        error = Text(Intro(), ", rank(s)", ended, " did not ", what,
+                     " because their process has ended: ", Where());
+      } else if (error.empty() && !failed.empty() && !may_learn_cause) {
         const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, ", and");
         error =
             Text(Intro(), who.empty() ? "," : who, " rank(s)", failed, " gave up at a first call: ", Where());
@@ -114,7 +114,7 @@ class Board::Meeting {
             Text(Intro(), ", rank(s)", missing, " did not ", what, " within ", group_.timeout_s(),
                  " s: ", Where(), ". ", kSameOrder,
                  ": look for a branch that differs between ranks, or raise Group(timeout_s=...) if a rank "
-                 "is only slow, to compile, say");
+                 "is only slow, for example to compile");
       }
       if (!error.empty()) {
         own().GiveUp(number_);
@@ -126,8 +126,8 @@ class Board::Meeting {
   }
 
   std::string DescribeMismatch(int rank, uint64_t own, uint64_t other) const {
-    return Text(Intro(), ", rank ", place_.rank, " has come to ", Describe(own), ", but rank ", rank, " to ",
-                Describe(other), " (first call no. ", number_, "). ", kSameOrder,
+    return Text(Intro(), ", rank ", position_.rank, " has reached ", Describe(own), ", but rank ", rank,
+                " has reached ", Describe(other), " (first call no. ", number_, "). ", kSameOrder,
                 ", with the same shapes and dtypes");
   }
 
@@ -137,13 +137,13 @@ class Board::Meeting {
   }
 
  private:
-  static constexpr std::chrono::seconds kToHearWhy{1};
+  static constexpr std::chrono::seconds kCauseDelay{1};
   static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
 
-  std::string Intro() const { return Text(op_, ": of group ", group_.NameOf(place_.group)); }
+  std::string Intro() const { return Text(op_, ": of group ", group_.ListName(position_.group_index)); }
 
   std::string Where() const {
-    return Text("rank ", place_.rank, " waited at the first call of a call site (no. ", number_, ")");
+    return Text("rank ", position_.rank, " waited at the first call of a call site (no. ", number_, ")");
   }
 
   std::string Describe(uint64_t signature) const {
@@ -154,7 +154,7 @@ class Board::Meeting {
   Row* const rows_;  // of this group
   const char* const op_;
   const Group& group_;
-  const Group::Place place_;
+  const Group::Position position_;
   const uint32_t number_;
   const Hooks& hooks_;
 };
@@ -176,7 +176,7 @@ std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
   const char* what = "mapping the memory that the group's processes share on the host";
   struct stat status{};
   if (fstat(descriptor, &status) != 0) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
-  // Beyond the end of a file there is no memory, but a signal.
+  // Access beyond the end of a file raises a signal.
   if (status.st_size < Bytes(total_ranks)) {
     throw std::runtime_error(Text(what, ": it has ", status.st_size, " bytes, but ", total_ranks,
                                   " ranks need ", Bytes(total_ranks)));
@@ -186,14 +186,14 @@ std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
   return std::shared_ptr<Board>(new Board(memory, total_ranks));
 }
 
-Board::Call Board::Begin(const char* op, const Group& group, const Group::Place& place, uint64_t signature,
-                         const Hooks& hooks) {
-  Row* const rows = rows_ + place.group * group.num_ranks();
-  const uint32_t number = rows[place.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
-  Row::Slot& slot = rows[place.rank].At(number);
+Board::Call Board::Begin(const char* op, const Group& group, const Group::Position& position,
+                         uint64_t signature, const Hooks& hooks) {
+  Row* const rows = rows_ + position.group_index * group.num_ranks();
+  const uint32_t number = rows[position.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
+  Row::Slot& slot = rows[position.rank].At(number);
   slot.signature.store(signature, std::memory_order_relaxed);
   slot.begun.store(number, std::memory_order_release);
-  Meeting meeting(*this, op, group, place, number, hooks);
+  Meeting meeting(*this, op, group, position, number, hooks);
   return {number, meeting.Wait("arrive", false, [&](int rank, std::string& error) {
             Row::Slot& peer = rows[rank].At(number);
             const uint32_t begun = peer.begun.load(std::memory_order_acquire);
@@ -208,21 +208,22 @@ Board::Call Board::Begin(const char* op, const Group& group, const Group::Place&
           })};
 }
 
-std::string Board::Launched(const char* op, const Group& group, const Group::Place& place, uint32_t number,
-                            const Hooks& hooks) {
-  Row* const rows = rows_ + place.group * group.num_ranks();
-  rows[place.rank].At(number).launched.store(number, std::memory_order_release);
-  return Meeting(*this, op, group, place, number, hooks).Wait("launch it", true, [&](int rank, std::string&) {
-    return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
-  });
+std::string Board::AwaitLaunches(const char* op, const Group& group, const Group::Position& position,
+                                 uint32_t number, const Hooks& hooks) {
+  Row* const rows = rows_ + position.group_index * group.num_ranks();
+  rows[position.rank].At(number).launched.store(number, std::memory_order_release);
+  return Meeting(*this, op, group, position, number, hooks)
+      .Wait("launch it", true, [&](int rank, std::string&) {
+        return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
+      });
 }
 
-void Board::GiveUp(const Group& group, const Group::Place& place, uint32_t number) {
-  rows_[place.group * group.num_ranks() + place.rank].GiveUp(number);
+void Board::GiveUp(const Group& group, const Group::Position& position, uint32_t number) {
+  rows_[position.group_index * group.num_ranks() + position.rank].GiveUp(number);
 }
 
-void Board::GiveUpNext(const Group& group, const Group::Place& place) {
-  const int index = place.group * group.num_ranks() + place.rank;
+void Board::GiveUpNext(const Group& group, const Group::Position& position) {
+  const int index = position.group_index * group.num_ranks() + position.rank;
   rows_[index].GiveUp(LastCall(index, 1) + 1);
 }
 

@@ -1,4 +1,4 @@
-// How failed ops are told to the user.
+// Error texts of failed ops.
 
 #include "core/text.h"
 #include "runtime/gpu/peers.h"
@@ -14,13 +14,13 @@ std::string RankList(uint32_t ranks) {
   return text;
 }
 
-const char* NameOf(Op op) {
+const char* OpName(Op op) {
   static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather", "hop between hosts"};
   return kNames[static_cast<int>(op)];
 }
 
-// What the ranks that are to blame did not do.
-const char* WhatIsMissing(Phase phase) {
+// Returns the step that the blamed ranks did not take.
+const char* MissedStep(Phase phase) {
   return phase == Phase::kEnter ? "arrive" : phase == Phase::kWave ? "finish a part of their rows" : "finish";
 }
 
@@ -29,20 +29,20 @@ constexpr const char* kRemedy =
     "Group(timeout_s=...). The results of this op, and of later ones, are NaN and -1. Make the Group anew to "
     "go on.";
 
-// Why a rank that others name gave up.
-std::string WhyOf(const Reason& reason) {
+// Returns why a rank that others name gave up.
+std::string DescribeReason(const Reason& reason) {
   if (reason.phase() == Phase::kHop) return ": its hop between hosts failed, whose error says why";
   if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
   if (reason.missing() == 0) return "";
   if (reason.phase() == Phase::kCall) {
-    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op, or run on another mesh");
+    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op or run on another mesh");
   }
-  return Text(": rank(s)", RankList(reason.missing()), " did not ", WhatIsMissing(reason.phase()),
-              " in time");
+  return Text(": rank(s)", RankList(reason.missing()), " did not ", MissedStep(reason.phase()), " in time");
 }
 
-// The one to tell first: what a rank found itself says more than that another has given up.
-int Weight(Phase phase) {
+// Returns how specific a report is. A failure that a rank found itself says more than that another rank gave
+// up.
+int Specificity(Phase phase) {
   return phase == Phase::kNone ? 0 : phase == Phase::kGivenUp ? 1 : phase == Phase::kStuck ? 3 : 2;
 }
 
@@ -52,33 +52,35 @@ Phase PhaseOf(const Report& report) {
 
 }  // namespace
 
-std::string WhyOf(const HopReason& reason, const std::string& in_time) {
-  const std::string by = Text("the rank on host ", reason.by());
+std::string DescribeReason(const HopReason& reason, const std::string& in_time) {
+  const std::string rank_text = Text("the rank on host ", reason.by());
   switch (reason.phase()) {
     case HopPhase::kNone:
       return "";
     case HopPhase::kLate:
-      return Text(by, " heard nothing from host ", reason.blamed(), " ", in_time,
-                  ". A process there has ended, stands still or has not reached the same op, or the "
-                  "network has failed (with its first error it may stop bringing anything, from living "
-                  "hosts, too)");
+      return Text(
+          rank_text, " heard nothing from host ", reason.blamed(), " ", in_time,
+          ". A process there has ended, hangs or has not reached the same op, or the network has "
+          "failed (after its first error it may deliver nothing any more, not even from living hosts)");
     case HopPhase::kOther:
-      return Text(by, " was sent rows of another op, of other shapes or from another mesh by host ",
+      return Text(rank_text, " was sent rows of another op, of other shapes or from another mesh by host ",
                   reason.blamed());
     case HopPhase::kBusy:
-      return Text(by,
-                  " began a hop while another one was under way on the same GPU. Let one of them use the "
+      return Text(rank_text,
+                  " began a hop while another one was in progress on the same GPU. Let one of them use the "
                   "other's result, so that they run in turn");
     case HopPhase::kPlace:
-      return Text(by,
-                  " runs as that of another host: the group was made for another mesh. Make the Group from "
-                  "the mesh of this shard_map");
+      return Text(
+          rank_text,
+          " runs as the rank of another host: the group was made for another mesh. Make the Group from "
+          "the mesh of this shard_map");
     case HopPhase::kWithin:
-      return Text(by, " gave up, for an op among the ranks of that host had failed, whose error says why");
+      return Text(rank_text,
+                  " gave up because an op among the ranks of that host had failed, whose error says why");
     case HopPhase::kWorn:
-      return Text(by,
-                  " has sent as many pieces as NCCL's proxy can count. A Group that is made anew takes JAX's "
-                  "collectives between hosts; a new process has rails again");
+      return Text(rank_text,
+                  " has sent as many pieces as NCCL's proxy can count. A Group that is made anew uses JAX's "
+                  "collectives between hosts; a new process can use NCCL again");
   }
   return "";
 }
@@ -93,13 +95,14 @@ bool DevicePeers::HasFailed() const {
 }
 
 std::string DevicePeers::DescribeFailure() const {
-  int found = -1;
+  int best = -1;
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
-    const int weight = Weight(PhaseOf(reports_[i]));
-    if (weight > 0 && (found < 0 || weight > Weight(PhaseOf(reports_[found])))) found = static_cast<int>(i);
+    const int specificity = Specificity(PhaseOf(reports_[i]));
+    if (specificity > 0 && (best < 0 || specificity > Specificity(PhaseOf(reports_[best]))))
+      best = static_cast<int>(i);
   }
-  return found < 0 ? "" : Describe(reports_[found], found);
+  return best < 0 ? "" : Describe(reports_[best], best);
 }
 
 std::string DevicePeers::Describe(const Call& call) const {
@@ -110,15 +113,15 @@ std::string DevicePeers::Describe(const Call& call) const {
 
 std::string DevicePeers::Describe(const Report& report, int rank_index) const {
   const Phase phase = PhaseOf(report);
-  const char* op = NameOf(static_cast<Op>(report.op));
+  const char* op = OpName(static_cast<Op>(report.op));
   std::string group;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    group = NameOfOne(name_, rank_index / num_ranks_, static_cast<int>(ranks_.size()) / num_ranks_);
+    group = ListName(name_, rank_index / num_ranks_, static_cast<int>(ranks_.size()) / num_ranks_);
   }
   const std::string missing = RankList(report.missing), of_group = Text(": of group ", group, ", ");
   const std::string call = Describe(Call::Of(report.call)), other = Describe(Call::Of(report.other_call));
-  const bool is_apart = Call::DifferInList(Call::Of(report.call), Call::Of(report.other_call));
+  const bool differs_in_list = Call::DifferInList(Call::Of(report.call), Call::Of(report.other_call));
   switch (phase) {
     case Phase::kNone:
       return "";
@@ -127,7 +130,7 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
                   " runs as rank ", static_cast<int>(report.missing), ", but is rank ", report.rank,
                   " there; make the Group from the mesh of this shard_map");
     case Phase::kCall:
-      if (is_apart) {
+      if (differs_in_list) {
         return Text(op, ": group ", group, " was made for another mesh: its rank(s)", missing,
                     " run in another list of ranks than its rank ", report.rank,
                     "; make the Group from the mesh of this shard_map");
@@ -137,27 +140,29 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
     case Phase::kChannel:
       return Text(op, of_group, "rank ", report.rank, " began ", call, " while ", other,
                   " was still running on the same GPU, in the same of ", kChannels,
-                  " channels (ops of few tokens have one for all of them). Let one of them use the other's "
-                  "result, so that they run in turn.",
+                  " channels (ops of few tokens share one). Let one of them use the other's result, so "
+                  "that they run in turn.",
                   kRemedy);
     case Phase::kGivenUp: {
       const Reason reason{report.reason};
-      // A hop is none of the ops that are counted.
+      // A hop has no epoch.
       const std::string number = report.epoch == 0 ? "" : Text("the group's op ", report.epoch, " ");
-      return Text(op, of_group, "rank ", reason.rank(), " gave up", WhyOf(reason), "; rank ", report.rank,
-                  " found so in ", number, "(", call, ").", kRemedy);
+      return Text(op, of_group, "rank ", reason.rank(), " gave up", DescribeReason(reason), "; rank ",
+                  report.rank, " found that in ", number, "(", call, ").", kRemedy);
     }
     case Phase::kHop: {
       const HopReason reason{report.hop};
       std::string what;
       if (reason.phase() == HopPhase::kOther && Call::Of(report.other_call).hash != 0) {
-        what = is_apart ? ". The program runs on another mesh than the group's: make the Group from the mesh "
-                          "of this shard_map"
-                        : Text(", which called ", other);
+        what = differs_in_list
+                   ? ". The program runs on another mesh than the group's: make the Group from the mesh "
+                     "of this shard_map"
+                   : Text(", which called ", other);
       }
-      return Text(op, of_group, "rank ", report.rank, " in ", call, ": ",
-                  WhyOf(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")), what,
-                  ".", kRemedy);
+      return Text(
+          op, of_group, "rank ", report.rank, " in ", call, ": ",
+          DescribeReason(reason, Text("within ", 1e-9 * static_cast<double>(report.timeout_ns), " s")), what,
+          ".", kRemedy);
     }
     case Phase::kStuck:
       return Text(op, of_group, "rank(s)", missing, " are stuck inside ", call,
@@ -165,10 +170,10 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
                   " s, and may still write to the memory of rank ", report.rank, ": GPU ",
                   ranks_[rank_index].device,
                   " was stopped, so that no program goes on with that memory. This process cannot use it "
-                  "any more, and is ended in ",
+                  "any more, and ends in ",
                   kEndsAfterSeconds, " seconds.");
     default:
-      return Text(op, of_group, "rank(s)", missing, " did not ", WhatIsMissing(phase), " in time: rank ",
+      return Text(op, of_group, "rank(s)", missing, " did not ", MissedStep(phase), " in time: rank ",
                   report.rank, " waited ", 1e-9 * static_cast<double>(report.timeout_ns),
                   " s in the group's op ", report.epoch, " (", call, ").", kRemedy);
   }

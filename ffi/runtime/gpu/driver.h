@@ -1,4 +1,4 @@
-// Functions of the CUDA driver, found at run time: the extension does not link to libcuda.
+// Functions of the CUDA driver, found at run time because the extension does not link to libcuda.
 #pragma once
 
 #include <cuda.h>  // types only
@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-// Null where the driver is older than the function.
+// Returns a function of the driver, null if the driver is older than the function.
 template <typename F>
 F* DriverFunction(const char* name, unsigned version) {
   void* function = nullptr;
@@ -22,8 +22,8 @@ F* DriverFunction(const char* name, unsigned version) {
                                                                        : nullptr;
 }
 
-// Runs f in a thread of its own, on a device: what CUDA keeps for each thread (its device, its last error)
-// stays as it is in the caller's, and no device gets a context that has none.
+// Runs f on a device in a thread of its own. So the caller's device and last error, which CUDA keeps for each
+// thread, do not change.
 template <typename F>
 auto OnDevice(int64_t device, F&& f) {
   return std::async(std::launch::async,

@@ -25,7 +25,7 @@ Link LinkBetween(int64_t device, int64_t peer) {
   return atomics != 0 ? Link::kNvlink : Link::kPcie;
 }
 
-const char* NameOf(Link link) {
+const char* LinkName(Link link) {
   switch (link) {
     case Link::kSelf:
       return "self";

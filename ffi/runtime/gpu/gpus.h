@@ -1,4 +1,4 @@
-// The GPUs that this process sees: their names and links, and how JAX got their memory.
+// The GPUs of this process: their names and links, and how JAX allocated their memory.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,19 @@ namespace jax_ep {
 
 enum class Link { kSelf, kNone, kPcie, kNvlink };
 
-// How one GPU reaches the memory of another.
+// Returns how one GPU reaches the memory of another.
 Link LinkBetween(int64_t device, int64_t peer);
-const char* NameOf(Link link);
+const char* LinkName(Link link);
 
-// Name, compute capability and SMs. Of a MIG instance the name says so.
+// The name of a MIG instance contains "MIG".
 std::string GpuName(int64_t device);
 int ComputeCapability(int64_t device);  // 90 for 9.0
 int NumSms(int64_t device);
 
-// The allocation that an address belongs to.
+// Allocation that an address belongs to.
 struct Memory {
   const char* kind;
-  bool reachable;  // kernels on the asking device may read and write it
+  bool reachable;  // kernels on `from_device` may read and write it
 };
 Memory DescribeMemory(uint64_t address, int64_t from_device);
 

@@ -19,66 +19,66 @@ std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_rank
   if (num_ranks > kMaxRanks) {
     return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
   }
-  auto made = std::make_shared<DevicePeers>();
-  made->ranks_ = ranks;
-  made->num_ranks_ = num_ranks;
-  made->regions_.resize(ranks.size());
+  auto created = std::make_shared<DevicePeers>();
+  created->ranks_ = ranks;
+  created->num_ranks_ = num_ranks;
+  created->regions_.resize(ranks.size());
   const int total = static_cast<int>(ranks.size());
-  made->board_ = board < 0 ? Board::Make(total) : Board::Map(board, total);
-  int64_t a_device = 0;
+  created->board_ = board < 0 ? Board::Make(total) : Board::Map(board, total);
+  int64_t last_device = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i].device < 0) continue;
-    a_device = ranks[i].device;
+    last_device = ranks[i].device;
     std::vector<int64_t> devices;
     std::vector<uint64_t> addresses;
-    for (int r = made->first_of(i); r < made->first_of(i) + num_ranks; ++r) {
+    for (int r = created->first_of(i); r < created->first_of(i) + num_ranks; ++r) {
       devices.push_back(ranks[r].device);
       addresses.push_back(ranks[r].control);
     }
-    if (std::string text = PrepareDevice(a_device, devices, addresses); !text.empty()) return text;
+    if (std::string text = PrepareDevice(last_device, devices, addresses); !text.empty()) return text;
     if (std::count(devices.begin(), devices.end(), -1) != 0) {
-      made->regions_[i] = FindRegion(ranks[i].control, a_device);
+      created->regions_[i] = FindRegion(ranks[i].control, last_device);
     }
   }
-  made->reports_ = static_cast<Report*>(MappedHostMemory(a_device, sizeof(Report) * ranks.size()));
-  OnTick([made] { made->Tick(); });
-  peers = made;
+  created->reports_ = static_cast<Report*>(MappedHostMemory(last_device, sizeof(Report) * ranks.size()));
+  OnTick([created] { created->Tick(); });
+  peers = created;
   return "";
 }
 
 std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
-  // All devices have ended their ops before the first block is cleared, and all blocks are clear before the
+  // All devices end their ops before the first control block is cleared, and all blocks are clear before the
   // first op begins.
-  const auto on_all = [&](const char* what, auto&& f) -> std::string {
+  const auto on_all_devices = [&](const char* what, auto&& f) -> std::string {
     for (const RankMemory& rank : ranks_) {
       if (rank.device < 0) continue;
       const cudaError_t error = OnDevice(rank.device, [&] { return f(rank); });
       if (error != cudaSuccess) {
         return Text(what, " on GPU ", rank.device, ": ", cudaGetErrorString(error),
-                    ". A GPU that was stopped, or has failed, can be used again by a new process only");
+                    ". Only a new process can use a GPU again that was stopped or has failed");
       }
     }
     return "";
   };
   auto fresh = std::make_unique<Control>();
-  if (epoch == UINT32_MAX) epoch = 1;  // the next one would be 0, which is none
+  if (epoch == UINT32_MAX) epoch = 1;  // the next one would be 0, which stands for no epoch
   for (Channel& channel : fresh->channels) {
     channel.epoch = epoch;
     channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
   }
-  std::string text =
-      on_all("waiting for the group's ops", [](const RankMemory&) { return cudaDeviceSynchronize(); });
+  std::string text = on_all_devices("waiting for the group's ops",
+                                    [](const RankMemory&) { return cudaDeviceSynchronize(); });
   if (text.empty()) {
-    text = on_all("clearing the control block", [&](const RankMemory& rank) {
+    text = on_all_devices("clearing the control block", [&](const RankMemory& rank) {
       const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
                                            sizeof(Control), cudaMemcpyHostToDevice);
       if (error != cudaSuccess) return error;
-      // No op is under way, so every rank may write to the others' arenas again.
+      // No op is in progress, so every rank may write to the arenas of the others again.
       uint32_t heard[kMaxRanks];
       std::fill_n(heard, kMaxRanks, epoch);
       auto* const arena = reinterpret_cast<Arena*>(rank.control + sizeof(Control));
-      const cudaError_t told = cudaMemcpy(arena->heard, heard, sizeof(heard), cudaMemcpyHostToDevice);
-      return told == cudaSuccess ? cudaDeviceSynchronize() : told;
+      const cudaError_t copied = cudaMemcpy(arena->heard, heard, sizeof(heard), cudaMemcpyHostToDevice);
+      return copied == cudaSuccess ? cudaDeviceSynchronize() : copied;
     });
   }
   if (!text.empty()) return text;
@@ -110,18 +110,18 @@ uint32_t DevicePeers::LastEpoch() const {
 
 uint32_t DevicePeers::LastCall() const { return board_->LastCall(0, static_cast<int>(ranks_.size())); }
 
-std::string DevicePeers::ReasonAgainst(const Group::Place& place, const void* address) const {
-  const Region& region = regions_[place.group * num_ranks_ + place.rank];
+std::string DevicePeers::CheckReachable(const Group::Position& position, const void* address) const {
+  const Region& region = regions_[position.group_index * num_ranks_ + position.rank];
   const bool shared = region.bytes == 0 || region.Contains(reinterpret_cast<uint64_t>(address));
   if (shared || address == nullptr) return "";
-  return "an array lies outside of the memory that the group's processes shared when it was made; let JAX "
+  return "an array lies outside the memory that the group's processes shared when it was made; let JAX "
          "allocate all of its memory at the start (XLA_PYTHON_CLIENT_PREALLOCATE=true, "
          "XLA_PYTHON_CLIENT_ALLOCATOR unset), or use implementation='xla'";
 }
 
-Peers DevicePeers::At(const Group::Place& place, const Call& call, bool through_arena) const {
+Peers DevicePeers::MakePeers(const Group::Position& position, const Call& call, bool through_arena) const {
   Peers peers{};
-  const int first = place.group * num_ranks_;
+  const int first = position.group_index * num_ranks_;
   peers.call = call;
   peers.channel_number = through_arena ? kArenaChannel : static_cast<int32_t>(call.site % kChannels);
   for (int r = 0; r < num_ranks_; ++r) {
@@ -129,9 +129,9 @@ Peers DevicePeers::At(const Group::Place& place, const Call& call, bool through_
     peers.channel[r] = &control->channels[peers.channel_number];
     peers.shift[r] = ranks_[first + r].shift;
   }
-  peers.report = &reports_[first + place.rank];
+  peers.report = &reports_[first + position.rank];
   peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
-  peers.rank = place.rank;
+  peers.rank = position.rank;
   peers.num_ranks = num_ranks_;
   return peers;
 }
@@ -146,11 +146,11 @@ void DevicePeers::Stall(int rank_index, Phase phase, double seconds) {
   reports_[rank_index].stall_ns[phase == Phase::kEnter ? 0 : 1] = static_cast<uint64_t>(seconds * 1e9);
 }
 
-uint32_t DevicePeers::Remember(const std::string& what) {
+uint32_t DevicePeers::RegisterCall(const std::string& description) {
   uint32_t hash = 2166136261u;  // FNV-1a
-  for (const char c : what) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  for (const char c : description) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
   std::lock_guard<std::mutex> lock(mutex_);
-  calls_[hash] = what;
+  calls_[hash] = description;
   return hash;
 }
 
@@ -162,7 +162,7 @@ Board::Hooks DevicePeers::HooksFor(int group) const {
           },
           [this, group](int rank) {
             const RankMemory& memory = ranks_[group * num_ranks_ + rank];
-            return memory.device < 0 && IsGone(memory.process);
+            return memory.device < 0 && HasProcessEnded(memory.process);
           },
           [this] { return DescribeFailure(); }};
 }
@@ -170,20 +170,20 @@ Board::Hooks DevicePeers::HooksFor(int group) const {
 void DevicePeers::Tick() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
-    uint32_t gone = 0;
+    uint32_t ended = 0;
     for (int r = 0; r < num_ranks_; ++r) {
       const RankMemory& peer = ranks_[first_of(i) + r];
-      if (peer.device < 0 && IsGone(peer.process)) gone |= 1u << r;
+      if (peer.device < 0 && HasProcessEnded(peer.process)) ended |= 1u << r;
     }
-    __atomic_store_n(&reports_[i].gone, gone, __ATOMIC_RELEASE);
+    __atomic_store_n(&reports_[i].gone, ended, __ATOMIC_RELEASE);
     const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
     if (phase != Phase::kStuck) continue;
     const auto now = std::chrono::steady_clock::now();
-    if (!told_at_) {
-      told_at_ = now;
+    if (!reported_at_) {
+      reported_at_ = now;
       std::fprintf(stderr, "jax_ep: %s\n", Describe(reports_[i], static_cast<int>(i)).c_str());
-    } else if (now - *told_at_ > std::chrono::seconds(kEndsAfterSeconds)) {
-      std::fprintf(stderr, "jax_ep: ends this process, %d seconds after its GPU was stopped\n",
+    } else if (now - *reported_at_ > std::chrono::seconds(kEndsAfterSeconds)) {
+      std::fprintf(stderr, "jax_ep: ends this process %d seconds after its GPU was stopped\n",
                    kEndsAfterSeconds);
       std::_Exit(1);
     }
@@ -192,17 +192,17 @@ void DevicePeers::Tick() {
 
 namespace {
 
-struct Made {
+struct MakeResult {
   std::shared_ptr<DevicePeers> peers;
   std::string error;
 };
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_future<Made>> groups;
+  std::map<std::string, std::shared_future<MakeResult>> groups;
 };
 
-// Never destroyed, like the blocks it holds.
+// Never destroyed, like the control blocks in it.
 Registry& GetRegistry() {
   static Registry* const registry = new Registry;
   return *registry;
@@ -210,48 +210,48 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-// A group is made outside of the lock: that takes locks of the driver, which a handler may hold that looks
-// for its own group here.
+// Makes the group outside the lock, because that takes locks of the driver, and a handler that holds one may
+// wait here for the registry.
 std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
                             int board) {
   Registry& registry = GetRegistry();
-  std::promise<Made> promise;
-  std::shared_future<Made> found;
+  std::promise<MakeResult> promise;
+  std::shared_future<MakeResult> future;
   {
     std::lock_guard<std::mutex> lock(registry.mutex);
     const auto it = registry.groups.find(key);
     if (it != registry.groups.end()) {
-      found = it->second;
+      future = it->second;
     } else {
       registry.groups.emplace(key, promise.get_future().share());
     }
   }
-  if (found.valid()) return found.get().error;
-  Made made;
+  if (future.valid()) return future.get().error;
+  MakeResult result;
   try {
-    made.error = DevicePeers::Make(ranks, num_ranks, board, made.peers);
+    result.error = DevicePeers::Make(ranks, num_ranks, board, result.peers);
   } catch (const std::exception& error) {
-    made.error = error.what();
+    result.error = error.what();
   }
-  if (!made.error.empty()) {
+  if (!result.error.empty()) {
     std::lock_guard<std::mutex> lock(registry.mutex);
-    registry.groups.erase(key);  // the next one may try again
+    registry.groups.erase(key);  // a later call may try again
   }
-  promise.set_value(made);
-  return made.error;
+  promise.set_value(result);
+  return result.error;
 }
 
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key) {
   Registry& registry = GetRegistry();
-  std::shared_future<Made> found;
+  std::shared_future<MakeResult> future;
   {
     std::lock_guard<std::mutex> lock(registry.mutex);
     const auto it = registry.groups.find(key);
     if (it == registry.groups.end()) return nullptr;
-    found = it->second;
+    future = it->second;
   }
-  const bool ready = found.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
-  return ready ? found.get().peers : nullptr;
+  const bool ready = future.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  return ready ? future.get().peers : nullptr;
 }
 
 }  // namespace jax_ep

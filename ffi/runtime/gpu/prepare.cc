@@ -20,7 +20,8 @@ std::string Failed(const char* what, int64_t device, cudaError_t error) {
   return Text(what, " on GPU ", device, ": ", cudaGetErrorString(error));
 }
 
-std::string ReachPeer(int64_t device, int64_t peer, uint64_t address) {
+// Enables peer access. Returns an error, empty on success.
+std::string EnablePeerAccess(int64_t device, int64_t peer, uint64_t address) {
   if (LinkBetween(device, peer) == Link::kNone) {
     return Text("GPU ", device, " (", GpuName(device), ") cannot access the memory of GPU ", peer, " (",
                 GpuName(peer),
@@ -31,14 +32,15 @@ std::string ReachPeer(int64_t device, int64_t peer, uint64_t address) {
   if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
     return Failed("enabling peer access", device, error);
   }
-  (void)cudaGetLastError();  // 'already enabled' would stay behind
+  (void)cudaGetLastError();  // clears 'already enabled'
   const Memory memory = DescribeMemory(address, device);
   if (memory.reachable) return "";
   return Text("JAX's memory on GPU ", peer, " (", memory.kind, ") is not accessible from GPU ", device,
               "; let JAX use its own allocator (unset XLA_PYTHON_CLIENT_ALLOCATOR), or implementation='xla'");
 }
 
-// Once a device: what is loaded later takes locks of the driver, and may wait for kernels of other groups.
+// Loads all kernels, once per device. Loading one later would take locks of the driver, and might wait for
+// kernels of other groups.
 std::string LoadKernels(int64_t device) {
   static std::mutex* const mutex = new std::mutex;
   static std::set<int64_t>* const loaded = new std::set<int64_t>;
@@ -61,7 +63,7 @@ std::string PrepareDevice(int64_t device, const std::vector<int64_t>& peers,
   return OnDevice(device, [&]() -> std::string {
     for (size_t i = 0; i < peers.size(); ++i) {
       if (peers[i] == device || peers[i] < 0) continue;
-      if (std::string text = ReachPeer(device, peers[i], addresses[i]); !text.empty()) return text;
+      if (std::string text = EnablePeerAccess(device, peers[i], addresses[i]); !text.empty()) return text;
     }
     return LoadKernels(device);
   });
@@ -87,10 +89,10 @@ void* MappedHostMemory(int64_t device, int64_t bytes) {
     piece = static_cast<char*>(memory);
     std::memset(piece, 0, static_cast<size_t>(left));
   }
-  char* const found = piece;
+  char* const memory = piece;
   piece += bytes;
   left -= bytes;
-  return found;
+  return memory;
 }
 
 }  // namespace jax_ep

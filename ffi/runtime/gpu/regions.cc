@@ -23,18 +23,23 @@ void Call(const char* name, unsigned version, const char* what, Args... args) {
 }
 
 template <typename F>
-class OnExit {
+class ScopeExit {
  public:
-  explicit OnExit(F f) : f_(std::move(f)) {}
-  ~OnExit() { f_(); }
+  explicit ScopeExit(F f) : f_(std::move(f)) {}
+  ~ScopeExit() { f_(); }
 
  private:
   F f_;
 };
 
+// Calls a function that releases something. Ignores its error, which must not hide the error that led here.
+template <typename F, typename... Args>
+void CallIfFound(const char* name, unsigned version, Args... args) {
+  if (const auto function = DriverFunction<F>(name, version)) (void)function(args...);
+}
+
 void Release(CUmemGenericAllocationHandle handle) {
-  if (const auto release = DriverFunction<decltype(cuMemRelease)>("cuMemRelease", 10020))
-    (void)release(handle);
+  CallIfFound<decltype(cuMemRelease)>("cuMemRelease", 10020, handle);
 }
 
 }  // namespace
@@ -57,7 +62,7 @@ int ExportRegion(uint64_t address, int64_t device) {
     CUmemGenericAllocationHandle handle = 0;
     Call<decltype(cuMemRetainAllocationHandle)>("cuMemRetainAllocationHandle", 11000, what, &handle,
                                                 reinterpret_cast<void*>(address));
-    const OnExit release([&] { Release(handle); });
+    const ScopeExit release([&] { Release(handle); });
     int descriptor = -1;
     Call<decltype(cuMemExportToShareableHandle)>("cuMemExportToShareableHandle", 10020, what,
                                                  static_cast<void*>(&descriptor), handle,
@@ -75,12 +80,19 @@ uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>
         "cuMemImportFromShareableHandle", 10020, what, &handle,
         reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor)),
         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    // The mapping keeps the memory, even if its owner ends.
-    const OnExit release([&] { Release(handle); });
+    // The mapping keeps the memory alive even if its owner ends.
+    const ScopeExit release([&] { Release(handle); });
+    bool is_done = false;
     CUdeviceptr base = 0;
     Call<decltype(cuMemAddressReserve)>("cuMemAddressReserve", 10020, what, &base, size, size_t{0},
                                         CUdeviceptr{0}, 0ULL);
+    const ScopeExit free_range([&] {
+      if (!is_done) CallIfFound<decltype(cuMemAddressFree)>("cuMemAddressFree", 10020, base, size);
+    });
     Call<decltype(cuMemMap)>("cuMemMap", 10020, what, base, size, size_t{0}, handle, 0ULL);
+    const ScopeExit unmap([&] {
+      if (!is_done) CallIfFound<decltype(cuMemUnmap)>("cuMemUnmap", 10020, base, size);
+    });
     std::vector<CUmemAccessDesc> access(devices.size());
     for (size_t i = 0; i < devices.size(); ++i) {
       access[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -89,6 +101,7 @@ uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>
     }
     Call<decltype(cuMemSetAccess)>("cuMemSetAccess", 10020, what, base, size,
                                    static_cast<const CUmemAccessDesc*>(access.data()), access.size());
+    is_done = true;
     return base;
   });
 }

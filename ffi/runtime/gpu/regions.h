@@ -1,7 +1,7 @@
 // Memory that XLA allocated, shared with other processes of this host.
 //
-// A region is one allocation: with preallocation, XLA's default, all that it has on a device. Its owner
-// exports it as a file descriptor, and others map it whole into their own address space.
+// A region is one allocation. With preallocation, XLA's default, it is all memory that XLA has on a device.
+// Its owner exports it as a file descriptor, and other processes map all of it into their address space.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ struct Region {
   bool Contains(uint64_t address) const { return address >= base && address - base < bytes; }
 };
 
-// The region that an address on this GPU lies in. Throws std::runtime_error, as the others here.
+// Returns the region of an address on this GPU. Throws std::runtime_error, as the other functions here.
 Region FindRegion(uint64_t address, int64_t device);
 
-// A file descriptor of the region that an address on this GPU lies in; the caller closes it.
+// Returns a file descriptor of the region of an address on this GPU. The caller closes it.
 int ExportRegion(uint64_t address, int64_t device);
 
-// Maps another process's region of that many bytes, for these GPUs, for the life of this process. Returns its
-// base here. The descriptor stays the caller's.
+// Maps a region of another process for these GPUs, for the life of this process. Returns its base in this
+// process. The caller keeps the descriptor.
 uint64_t ImportRegion(int descriptor, uint64_t bytes, const std::vector<int64_t>& devices);
 
 }  // namespace jax_ep

@@ -11,34 +11,34 @@
 namespace jax_ep {
 namespace {
 
-struct Found {
+struct LoadResult {
   Nccl nccl{};
   std::string reason;
 };
 
-Found Load() {
-  Found found;
+LoadResult Load() {
+  LoadResult result;
   if (NoRails()) {
-    found.reason = "JAX_EP_NO_RAILS is set";
-    return found;
+    result.reason = "JAX_EP_NO_RAILS is set";
+    return result;
   }
-  // Never a second one beside JAX's.
+  // RTLD_NOLOAD, because a second NCCL beside JAX's must not be loaded.
   void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) {
-    found.reason = "JAX has not loaded NCCL (libnccl.so.2)";
-    return found;
+    result.reason = "JAX has not loaded NCCL (libnccl.so.2)";
+    return result;
   }
-  Nccl& nccl = found.nccl;
+  Nccl& nccl = result.nccl;
   const auto find = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
     return function != nullptr;
   };
   int version = 0;
   if (!find(nccl.GetVersion, "ncclGetVersion") || nccl.GetVersion(&version) != ncclSuccess) {
-    found.reason = "NCCL does not say which version it is";
-  } else if (version < kLeastNccl) {
-    found.reason = Text("JAX has loaded NCCL ", NcclVersionText(version), ", and at least ",
-                        NcclVersionText(kLeastNccl), " is needed (pip install -U nvidia-nccl-cu13)");
+    result.reason = "NCCL does not return its version";
+  } else if (version < kMinNcclVersion) {
+    result.reason = Text("JAX has loaded NCCL ", NcclVersionText(version), ", and at least ",
+                         NcclVersionText(kMinNcclVersion), " is needed (pip install -U nvidia-nccl-cu13)");
   } else if (!find(nccl.GetErrorString, "ncclGetErrorString") || !find(nccl.GetUniqueId, "ncclGetUniqueId") ||
              !find(nccl.CommInitRank, "ncclCommInitRank") || !find(nccl.CommDestroy, "ncclCommDestroy") ||
              !find(nccl.CommAbort, "ncclCommAbort") || !find(nccl.MemFree, "ncclMemFree") ||
@@ -46,9 +46,9 @@ Found Load() {
              !find(nccl.MemAlloc, "ncclMemAlloc") ||
              !find(nccl.CommWindowRegister, "ncclCommWindowRegister") ||
              !find(nccl.DevCommCreate, "ncclDevCommCreate")) {
-    found.reason = Text("NCCL ", NcclVersionText(version), " lacks functions of its device API");
+    result.reason = Text("NCCL ", NcclVersionText(version), " lacks functions of its device API");
   }
-  return found;
+  return result;
 }
 
 }  // namespace
@@ -57,15 +57,15 @@ std::string NcclVersionText(int version) {
   return Text(version / 10000, '.', version / 100 % 100, '.', version % 100);
 }
 
-// What is found stays; what is missing may be loaded later.
+// Keeps the library once it is found. Searches again otherwise, because JAX may load it later.
 const Nccl* FindNccl(std::string& reason) {
   static std::mutex mutex;
   static const Nccl* nccl = nullptr;
   std::lock_guard<std::mutex> lock(mutex);
   if (nccl != nullptr) return nccl;
-  const Found found = Load();
-  reason = found.reason;
-  if (reason.empty()) nccl = new Nccl(found.nccl);
+  const LoadResult result = Load();
+  reason = result.reason;
+  if (reason.empty()) nccl = new Nccl(result.nccl);
   return nccl;
 }
 

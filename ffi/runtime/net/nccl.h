@@ -1,4 +1,4 @@
-// Functions of NCCL, of the library that JAX has loaded: the extension does not link to it.
+// Functions of the NCCL library that JAX has loaded. The extension does not link to NCCL.
 #pragma once
 
 #include <nccl.h>
@@ -8,9 +8,10 @@
 
 namespace jax_ep {
 
-// Kernels that are compiled with the headers of one version run with this and newer libraries.
-constexpr int kLeastNccl = NCCL_VERSION_CODE;
-static_assert(kLeastNccl >= 23007, "2.30.7 is the first whose signals say which puts they stand for");
+// Version of the headers that the kernels are compiled with. They run with this and newer libraries.
+constexpr int kMinNcclVersion = NCCL_VERSION_CODE;
+static_assert(kMinNcclVersion >= 23007,
+              "2.30.7 is the first version whose signals say which puts they stand for");
 
 struct Nccl {
   decltype(&ncclGetVersion) GetVersion;
@@ -26,10 +27,10 @@ struct Nccl {
   decltype(&ncclDevCommCreate) DevCommCreate;
 };
 
-// Null where it cannot be used; then `reason` says why.
+// Returns NCCL, null if it cannot be used. Then `reason` says why.
 const Nccl* FindNccl(std::string& reason);
 
-// As NCCL writes it, 2.30.7.
+// Returns a version as NCCL writes it, for example 2.30.7.
 std::string NcclVersionText(int version);
 
 }  // namespace jax_ep

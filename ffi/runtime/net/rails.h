@@ -1,5 +1,5 @@
-// The rails of a group: each joins the ranks of one index on all hosts by a communicator of NCCL's, over
-// which hops between hosts go.
+// Rails of a group. Each rail is an NCCL communicator of the ranks with the same index on all hosts. Hops
+// between hosts use it.
 #pragma once
 
 #include <cstdint>
@@ -12,40 +12,40 @@
 
 namespace jax_ep {
 
-// A device of this process on its rail.
-struct RailSeat {
+// Device of this process on its rail.
+struct RailDevice {
   int64_t device;
-  int host;        // its number on the rail
-  std::string id;  // of the rail, as MakeRailId gives it on one process
+  int host;        // number of the host on the rail
+  std::string id;  // of the rail, made by MakeRailId in one process
 };
 
-// What the ranks of a rail find each other by: an ncclUniqueId in hexadecimal digits. Throws
+// Returns an id by which the ranks of a rail find each other: an ncclUniqueId in hexadecimal digits. Throws
 // std::runtime_error.
 std::string MakeRailId();
 
-// Once they are published they live as long as the process: programs may be under way, and a group of the
-// same devices finds them again.
+// After PublishRails they live as long as the process, because programs may be running, and because a later
+// group of the same devices uses them again.
 class Rails {
  public:
-  // The steps of making them. All processes of the rails must take each, and go on to the next only if it has
-  // succeeded on all: but for Allocate they wait for each other. They say why hops cannot go over the rails,
-  // or nothing.
-  std::string Connect(const std::vector<RailSeat>& seats, int num_hosts);
+  // Steps of the set-up. All processes of the rails must take each step, and go on to the next one only if it
+  // has succeeded on all. In all steps except Allocate the processes wait for each other. Each returns an
+  // error, empty on success.
+  std::string Connect(const std::vector<RailDevice>& devices, int num_hosts);
   std::string Allocate();
   std::string Register();
   std::string Join();
-  // A few hops, each of which may wait so long.
-  std::string Try(double trial_s);
-  // Of rails that cannot be used, instead of a further step. Communicators and memory are given back if no
-  // window was made; else nobody knows what a trial has left under way, and they stay.
+  // Runs a few hops, each of which may wait for `trial_s` seconds.
+  std::string RunTrial(double trial_s);
+  // Releases rails that cannot be used, instead of a further step. Releases communicators and memory only if
+  // no window was made. Otherwise they stay, because operations of a trial may still be in progress.
   void Drop();
 
-  // What a hop needs on a device, but for its arrays; null if the device is on no rail.
+  // State of one device: all that a hop needs except its arrays.
   struct Rail {
     int64_t device;
     ncclComm_t comm;
     HopParams hop;
-    // Among all of its ranks, or where a network has none between different rails, along these.
+    // Connections among all ranks, or along the rails only if the network has no others.
     ncclGinConnectionType_t connections;
     cuda::Gin gin;
 
@@ -53,30 +53,32 @@ class Rails {
       return static_cast<size_t>(AlignUp(hop.window.bytes(), NCCL_WIN_REQUIRED_ALIGNMENT));
     }
   };
+  // Returns the rail of a device, null if there is none.
   const Rail* Find(int64_t device) const;
 
-  // Why a hop has failed: then all later ones do. Empty if none has.
-  std::string WhyFailed() const;
+  // Returns why a hop has failed, empty if none has. After one failure all later hops fail.
+  std::string DescribeFailure() const;
 
  private:
   template <typename F>
-  std::string OnAll(const char* what, F&& f);
-  std::string Collective(Rail& rail, ncclResult_t result);
-  static std::string WhyNotBy(Rail& rail);
-  std::string Try(const Rail& rail);
+  std::string ForEachRail(const char* what, F&& f);
+  // Returns the error of a call that all ranks of a rail make. Aborts the communicator after an error.
+  std::string CheckCollective(Rail& rail, ncclResult_t result);
+  static std::string CheckCapabilities(Rail& rail);
+  std::string RunTrialHops(const Rail& rail);
 
   const Nccl* nccl_ = nullptr;
   int num_hosts_ = 0;
   std::vector<Rail> rails_;
 };
 
-// New ones, to be made. A thread may still be at work on those that were begun before.
+// Begins new rails for a key. A thread may still be setting up rails that were begun before.
 std::shared_ptr<Rails> BeginRails(const std::string& key);
-// Those that were begun last.
-std::shared_ptr<Rails> FindBegunRails(const std::string& key);
-// From now on programs find them.
+// Returns the rails that were begun last.
+std::shared_ptr<Rails> FindPendingRails(const std::string& key);
+// Makes the rails that were begun last available to programs.
 void PublishRails(const std::string& key);
-// Null if none were published.
+// Returns published rails, null if there are none.
 std::shared_ptr<Rails> FindRails(const std::string& key);
 
 }  // namespace jax_ep
