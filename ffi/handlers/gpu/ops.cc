@@ -118,7 +118,7 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
-    const auto launch = through_arena ? cuda::LaunchSlotPush : cuda::LaunchPush;
+    const auto launch = through_arena ? cuda::LaunchSmallPush : cuda::LaunchPush;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
@@ -164,7 +164,7 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
       Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
-    const auto launch = through_arena ? cuda::LaunchSlotPull : cuda::LaunchPull;
+    const auto launch = through_arena ? cuda::LaunchSmallPull : cuda::LaunchPull;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }

@@ -77,7 +77,7 @@ std::string DescribeReason(const HopReason& reason, const std::string& in_time) 
     case HopPhase::kWithin:
       return Text(rank_text,
                   " gave up because an op among the ranks of that host had failed, whose error says why");
-    case HopPhase::kWorn:
+    case HopPhase::kCounterExhausted:
       return Text(rank_text,
                   " has sent as many pieces as NCCL's proxy can count. A Group that is made anew uses JAX's "
                   "collectives between hosts; a new process can use NCCL again");
