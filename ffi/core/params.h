@@ -69,12 +69,11 @@ enum class Quantize : int32_t {
 
 // Rows from their tokens to their places. A push either routes, which is to find out where those are, or goes
 // along a handle.
-struct PushParams {
+struct PushOperands {
   Shape shape;
   int32_t rank;
   const MeshPlace* place_operand;  // as the program computed it
-  HandleArrays handle;             // written by a push that routes, else read
-  const Payload* payloads;
+  HandleArrays handle;             // written by a push that routes, otherwise read
   int32_t num_payloads;
   const float* topk_weights;  // [T, K], or null
   float* arrived_weights;     // [C, K] by rank, [C] by expert, or null
@@ -94,12 +93,16 @@ struct PushParams {
 
   // Of a push that scales, along a handle by expert; else null. Each row arrives times the weight of its
   // place, and arrived_weights take the dot products of the rows, not scaled, with the factors.
-  const float* row_weights;    // [C]
-  const void* const* factors;  // [C, ...] each, one for each payload
-  Float factor_type;           // of all payloads and factors
+  const float* row_weights;  // [C]
+  Float factor_type;         // of all payloads and factors
 
-  bool routes() const { return topk_idx.data != nullptr; }
-  bool scales() const { return row_weights != nullptr; }
+  JAX_EP_HD bool routes() const { return topk_idx.data != nullptr; }
+  JAX_EP_HD bool scales() const { return row_weights != nullptr; }
+};
+
+struct PushParams : PushOperands {
+  const Payload* payloads;
+  const void* const* factors;  // [C, ...] each, one for each payload of a push that scales
 };
 
 // One array whose rows are summed.
@@ -118,20 +121,23 @@ struct Bias {
 };
 
 // Each token's rows back from their places, summed.
-struct PullParams {
+struct PullOperands {
   Shape shape;
   int32_t rank;
   const MeshPlace* place_operand;
   HandleArrays handle;
-  const Summand* summands;
   int32_t num_summands;
   const float* row_weights;  // [C] by expert, or null: the factor of each row
   bool folds;  // the kernels first sum a token's rows where they lie, in the summands' `partial`
-  const Bias* biases;
   int32_t num_biases;
   const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
   float* topk_weights;           // ... [T, K], 0 where a choice has no row
   Attendance attendance;
+};
+
+struct PullParams : PullOperands {
+  const Summand* summands;
+  const Bias* biases;
 };
 
 // All rows of every rank to every rank.

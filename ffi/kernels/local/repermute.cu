@@ -3,6 +3,7 @@
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/rows/copy.cuh"
+#include "kernels/rows/fill.cuh"
 #include "kernels/rows/scale.cuh"
 
 namespace jax_ep::cuda {
@@ -34,12 +35,7 @@ __device__ void ClearOthers(const RepermuteParams& params, int lane) {
   for (int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp; row < params.num_permuted;
        row += num_warps) {
     if (params.written[row] != 0) continue;
-    std::byte* const target = params.payload.out + row * bytes;
-    if (bytes % 16 == 0) {
-      for (int64_t i = lane; i < bytes / 16; i += kWarp) reinterpret_cast<uint4*>(target)[i] = uint4{};
-    } else {
-      for (int64_t i = lane; i < bytes; i += kWarp) target[i] = std::byte{};
-    }
+    FillBytes(params.payload.out + row * bytes, bytes, 0, lane, kWarp);
   }
 }
 

@@ -188,16 +188,9 @@ constexpr Float kTypes[] = {Float::kF16, Float::kBF16, Float::kF32, Float::kF64}
 
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream) {
-  PullArgs args{};
-  args.shape = params.shape;
+  PullArgs args{params};
   args.peers = peers;
-  args.place_operand = params.place_operand;
-  args.handle = params.handle;
-  args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
-  args.num_biases = params.num_biases;
-  args.arrived_weights = params.arrived_weights;
-  args.topk_weights = params.topk_weights;
   // One launch for each type among the arrays, nearly always one. The first takes the weights back.
   for (Float type : kTypes) {
     args.num_summands = 0;

@@ -15,44 +15,22 @@ struct BulkPlan {
 };
 
 // A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
-struct PushArgs {
-  Shape shape;
+struct PushArgs : PushOperands {
   Peers peers;
-  const MeshPlace* place_operand;
-  HandleArrays handle;
-  const int32_t* chunk_counts;  // null: routed earlier, sent_rows are final
   Payload payloads[kMaxPayloads];
-  int32_t num_payloads;
+  const void* factors[kMaxPayloads];
   BulkPlan bulk;
   RingPlan ring;        // of a push that scales
-  int32_t num_senders;  // blocks that send; the others clear what no row fills
+  int32_t num_senders;  // blocks that send; the others clear rows that no token fills
   // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
   bool spreads;
   bool sends_map;  // received_rows, which are the handle's if routed earlier
   Waves waves;
-  Batches batches;  // that blocks send
-  // Few tokens are counted by every block for itself, as one chunk; others beforehand.
-  bool counts_here;
-  TopkIds topk_idx;
-  // Unless kNone, rows of this type become FP8 on the way: values, and scales as a second payload. An element
-  // has `width` bytes before; it is 1 where rows are moved as they are.
-  Quantize quantize;
-  Float quantized_type;
-  int32_t width;
-  const float* row_weights;
-  const void* factors[kMaxPayloads];
-  const float* topk_weights;
-  float* arrived_weights;
-  int32_t* arrived_idx;
-  int32_t* tokens_per_expert;
-  int32_t* group_sizes;
-  int32_t* num_tokens;
-  int32_t* num_dropped;
-  float* wait_us;
+  Batches batches;   // that blocks send
+  bool counts_here;  // every block counts all tokens, as one chunk: few tokens; others are counted beforehand
+  int32_t width;     // bytes of an element that becomes FP8 on the way, before that; otherwise 1
 
-  // Whether it finds out where the rows lie, or else goes along a handle.
-  JAX_EP_HD bool routes() const { return chunk_counts != nullptr; }
-  // Whether it is a permute, which meets nobody.
+  // Whether it is a permute, which has no peers.
   JAX_EP_HD bool is_local() const { return peers.num_ranks == 0; }
 };
 

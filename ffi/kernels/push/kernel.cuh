@@ -113,7 +113,7 @@ __device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, c
                                  bool sends, int first, Counts& counts, Published& mine,
                                  Published* published) {
   const bool routes = args.routes(), local = args.is_local();
-  const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.wait_us : nullptr);
+  const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.attendance.wait_us : nullptr);
   if (!local && !session.Open(opening)) return false;
   if (!local && blockIdx.x == 0) session.Publish(mine, args.num_payloads);
   if (!local && routes && sends) {
@@ -201,7 +201,11 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   }
   if (routes) {
     PlaceExperts(args, counts);
-    if (closes) WriteReceiver(args, counts.own, counts.totals, counts.starts + me * (L + 1));
+    if (closes) {
+      WriteReceiver(args, me, counts.totals, counts.starts + me * (L + 1), [&](int source, int d) {
+        return CountOf(args, counts.own, source, shape.num_experts + d);
+      });
+    }
   }
   const bool counts_pairs = closes && !local && routes && !shape.has_row_per_choice();
   const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;

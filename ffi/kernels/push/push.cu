@@ -118,43 +118,24 @@ cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Flo
   });
 }
 
-template <typename Params>
-PushArgs ArgsOf(const Params& params) {
-  PushArgs args{};
-  args.shape = params.shape;
-  for (int p = 0; p < params.num_payloads; ++p) args.payloads[p] = params.payloads[p];
-  args.num_payloads = params.num_payloads;
-  args.topk_weights = params.topk_weights;
-  args.width = 1;
-  return args;
+void CopyPayloads(PushArgs& args, const Payload* payloads) {
+  for (int p = 0; p < args.num_payloads; ++p) args.payloads[p] = payloads[p];
 }
 
 }  // namespace
 
 cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream) {
-  PushArgs args = ArgsOf(params);
+  PushArgs args{params};
   args.peers = peers;
-  args.place_operand = params.place_operand;
-  args.handle = params.handle;
-  args.chunk_counts = params.chunk_counts;
-  args.arrived_weights = params.arrived_weights;
-  args.arrived_idx = params.arrived_idx;
-  args.tokens_per_expert = params.tokens_per_expert;
-  args.group_sizes = params.group_sizes;
-  args.num_tokens = params.num_tokens;
-  args.num_dropped = params.num_dropped;
-  args.wait_us = params.attendance.wait_us;
-  args.topk_idx = params.topk_idx;
-  args.quantize = params.quantize;
-  args.quantized_type = params.quantized_type;
+  CopyPayloads(args, params.payloads);
+  args.width = 1;
   if (args.quantize != Quantize::kNone) args.width = static_cast<int32_t>(BytesOf(args.quantized_type));
   args.sends_map = params.routes() && params.shape.has_row_per_choice();
   RowBytes rows;
   for (int p = 0; p < args.num_payloads; ++p) rows.Add(args.payloads[p].row_bytes);
   std::optional<Float> scaled;
   if (params.scales()) {
-    args.row_weights = params.row_weights;
     for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
     scaled = params.factor_type;
     args.ring = PlanRings(args.shape, rows, BulkBytes(args) - HeadBytes(args), device);
@@ -175,7 +156,13 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
   const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
                                         params.chunk_counts, stream);
   if (error != cudaSuccess) return error;
-  PushArgs args = ArgsOf(params);
+  PushArgs args{};
+  args.shape = params.shape;
+  args.num_payloads = params.num_payloads;
+  CopyPayloads(args, params.payloads);
+  args.width = 1;
+  args.topk_idx = params.topk_idx;
+  args.topk_weights = params.topk_weights;
   args.handle = {params.routed_idx, params.row_map, nullptr, nullptr, nullptr};
   args.chunk_counts = params.chunk_counts;
   args.arrived_weights = params.row_weights;

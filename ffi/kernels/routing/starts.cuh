@@ -5,25 +5,29 @@
 
 namespace jax_ep::cuda {
 
-// By expert: where the blocks of a rank's experts start [L + 1]. One warp; `rows` are theirs.
+// By expert: computes where the blocks of a rank's experts start [L + 1]. `rows` are theirs. Starts end at
+// the capacity, because all rows behind it are dropped, and no sum overflows then. One warp.
 __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32_t* starts) {
   const int L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
-  int begin = 0;
+  const unsigned capacity = shape.capacity;
+  unsigned begin = 0;
 #pragma unroll 1
   for (int first = 0; first < L; first += kWarp) {
     const int i = first + lane;
     // As Shape::BlockOf, in 32 bits.
-    const unsigned a = shape.alignment, n = i < L ? rows[i] : 0;
-    const int size = static_cast<int>(shape.has_fixed_blocks() ? a : (n + a - 1) / a * a);
-    int end = size;
+    const unsigned a = shape.alignment, n = i < L ? rows[i] : 0, blocks = n / a + (n % a != 0);
+    const bool fits = shape.has_fixed_blocks() ? a <= capacity : blocks <= capacity / a;
+    const unsigned size = !fits ? capacity : shape.has_fixed_blocks() ? a : blocks * a;
+    unsigned end = size;
     for (int step = 1; step < kWarp; step *= 2) {
-      const int before = __shfl_up_sync(kAllLanes, end, step);
-      if (lane >= step) end += before;
+      const unsigned before = __shfl_up_sync(kAllLanes, end, step);
+      if (lane >= step) end = min(end + before, capacity);
     }
-    if (i < L) starts[i] = begin + end - size;
-    begin += __shfl_sync(kAllLanes, end, kWarp - 1);
+    const unsigned until = __shfl_up_sync(kAllLanes, end, 1);
+    if (i < L) starts[i] = static_cast<int>(min(begin + (lane == 0 ? 0 : until), capacity));
+    begin = min(begin + __shfl_sync(kAllLanes, end, kWarp - 1), capacity);
   }
-  if (lane == 0) starts[L] = begin;
+  if (lane == 0) starts[L] = static_cast<int>(begin);
 }
 
 }  // namespace jax_ep::cuda

@@ -20,22 +20,16 @@ __device__ inline WarpShare WarpsOf(int first, int last) {
           (last - first) * kSmallWarps};
 }
 
-// By value in the kernels' parameters.
-struct SmallArgs {
-  Shape shape;
+// How an op of few tokens is shared among blocks and warps. The blocks of a dispatch, in this order: those
+// that send, those that receive, and those that publish this rank's choices and write the handle, counts and
+// zeros (metadata). An SM's loads wait behind its stores to peers, so no block does both. In a combine all
+// blocks are senders, whose warps share the tasks.
+struct SmallPlan {
   Peers peers;
-  const MeshPlace* place_operand;
-  Attendance attendance;
-  HandleArrays handle;
   Slots slots;
-  // The blocks of a dispatch, in this order: those that send, those that receive, and those that publish this
-  // rank's choices and write the handle, counts and zeros (metadata). An SM's loads wait behind its stores to
-  // peers, so no block does both. In a combine all blocks are senders, whose warps share the tasks.
   int32_t num_senders;
   int32_t num_receivers;
   int32_t team_warps;  // that share a row
-
-  __device__ MailSession session(Op op) const { return {peers, op, attendance, slots}; }
 
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
   __device__ bool writes_metadata() const { return static_cast<int>(blockIdx.x) >= first_metadata_block(); }
@@ -43,6 +37,21 @@ struct SmallArgs {
   __device__ WarpShare MetadataShare() const {
     return WarpsOf(first_metadata_block(), static_cast<int>(gridDim.x));
   }
+};
+
+// The arguments of the kernels, by value in their parameters.
+struct SmallPushArgs : PushOperands, SmallPlan {
+  Payload payloads[kMaxPayloads];
+  int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
+  int32_t shares[kMaxPayloads];   // of each payload's row that one warp of a team copies, in vectors or bytes
+
+  __device__ MailSession session() const { return {peers, Op::kDispatch, attendance, slots}; }
+};
+struct SmallPullArgs : PullOperands, SmallPlan {
+  Summand summand;
+  Bias biases[kMaxBiases];
+
+  __device__ MailSession session() const { return {peers, Op::kCombine, attendance, slots}; }
 };
 
 // A few warps of a block that share a row.

@@ -12,14 +12,6 @@ namespace {
 // Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
 constexpr int kSummingWarps = 12;
 
-// By value in the kernel's parameters.
-struct SmallPullArgs : SmallArgs {
-  Summand summand;
-  const float* row_weights;
-  Bias biases[kMaxBiases];
-  int32_t num_biases;
-};
-
 // What the sum in a slot is yet to be multiplied by: a rank's only row of a token travels as it is, so that
 // its product is not rounded.
 __device__ float& FactorIn(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
@@ -219,7 +211,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
   __shared__ unsigned next;
   const MailOpening opening(args.peers, args.place_operand, args.attendance);
-  const MailSession session = args.session(Op::kCombine);
+  const MailSession session = args.session();
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
@@ -279,17 +271,11 @@ cudaError_t WithKernel(Float type, int64_t width, F&& f) {
 
 cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
                             cudaStream_t stream) {
-  SmallPullArgs args{};
-  args.shape = params.shape;
+  SmallPullArgs args{params};
   args.peers = peers;
-  args.place_operand = params.place_operand;
-  args.attendance = params.attendance;
-  args.handle = params.handle;
   args.summand = params.summands[0];
   args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
-  args.row_weights = params.row_weights;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
-  args.num_biases = params.num_biases;
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
   args.num_senders = std::min(tokens, MostBlocks(device));
   args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
   const MailOpening opening(args.peers, args.place_operand, args.attendance);
-  const MailSession session = args.session(Op::kDispatch);
+  const MailSession session = args.session();
   const Shape& shape = args.shape;
   const Routes routes(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -124,29 +124,15 @@ cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
 
 cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
                             cudaStream_t stream) {
-  SmallPushArgs args{};
-  args.shape = params.shape;
+  SmallPushArgs args{params};
   args.peers = peers;
-  args.place_operand = params.place_operand;
-  args.attendance = params.attendance;
-  args.handle = params.handle;
-  args.topk_idx = params.topk_idx;
   int64_t row_bytes = 0;
   for (int p = 0; p < params.num_payloads; ++p) {
     args.payloads[p] = params.payloads[p];
     args.offsets[p] = static_cast<int32_t>(kSlotHeadBytes + row_bytes);
     row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
   }
-  args.num_payloads = params.num_payloads;
   args.slots = SlotsOf(args.shape, row_bytes);
-  args.quantize = params.quantize;
-  args.topk_weights = params.topk_weights;
-  args.arrived_weights = params.arrived_weights;
-  args.arrived_idx = params.arrived_idx;
-  args.tokens_per_expert = params.tokens_per_expert;
-  args.group_sizes = params.group_sizes;
-  args.num_tokens = params.num_tokens;
-  args.num_dropped = params.num_dropped;
   const int most = MostBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
   args.num_senders = std::min(args.shape.num_tokens, (most - kMetadataBlocks) / 2);
   args.num_receivers = std::min(tokens, most - kMetadataBlocks - args.num_senders);

@@ -1,6 +1,7 @@
 // Rows from their slots to their places, and what the choices say of this rank as a receiver.
 #pragma once
 
+#include "kernels/routing/receiver.cuh"
 #include "kernels/rows/copy.cuh"
 #include "kernels/small/send.cuh"
 
@@ -111,13 +112,7 @@ __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64
   end = min(end, int64_t{shape.capacity});
   for (int p = 0; p < args.num_payloads && !shape.has_fixed_blocks(); ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
-    std::byte* const first = args.payloads[p].out + begin * bytes;
-    if (bytes % 16 == 0) {
-      for (int64_t i = thread; i < (end - begin) * bytes / 16; i += threads)
-        reinterpret_cast<uint4*>(first)[i] = make_uint4(0, 0, 0, 0);
-    } else {
-      for (int64_t i = thread; i < (end - begin) * bytes; i += threads) first[i] = std::byte{0};
-    }
+    FillBytes(args.payloads[p].out + begin * bytes, (end - begin) * bytes, 0, thread, threads);
   }
   if (args.arrived_weights == nullptr && args.arrived_idx == nullptr) return;
   const int width = shape.weights_per_row();
@@ -184,50 +179,25 @@ __device__ inline void CountOutCutTokens(const SmallPushArgs& args, const Routes
   }
 }
 
-// What the choices say of this rank as a receiver. One block.
+// Writes the numbers of this rank as a receiver, and which ranks took part. The leader; synchronizes.
 __device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession& session,
                                    const Routes& routes) {
   __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
-  __shared__ int kept;
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  const bool by_rank = !shape.has_row_per_choice();
-  if (threadIdx.x == 0) kept = 0;
   for (int i = threadIdx.x / kWarp; i < R * R; i += kSmallWarps) {
     const int count = RowsBetween(shape, routes, i / R, i % R);
     if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
   }
-  __syncthreads();
-  const int32_t* const starts = routes.starts + me * (L + 1);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < L; i += kSmallThreads) {
-    const int count = routes.totals[me * L + i];
-    args.handle.expert_counts[i] = count;
-    if (by_rank) {
-      args.tokens_per_expert[i] = count;
-      continue;
-    }
-    const int here = RowsKept(starts[i], int64_t{starts[i]} + count, shape.EndOf(i));
-    args.tokens_per_expert[i] = here;
-    args.group_sizes[i] =
-        shape.has_fixed_blocks() ? here : RowsKept(starts[i], starts[i + 1], shape.capacity);
-    atomicAdd(&kept, here);
-  }
-  const int d = threadIdx.x;
-  if (d < R) {
-#pragma unroll 1
-    for (int s = 1; s < R; ++s) rows[s][d] += rows[s - 1][d];
-#pragma unroll 1
-    for (int s = 0; s < R; ++s) args.handle.rank_prefix_matrix[s * R + d] = rows[s][d];
+  if (!shape.has_row_per_choice()) {
+    for (int i = threadIdx.x; i < L; i += kSmallThreads)
+      args.tokens_per_expert[i] = routes.totals[me * L + i];
   }
   session.WriteActive();
-  __syncthreads();
-  const int num_rows = rows[R - 1][me];
-  if (by_rank && num_rows > shape.capacity && threadIdx.x < kWarp) CountOutCutTokens(args, routes);
-  if (threadIdx.x != 0) return;
-  const int num_tokens = by_rank ? min(num_rows, shape.capacity) : kept;
-  *args.num_tokens = num_tokens;
-  *args.num_dropped = num_rows - num_tokens;
+  const int num_rows = WriteReceiver(args, me, routes.totals, routes.starts + me * (L + 1),
+                                     [&](int source, int d) { return rows[source][d]; });
+  const bool cuts = !shape.has_row_per_choice() && num_rows > shape.capacity;
+  if (cuts && threadIdx.x < kWarp) CountOutCutTokens(args, routes);
 }
 
 }  // namespace jax_ep::cuda

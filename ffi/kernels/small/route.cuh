@@ -2,7 +2,6 @@
 // first rows, so nobody waits for anybody's counts.
 #pragma once
 
-#include "kernels/push/receive.cuh"
 #include "kernels/routing/count.cuh"
 #include "kernels/routing/starts.cuh"
 #include "kernels/small/args.cuh"
@@ -49,15 +48,15 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
 }
 
 // The word of its choices that a thread of the blocks that keep books begins with.
-__device__ inline int FirstWord(const SmallArgs& args) {
+__device__ inline int FirstWord(const SmallPushArgs& args) {
   return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kSmallThreads +
          static_cast<int>(threadIdx.x);
 }
 
 // Tells all ranks of this one's choices. The blocks that keep books, together; `first` are those of the first
 // word.
-__device__ inline void PublishChoices(const SmallArgs& args, const TopkIds& ids, const MailSession& session,
-                                      uint32_t first) {
+__device__ inline void PublishChoices(const SmallPushArgs& args, const TopkIds& ids,
+                                      const MailSession& session, uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
   const int stride = (static_cast<int>(gridDim.x) - args.first_metadata_block()) * kSmallThreads;
   const ArenaHalf half = session.half();
@@ -72,7 +71,7 @@ __device__ inline void PublishChoices(const SmallArgs& args, const TopkIds& ids,
 // Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word, a warp the words
 // of one rank. The whole block; returns the ranks that this thread has missed.
 template <typename Take>
-__device__ uint32_t AwaitChoices(const SmallArgs& args, const MailSession& session, uint32_t ranks,
+__device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& session, uint32_t ranks,
                                  Take&& take) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
@@ -108,7 +107,7 @@ __device__ uint32_t AwaitChoices(const SmallArgs& args, const MailSession& sessi
 
 // Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole block,
 // to which that is visible afterwards; returns the ranks that it has missed.
-__device__ inline uint32_t FindRoutes(const SmallArgs& args, const MailSession& session,
+__device__ inline uint32_t FindRoutes(const SmallPushArgs& args, const MailSession& session,
                                       const Routes& routes) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;

@@ -6,27 +6,10 @@
 
 namespace jax_ep::cuda {
 
-// By value in the kernel's parameters.
-struct SmallPushArgs : SmallArgs {
-  TopkIds topk_idx;
-  Payload payloads[kMaxPayloads];
-  int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
-  int32_t shares[kMaxPayloads];   // of each payload's row what one warp of a team copies, in vectors or bytes
-  int32_t num_payloads;
-  Quantize quantize;
-  const float* topk_weights;
-  float* arrived_weights;
-  int32_t* arrived_idx;
-  int32_t* tokens_per_expert;
-  int32_t* group_sizes;
-  int32_t* num_tokens;
-  int32_t* num_dropped;
-};
-
 // Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
 // not all write to the same one.
 template <typename Store>
-__device__ void ForSlots(const SmallArgs& args, const MailSession& session, int t, uint32_t ranks,
+__device__ void ForSlots(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                          Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
   const ArenaHalf half = session.half();
