@@ -36,22 +36,39 @@ __device__ inline void FinishBatch(const PushArgs& args, const Session& session,
   session.FinishShare(wave, args.batches.CountIn(args.shape, args.waves, wave));
 }
 
-// Sends the tokens, a batch at a time. The first slice of the first batch is being loaded already. The first
-// warps of the block send rows by bulk copies. Meanwhile its helpers find the places of the next batch's
-// rows, and send what is left of the present batch. By expert the last warp tells the peers of the batch
-// before the last one, which has arrived: its fence waits for the block's stores, and would hold up those
-// that send.
+// What a warp of a block that sends does:
+//
+//   bulk warps     the first ones send long rows by bulk copies
+//   helpers        find the places of the next batch's rows, and send the rest of the present batch
+//   notifying warp by expert the last one tells the peers of the batch before the last one, which has
+//   arrived:
+//                  its fence waits for the block's stores, and would delay those that send
+struct SenderWarp {
+  bool sends_in_bulk;
+  bool notifies;
+  Team helpers;
+
+  __device__ static SenderWarp Of(const PushArgs& args, bool in_bulk) {
+    const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
+    const int num_bulk_warps = in_bulk ? args.bulk.num_sending : 0, num_notifying = args.spreads ? 1 : 0;
+    return {warp < num_bulk_warps,
+            args.spreads && warp == num_warps - 1,
+            {static_cast<int>(threadIdx.x) - num_bulk_warps * kWarp,
+             (num_warps - num_bulk_warps - num_notifying) * kWarp, kHelpersBarrier}};
+  }
+  __device__ bool helps() const { return !sends_in_bulk && !notifies; }
+};
+
+// Sends the tokens, a batch at a time. The first slice of the first batch is being loaded already. The whole
+// block; synchronizes.
 template <bool kInBulk, bool kQuantizes>
 __device__ void Send(const PushArgs& args, const Session& session, Counts& counts, const Published* published,
                      Stages& stages) {
   __shared__ Batch dealt[3];  // the present batch, the following one, and the one after it
   const bool routes = args.routes();
   const int num_batches = args.batches.Count(args.shape, args.waves);
-  const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
-  const int num_bulk_warps = kInBulk ? args.bulk.num_sending : 0;
-  const bool in_bulk = warp < num_bulk_warps, tells = args.spreads && warp == num_warps - 1;
-  const Team helpers{static_cast<int>(threadIdx.x) - num_bulk_warps * kWarp,
-                     (num_warps - num_bulk_warps - (args.spreads ? 1 : 0)) * kWarp, kHelpersBarrier};
+  const SenderWarp warp = SenderWarp::Of(args, kInBulk);
+  const Team& helpers = warp.helpers;
   const auto send_rows = [&](int t, const Rows& rows) {
     const int lane = threadIdx.x % kWarp;
     if constexpr (!kQuantizes) {
@@ -70,7 +87,7 @@ __device__ void Send(const PushArgs& args, const Session& session, Counts& count
     if (routes) FinishRows(args, batch.begin, batch.end, counts, helpers);
   };
   int sent = -1, arrived = -1;  // the waves of the batches before
-  if (!in_bulk && !tells) {
+  if (warp.helps()) {
     const Batch first = args.batches.Find(args.shape, args.waves, number);
     if (helpers.thread == 0) dealt[0] = first;
     deal(&dealt[1]);
@@ -79,9 +96,9 @@ __device__ void Send(const PushArgs& args, const Session& session, Counts& count
   __syncthreads();
   for (int turn = 0; dealt[turn % 3].begin < args.shape.num_tokens; ++turn) {
     const Batch &present = dealt[turn % 3], &following = dealt[(turn + 1) % 3];
-    if (in_bulk) {
+    if (warp.sends_in_bulk) {
       SendInBulk<kQuantizes>(args, present, following, published, stages);
-    } else if (tells) {
+    } else if (warp.notifies) {
       if (arrived >= 0) FinishBatch(args, session, arrived);
     } else {
       deal(&dealt[(turn + 2) % 3]);
@@ -95,7 +112,7 @@ __device__ void Send(const PushArgs& args, const Session& session, Counts& count
   if (kInBulk) WaitForStores();
   __syncthreads();
   for (int wave : {arrived, sent}) {
-    if (tells && wave >= 0) FinishBatch(args, session, wave);
+    if (warp.notifies && wave >= 0) FinishBatch(args, session, wave);
   }
 }
 
@@ -126,8 +143,16 @@ __device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, c
                       [&] { return routes ? ReadCounts(args, session, counts) : 0; });
 }
 
-// Who does what, from top to bottom. The first num_senders blocks are senders; the last block closes the op,
-// beside what it does as one of the others.
+// What a block does; the last one waits for the peers beside its other work.
+struct PushBlock {
+  bool sends, is_last;
+
+  __device__ static PushBlock Of(const PushArgs& args) {
+    return {static_cast<int>(blockIdx.x) < args.num_senders, blockIdx.x == gridDim.x - 1};
+  }
+};
+
+// Who does what, from top to bottom. The first num_senders blocks are senders.
 //
 //           | senders                                         | the other blocks
 //   load    | first warps: begin to load the first rows       | in bulk: zero the 4 KB that they clear with
@@ -165,7 +190,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   const Shape& shape = args.shape;
   const Peers& peers = args.peers;
   const bool routes = args.routes(), local = args.is_local();
-  const bool sends = static_cast<int>(blockIdx.x) < args.num_senders, closes = blockIdx.x == gridDim.x - 1;
+  const PushBlock block = PushBlock::Of(args);
   const Op op = routes ? Op::kDispatch : Op::kRedispatch;
   const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
   Counts counts(shape, shared);
@@ -179,48 +204,48 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
                     warp * (args.bulk.stage_bytes / args.width / kFp8Block)};
   const Slice slice = FirstSlice(args, batch.begin);
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
-  const bool loads = kInBulk && sends && warp < args.bulk.num_sending;
+  const bool loads = kInBulk && block.sends && warp < args.bulk.num_sending;
   if (has_stages && threadIdx.x % kWarp == 0) InitBarriers(stages.barriers);
   if constexpr (kRings) Ring(args.ring, memory, bytes).Init();
   if (loads) LoadSlice(args, slice, batch.end, stages, 0);
-  if (kInBulk && !sends) {
+  if (kInBulk && !block.sends) {
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) zeros[i] = make_uint4(0, 0, 0, 0);
     FenceBulk();
   }
   for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
   if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : mine);
   __syncthreads();
-  if (routes && (local || sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
+  if (routes && (local || block.sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
   const auto fill = [&] { FillResults(args); };
-  if (!MeetPeers(args, opening, session, sends, batch.begin, counts, mine, published)) {
+  if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, mine, published)) {
     // A block must not end while its shared memory is written.
     if (loads && slice.token < batch.end) WaitForLoad(&stages.barriers[0], 0);
     return session.Abort(fill, [&] {
-      if (args.counts_here && static_cast<int>(blockIdx.x) < args.num_senders) FillCounted(args);
+      if (args.counts_here && block.sends) FillCounted(args);
     });
   }
   if (routes) {
     PlaceExperts(args, counts);
-    if (closes) {
+    if (block.is_last) {
       WriteReceiver(args, me, counts.totals, counts.starts + me * (L + 1), [&](int source, int d) {
         return CountOf(args, counts.own, source, shape.num_experts + d);
       });
     }
   }
-  const bool counts_pairs = closes && !local && routes && !shape.has_row_per_choice();
+  const bool counts_pairs = block.is_last && !local && routes && !shape.has_row_per_choice();
   const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
-  if (sends) {
+  if (block.sends) {
     Send<kInBulk, kQuantizes>(args, session, counts, published, stages);
   } else if (!routes && shape.has_expert_blocks() && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
   if (!local) session.Leave();
-  if (!sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr);
+  if (!block.sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr);
   if (local) return;
   if constexpr (kRings) ScaleByRing<Scale>(args, session, Ring(args.ring, memory, bytes));
   const bool by_ring = kRings && args.ring.teams > 0;
   if (args.spreads && !by_ring) SpreadRows<kInBulk, Scale>(args, session, stages);
-  if (closes && session.AwaitLeft(published) && counts_pairs) CountCutSource(args, cut);
+  if (block.is_last && session.AwaitLeft(published) && counts_pairs) CountCutSource(args, cut);
   session.Close(fill);
 }
 

@@ -1,4 +1,4 @@
-// Launches of the push kernel: by dispatch and redispatch to peers, by permute on one device.
+// Launches of the push kernel.
 #include <algorithm>
 #include <optional>
 
@@ -6,6 +6,7 @@
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
 #include "kernels/push/kernel.cuh"
+#include "kernels/push/local.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -49,23 +50,23 @@ BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
 }
 
 // What happens to rows on the way, beyond their being moved.
-struct Change {
+struct PushVariant {
   bool quantizes;
   std::optional<Float> scaled;
 };
 
 // Calls f with the kernel and its threads a block.
 template <typename F>
-cudaError_t WithKernel(bool in_bulk, const Change& change, F&& f) {
+cudaError_t WithKernel(bool in_bulk, const PushVariant& variant, F&& f) {
   const auto with = [&](auto* null, auto quantizes) {
     using Scale = std::remove_pointer_t<decltype(null)>;
     constexpr bool kQuantizes = decltype(quantizes)::value;
     return f(in_bulk ? PushKernel<true, Scale, kQuantizes> : PushKernel<false, Scale, kQuantizes>,
              kPushThreads<Scale, kQuantizes>);
   };
-  if (change.quantizes) return with(static_cast<void*>(nullptr), std::true_type{});
-  if (!change.scaled) return with(static_cast<void*>(nullptr), std::false_type{});
-  return WithType(*change.scaled, [&](auto* null) { return with(null, std::false_type{}); });
+  if (variant.quantizes) return with(static_cast<void*>(nullptr), std::true_type{});
+  if (!variant.scaled) return with(static_cast<void*>(nullptr), std::false_type{});
+  return WithType(*variant.scaled, [&](auto* null) { return with(null, std::false_type{}); });
 }
 
 SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) {
@@ -106,9 +107,9 @@ cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Flo
                          const Device& device, cudaStream_t stream) {
   const int64_t stages = args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
   const int64_t shared = HeadBytes(args) + std::max(stages, args.ring.bytes());
-  const Change change{args.quantize != Quantize::kNone, scaled};
+  const PushVariant variant{args.quantize != Quantize::kNone, scaled};
   const bool in_bulk = args.bulk.num_warps > 0;
-  return WithKernel(in_bulk, change, [&](auto* kernel, int num_threads) {
+  return WithKernel(in_bulk, variant, [&](auto* kernel, int num_threads) {
     // The same for all shapes: another thread may be about to launch the same kernel.
     const int most = in_bulk ? BulkBytes(args) : device.shared_bytes - kStaticBytes;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
@@ -118,17 +119,13 @@ cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Flo
   });
 }
 
-void CopyPayloads(PushArgs& args, const Payload* payloads) {
-  for (int p = 0; p < args.num_payloads; ++p) args.payloads[p] = payloads[p];
-}
-
 }  // namespace
 
 cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream) {
   PushArgs args{params};
   args.peers = peers;
-  CopyPayloads(args, params.payloads);
+  std::copy_n(params.payloads, args.num_payloads, args.payloads);
   args.width = 1;
   if (args.quantize != Quantize::kNone) args.width = static_cast<int32_t>(BytesOf(args.quantized_type));
   args.sends_map = params.routes() && params.shape.has_row_per_choice();
@@ -136,7 +133,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   for (int p = 0; p < args.num_payloads; ++p) rows.Add(args.payloads[p].row_bytes);
   std::optional<Float> scaled;
   if (params.scales()) {
-    for (int p = 0; p < params.num_payloads; ++p) args.factors[p] = params.factors[p];
+    std::copy_n(params.factors, args.num_payloads, args.factors);
     scaled = params.factor_type;
     args.ring = PlanRings(args.shape, rows, BulkBytes(args) - HeadBytes(args), device);
   }
@@ -150,26 +147,9 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   return LaunchKernel(args, plan.total(), scaled, device, stream);
 }
 
-// A push within a group of one rank, which meets nobody. The routed ids are the row map's, and are
-// not needed afterwards: they lie behind the chunks' counts.
-cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
-  const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
-                                        params.chunk_counts, stream);
-  if (error != cudaSuccess) return error;
-  PushArgs args{};
-  args.shape = params.shape;
-  args.num_payloads = params.num_payloads;
-  CopyPayloads(args, params.payloads);
+cudaError_t LaunchLocalPush(PushArgs& args, const Device& device, cudaStream_t stream) {
   args.width = 1;
-  args.topk_idx = params.topk_idx;
-  args.topk_weights = params.topk_weights;
-  args.handle = {params.routed_idx, params.row_map, nullptr, nullptr, nullptr};
-  args.chunk_counts = params.chunk_counts;
-  args.arrived_weights = params.row_weights;
-  args.tokens_per_expert = params.tokens_per_expert;
-  args.group_sizes = params.group_sizes;
-  args.num_dropped = params.num_dropped;
-  // All SMs send; as many clear, once those are done.
+  // All SMs send; as many blocks clear, once those are done.
   PartitionBlocks(args, device, device.num_sms);
   return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
 }
@@ -177,12 +157,12 @@ cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cud
 cudaError_t PreloadPush() {
   cudaFuncAttributes attributes;
   cudaError_t error = PreloadCount();
-  for (const Change& change :
-       {Change{}, Change{true, {}}, Change{false, Float::kF16}, Change{false, Float::kBF16},
-        Change{false, Float::kF32}, Change{false, Float::kF64}}) {
+  for (const PushVariant& variant :
+       {PushVariant{}, PushVariant{true, {}}, PushVariant{false, Float::kF16},
+        PushVariant{false, Float::kBF16}, PushVariant{false, Float::kF32}, PushVariant{false, Float::kF64}}) {
     for (bool in_bulk : {false, true}) {
       if (error != cudaSuccess) return error;
-      error = WithKernel(in_bulk, change,
+      error = WithKernel(in_bulk, variant,
                          [&](auto* kernel, int) { return cudaFuncGetAttributes(&attributes, kernel); });
     }
   }
