@@ -107,7 +107,13 @@ class MailSession {
       const unsigned active = __ballot_sync(kAllLanes, mine.is_active);
       const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
       const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mine.heard);
-      if (Opening::IsMine()) state_of_block() = {epoch, mine.opening.call(), ranks, writable, !fails, fails};
+      // Unless ranks may be left out, the op fails without one that has not begun in time.
+      const uint32_t missing = fails || attendance_.masks ? 0 : ranks & ~writable;
+      fails |= missing != 0;
+      if (Opening::IsMine()) {
+        if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
+        state_of_block() = {epoch, mine.opening.call(), ranks, writable, !fails, fails};
+      }
     }
     __syncthreads();
     return state_of_block().is_open;
@@ -192,6 +198,7 @@ class MailSession {
       bool fails = __syncthreads_or((late & kAborted) != 0 || IsGivenUp(peers_));
       if (!fails) missing |= BlockOr(await_rest(ranks() & ~missing));
       fails |= __syncthreads_or(IsGivenUp(peers_)) != 0;
+      fails |= (missing >> peers_.rank & 1) != 0;  // without its own rows it cannot go on
       if (threadIdx.x == 0) {
         state.ranks &= ~missing;
         state.has_failed = fails;

@@ -118,11 +118,12 @@ struct BlocksEnded {
 
 // Frees the channel, so that the next op finds it so. One thread of the block that ends last.
 __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
-  own.epoch = epoch;
-  if (epoch != kLastEpoch) return;
-  own.epoch = 1;
-  (void)AddEpochs(&own.gate, 2);  // to 1, too
-  StoreWord(&own.opened, 0, 1);
+  if (epoch == kLastEpoch) {
+    epoch = 1;
+    (void)AddEpochs(&own.gate, 2);  // to 1, too
+    StoreWord(&own.opened, 0, 1);
+  }
+  *static_cast<volatile uint32_t*>(&own.epoch) = epoch;  // last: from now on an op may open
 }
 
 // Ends an op that was opened and has failed, as the block of this rank that ends last. fill() overwrites the

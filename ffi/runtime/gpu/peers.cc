@@ -66,6 +66,10 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     channel.epoch = epoch;
     channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
   }
+  // Mail of earlier ops is cleared, because epochs may begin again. No op is in progress, so every rank may
+  // write to the arenas of the others.
+  auto fresh_arena = std::make_unique<Arena>();
+  std::fill_n(fresh_arena->heard, kMaxRanks, epoch);
   std::string text = on_all_devices("waiting for the group's ops",
                                     [](const RankMemory&) { return cudaDeviceSynchronize(); });
   if (text.empty()) {
@@ -73,11 +77,8 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
       const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
                                            sizeof(Control), cudaMemcpyHostToDevice);
       if (error != cudaSuccess) return error;
-      // No op is in progress, so every rank may write to the arenas of the others again.
-      uint32_t heard[kMaxRanks];
-      std::fill_n(heard, kMaxRanks, epoch);
-      auto* const arena = reinterpret_cast<Arena*>(rank.control + sizeof(Control));
-      const cudaError_t copied = cudaMemcpy(arena->heard, heard, sizeof(heard), cudaMemcpyHostToDevice);
+      const cudaError_t copied = cudaMemcpy(reinterpret_cast<void*>(rank.control + sizeof(Control)),
+                                            fresh_arena.get(), sizeof(Arena), cudaMemcpyHostToDevice);
       return copied == cudaSuccess ? cudaDeviceSynchronize() : copied;
     });
   }
