@@ -112,7 +112,7 @@ class MailSession {
       fails |= missing != 0;
       if (Opening::IsMine()) {
         if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
-        state_of_block() = {epoch, mine.opening.call(), ranks, writable, !fails, fails};
+        state_of_block() = {epoch, mine.opening.CallOf(peers_), ranks, writable, !fails, fails};
       }
     }
     __syncthreads();
@@ -137,8 +137,9 @@ class MailSession {
   // that what they wait for is not delayed.
   __device__ bool AwaitWord(const EpochWord* word) const {
     constexpr unsigned kPauseNs = 20;
+    const uint32_t now = epoch();
     return Await(peers_, [&] {
-      const bool is_there = HasEpoch(LoadAcquire(word), epoch());
+      const bool is_there = HasEpoch(LoadAcquire(word), now);
       if (!is_there) __nanosleep(kPauseNs);
       return is_there;
     });
@@ -163,19 +164,20 @@ class MailSession {
     log.Write(r, 0);
     if ((ranks() >> r & 1) == 0) return 0;
     const EpochWord* const words = half().mail(peers_.rank, r).call;
+    const uint32_t now = epoch();
     EpochWord low, high;
     uint64_t came = 0;
     const bool is_there = Await(peers_, [&] {
       low = LoadRelaxed(&words[0]);
       high = LoadRelaxed(&words[1]);
-      const bool both = HasEpoch(low, epoch()) && HasEpoch(high, epoch());
+      const bool both = HasEpoch(low, now) && HasEpoch(high, now);
       if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
       return both;
     });
     if (!is_there && log.wait_us != nullptr) came = GlobalNanoseconds();
     if (r != peers_.rank) log.Write(r, came);  // nobody waits for itself
     if (!is_there) return 1u << r;
-    ArenaOf(peers_, peers_.rank).heard[r] = epoch();
+    ArenaOf(peers_, peers_.rank).heard[r] = now;
     const uint64_t word = high << 32 | NumberOf(low);
     // The sites of ops that ranks may miss are each rank's own.
     const bool any_site = attendance_.active_ranks != nullptr;
@@ -248,19 +250,21 @@ class MailSession {
   // block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) const {
-    __shared__ BlocksEnded ended;
+    __shared__ bool is_last, any_failed;
     Channel& own = peers_.own();
     if (!state_of_block().is_open && !SettleUnopened(fill)) return;
     Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
     if (threadIdx.x == 0) {
-      ended =
-          BlocksEnded::From(atomicAdd(&own.ended, has_failed() ? BlocksEnded::kFailed + 1 : 1), has_failed());
-      if (ended.is_last) own.ended = 0;
+      const uint32_t added = has_failed() ? kEndedFailed : kEndedWell;
+      const uint32_t ended = atomicAdd(&own.ended, added) + added;
+      is_last = CountEnded(ended) == gridDim.x;
+      any_failed = HasAnyFailed(ended);
+      if (is_last) own.ended = 0;
     }
     __syncthreads();
-    if (!ended.is_last) return;
-    if (ended.any_failed) GiveUpMail(peers_, op_, epoch(), fill);
+    if (!is_last) return;
+    if (any_failed) GiveUpMail(peers_, op_, epoch(), fill);
     if (threadIdx.x == 0) FreeChannel(own, epoch());
   }
 

@@ -6,8 +6,8 @@
 //   Publish   the first block publishes the call and the addresses of this rank's arrays
 //   Meet      all ranks have published the same call, so peers' arrays may be touched
 //   Leave     this block no longer touches them
-//   AwaitLeft the last block waits until all blocks of all ranks have left
-//   Close     this block ends; the one that ends last frees the channel
+//   AwaitLeft the last block waits until all blocks of all ranks have left, and those of its rank have ended
+//   Close     this block ends; the last block frees the channel
 //
 // A block that cannot go on calls Abort in place of Leave and Close. What the session knows lies in shared
 // memory, so that the warps of a block cannot disagree. docs/protocol.md says what each step promises.
@@ -47,10 +47,9 @@ class Opening {
     const volatile uint32_t* const epoch = &own.epoch;
     const MeshPlace place = *place_operand;
     if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
-    epoch_ = *epoch + 1;
+    last_ = *epoch;
     gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, 1) : LoadRelaxed(&own.gate);
-    rank_ = place.rank;
-    call_ = peers.call.In(place.list);
+    place_ = place;
   }
 
   __device__ static bool IsMine() { return threadIdx.x == blockDim.x - 1; }
@@ -59,33 +58,34 @@ class Opening {
   // if the group has failed, the channel is in use or the program runs on another mesh than the group's.
   __device__ bool Finish(const Peers& peers, Op op) const {
     const bool is_open = blockIdx.x == 0 ? Open(peers, op) : NumberOf(gate_) == 0;
-    if (rank_ == peers.rank) return is_open;
-    RecordFailure(peers, op, Phase::kRank, epoch_, rank_);
+    if (place_.rank == peers.rank) return is_open;
+    RecordFailure(peers, op, Phase::kRank, epoch(), place_.rank);
     return false;
   }
-  __device__ uint32_t epoch() const { return epoch_; }
-  __device__ Call call() const { return call_; }
+  __device__ uint32_t epoch() const { return last_ + 1; }
+  // Returns the call as it is published.
+  __device__ Call CallOf(const Peers& peers) const { return peers.call.In(place_.list); }
 
  private:
   __device__ bool Open(const Peers& peers, Op op) const {
     Channel& own = peers.own();
-    if (gate_ == Pack(0, epoch_ - 1)) {
-      StoreWord(&own.opened, peers.call.site + 1, epoch_);
+    if (gate_ == Pack(0, last_)) {
+      StoreWord(&own.opened, peers.call.site + 1, epoch());
       return true;
     }
     (void)AddEpochs(&own.gate, ~0u);
     if (NumberOf(gate_) == 0) {
       // Another op of this rank has opened the channel and has not ended.
       const uint32_t user = NumberOf(LoadRelaxed(&own.opened)) - 1;
-      RecordFailure(peers, op, Phase::kChannel, epoch_, 1u << peers.rank, Call{0, user}.WithBlocks(0));
+      RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank, Call{0, user}.WithBlocks(0));
     }
     return false;
   }
 
-  uint32_t epoch_ = 0;
+  // As they were loaded: to compute with one would wait for it.
+  uint32_t last_ = 0;  // the epoch of the op before
   uint64_t gate_ = 0;  // before this op opened it
-  int rank_ = 0;       // according to the program
-  Call call_{};        // as it is published
+  MeshPlace place_{};  // according to the program
 };
 
 // Returns whether this rank has opened its op, and the op's epoch, after a reason has come to the gate. One
@@ -105,16 +105,19 @@ JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
   }
 }
 
-// How the blocks of a rank's kernel have ended so far.
-struct BlocksEnded {
-  static constexpr uint32_t kFailed = 1u << 16;  // counts blocks that have failed, above all that have ended
-  bool is_last;
-  bool any_failed;
+// What a block adds to Channel::ended: blocks that have ended, and in the upper half those that have failed.
+constexpr uint32_t kEndedWell = 1, kEndedFailed = 1u << 16 | 1;
+__device__ inline uint32_t CountEnded(uint32_t ended) { return ended & 0xffff; }
+__device__ inline bool HasAnyFailed(uint32_t ended) { return ended >> 16 != 0; }
 
-  __device__ static BlocksEnded From(uint32_t before, bool failed) {
-    return {before % kFailed == gridDim.x - 1, failed || before >= kFailed};
-  }
-};
+// As one thread of the last block: waits until the other blocks of this rank have ended, and returns whether
+// any has failed. They end by themselves, because all of their waits have a time-out.
+__device__ inline bool AwaitOtherBlocks(const Channel& own) {
+  uint32_t ended;
+  const auto are_there = [&] { return CountEnded(ended = LoadAcquire(&own.ended)) == gridDim.x - 1; };
+  PollUntil(are_there, [] { return false; });
+  return HasAnyFailed(ended);
+}
 
 // Frees the channel, so that the next op finds it so. One thread of the block that ends last.
 __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
@@ -126,8 +129,8 @@ __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
   *static_cast<volatile uint32_t*>(&own.epoch) = epoch;  // last: from now on an op may open
 }
 
-// Ends an op that was opened and has failed, as the block of this rank that ends last. fill() overwrites the
-// results once nobody writes to them any more.
+// Ends an op that was opened and has failed, as the last block of this rank. fill() overwrites the results
+// once nobody writes to them any more.
 template <typename Fill>
 __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
   // A peer's block may have left without its part before that peer's reason comes here. The report is better
@@ -139,7 +142,11 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, F
   }
   __syncthreads();
   RevokeAccess(peers, op, epoch);
-  if (threadIdx.x == 0) RecordGivenUp(peers, op, epoch);
+  if (threadIdx.x == 0) {
+    (void)AwaitOtherBlocks(peers.own());
+    RecordGivenUp(peers, op, epoch);
+  }
+  __syncthreads();
   fill();
 }
 
@@ -161,7 +168,7 @@ class Session {
       BlockClock().began = 0;
       BlockClock().limit = 0;
       const bool failed = !opening.Finish(peers_, op_);
-      state_of_block() = {opening.epoch(), opening.call(), failed};
+      state_of_block() = {opening.epoch(), opening.CallOf(peers_), failed};
     }
     __syncthreads();
     return !has_failed();
@@ -206,28 +213,25 @@ class Session {
 
   // Waits until the first block has opened this op. Returns false if it cannot be opened.
   __device__ bool AwaitOpened() const {
-    const EpochWord opened = Pack(peers_.call.site + 1, epoch());
-    if (IsOpenedNow()) return true;
-    return Await([&] { return LoadRelaxed(&peers_.own().opened) == opened; });
+    return Await([&] { return IsOpenedNow(); });
   }
   // Without waiting. Before that this block may belong to an op that finds the channel in use.
-  __device__ bool IsOpenedNow() const {
-    return LoadRelaxed(&peers_.own().opened) == Pack(peers_.call.site + 1, epoch());
-  }
+  __device__ bool IsOpenedNow() const { return LoadRelaxed(&peers_.own().opened) == OpenedWord(); }
 
   // Waits, as a warp, until every rank has finished a wave. Returns false if that did not happen in time: the
   // block then has not done its part.
   __device__ bool AwaitWave(int wave) const {
     const int lane = threadIdx.x % kWarp;
-    const uint32_t* flags = peers_.own().wave_done[wave];
-    const bool late = lane < peers_.num_ranks && !Await([&] {
-                        // A peer may fold for the next op already while this rank still spreads, because it
-                        // has ended this one.
-                        const uint32_t seen = LoadAcquire(&flags[lane]);
-                        const bool has_come = seen == epoch() || seen == NextEpoch(epoch());
-                        if (!has_come) __nanosleep(200);  // many warps wait for the same word
-                        return has_come;
-                      });
+    const uint32_t* const flags = peers_.own().wave_done[wave];
+    const uint32_t now = epoch();
+    // A peer may fold for the next op already while this rank still spreads, because it has ended this one.
+    const auto has_come = [&] {
+      const uint32_t seen = LoadAcquire(&flags[lane]);
+      const bool is_there = seen == now || seen == NextEpoch(now);
+      if (!is_there) __nanosleep(200);  // many warps wait for the same word
+      return is_there;
+    };
+    const bool late = lane < peers_.num_ranks && !Await(has_come);
     const unsigned missing = __ballot_sync(kAllLanes, late);
     if (missing != 0 && lane == 0) {
       RecordFailure(peers_, op_, Phase::kWave, epoch(), missing);
@@ -242,11 +246,11 @@ class Session {
   // with this warp.
   __device__ void FinishShare(int wave, int num_shares) const {
     if (threadIdx.x % kWarp != 0) return;
-    const bool is_opened = IsOpenedNow();
+    const EpochWord opened = LoadRelaxed(&peers_.own().opened);  // it comes while the fence waits
     // The threads' work comes before the share is counted, and all shares before the peers are told.
     FenceSystem();
     // A rank that folds has not met its peers yet. An op that finds the channel in use tells them nothing.
-    if (!is_opened && !AwaitOpened()) return;
+    if (opened != OpenedWord() && !AwaitOpened()) return;
     const unsigned most = static_cast<unsigned>(num_shares) - 1;
     if (atomicInc(&peers_.own().wave_shares[wave], most) != most) return;  // back to 0 with the last
     FenceSystem();
@@ -264,10 +268,12 @@ class Session {
                      has_failed() ? kBroken : kWhole, epoch());
   }
 
-  // Waits until every block of every rank has left. The last block, after it has left and if it has not
-  // failed; synchronizes. Returns false if that did not happen in time, or a block has not done its part.
+  // Waits until every block of every rank has left, and the others of this rank have ended. The last block,
+  // after it has left; synchronizes. Returns false if that did not happen in time, or a block has not done
+  // its part.
   __device__ bool AwaitLeft(const Published* all) const {
     const Channel& own = peers_.own();
+    const uint32_t now = epoch();
     uint32_t missing = 0;
     int stride = 1;
     for (int r = 0; r < peers_.num_ranks; ++r) stride = max(stride, Call::BlocksOf(all[r].call));
@@ -275,34 +281,31 @@ class Session {
       const int r = i / stride, block = i % stride;
       if (block >= Call::BlocksOf(all[r].call)) continue;
       EpochWord seen;
-      if (!Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), epoch()); })) {
+      if (!Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), now); })) {
         missing = 1u << r;
       } else if (NumberOf(seen) != kWhole) {
         missing = kAborted;
       }
     }
+    if (threadIdx.x == blockDim.x - 1 && missing == 0) missing = AwaitOtherBlocks(own) ? kAborted : 0;
     return Agree(Phase::kLeave, missing);
   }
 
-  // Ends the block. The block of this rank that ends last frees the channel. If any has failed, fill() first
-  // overwrites the results: by then no other block and no peer writes to them. The whole block; synchronizes.
+  // Ends the block. The last block of this rank frees the channel once all others have ended. If any has
+  // failed, fill() first overwrites the results: by then no other block and no peer writes to them. The whole
+  // block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) const {
-    __shared__ BlocksEnded ended;
     Channel& own = peers_.own();
     __syncthreads();
-    if (threadIdx.x == 0) {
-      const bool failed = has_failed();
-      ended = BlocksEnded::From(AddAcqRel(&own.ended, failed ? BlocksEnded::kFailed + 1 : 1), failed);
+    if (blockIdx.x < gridDim.x - 1) {
+      if (threadIdx.x == 0) AddRelease(&own.ended, has_failed() ? kEndedFailed : kEndedWell);
+      return;
     }
-    __syncthreads();
-    if (!ended.is_last) return;
-    if (ended.any_failed) GiveUp(peers_, op_, epoch(), fill);
-    if (threadIdx.x < kMaxPayloads) own.sent[threadIdx.x] = 0;
-    if (threadIdx.x == 0) own.spread = own.cleared = own.ended = 0;
-    __syncthreads();
+    if (has_failed()) GiveUp(peers_, op_, epoch(), fill);
     if (threadIdx.x != 0) return;
-    FenceSystem();
+    for (uint32_t& tickets : own.sent) tickets = 0;
+    own.spread = own.cleared = own.ended = 0;
     FreeChannel(own, epoch());
   }
 
@@ -331,6 +334,7 @@ class Session {
   }
 
   __device__ Call call() const { return state_of_block().call; }
+  __device__ EpochWord OpenedWord() const { return Pack(peers_.call.site + 1, epoch()); }
 
   // Not a member, whose object would have an address, and so lie in memory in all of the kernel.
   template <typename Fill, typename TakeBack>
@@ -369,11 +373,12 @@ class Session {
   // Waits for one published word of rank r; `came` is when it was found there.
   __device__ bool AwaitWord(int r, int number, uint64_t* word, uint64_t* came = nullptr) const {
     const EpochWord* const words = peers_.own().mail[r].words[number];
+    const uint32_t now = epoch();
     EpochWord low, high;
     const bool is_there = Await([&] {
       low = LoadRelaxed(&words[0]);
       high = LoadAcquire(&words[1]);
-      const bool both = HasEpoch(low, epoch()) && HasEpoch(high, epoch());
+      const bool both = HasEpoch(low, now) && HasEpoch(high, now);
       if (both && came != nullptr) *came = GlobalNanoseconds();
       return both;
     });

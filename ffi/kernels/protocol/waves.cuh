@@ -47,11 +47,9 @@ struct Batches {
   }
   // Returns batch `number`; an empty one behind the last token if there are fewer.
   JAX_EP_HD Batch Find(const Shape& shape, const Waves& waves, int number) const {
-    const int later = number - in_head, wave = later < 0 ? 0 : 1 + later / in_wave;
-    const int first = waves.First(shape, wave), last = waves.First(shape, wave + 1);
-    const int begin = first + (later < 0 ? number : later % in_wave) * tokens;
-    if (begin >= last) return {shape.num_tokens, shape.num_tokens};
-    return {begin, begin + tokens < last ? begin + tokens : last};
+    if (number < in_head) return Cut(number * tokens, waves.First(shape, 1), shape.num_tokens);
+    const int wave = 1 + (number - in_head) / in_wave, i = (number - in_head) % in_wave;
+    return Cut(waves.First(shape, wave) + i * tokens, waves.First(shape, wave + 1), shape.num_tokens);
   }
   JAX_EP_HD int CountIn(const Shape& shape, const Waves& waves, int wave) const {
     return (waves.First(shape, wave + 1) - waves.First(shape, wave) + tokens - 1) / tokens;
@@ -59,6 +57,12 @@ struct Batches {
   JAX_EP_HD int Count(const Shape& shape, const Waves& waves) const {
     const int last = waves.count - 1;
     return (last == 0 ? 0 : in_head + (last - 1) * in_wave) + CountIn(shape, waves, last);
+  }
+
+ private:
+  JAX_EP_HD Batch Cut(int begin, int wave_end, int num_tokens) const {
+    if (begin >= wave_end) return {num_tokens, num_tokens};
+    return {begin, begin + tokens < wave_end ? begin + tokens : wave_end};
   }
 };
 

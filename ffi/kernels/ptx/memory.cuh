@@ -62,14 +62,9 @@ __device__ inline uint64_t AddRelaxed(uint64_t* address, uint64_t number) {
                : "memory");
   return old;
 }
-// Among the blocks of one device.
-__device__ inline uint32_t AddAcqRel(uint32_t* address, uint32_t number) {
-  uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(address), "r"(number)
-               : "memory");
-  return old;
+// Among the blocks of one device. Nothing waits for it.
+__device__ inline void AddRelease(uint32_t* address, uint32_t number) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(number) : "memory");
 }
 
 // Stops the GPU, for StopGpu alone: where a peer may still write to memory that XLA would use again, no error

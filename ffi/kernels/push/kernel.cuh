@@ -59,6 +59,8 @@ struct SenderWarp {
   __device__ bool helps() const { return !sends_in_bulk && !notifies; }
 };
 
+__device__ inline int After(int turn) { return turn == 2 ? 0 : turn + 1; }
+
 // Sends the tokens, a batch at a time. The first slice of the first batch is being loaded already. The whole
 // block; synchronizes.
 template <bool kInBulk, bool kQuantizes>
@@ -94,14 +96,15 @@ __device__ void Send(const PushArgs& args, const Session& session, Counts& count
     finish(first);
   }
   __syncthreads();
-  for (int turn = 0; dealt[turn % 3].begin < args.shape.num_tokens; ++turn) {
-    const Batch &present = dealt[turn % 3], &following = dealt[(turn + 1) % 3];
+  for (int turn = 0; dealt[turn].begin < args.shape.num_tokens; turn = After(turn)) {
+    const Batch present = dealt[turn];
+    const Batch& following = dealt[After(turn)];
     if (warp.sends_in_bulk) {
       SendInBulk<kQuantizes>(args, present, following, published, stages);
     } else if (warp.notifies) {
       if (arrived >= 0) FinishBatch(args, session, arrived);
     } else {
-      deal(&dealt[(turn + 2) % 3]);
+      deal(&dealt[After(After(turn))]);
       finish(following);
       SendTokens(args, present.begin, present.end, published, helpers, send_rows);
     }
