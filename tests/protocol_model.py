@@ -28,10 +28,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # What a block does. The first block of a rank begins with OPENS, the others with WAITS.
-OPENS, OPENS_LATE, TAKES_BACK, NOTES, PUBLISHES, WAITS, CLOSES, MOVES, TELLS, SPREADS, LOOKS_AGAIN, ENDED = (
-    range(12)
-)
-WHOLE, SUCCEEDS = 1, 2
+OPENS, OPENS_LATE, TAKES_BACK, NOTES, PUBLISHES, WAITS, CLOSES, MOVES, TELLS, SPREADS, ENDED = range(11)
 
 # What a protocol can do wrong: each must be found.
 FAULTS = {
@@ -50,7 +47,7 @@ FAULTS = {
     "leaves without a word": "a block that has abandoned an op that its rank has opened does not tell",
     "leaves unopened": "a block leaves an op never opened, by a word that does not count for the op before",
     "looks before it closes": "a block that fails finds the op not opened, and closes the gate then",
-    "loses what it waits for": "a wait after leaving expires, and the gate is closed only then",
+    "forgets what it lost": "the last block does not ask the others whether a wait after leaving has expired",
     "ignores signatures": "a rank does not compare what it and its peers run",
 }
 
@@ -71,7 +68,7 @@ class Rank(NamedTuple):
     told: int  # ranks to whom it has published, itself first
     blocks: tuple[Block, ...]
     giving_up: int  # of the last block, when it has left: 0, or 1 + the steps that it has done
-    outcome: int  # 0; WHOLE: it has seen that every block of every rank has left whole; SUCCEEDS
+    whole: bool  # it has seen that every block of every rank has left whole
     noted: bool  # the fault "reads the word first": whether the word was there
     gate: int  # the epoch that it opened last, or one more until it has taken that back
     opened: int  # the epoch that it opened last, noted after that
@@ -118,7 +115,7 @@ class Protocol:
 
     def start(self) -> State:
         words = ((0,) * self.size, tuple(((0, True),) * blocks for blocks in self.blocks), 0)
-        ranks = (Rank(1, 0, self.first_stages(n), 0, 0, False, 0, 0, False, *words) for n in self.blocks)
+        ranks = (Rank(1, 0, self.first_stages(n), 0, False, False, 0, 0, False, *words) for n in self.blocks)
         return tuple(ranks), -1
 
     def first_stages(self, blocks: int) -> tuple[Block, ...]:
@@ -205,14 +202,8 @@ class Protocol:
         elif block.stage == SPREADS:
             if self.all_moved(rank, ranks):
                 yield "hands all on", become(ENDED)
-            elif rank.closed:
-                yield "finds a reason and not all rows", become(ENDED, {"lost": True})
-            elif self.fault == "loses what it waits for":
-                yield "waits no longer", become(CLOSES, {"lost": True})
             else:
-                yield "closes its gate and looks again", become(LOOKS_AGAIN, closed=True)
-        elif block.stage == LOOKS_AGAIN:
-            yield "looks again", become(ENDED, {"lost": not self.all_moved(rank, ranks)})
+                yield "waits no longer", become(ENDED, {"lost": True}, closed=True)
 
     def steps_of_leaving(self, r: int, b: int, ranks: Ranks) -> Steps:
         """A block tells its peers one after the other that it is done with their memory."""
@@ -247,19 +238,14 @@ class Protocol:
             words = [(ranks[p].moved >> rank.op & 1, left) for p in peers for left in rank.left[p]]
             left = all(left == (rank.op, True) or (moved and left[0] > rank.op) for moved, left in words)
             own = all(block.whole and block.farewells == len(peers) for block in rank.blocks)
-            # A wait after leaving was in vain only if the gate was closed before all had left.
-            in_vain = self.spreads and rank.closed
-            if rank.outcome == SUCCEEDS:
-                if ended:
-                    if not self.all_moved(rank, ranks) or any(block.lost for block in rank.blocks):
-                        raise Violation(f"I2: {r} reports success without all data")
-                    yield "succeeds", _with(ranks, r, self.ended(rank))
-            elif rank.outcome == WHOLE and not in_vain:
-                yield "decides to succeed", _with(ranks, r, rank._replace(outcome=SUCCEEDS))
-            elif rank.outcome == 0 and left and own:
-                after = WHOLE if self.spreads else SUCCEEDS
-                yield "sees that all have left", _with(ranks, r, rank._replace(outcome=after))
-            if rank.outcome == 0 or (rank.outcome == WHOLE and in_vain):
+            lost = any(block.lost for block in rank.blocks)
+            if rank.whole and ended and (not lost or self.fault == "forgets what it lost"):
+                if not self.all_moved(rank, ranks) or lost:
+                    raise Violation(f"I2: {r} reports success without all data")
+                yield "succeeds", _with(ranks, r, self.ended(rank))
+            elif not rank.whole and left and own:
+                yield "sees that all have left", _with(ranks, r, rank._replace(whole=True))
+            if not rank.whole or (ended and lost):
                 yield "gives up", _with(ranks, r, rank._replace(giving_up=1, closed=True))
         elif rank.giving_up <= 2 * len(peers) and (rank.opened == rank.op or rank.giving_up <= len(peers)):
             yield from self.steps_of_giving_up(r, ranks, stopped)
@@ -297,7 +283,7 @@ class Protocol:
     def ended(self, rank: Rank) -> Rank:
         """The rank after the op, whose memory it has freed."""
         blocks = self.first_stages(len(rank.blocks))
-        return rank._replace(op=rank.op + 1, told=0, blocks=blocks, giving_up=0, outcome=0, noted=False)
+        return rank._replace(op=rank.op + 1, told=0, blocks=blocks, giving_up=0, whole=False, noted=False)
 
     def check(self, state: State) -> None:
         """Raises Violation if a block touches what it must not."""

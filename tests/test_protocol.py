@@ -69,7 +69,7 @@ CAUGHT_BY = {
     "leaves without a word": ("I3", ONE_BLOCK),
     "leaves unopened": ("I3", ONE_BLOCK),
     "looks before it closes": ("I3", SEVERAL_BLOCKS),
-    "loses what it waits for": ("I2", SEVERAL_BLOCKS),
+    "forgets what it lost": ("I2", SEVERAL_BLOCKS),
     "ignores signatures": ("I4", ONE_BLOCK),
 }
 
@@ -81,7 +81,7 @@ def test_each_planted_fault_is_found(fault, blocks):
     # One rank runs something else where that is what must be noticed.
     last = ("combine", "combine") if fault == "ignores signatures" else ALIKE
     signatures = (*(ALIKE,) * (len(blocks) - 1), last)
-    spreads = fault == "loses what it waits for"
+    spreads = fault == "forgets what it lost"
     _, broken = search(Protocol(blocks, 2, signatures, spreads=spreads, fault=fault))
     assert broken is not None, FAULTS[fault]
     assert broken.invariant.startswith(CAUGHT_BY[fault][0]), broken
