@@ -84,7 +84,7 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
       fits = names_f && phase == HopPhase::kOther;
       break;
     case kPlace:
-      fits = names_f && phase == HopPhase::kPlace;
+      fits = names_f && phase == HopPhase::kMesh;
       break;
     case kHeld:
       fits = phase == HopPhase::kLate;

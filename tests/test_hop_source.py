@@ -50,7 +50,7 @@ MISTAKES = {
     "forgets how far it is": [
         (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")
     ],
-    "gives up silently": [(WAIT, "if (atomicExch(&track.told, 1u) != 0) return;", "return;")],
+    "gives up silently": [(WAIT, "if (atomicExch(&track.notified, 1u) != 0) return;", "return;")],
     "waits for ever": [(WAIT, "if (clock.IsUp(hop.timeout_ns))", "if (false)")],
     "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
     "clears what its track failed of only": [
@@ -63,12 +63,12 @@ MISTAKES = {
     "lets its host go on": [
         (
             WAIT,
-            "CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0))",
+            "CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0))",
             "true",
         ),
     ],
     "does not tell its host of another mesh": [
-        (WAIT, "is_misplaced ? Phase::kRank : Phase::kHop", "Phase::kHop"),
+        (WAIT, "is_on_other_mesh ? Phase::kRank : Phase::kHop", "Phase::kHop"),
     ],
     "looks not again when time is up": [(WAIT, "return ready() ? 0 : HopReason", "return HopReason")],
     "sends on what its host has failed of": [

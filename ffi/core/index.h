@@ -65,7 +65,7 @@ struct Shape {
 // A device's place in the mesh of a program, an operand [2] of all ops that communicate. Devices whose rows
 // are independent of each other's are in different lists, so that ranks of a group which exchange rows must
 // be in the same one.
-struct MeshPlace {
+struct MeshPosition {
   int32_t rank;
   int32_t list;
 };

@@ -72,8 +72,8 @@ enum class Quantize : int32_t {
 struct PushOperands {
   Shape shape;
   int32_t rank;
-  const MeshPlace* place_operand;  // as the program computed it
-  HandleArrays handle;             // written by a push that routes, otherwise read
+  const MeshPosition* position_operand;  // as the program computed it
+  HandleArrays handle;                   // written by a push that routes, otherwise read
   int32_t num_payloads;
   const float* topk_weights;  // [T, K], or null
   float* arrived_weights;     // [C, K] by rank, [C] by expert, or null
@@ -124,7 +124,7 @@ struct Bias {
 struct PullOperands {
   Shape shape;
   int32_t rank;
-  const MeshPlace* place_operand;
+  const MeshPosition* position_operand;
   HandleArrays handle;
   int32_t num_summands;
   const float* row_weights;  // [C] by expert, or null: the factor of each row
@@ -144,7 +144,7 @@ struct PullParams : PullOperands {
 struct GatherParams {
   int32_t num_ranks;
   int32_t rank;
-  const MeshPlace* place_operand;
+  const MeshPosition* position_operand;
   const std::byte* in;  // [rows, row_bytes], a multiple of 16 bytes in all
   std::byte* out;       // [R, rows, row_bytes]
   int64_t rows;

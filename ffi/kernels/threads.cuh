@@ -32,11 +32,13 @@ __device__ inline Team WholeBlock() {
 
 // Deals tickets, which are numbers from 0 on that stand for work, to warps, so that none waits for one that
 // has more to do.
-struct Dealer {
+struct TicketCounter {
   unsigned* next;
   // Asks for a ticket. Nothing waits for it until it is shown.
-  __device__ unsigned Take(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
-  __device__ static int Show(unsigned asked) { return static_cast<int>(__shfl_sync(kAllLanes, asked, 0)); }
+  __device__ unsigned Request(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
+  __device__ static int Broadcast(unsigned requested) {
+    return static_cast<int>(__shfl_sync(kAllLanes, requested, 0));
+  }
 };
 
 }  // namespace jax_ep::cuda

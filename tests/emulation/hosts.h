@@ -24,9 +24,9 @@ struct EmulatedNet {
     network->Put(host, to, there, here, bytes, signal);
   }
   void Signal(int to, uint32_t signal, uint64_t number) const { network->Signal(host, to, signal, number); }
-  uint64_t Signalled(uint32_t signal) const {
+  uint64_t ReadSignal(uint32_t signal) const {
     Machine::Get().Access(false);
-    return network->Signalled(host, signal);
+    return network->ReadSignal(host, signal);
   }
 };
 
@@ -53,7 +53,7 @@ inline std::byte ByteOf(int call, int from, int to, int64_t at) {
 struct Run {
   HopCall call;
   HopParams hop{};
-  MeshPlace place{};
+  MeshPosition place{};
   std::vector<uint4> in, out;
   emulation::Launch launch;
   EmulatedNet net{};

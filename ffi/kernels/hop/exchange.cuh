@@ -18,10 +18,10 @@ constexpr int kHopLag = kHopSlots - 1;
 
 // Where the program says that this rank is: its host, and the list of those that it exchanges pieces with,
 // which have the same index on other hosts.
-__device__ inline MeshPlace FindHopPlace(const HopParams& hop) {
+__device__ inline MeshPosition FindHopPosition(const HopParams& hop) {
   const int per_host = max(1, hop.peers.num_ranks);
-  const MeshPlace place = *hop.place_operand;
-  return {place.rank / per_host, place.list * per_host + place.rank % per_host};
+  const MeshPosition position = *hop.position_operand;
+  return {position.rank / per_host, position.list * per_host + position.rank % per_host};
 }
 
 // One piece of a track in the present hop.
@@ -44,15 +44,15 @@ struct HopPiece {
 template <typename Net>
 __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
-  const int64_t own = hop.host * hop.block_bytes + piece.offset;
-  CopyBlock(hop.out + own, hop.in + own, piece.bytes);
+  const int64_t own_offset = hop.host * hop.block_bytes + piece.offset;
+  CopyBlock(hop.out + own_offset, hop.in + own_offset, piece.bytes);
   for (int k = 1; k < window.hosts; ++k) {
     const int to = (hop.host + k) % window.hosts;
     uint64_t reason = 0;
     if (threadIdx.x == 0 && piece.number >= kHopSlots) {
       const uint64_t credits = piece.number - kHopSlots + 1;
       reason = AwaitHost(hop, net, to,
-                         [&] { return net.Signalled(window.CreditSignal(piece.track, to)) >= credits; });
+                         [&] { return net.ReadSignal(window.CreditSignal(piece.track, to)) >= credits; });
       if (reason != 0) GiveUpHop(hop, net, reason);
     }
     if (__syncthreads_or(reason != 0)) return false;
@@ -75,7 +75,7 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece&
   const HopWindow& window = hop.window;
   const uint64_t uses = piece.number / kHopSlots + 1;  // of its slot
   const uint64_t reason = AwaitHost(hop, net, from, [&] {
-    return net.Signalled(window.PieceSignal(piece.track, from, piece.number)) >= uses;
+    return net.ReadSignal(window.PieceSignal(piece.track, from, piece.number)) >= uses;
   });
   if (reason != 0) {
     GiveUpHop(hop, net, reason);
@@ -91,7 +91,7 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece&
 
 // The whole block: takes a piece from every other host. False if the hop has failed.
 template <typename Net>
-__device__ bool TakePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
+__device__ bool ReceivePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
   for (int k = 1; k < window.hosts; ++k) {
     const int from = (hop.host + window.hosts - k) % window.hosts;
@@ -112,8 +112,8 @@ __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track)
   const bool is_busy = atomicExch(&track.busy, 1u) != 0;
   FenceSystem();  // what the hop before has left of this track is seen
   if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.host, hop.host).word;
-  if (reason == 0 && FindHopPlace(hop).rank != hop.host) {
-    reason = HopReason::Of(HopPhase::kPlace, hop.host, hop.host).word;
+  if (reason == 0 && FindHopPosition(hop).rank != hop.host) {
+    reason = HopReason::Of(HopPhase::kMesh, hop.host, hop.host).word;
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
   if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.most_pieces) {
@@ -130,11 +130,11 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
   bool alive = !__syncthreads_or(threadIdx.x == 0 && !OpenTrack(hop, net, track));
   if (alive) {
     const uint64_t first = track.pieces;
-    const uint32_t list = FindHopPlace(hop).list;
+    const uint32_t list = FindHopPosition(hop).list;
     const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
     for (int64_t i = 0; alive && i < pieces + kHopLag; ++i) {
       if (i < pieces) alive = SendPiece(hop, net, HopPiece::Of(hop, list, first, i));
-      if (alive && i >= kHopLag) alive = TakePiece(hop, net, HopPiece::Of(hop, list, first, i - kHopLag));
+      if (alive && i >= kHopLag) alive = ReceivePiece(hop, net, HopPiece::Of(hop, list, first, i - kHopLag));
     }
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -20,7 +20,7 @@ class GinNet {
   __device__ void Signal(int host, uint32_t signal, uint64_t number) const {
     gin_.signal(team_, host, ncclGin_WeakSignalAdd{signal, number});
   }
-  __device__ uint64_t Signalled(uint32_t signal) const { return gin_.readSignal(signal); }
+  __device__ uint64_t ReadSignal(uint32_t signal) const { return gin_.readSignal(signal); }
 
  private:
   ncclGin gin_;

@@ -49,8 +49,8 @@ __device__ uint64_t FindReason(const HopParams& hop, const Net& net) {
   if (known != 0) return known;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
-    const uint64_t told = net.Signalled(hop.window.EndSignal(static_cast<int>(blockIdx.x), host));
-    if (told != 0) return told;
+    const uint64_t reason = net.ReadSignal(hop.window.EndSignal(static_cast<int>(blockIdx.x), host));
+    if (reason != 0) return reason;
   }
   return 0;
 }
@@ -77,9 +77,9 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Re
 JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t other_call) {
   const Peers& peers = hop.peers;
   if (peers.num_ranks == 0) return;
-  const bool is_misplaced = HopReason{reason}.phase() == HopPhase::kPlace;
+  const bool is_on_other_mesh = HopReason{reason}.phase() == HopPhase::kMesh;
   const bool is_first =
-      CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0));
+      CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0));
   CloseAllGates(peers, 0, 1);
   // Another track tells, or an earlier op of this rank has told.
   if (!is_first && Reason{ReasonIn(&peers.own().gate)}.rank() == peers.rank) return;
@@ -98,7 +98,7 @@ __device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason,
   if (earlier == 0) *static_cast<volatile uint64_t*>(&hop.report->reason) = reason;
   GiveUpHost(hop, first, earlier == 0 ? other_call : 0);
   HopTrack& track = hop.state->tracks[blockIdx.x];
-  if (atomicExch(&track.told, 1u) != 0) return;
+  if (atomicExch(&track.notified, 1u) != 0) return;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
     net.Signal(host, hop.window.EndSignal(static_cast<int>(blockIdx.x), hop.host), first);

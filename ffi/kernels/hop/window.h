@@ -76,7 +76,7 @@ enum class HopPhase : int32_t {
   kLate = 1,              // nothing came from a host
   kOther = 2,             // a host called another op
   kBusy = 3,              // another hop of this device was under way
-  kPlace = 4,             // the program runs on another mesh than the group's
+  kMesh = 4,              // the program runs on another mesh than the group's
   kWithin = 5,            // an op among the ranks of the host has failed
   kCounterExhausted = 6,  // the network counts no further
 };
@@ -95,9 +95,9 @@ struct HopReason {
 };
 
 struct alignas(128) HopTrack {
-  uint64_t pieces;  // that it has exchanged with each host, in all hops that have ended
-  uint32_t busy;    // it is part of a hop that is under way
-  uint32_t told;    // it has told the other hosts that this one has given up
+  uint64_t pieces;    // that it has exchanged with each host, in all hops that have ended
+  uint32_t busy;      // it is part of a hop that is under way
+  uint32_t notified;  // it has told the other hosts that this one has given up
 };
 
 // In device memory, zero at first.
@@ -114,13 +114,13 @@ struct HopReport {
 
 struct HopParams {
   HopWindow window;
-  int32_t host;                    // of this rank
-  const MeshPlace* place_operand;  // among all ranks, as the program computed it
-  const std::byte* in;             // [hosts, block_bytes]
-  std::byte* out;                  // [hosts, block_bytes]
-  int64_t block_bytes;             // more than 0
-  uint32_t call;                   // stands for the op and its shape
-  std::byte* slots;                // the window, here
+  int32_t host;                          // of this rank
+  const MeshPosition* position_operand;  // among all ranks, as the program computed it
+  const std::byte* in;                   // [hosts, block_bytes]
+  std::byte* out;                        // [hosts, block_bytes]
+  int64_t block_bytes;                   // more than 0
+  uint32_t call;                         // stands for the op and its shape
+  std::byte* slots;                      // the window, here
   HopState* state;
   HopReport* report;
   const uint64_t* timeout_ns;  // in host memory: how long a wait may last

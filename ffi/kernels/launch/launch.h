@@ -19,7 +19,7 @@ cudaError_t LaunchAs(const cudaLaunchConfig_t& config, void (*kernel)(Params...)
 // them; half of them would wait for the others in vain.
 template <typename... Params, typename... Args>
 cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, int num_threads, int64_t shared_bytes,
-                   cudaStream_t stream, bool together, const Args&... args) {
+                   cudaStream_t stream, bool cooperative, const Args&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
@@ -29,7 +29,7 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, int num_threads, int6
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = together ? 1 : 0;
+  config.numAttrs = cooperative ? 1 : 0;
   return LaunchAs(config, kernel, args...);
 }
 

@@ -99,14 +99,14 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
   const bool limited = budget > 0 && budget < num_sms;
   // The others are left to kernels that run beside this one: a collective that finds no SM on one rank, and
   // keeps this op's blocks from theirs on another, would hold up both.
-  const int32_t most = limited ? budget : std::max(num_sms * 3 / 4, 2);
-  if (plan.total() <= most) return plan;
+  const int32_t max_sms = limited ? budget : std::max(num_sms * 3 / 4, 2);
+  if (plan.total() <= max_sms) return plan;
   if (plan.local > 0) {
-    const int32_t share = static_cast<int32_t>(most * work.least_sms / (links + work.least_sms));
+    const int32_t share = static_cast<int32_t>(max_sms * work.least_sms / (links + work.least_sms));
     // Where nothing limits the op, the links keep theirs.
-    plan.local = std::clamp(limited ? share : most - links, 1, most - 1);
+    plan.local = std::clamp(limited ? share : max_sms - links, 1, max_sms - 1);
   }
-  plan.links = most - plan.local;
+  plan.links = max_sms - plan.local;
   return plan;
 }
 
@@ -127,8 +127,9 @@ inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind) 
                         : !shape.has_row_per_choice() ? kRankSenders
                         : kind == PushWork::kScale    ? kScalingSenders
                                                       : kExpertSenders;
-  const double sent = ExpectedTokens(shape) * row_bytes, made = shape.num_tokens * row_bytes;
-  const double us = kind == PushWork::kQuantize ? sent / kStoreRate + made / kQuantizeRate : sent / kSendRate;
+  const double sent = ExpectedTokens(shape) * row_bytes, converted = shape.num_tokens * row_bytes;
+  const double us =
+      kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate : sent / kSendRate;
   return std::max(least, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
 }
 
@@ -172,11 +173,11 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool
 
 // The SMs that pull: so many for each byte that comes over the links, and as many more for the rank's own.
 inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
-  const int32_t ranks = shape.num_ranks, others = std::max(ranks - 1, 1);
+  const int32_t ranks = shape.num_ranks, num_peers = std::max(ranks - 1, 1);
   if (by_ring && ranks == 2) return ranks * (folds ? kFoldingRingPullersOfTwo : kRingPullersOfTwo);
-  if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / others;
+  if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / num_peers;
   const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
-  return (folds ? folding : kPullers) * ranks / others;
+  return (folds ? folding : kPullers) * ranks / num_peers;
 }
 
 inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, int32_t num_sms,

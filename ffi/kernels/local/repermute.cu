@@ -30,7 +30,7 @@ __device__ void ForEachRow(const RepermuteParams& params, int lane, F&& f) {
 }
 
 // Clears the rows that are no choice's, a warp for each.
-__device__ void ClearOthers(const RepermuteParams& params, int lane) {
+__device__ void ClearUnwrittenRows(const RepermuteParams& params, int lane) {
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp), bytes = params.payload.row_bytes;
   for (int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp; row < params.num_permuted;
        row += num_warps) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const __grid_constant__ R
     CopyBytes(params.payload.in + c * bytes, bytes, __ballot_sync(kAllLanes, row >= 0),
               params.payload.out + row * bytes, lane);
   });
-  ClearOthers(params, lane);
+  ClearUnwrittenRows(params, lane);
 }
 
 template <typename T, int N>
@@ -58,16 +58,16 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocks)
   ForEachRow(params, lane, [&](int64_t c, int64_t choice, int row) {
     const float weight = row >= 0 ? params.topk_weights[choice] : 0.0f;
     float dot = 0;  // of this lane's choice
-    for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0;) {
+    for (unsigned remaining = __ballot_sync(kAllLanes, row >= 0); remaining != 0;) {
       int from[kScaledRows], rows[kScaledRows];
       Acc weights[kScaledRows], dots[kScaledRows];
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
-        from[r] = left == 0 ? -1 : __ffs(static_cast<int>(left)) - 1;
-        const int there = __shfl_sync(kAllLanes, row, max(from[r], 0));
-        rows[r] = left == 0 ? -1 : there;
+        from[r] = remaining == 0 ? -1 : __ffs(static_cast<int>(remaining)) - 1;
+        const int broadcast_row = __shfl_sync(kAllLanes, row, max(from[r], 0));
+        rows[r] = remaining == 0 ? -1 : broadcast_row;
         weights[r] = __shfl_sync(kAllLanes, weight, max(from[r], 0));
-        left &= left - 1;
+        remaining &= remaining - 1;
       }
       ScaleRow<T, N>(reinterpret_cast<const T*>(params.payload.in) + c * width, width, rows, weights,
                      static_cast<const T*>(params.factors), reinterpret_cast<T*>(params.payload.out), lane,
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocks)
     }
     if (lane < params.top_k) params.dots[choice] = dot;
   });
-  ClearOthers(params, lane);
+  ClearUnwrittenRows(params, lane);
 }
 
 // Calls f with the kernel for rows of a type and a width.

@@ -8,7 +8,7 @@
 namespace jax_ep::cuda {
 
 // Whether these kernels can make a product, here.
-bool TakesProduct(const GroupedDotParams& params);
+bool SupportsProduct(const GroupedDotParams& params);
 cudaError_t LaunchProduct(const GroupedDotParams& params, int num_sms, cudaStream_t stream);
 cudaError_t PreloadProducts();
 

@@ -58,12 +58,12 @@ inline Slots SlotsOf(const Shape& shape, int64_t row_bytes) {
 JAX_EP_HD inline int64_t ChoicesStride(const Shape& shape) {
   return AlignUp(int64_t{shape.num_tokens} * shape.top_k, 8);
 }
-JAX_EP_HD inline int64_t RouteBytes(const Shape& shape) {
+JAX_EP_HD inline int64_t RoutingTableBytes(const Shape& shape) {
   const int64_t R = shape.num_ranks;
   return 2 * R * ChoicesStride(shape) + AlignUp(2 * R * shape.num_tokens, 16) +
          4 * (int64_t{4} * shape.num_experts + R);
 }
-constexpr int64_t kMostRouteBytes = 96 * 1024;  // a block may have as much on all GPUs from sm_80 on
+constexpr int64_t kMaxRoutingTableBytes = 96 * 1024;  // a block may have as much on all GPUs from sm_80 on
 
 // Returns whether an op whose rows take so many bytes fits into the arena.
 inline bool FitsArena(const Shape& shape, int64_t row_bytes) {
@@ -71,8 +71,8 @@ inline bool FitsArena(const Shape& shape, int64_t row_bytes) {
     return false;
   }
   const Slots slots = SlotsOf(shape, row_bytes);
-  return int64_t{shape.num_tokens} * shape.top_k <= kSlotChoices && RouteBytes(shape) <= kMostRouteBytes &&
-         shape.num_tokens * slots.bytes <= slots.region;
+  return int64_t{shape.num_tokens} * shape.top_k <= kSlotChoices &&
+         RoutingTableBytes(shape) <= kMaxRoutingTableBytes && shape.num_tokens * slots.bytes <= slots.region;
 }
 
 }  // namespace jax_ep

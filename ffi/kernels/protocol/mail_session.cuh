@@ -77,14 +77,15 @@ struct MailOpening {
   uint32_t heard = 0;      // the last op in which this rank has heard of rank r
   bool is_active = false;  // rank r takes part, according to the program
 
-  __device__ MailOpening(const Peers& peers, const MeshPlace* place_operand, const Attendance& attendance)
-      : opening(peers, place_operand) {
+  __device__ MailOpening(const Peers& peers, const MeshPosition* position_operand,
+                         const Attendance& attendance)
+      : opening(peers, position_operand) {
     const int r = threadIdx.x % kWarp;
-    if (!IsMine() || r >= peers.num_ranks) return;
+    if (!IsOpeningWarp() || r >= peers.num_ranks) return;
     heard = ArenaOf(peers, peers.rank).heard[r];
     is_active = attendance.is_active(r);
   }
-  __device__ static bool IsMine() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
+  __device__ static bool IsOpeningWarp() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
 };
 
 class MailSession {
@@ -93,21 +94,22 @@ class MailSession {
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
   // The whole block; synchronizes. Returns false if the block must not go on with the op.
-  __device__ bool Open(const MailOpening& mine) const {
-    if (MailOpening::IsMine()) {
+  __device__ bool Open(const MailOpening& mail_opening) const {
+    if (MailOpening::IsOpeningWarp()) {
       bool fails = false;
-      if (Opening::IsMine()) {
+      if (Opening::IsOpeningThread()) {
         BlockClock().began = 0;
         BlockClock().limit = 0;
-        fails = !mine.opening.Finish(peers_, op_);
-        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mine.opening.epoch());
+        fails = !mail_opening.opening.Finish(peers_, op_);
+        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mail_opening.opening.epoch());
       }
       fails = __ballot_sync(kAllLanes, fails) != 0;
-      const uint32_t epoch = __shfl_sync(kAllLanes, mine.opening.epoch(), kWarp - 1);
-      const unsigned active = __ballot_sync(kAllLanes, mine.is_active);
+      const uint32_t epoch = __shfl_sync(kAllLanes, mail_opening.opening.epoch(), kWarp - 1);
+      const unsigned active = __ballot_sync(kAllLanes, mail_opening.is_active);
       const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
-      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mine.heard);
-      if (Opening::IsMine()) state_of_block() = {epoch, mine.opening.call(), ranks, writable, !fails, fails};
+      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mail_opening.heard);
+      if (Opening::IsOpeningThread())
+        state_of_block() = {epoch, mail_opening.opening.call(), ranks, writable, !fails, fails};
     }
     __syncthreads();
     return state_of_block().is_open;

@@ -41,11 +41,11 @@ __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uin
 // nothing waits for them before Finish.
 class Opening {
  public:
-  __device__ Opening(const Peers& peers, const MeshPlace* place_operand) {
-    if (!IsMine() || peers.num_ranks == 0) return;
+  __device__ Opening(const Peers& peers, const MeshPosition* position_operand) {
+    if (!IsOpeningThread() || peers.num_ranks == 0) return;
     Channel& own = peers.own();
     const volatile uint32_t* const epoch = &own.epoch;
-    const MeshPlace place = *place_operand;
+    const MeshPosition place = *position_operand;
     if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
     epoch_ = *epoch + 1;
     gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, 1) : LoadRelaxed(&own.gate);
@@ -53,7 +53,7 @@ class Opening {
     call_ = peers.call.In(place.list);
   }
 
-  __device__ static bool IsMine() { return threadIdx.x == blockDim.x - 1; }
+  __device__ static bool IsOpeningThread() { return threadIdx.x == blockDim.x - 1; }
 
   // Opens the op, as the thread of the first block. Others only see whether its gate is open. Returns false
   // if the group has failed, the channel is in use or the program runs on another mesh than the group's.
@@ -156,7 +156,7 @@ class Session {
 
   // The whole block; synchronizes. Returns false if the block must not go on with the op.
   __device__ bool Open(const Opening& opening) const {
-    if (Opening::IsMine()) {
+    if (Opening::IsOpeningThread()) {
       BlockClock().began = 0;
       BlockClock().limit = 0;
       const bool failed = !opening.Finish(peers_, op_);
@@ -172,10 +172,11 @@ class Session {
 
   // Publishes the call and the addresses of this rank's arrays: `mine` in shared memory, of which the first
   // `num_buffers` are used. The first block. Results of earlier kernels are visible to all devices by now.
-  __device__ void Publish(Published& mine, int num_buffers) const {
+  __device__ void Publish(Published& outgoing, int num_buffers) const {
     const int count = Published::Count(num_buffers);
     for (int i = threadIdx.x; i < peers_.num_ranks * count; i += blockDim.x) {
-      const uint64_t word = i % count == 0 ? call().WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
+      const uint64_t word =
+          i % count == 0 ? call().WithBlocks(gridDim.x) : outgoing.Word(i % count, num_buffers);
       EpochWord* const there = peers_.channel[i / count]->mail[peers_.rank].words[i % count];
       StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
       StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());

@@ -46,11 +46,11 @@ __device__ inline void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "me
 __device__ inline void FenceSeqCst() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
 // Returns what the word was; afterwards it is `wanted` if that was `expected`.
-__device__ inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t wanted) {
+__device__ inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t desired) {
   uint64_t old;
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
                : "=l"(old)
-               : "l"(address), "l"(expected), "l"(wanted)
+               : "l"(address), "l"(expected), "l"(desired)
                : "memory");
   return old;
 }
@@ -91,16 +91,16 @@ __device__ inline uint64_t GlobalNanoseconds() {
 // A 16-byte load that does not go through the first-level cache, because peers wrote, or own, the memory. If
 // it is not `wanted` nothing is read and the result is undefined: with a branch around it the compiler would
 // wait for each load before it begins the next.
-__device__ inline uint4 LoadRow(const uint4* address, bool wanted = true) {
+__device__ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   uint4 v;
   asm volatile(
       "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %5, 0;\n"
-      "@wanted ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      ".reg .pred enabled;\n"
+      "setp.ne.s32 enabled, %5, 0;\n"
+      "@enabled ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}\n"
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted)));
+      : "l"(address), "r"(static_cast<int>(enabled)));
   return v;
 }
 

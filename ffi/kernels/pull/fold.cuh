@@ -6,24 +6,24 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kFoldMates = 2;  // warps that share the slices of a sum
+constexpr int kFoldWarps = 2;  // warps that share the slices of a sum
 
 // Folds a token's rows here, if there are several: of the slices of the sum those of one of the mates. Lane k
 // holds the row of the k-th choice.
 template <typename T, int N>
-__device__ void FoldRows(const PullArgs& args, int index, int64_t global_token, int row, int mate, int lane) {
+__device__ void FoldRows(const PullArgs& args, int index, int64_t global_token, int row, int part, int lane) {
   constexpr int kColumns = kSlice<N, kFewRowsVectors>;
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
-  Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
-  if (__popc(terms.lanes) < 2) return;
+  SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
+  if (__popc(inputs.lanes) < 2) return;
   if (row >= 0) {
-    terms.row = static_cast<const T*>(summand.rows) + int64_t{row} * width;
-    if (args.row_weights != nullptr) terms.factor = args.row_weights[row];
+    inputs.row = static_cast<const T*>(summand.rows) + int64_t{row} * width;
+    if (args.row_weights != nullptr) inputs.factor = args.row_weights[row];
   }
-  for (int first = mate * kColumns; first < width; first += kFoldMates * kColumns) {
+  for (int first = part * kColumns; first < width; first += kFoldWarps * kColumns) {
     typename Sum<T>::Acc total[kFewRowsVectors][N] = {};
-    SumSlice<T, N, kFewRows>(terms, first, width, lane, total);
+    SumSlice<T, N, kFewRows>(inputs, first, width, lane, total);
     StoreSlice<T, N>(static_cast<T*>(summand.partial) + global_token * width, first, width, lane, total);
   }
 }
@@ -53,7 +53,7 @@ __device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
 // A warp's part of folding one global token, whose rows here it has begun to look up.
 struct FoldTask {
   int wave;
-  int mate;
+  int part;
   int global_token;
   int row;  // in lane k that of the k-th choice
 };
@@ -61,12 +61,12 @@ struct FoldTask {
 // What a block's warps share of its folds: tickets taken; and of each wave how much of the block's share is
 // left, where every sum counts as many as it is told.
 struct FoldCounts {
-  unsigned next, left[kMaxWaves];
+  unsigned next, remaining[kMaxWaves];
 
   // By the whole block.
-  __device__ void Init(const PullArgs& args, int each) {
+  __device__ void Init(const PullArgs& args, int units_per_sum) {
     for (int i = threadIdx.x; i < args.waves.count; i += blockDim.x)
-      left[i] = FindShare(args, i).size() * each;
+      remaining[i] = FindShare(args, i).size() * units_per_sum;
     if (threadIdx.x == 0) next = 0;
     __syncthreads();
   }
@@ -82,7 +82,7 @@ __device__ inline void CountFolds(const PullArgs& args, const Session& session, 
   __syncwarp();
   __threadfence_block();
   bool last = false;
-  if (threadIdx.x % kWarp == 0) last = atomicSub(&counts.left[wave], number) == number;
+  if (threadIdx.x % kWarp == 0) last = atomicSub(&counts.remaining[wave], number) == number;
   if (__shfl_sync(kAllLanes, last, 0)) {
     const FoldShare share = FindShare(args, wave);
     session.FinishShare(wave, min(share.num_blocks, share.num_sums));
@@ -92,25 +92,25 @@ __device__ inline void CountFolds(const PullArgs& args, const Session& session, 
 // Deals a block's tickets, `mates` for a sum, to one of its warps, from wave to wave.
 class FoldTasks {
  public:
-  __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int mates)
+  __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int parts)
       : args_(args),
-        dealer_{&counts.next},
-        mates_(mates),
+        tickets_{&counts.next},
+        parts_(parts),
         num_waves_(static_cast<int>(blockIdx.x) < args.num_pullers ? 1 : args.waves.count),
         share_(FindShare(args, 0)) {}
 
   // False if there is none left.
   __device__ bool Take(FoldTask* task, int lane) {
     const Shape& shape = args_.shape;
-    const int ticket = Dealer::Show(dealer_.Take(lane));
-    while (ticket - before_ >= share_.size() * mates_) {
-      before_ += share_.size() * mates_;
+    const int ticket = TicketCounter::Broadcast(tickets_.Request(lane));
+    while (ticket - before_ >= share_.size() * parts_) {
+      before_ += share_.size() * parts_;
       if (++wave_ == num_waves_) return false;
       share_ = FindShare(args_, wave_);
     }
-    const int i = share_.block + (ticket - before_) / mates_ * share_.num_blocks;
+    const int i = share_.block + (ticket - before_) / parts_ * share_.num_blocks;
     task->wave = wave_;
-    task->mate = (ticket - before_) % mates_;
+    task->part = (ticket - before_) % parts_;
     task->global_token = i % shape.num_ranks * shape.num_tokens + share_.begin + i / shape.num_ranks;
     const int64_t choices = int64_t{task->global_token} * shape.top_k;
     task->row = lane < shape.top_k ? args_.handle.received_rows[choices + lane] : -1;
@@ -119,8 +119,8 @@ class FoldTasks {
 
  private:
   const PullArgs& args_;
-  Dealer dealer_;
-  int mates_;
+  TicketCounter tickets_;
+  int parts_;
   int num_waves_;
   int wave_ = 0, before_ = 0;  // tickets of the waves before
   FoldShare share_;
@@ -133,8 +133,8 @@ template <typename T>
 __device__ void Fold(const PullArgs& args, const Session& session) {
   __shared__ FoldCounts counts;
   const int lane = threadIdx.x % kWarp;
-  counts.Init(args, kFoldMates);
-  FoldTasks tasks(args, counts, kFoldMates);
+  counts.Init(args, kFoldWarps);
+  FoldTasks tasks(args, counts, kFoldWarps);
   FoldTask task, following;
   for (bool more = tasks.Take(&following, lane); more;) {
     task = following;
@@ -142,7 +142,7 @@ __device__ void Fold(const PullArgs& args, const Session& session) {
     const int row = IsRow(task.row, args.shape.capacity) ? task.row : -1;
     for (int a = 0; a < args.num_summands; ++a) {
       WithVector<T>(args.summands[a].num_elements, [&](auto vector) {
-        FoldRows<T, decltype(vector)::value>(args, a, task.global_token, row, task.mate, lane);
+        FoldRows<T, decltype(vector)::value>(args, a, task.global_token, row, task.part, lane);
       });
     }
     CountFolds(args, session, counts, task.wave, 1);

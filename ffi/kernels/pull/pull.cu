@@ -13,16 +13,16 @@ constexpr int kTickets = 1024;  // for each block that pulls, so that its warps 
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
 constexpr int kRingWave = 384;
-constexpr int kRingRoom = 208 * 1024;  // of a block's shared memory
+constexpr int kRingSharedBytes = 208 * 1024;  // of a block's shared memory
 
 // Pulls one slice of a token's sum. kRows, kVectors: as those of SumSlice.
 template <typename T, int N, int kRows, int kVectors>
-__device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index, int t, int first,
+__device__ void PullSlice(const PullArgs& args, const SumInputs<T>& inputs, int index, int t, int first,
                           int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
   typename Sum<T>::Acc total[kVectors][N] = {};
-  SumSlice<T, N, kRows>(terms, first, width, lane, total);
+  SumSlice<T, N, kRows>(inputs, first, width, lane, total);
   AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
@@ -31,28 +31,29 @@ __device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index
 // asked for.
 template <typename T, int N, int kRows, int kVectors>
 __device__ void PullArray(const PullArgs& args, const Session& session, const Published* published, int index,
-                          unsigned asked) {
+                          unsigned requested) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
   // Warps that share the slices of a token: few enough for the search of its rows not to count.
-  const int most = kTickets * args.num_pullers / max(num_tokens, 1);
+  const int max_warps = kTickets * args.num_pullers / max(num_tokens, 1);
   constexpr int kColumns = kSlice<N, kVectors>;
-  const int mates = max(1, min((width + kColumns - 1) / kColumns, most));
-  const Dealer dealer{&args.peers.own().sent[index]};
-  int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  const int warps_per_token = max(1, min((width + kColumns - 1) / kColumns, max_warps));
+  const TicketCounter tickets{&args.peers.own().sent[index]};
+  int awaited_wave = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
   while (true) {
-    const int ticket = Dealer::Show(asked);
-    const int t = ticket / mates;
+    const int ticket = TicketCounter::Broadcast(requested);
+    const int t = ticket / warps_per_token;
     if (t >= num_tokens) break;
-    asked = dealer.Take(lane);
-    if (args.folds && args.waves.Of(t) != folded) {
-      folded = args.waves.Of(t);
-      if (!session.AwaitWave(folded)) return;
+    requested = tickets.Request(lane);
+    if (args.folds && args.waves.Of(t) != awaited_wave) {
+      awaited_wave = args.waves.Of(t);
+      if (!session.AwaitWave(awaited_wave)) return;
     }
-    const Source source = FindSource(args, FindPlace(args.shape, args.handle, t, lane), lane);
-    const Terms<T> terms = FindTerms<T>(args, published, index, t, source, lane);
-    for (int first = ticket % mates * kColumns; first < width; first += mates * kColumns) {
-      PullSlice<T, N, kRows, kVectors>(args, terms, index, t, first, lane);
+    const Source source = FindSource(args, FindDestination(args.shape, args.handle, t, lane), lane);
+    const SumInputs<T> inputs = FindSumInputs<T>(args, published, index, t, source, lane);
+    for (int first = ticket % warps_per_token * kColumns; first < width;
+         first += warps_per_token * kColumns) {
+      PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
     }
   }
 }
@@ -100,13 +101,14 @@ template <SumEngine kEngine>
 constexpr int kThreads = kEngine == SumEngine::kRing ? kMaxTeamWarps * kWarp : 512;
 
 // Fills in the addresses that this rank publishes. One thread.
-__device__ void DescribeBuffers(const PullArgs& args, Published& own) {
+__device__ void DescribeBuffers(const PullArgs& args, Published& outgoing) {
   for (int i = 0; i < args.num_summands; ++i) {
-    own.buffers[i] = const_cast<void*>(args.summands[i].rows);
-    own.partials[i] = args.summands[i].partial;
+    outgoing.buffers[i] = const_cast<void*>(args.summands[i].rows);
+    outgoing.partials[i] = args.summands[i].partial;
   }
-  own.weights = const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
-  own.routing = nullptr;
+  outgoing.weights =
+      const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
+  outgoing.routing = nullptr;
 }
 
 // Sums arrays of one type. From top to bottom:
@@ -123,20 +125,22 @@ __device__ void DescribeBuffers(const PullArgs& args, Published& own) {
 template <typename T, SumEngine kEngine>
 __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
   constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kTwoRanks;
-  extern __shared__ __align__(128) std::byte room[];
-  __shared__ Published mine, published[kMaxRanks];
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ Published outgoing, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
-  const Opening opening(args.peers, args.place_operand);
+  const Opening opening(args.peers, args.position_operand);
   const Session session(args.peers, Op::kCombine);
-  Ring ring(args.ring, memory, room);
+  Ring ring(args.ring, memory, shared);
   if constexpr (kByRing) ring.Init();
-  if (threadIdx.x == 0) DescribeBuffers(args, mine);
+  if (threadIdx.x == 0) DescribeBuffers(args, outgoing);
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
-  const auto take = [&](int i) { return Dealer{&args.peers.own().sent[i]}.Take(threadIdx.x % kWarp); };
-  unsigned asked = 0;
-  bool taken = false, alive = session.Open(opening);
+  const auto request_ticket = [&](int i) {
+    return TicketCounter{&args.peers.own().sent[i]}.Request(threadIdx.x % kWarp);
+  };
+  unsigned requested = 0;
+  bool has_ticket = false, alive = session.Open(opening);
   if (alive) {
-    if (blockIdx.x == 0) session.Publish(mine, args.num_summands);
+    if (blockIdx.x == 0) session.Publish(outgoing, args.num_summands);
     if (args.folds) {
       if constexpr (kByRing) {
         FoldByRing<T>(args, session, ring);
@@ -145,8 +149,8 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
       }
     }
     // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
-    taken = !kByRing && pulls && session.IsOpenedNow();
-    if (taken) asked = take(0);
+    has_ticket = !kByRing && pulls && session.IsOpenedNow();
+    if (has_ticket) requested = request_ticket(0);
     alive = session.Meet(args.num_summands, published);
   }
   const auto fill = [&] { FillResults(args); };
@@ -156,11 +160,11 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
       PullByRing<T>(args, session, ring, published);
     } else {
       for (int i = 0; i < args.num_summands; ++i) {
-        if (i > 0 || !taken) asked = take(i);
+        if (i > 0 || !has_ticket) requested = request_ticket(i);
         WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
           constexpr int N = decltype(vector)::value;
           PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(
-              args, session, published, i, asked);
+              args, session, published, i, requested);
         });
       }
     }
@@ -205,7 +209,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     // Waves are the same on all ranks; whether rings are used may not be.
     const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest));
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    args.ring = PlanRings(args.shape, rows, kRingRoom, device);
+    args.ring = PlanRings(args.shape, rows, kRingSharedBytes, device);
     const bool by_ring = args.ring.teams > 0;
     const SmPlan plan = PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring,
                                  device.num_sms, device.sm_budget);
@@ -217,8 +221,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
       // The same for all shapes: another thread may be about to launch the same kernel.
       const cudaError_t error =
-          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingRoom)
-                  : cudaSuccess;
+          by_ring
+              ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingSharedBytes)
+              : cudaSuccess;
       if (error != cudaSuccess) return error;
       return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
     });

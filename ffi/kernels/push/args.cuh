@@ -24,11 +24,12 @@ struct PushArgs : PushOperands {
   int32_t num_senders;  // blocks that send; the others clear rows that no token fills
   // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
   bool spreads;
-  bool sends_map;  // received_rows, which are the handle's if routed earlier
+  bool sends_received_rows;  // received_rows, which are the handle's if routed earlier
   Waves waves;
-  Batches batches;   // that blocks send
-  bool counts_here;  // every block counts all tokens, as one chunk: few tokens; others are counted beforehand
-  int32_t width;     // bytes of an element that becomes FP8 on the way, before that; otherwise 1
+  Batches batches;        // that blocks send
+  bool counts_in_kernel;  // every block counts all tokens, as one chunk: few tokens; others are counted
+                          // beforehand
+  int32_t element_bytes;  // bytes of an element that becomes FP8 on the way, before that; otherwise 1
 
   // Whether it is a permute, which has no peers.
   JAX_EP_HD bool is_local() const { return peers.num_ranks == 0; }

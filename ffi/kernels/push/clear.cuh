@@ -14,14 +14,14 @@ constexpr int kClearingWarps = 8;
 
 // What holds tokens: by expert the first `rows[i]` rows from `starts[i]` on, those of local expert i; by
 // rank, where num_experts is 0, all rows before the tail.
-struct Filled {
+struct FilledRows {
   const int32_t* rows;
   const int32_t* starts;  // [num_experts + 1], the tail last
   int num_experts;
 };
 
 // What the counts, or the handle's, say of this rank. By expert `starts` have been found.
-__device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) {
+__device__ inline FilledRows FindFilledRows(const PushArgs& args, const BinCounts& counts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool routes = args.routes();
@@ -62,8 +62,8 @@ __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t en
 }
 
 // Clears those of rows [begin, end) that no token fills, as a warp.
-__device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, int64_t begin, int64_t end,
-                                   const uint4* zeros, int lane) {
+__device__ inline void ClearUnfilledWithin(const PushArgs& args, const FilledRows& filled, int64_t begin,
+                                           int64_t end, const uint4* zeros, int lane) {
   const int n = filled.num_experts;
   const int32_t* const starts = filled.starts;
   int expert = 0;  // the last one that starts no later than `begin`; n is the tail
@@ -85,13 +85,13 @@ __device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, i
 // Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
 // dealt out to the warps that clear, of the blocks that do not send: the last rows first, for most gaps
 // are there. With no peers each takes its share.
-__device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros) {
+__device__ inline void ClearUnfilled(const PushArgs& args, const BinCounts& counts, const uint4* zeros) {
   const bool in_bulk = zeros != nullptr;
   const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;
   const int clearing = in_bulk ? kClearingWarps : warps;
-  const int number = static_cast<int>(threadIdx.x) / kWarp - (warps - clearing);
-  if (number < 0) return;
-  const Filled filled = FindFilled(args, counts);
+  const int clearing_warp = static_cast<int>(threadIdx.x) / kWarp - (warps - clearing);
+  if (clearing_warp < 0) return;
+  const FilledRows filled = FindFilledRows(args, counts);
   int64_t row_bytes = 1;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += args.payloads[p].row_bytes;
   const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
@@ -100,17 +100,17 @@ __device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, con
   // A handle that was tampered with may say anything.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
   const bool local = args.is_local();
-  const Dealer dealer{local ? nullptr : &args.peers.own().cleared};
+  const TicketCounter tickets{local ? nullptr : &args.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - args.num_senders) * clearing;
-  int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + number;
+  int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + clearing_warp;
   for (int64_t end; (end = capacity - ticket * rows) > first;) {
-    const unsigned taken = local ? 0 : dealer.Take(lane);
-    ClearWithin(args, filled, max(end - rows, first), end, zeros, lane);
+    const unsigned requested = local ? 0 : tickets.Request(lane);
+    ClearUnfilledWithin(args, filled, max(end - rows, first), end, zeros, lane);
     if (in_bulk) {
       CommitStores();
       WaitForStoresRead<1>();
     }
-    ticket = count + (local ? ticket : Dealer::Show(taken));
+    ticket = count + (local ? ticket : TicketCounter::Broadcast(requested));
   }
   if (in_bulk) WaitForStores();
 }

@@ -19,9 +19,9 @@ constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not ta
 constexpr int kHelpersBarrier = 1;
 
 // Shared memory before the stages: counts, and room to count few tokens in.
-JAX_EP_HD inline int64_t HeadBytes(const PushArgs& args) {
-  return Counts::Bytes(args.shape) +
-         (args.counts_here ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
+JAX_EP_HD inline int64_t BytesBeforeStages(const PushArgs& args) {
+  return BinCounts::Bytes(args.shape) +
+         (args.counts_in_kernel ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
 }
 
 // Returns the batch that this block sends after `batch`. Its first one is its own, the others go to the block
@@ -62,82 +62,82 @@ struct SenderWarp {
 // Sends the tokens, a batch at a time. The first slice of the first batch is being loaded already. The whole
 // block; synchronizes.
 template <bool kInBulk, bool kQuantizes>
-__device__ void Send(const PushArgs& args, const Session& session, Counts& counts, const Published* published,
-                     Stages& stages) {
-  __shared__ Batch dealt[3];  // the present batch, the following one, and the one after it
+__device__ void Send(const PushArgs& args, const Session& session, BinCounts& counts,
+                     const Published* published, Stages& stages) {
+  __shared__ Batch queued[3];  // the present batch, the following one, and the one after it
   const bool routes = args.routes();
   const int num_batches = args.batches.Count(args.shape, args.waves);
   const SenderWarp warp = SenderWarp::Of(args, kInBulk);
   const Team& helpers = warp.helpers;
-  const auto send_rows = [&](int t, const Rows& rows) {
+  const auto send_rows = [&](int t, const Destinations& destinations) {
     const int lane = threadIdx.x % kWarp;
     if constexpr (!kQuantizes) {
-      SendPayloads(args, t, rows, published, lane);
+      SendPayloads(args, t, destinations, published, lane);
     } else if constexpr (!kInBulk) {
-      QuantizeToRows(args, t, rows, published, lane);
+      SendQuantized(args, t, destinations, published, lane);
     }
   };
   int number = blockIdx.x;  // of the batch that was dealt last, in the thread that deals
-  const auto deal = [&](Batch* batch) {
+  const auto fetch_batch = [&](Batch* batch) {
     if (helpers.thread != 0) return;
     number = NextBatch(args, number, num_batches);
     *batch = args.batches.Find(args.shape, args.waves, number);
   };
-  const auto finish = [&](const Batch& batch) {
-    if (routes) FinishRows(args, batch.begin, batch.end, counts, helpers);
+  const auto finalize_rows = [&](const Batch& batch) {
+    if (routes) FinalizeSentRows(args, batch.begin, batch.end, counts, helpers);
   };
-  int sent = -1, arrived = -1;  // the waves of the batches before
+  int sent_wave = -1, arrived_wave = -1;  // the waves of the batches before
   if (warp.helps()) {
     const Batch first = args.batches.Find(args.shape, args.waves, number);
-    if (helpers.thread == 0) dealt[0] = first;
-    deal(&dealt[1]);
-    finish(first);
+    if (helpers.thread == 0) queued[0] = first;
+    fetch_batch(&queued[1]);
+    finalize_rows(first);
   }
   __syncthreads();
-  for (int turn = 0; dealt[turn % 3].begin < args.shape.num_tokens; ++turn) {
-    const Batch &present = dealt[turn % 3], &following = dealt[(turn + 1) % 3];
+  for (int step = 0; queued[step % 3].begin < args.shape.num_tokens; ++step) {
+    const Batch &present = queued[step % 3], &following = queued[(step + 1) % 3];
     if (warp.sends_in_bulk) {
       SendInBulk<kQuantizes>(args, present, following, published, stages);
     } else if (warp.notifies) {
-      if (arrived >= 0) FinishBatch(args, session, arrived);
+      if (arrived_wave >= 0) FinishBatch(args, session, arrived_wave);
     } else {
-      deal(&dealt[(turn + 2) % 3]);
-      finish(following);
+      fetch_batch(&queued[(step + 2) % 3]);
+      finalize_rows(following);
       SendTokens(args, present.begin, present.end, published, helpers, send_rows);
     }
-    arrived = sent;
-    sent = args.waves.Of(present.begin);
+    arrived_wave = sent_wave;
+    sent_wave = args.waves.Of(present.begin);
     __syncthreads();
   }
   if (kInBulk) WaitForStores();
   __syncthreads();
-  for (int wave : {arrived, sent}) {
+  for (int wave : {arrived_wave, sent_wave}) {
     if (warp.notifies && wave >= 0) FinishBatch(args, session, wave);
   }
 }
 
 // Fills in the addresses that this rank publishes. One thread.
-__device__ inline void DescribeBuffers(const PushArgs& args, Published& own) {
-  for (int p = 0; p < args.num_payloads; ++p) own.buffers[p] = args.payloads[p].out;
-  own.weights = args.arrived_weights;
-  own.routing = args.sends_map ? args.handle.received_rows : args.arrived_idx;
+__device__ inline void DescribeBuffers(const PushArgs& args, Published& outgoing) {
+  for (int p = 0; p < args.num_payloads; ++p) outgoing.buffers[p] = args.payloads[p].out;
+  outgoing.weights = args.arrived_weights;
+  outgoing.routing = args.sends_received_rows ? args.handle.received_rows : args.arrived_idx;
 }
 
 // Opens the op, and exchanges buffers and counts with the peers. `first` is the block's first token, which
 // decides which earlier counts it needs. Returns false if not all ranks come to the same op in time. The
 // whole block; synchronizes.
 __device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, const Session& session,
-                                 bool sends, int first, Counts& counts, Published& mine,
+                                 bool sends, int first, BinCounts& counts, Published& outgoing,
                                  Published* published) {
   const bool routes = args.routes(), local = args.is_local();
   const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.attendance.wait_us : nullptr);
   if (!local && !session.Open(opening)) return false;
-  if (!local && blockIdx.x == 0) session.Publish(mine, args.num_payloads);
+  if (!local && blockIdx.x == 0) session.Publish(outgoing, args.num_payloads);
   if (!local && routes && sends) {
     PublishCounts(args, session, counts);
-    counts.chunk = args.counts_here ? 0 : min(first, args.shape.num_tokens) / kChunkTokens;
+    counts.chunk = args.counts_in_kernel ? 0 : min(first, args.shape.num_tokens) / kChunkTokens;
     // While the peers come.
-    AddChunks(args, 0, counts.chunk, 0, NumBins(args.shape), counts.earlier, WholeBlock());
+    AddChunks(args, 0, counts.chunk, 0, NumBins(args.shape), counts.in_earlier_chunks, WholeBlock());
   }
   return session.Meet(args.num_payloads, published, log,
                       [&] { return routes ? ReadCounts(args, session, counts) : 0; });
@@ -182,7 +182,7 @@ template <bool kInBulk, typename Scale, bool kQuantizes>
 __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     PushKernel(const __grid_constant__ PushArgs args) {
   extern __shared__ __align__(128) std::byte shared[];  // counts; for bulk copies then the stages
-  __shared__ Published mine, published[kMaxRanks];
+  __shared__ Published outgoing, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   __shared__ __align__(128) uint4 zeros[kInBulk ? kZeroBytes / 16 : 1];
   constexpr bool kRings = kInBulk && !std::is_void_v<Scale>;
@@ -193,15 +193,15 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   const PushBlock block = PushBlock::Of(args);
   const Op op = routes ? Op::kDispatch : Op::kRedispatch;
   const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
-  Counts counts(shape, shared);
-  std::byte* const bytes = shared + HeadBytes(args);
+  BinCounts counts(shape, shared);
+  std::byte* const bytes = shared + BytesBeforeStages(args);
 
-  const Opening opening(peers, args.place_operand);
+  const Opening opening(peers, args.position_operand);
   const Session session(peers, op);
   const Batch batch = args.batches.Find(shape, args.waves, blockIdx.x);  // the block's first
   Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
                 reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +
-                    warp * (args.bulk.stage_bytes / args.width / kFp8Block)};
+                    warp * (args.bulk.stage_bytes / args.element_bytes / kFp8Block)};
   const Slice slice = FirstSlice(args, batch.begin);
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
   const bool loads = kInBulk && block.sends && warp < args.bulk.num_sending;
@@ -212,35 +212,35 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) zeros[i] = make_uint4(0, 0, 0, 0);
     FenceBulk();
   }
-  for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
-  if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : mine);
+  for (int i = threadIdx.x; i < BinCounts::kArrays * NumBins(shape); i += blockDim.x) counts.sent[i] = 0;
+  if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : outgoing);
   __syncthreads();
-  if (routes && (local || block.sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
+  if (routes && (local || block.sends)) CountLocalRows(args, counts, shared + BinCounts::Bytes(shape));
   const auto fill = [&] { FillResults(args); };
-  if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, mine, published)) {
+  if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, outgoing, published)) {
     // A block must not end while its shared memory is written.
     if (loads && slice.token < batch.end) WaitForLoad(&stages.barriers[0], 0);
     return session.Abort(fill, [&] {
-      if (args.counts_here && block.sends) FillCounted(args);
+      if (args.counts_in_kernel && block.sends) FillCounted(args);
     });
   }
   if (routes) {
-    PlaceExperts(args, counts);
+    LocateExpertBlocks(args, counts);
     if (block.is_last) {
       WriteReceiver(args, me, counts.totals, counts.starts + me * (L + 1), [&](int source, int d) {
-        return CountOf(args, counts.own, source, shape.num_experts + d);
+        return CountOf(args, counts.sent, source, shape.num_experts + d);
       });
     }
   }
   const bool counts_pairs = block.is_last && !local && routes && !shape.has_row_per_choice();
-  const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
+  const int cut = counts_pairs ? CountWholeSources(args, counts.sent) : 0;
   if (block.sends) {
     Send<kInBulk, kQuantizes>(args, session, counts, published, stages);
   } else if (!routes && shape.has_expert_blocks() && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
   if (!local) session.Leave();
-  if (!block.sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr);
+  if (!block.sends) ClearUnfilled(args, counts, kInBulk ? zeros : nullptr);
   if (local) return;
   if constexpr (kRings) ScaleByRing<Scale>(args, session, Ring(args.ring, memory, bytes));
   const bool by_ring = kRings && args.ring.teams > 0;

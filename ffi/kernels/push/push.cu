@@ -29,7 +29,7 @@ int BulkBytes(const PushArgs& args) { return args.row_weights != nullptr ? kScal
 // Of a warp that copies in bulk: two stages, and where rows become FP8 the scales of one.
 int64_t WarpBytes(const PushArgs& args, int64_t stage_bytes) {
   const bool quantizes = args.quantize != Quantize::kNone;
-  const int64_t blocks = stage_bytes / args.width / kFp8Block;
+  const int64_t blocks = stage_bytes / args.element_bytes / kFp8Block;
   return 2 * stage_bytes + (quantizes ? blocks * static_cast<int64_t>(sizeof(float)) : 0);
 }
 
@@ -39,12 +39,13 @@ BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
   const int num_payloads = args.quantize == Quantize::kNone ? args.num_payloads : 1;  // but for the scales
   for (int p = 0; p < num_payloads; ++p) {
     if (IsBulkRow(args.payloads[p].row_bytes))
-      longest = std::max(longest, args.payloads[p].row_bytes * args.width);
+      longest = std::max(longest, args.payloads[p].row_bytes * args.element_bytes);
   }
   if (longest == 0 || !device.copies_in_bulk) return {};
   const int64_t stage = std::min(AlignUp(longest, 128), int64_t{kMaxStageBytes});
-  const int64_t room = BulkBytes(args) - HeadBytes(args);
-  const int num_warps = static_cast<int>(std::min(room / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
+  const int64_t available = BulkBytes(args) - BytesBeforeStages(args);
+  const int num_warps =
+      static_cast<int>(std::min(available / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
   return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps, static_cast<int>(stage),
           num_payloads};
 }
@@ -87,32 +88,33 @@ void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   args.waves = args.spreads ? PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, kWaveStep)
                             : Waves{T, std::max(T, 1), 1};
   // A token a warp at a time. Each block takes one batch of few tokens.
-  const auto divide = [&] {
+  const auto plan_batches = [&] {
     args.bulk = PlanBulk(args, device);
     int tokens = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
     if (few) tokens = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
     args.batches = Batches::Of(args.waves, tokens);
   };
-  args.counts_here = !local && few && args.routes();
-  divide();
+  args.counts_in_kernel = !local && few && args.routes();
+  plan_batches();
   // There may be too few senders, or too little room for so many experts.
-  const bool fits = HeadBytes(args) <= device.shared_bytes - kStaticBytes;
-  if (args.counts_here && (!fits || T > int64_t{num_senders} * args.batches.tokens)) {
-    args.counts_here = false;
-    divide();
+  const bool fits = BytesBeforeStages(args) <= device.shared_bytes - kStaticBytes;
+  if (args.counts_in_kernel && (!fits || T > int64_t{num_senders} * args.batches.tokens)) {
+    args.counts_in_kernel = false;
+    plan_batches();
   }
 }
 
 cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
                          const Device& device, cudaStream_t stream) {
   const int64_t stages = args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
-  const int64_t shared = HeadBytes(args) + std::max(stages, args.ring.bytes());
+  const int64_t shared = BytesBeforeStages(args) + std::max(stages, args.ring.bytes());
   const PushVariant variant{args.quantize != Quantize::kNone, scaled};
   const bool in_bulk = args.bulk.num_warps > 0;
   return WithKernel(in_bulk, variant, [&](auto* kernel, int num_threads) {
     // The same for all shapes: another thread may be about to launch the same kernel.
-    const int most = in_bulk ? BulkBytes(args) : device.shared_bytes - kStaticBytes;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    const int max_bytes = in_bulk ? BulkBytes(args) : device.shared_bytes - kStaticBytes;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes);
     if (error != cudaSuccess) return error;
     // A permute meets nobody, and may have more blocks than there is room for.
     return Launch(kernel, num_blocks, num_threads, shared, stream, !args.is_local(), args);
@@ -126,20 +128,21 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   PushArgs args{params};
   args.peers = peers;
   std::copy_n(params.payloads, args.num_payloads, args.payloads);
-  args.width = 1;
-  if (args.quantize != Quantize::kNone) args.width = static_cast<int32_t>(BytesOf(args.quantized_type));
-  args.sends_map = params.routes() && params.shape.has_row_per_choice();
+  args.element_bytes = 1;
+  if (args.quantize != Quantize::kNone)
+    args.element_bytes = static_cast<int32_t>(BytesOf(args.quantized_type));
+  args.sends_received_rows = params.routes() && params.shape.has_row_per_choice();
   RowBytes rows;
   for (int p = 0; p < args.num_payloads; ++p) rows.Add(args.payloads[p].row_bytes);
   std::optional<Float> scaled;
   if (params.scales()) {
     std::copy_n(params.factors, args.num_payloads, args.factors);
     scaled = params.factor_type;
-    args.ring = PlanRings(args.shape, rows, BulkBytes(args) - HeadBytes(args), device);
+    args.ring = PlanRings(args.shape, rows, BulkBytes(args) - BytesBeforeStages(args), device);
   }
   const SmPlan plan = PlanOf(args, rows, device);
   PartitionBlocks(args, device, plan.links);
-  if (params.routes() && !args.counts_here) {
+  if (params.routes() && !args.counts_in_kernel) {
     const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.handle.topk_idx,
                                           params.handle.sent_rows, params.chunk_counts, stream);
     if (error != cudaSuccess) return error;
@@ -148,7 +151,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
 }
 
 cudaError_t LaunchLocalPush(PushArgs& args, const Device& device, cudaStream_t stream) {
-  args.width = 1;
+  args.element_bytes = 1;
   // All SMs send; as many blocks clear, once those are done.
   PartitionBlocks(args, device, device.num_sms);
   return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);

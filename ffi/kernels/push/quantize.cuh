@@ -8,10 +8,10 @@
 namespace jax_ep::cuda {
 
 // Where a token goes: lane i of a warp holds its i-th row, -1 none, and the rank that takes it.
-struct Rows {
+struct Destinations {
   int row;
-  int receiver;
-  unsigned carried;  // lanes whose rows the token's bytes are sent to
+  int rank;
+  unsigned payload_lanes;  // lanes whose rows the token's bytes are sent to
 };
 
 // Calls f with a null pointer of the type of rows that become FP8.
@@ -29,10 +29,10 @@ __device__ void WithRowType(const PushArgs& args, F&& f) {
 // The place in a row of a lane's vector of a block. Of two neighbouring blocks the lanes take their vectors
 // in another order: what a warp loads from shared memory at a time then lies in all of its banks.
 template <typename T, int kVectors>
-__device__ int VectorOf(int block, int v, int lane) {
+__device__ int VectorIndex(int block, int v, int lane) {
   constexpr int kLanes = Quantized<T, kVectors>::kLanes;
-  const int turn = kVectors > 1 ? block % 2 * kLanes : 0;
-  return block * (kVectors * kLanes) + lane % kLanes + v * kLanes + (v % 2 == 0 ? turn : -turn);
+  const int rotation = kVectors > 1 ? block % 2 * kLanes : 0;
+  return block * (kVectors * kLanes) + lane % kLanes + v * kLanes + (v % 2 == 0 ? rotation : -rotation);
 }
 
 // Makes FP8 of `size` elements, a multiple of kFp8Block: kSets times as many blocks at a time as a warp holds
@@ -50,7 +50,7 @@ __device__ void QuantizeElements(const T* elements, int size, bool rounded, int 
       const int block = first + s * kBlocks + lane / kLanes;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        loaded[s][v] = block < num_blocks ? vectors[VectorOf<T, kVectors>(block, v, lane)] : uint4{};
+        loaded[s][v] = block < num_blocks ? vectors[VectorIndex<T, kVectors>(block, v, lane)] : uint4{};
       }
     }
     __syncwarp();
@@ -63,26 +63,28 @@ __device__ void QuantizeElements(const T* elements, int size, bool rounded, int 
 }
 
 // Sends token t by loads and stores. One warp.
-__device__ inline void QuantizeToRows(const PushArgs& args, int t, const Rows& rows,
-                                      const Published* published, int lane) {
+__device__ inline void SendQuantized(const PushArgs& args, int t, const Destinations& destinations,
+                                     const Published* published, int lane) {
   const int64_t size = args.payloads[0].row_bytes;
   const bool rounded = args.quantize == Quantize::kFp8Rounded;
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     using Block = Quantized<T>;
     const T* const row = reinterpret_cast<const T*>(args.payloads[0].in) + t * size;
-    QuantizeElements<T, 4, 1>(row, static_cast<int>(size), rounded, lane, [&](int block, const Block& part) {
-      for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-        const int from = __ffs(left) - 1;
-        const int64_t to = __shfl_sync(kAllLanes, rows.row, from);
-        const Published& there = published[__shfl_sync(kAllLanes, rows.receiver, from)];
-        if (block < 0) continue;
-        auto* const values = static_cast<std::byte*>(there.buffers[0]) + to * size;
-        reinterpret_cast<typename Block::Values*>(values)[VectorOf<T, 1>(block, 0, lane)] = part.values[0];
-        float* const scales = static_cast<float*>(there.buffers[1]) + to * (size / kFp8Block);
-        if (lane % Block::kLanes == 0) scales[block] = part.scale;
-      }
-    });
+    QuantizeElements<T, 4, 1>(
+        row, static_cast<int>(size), rounded, lane, [&](int block, const Block& quantized) {
+          for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+            const int from = __ffs(remaining) - 1;
+            const int64_t to = __shfl_sync(kAllLanes, destinations.row, from);
+            const Published& receiver = published[__shfl_sync(kAllLanes, destinations.rank, from)];
+            if (block < 0) continue;
+            auto* const values = static_cast<std::byte*>(receiver.buffers[0]) + to * size;
+            reinterpret_cast<typename Block::Values*>(values)[VectorIndex<T, 1>(block, 0, lane)] =
+                quantized.values[0];
+            float* const scales = static_cast<float*>(receiver.buffers[1]) + to * (size / kFp8Block);
+            if (lane % Block::kLanes == 0) scales[block] = quantized.scale;
+          }
+        });
   });
 }
 
@@ -96,28 +98,30 @@ __device__ inline void QuantizeStaged(const PushArgs& args, std::byte* staged, i
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     using Block = Quantized<T, kVectors>;
-    QuantizeElements<T, 1, kVectors>(reinterpret_cast<const T*>(staged), size, rounded, lane,
-                                     [&](int block, const Block& part) {
-                                       if (block < 0) return;
-                                       auto* const values = reinterpret_cast<typename Block::Values*>(staged);
+    QuantizeElements<T, 1, kVectors>(
+        reinterpret_cast<const T*>(staged), size, rounded, lane, [&](int block, const Block& quantized) {
+          if (block < 0) return;
+          auto* const values = reinterpret_cast<typename Block::Values*>(staged);
 #pragma unroll
-                                       for (int v = 0; v < kVectors; ++v)
-                                         values[VectorOf<T, kVectors>(block, v, lane)] = part.values[v];
-                                       if (lane % Block::kLanes == 0) scales[block] = part.scale;
-                                     });
+          for (int v = 0; v < kVectors; ++v)
+            values[VectorIndex<T, kVectors>(block, v, lane)] = quantized.values[v];
+          if (lane % Block::kLanes == 0) scales[block] = quantized.scale;
+        });
   });
   FenceBulkShared();
   __syncwarp();
 }
 
 // The scales of `size` elements from `first` on, to all rows of their token. One warp.
-__device__ inline void SendScales(const PushArgs& args, int64_t first, int size, const Rows& rows,
-                                  const Published* published, const float* scales, int lane) {
-  for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-    const int from = __ffs(left) - 1;
-    const int64_t row = __shfl_sync(kAllLanes, rows.row, from);
-    float* const to = static_cast<float*>(published[__shfl_sync(kAllLanes, rows.receiver, from)].buffers[1]) +
-                      (row * args.payloads[0].row_bytes + first) / kFp8Block;
+__device__ inline void SendScales(const PushArgs& args, int64_t first, int size,
+                                  const Destinations& destinations, const Published* published,
+                                  const float* scales, int lane) {
+  for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+    const int from = __ffs(remaining) - 1;
+    const int64_t row = __shfl_sync(kAllLanes, destinations.row, from);
+    float* const to =
+        static_cast<float*>(published[__shfl_sync(kAllLanes, destinations.rank, from)].buffers[1]) +
+        (row * args.payloads[0].row_bytes + first) / kFp8Block;
     for (int i = lane; i < size / kFp8Block; i += kWarp) to[i] = scales[i];
   }
 }

@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 // Fills the results of a push that failed.
 JAX_EP_RARE void FillResults(const PushArgs& args) {
   FillRows(args);
-  if (args.routes()) FillRouting(args, args.sends_map);  // otherwise the handle was here before
+  if (args.routes()) FillRouting(args, args.sends_received_rows);  // otherwise the handle was here before
 }
 
 // Takes back what the block has counted of its batch before it found that the op cannot be opened: another
@@ -24,26 +24,26 @@ JAX_EP_RARE void FillCounted(const PushArgs& args) {
 }
 
 // Rows of rank `source` in bin `bin`, before drops; once its counts have come.
-__device__ inline int CountOf(const PushArgs& args, const int32_t* own, int source, int bin) {
-  if (args.is_local()) return own[bin];
+__device__ inline int CountOf(const PushArgs& args, const int32_t* sent, int source, int bin) {
+  if (args.is_local()) return sent[bin];
   return static_cast<int>(LoadRelaxed(&args.peers.own().mail[source].counts[bin]));
 }
 
 // By rank: kept (row, k) pairs of each local expert, as far as the counts tell. Returns the first row of the
 // one source that the capacity cuts, C if none is cut. One block, before it arrives: the counts are then
 // the peers' to write again.
-__device__ inline int CountWholeSources(const PushArgs& args, const int32_t* own) {
+__device__ inline int CountWholeSources(const PushArgs& args, const int32_t* sent) {
   const Shape& shape = args.shape;
   const int L = shape.num_local_experts(), me = args.peers.rank;
   int begin = 0, source = 0;
   for (; source < shape.num_ranks; ++source) {
-    const int end = begin + CountOf(args, own, source, shape.num_experts + me);
+    const int end = begin + CountOf(args, sent, source, shape.num_experts + me);
     if (end > shape.capacity) break;
     begin = end;
   }
   for (int i = threadIdx.x; i < L; i += blockDim.x) {
     int pairs = 0;
-    for (int s = 0; s < source; ++s) pairs += CountOf(args, own, s, me * L + i);
+    for (int s = 0; s < source; ++s) pairs += CountOf(args, sent, s, me * L + i);
     args.tokens_per_expert[i] = pairs;
   }
   __syncthreads();

@@ -4,71 +4,73 @@
 #include "kernels/ptx/bulk.cuh"
 #include "kernels/push/quantize.cuh"
 #include "kernels/push/receive.cuh"
-#include "kernels/routing/place.cuh"
+#include "kernels/routing/destination.cuh"
 #include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {
 
-__device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
-  const Place place = FindPlace(args.shape, args.handle, t, lane);
-  bool carried = place.row >= 0;
+__device__ inline Destinations FindDestinations(const PushArgs& args, int t, int lane) {
+  const Destination destination = FindDestination(args.shape, args.handle, t, lane);
+  bool sends_payload = destination.row >= 0;
   if (args.spreads) {
-    const unsigned same = __match_any_sync(kAllLanes, carried ? place.rank : -1);
-    carried = carried && __ffs(same) - 1 == lane;
+    const unsigned same_rank = __match_any_sync(kAllLanes, sends_payload ? destination.rank : -1);
+    sends_payload = sends_payload && __ffs(same_rank) - 1 == lane;
   }
-  return {place.row, place.rank, __ballot_sync(kAllLanes, carried)};
+  return {destination.row, destination.rank, __ballot_sync(kAllLanes, sends_payload)};
 }
 
 // The rows by rank, from lane to lane so that each rank begins with another receiver.
-__device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
+__device__ inline Destinations RotateReceivers(const PushArgs& args, const Destinations& destinations,
+                                               int lane) {
   const int R = args.shape.num_ranks;
-  if (args.shape.has_row_per_choice()) return rows;
+  if (args.shape.has_row_per_choice()) return destinations;
   const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
-  const int row = __shfl_sync(kAllLanes, rows.row, from);
+  const int row = __shfl_sync(kAllLanes, destinations.row, from);
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
 }
 
 // By loads and stores, those of a token's rows that bulk copies do not take.
-__device__ inline void SendPayloads(const PushArgs& args, int t, const Rows& rows, const Published* published,
-                                    int lane) {
+__device__ inline void SendPayloads(const PushArgs& args, int t, const Destinations& destinations,
+                                    const Published* published, int lane) {
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
     if (args.bulk.num_warps > 0 && IsBulkRow(bytes)) continue;
-    std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
-    CopyBytes(args.payloads[p].in + t * bytes, bytes, rows.carried, target, lane);
+    std::byte* target =
+        static_cast<std::byte*>(published[destinations.rank].buffers[p]) + destinations.row * bytes;
+    CopyBytes(args.payloads[p].in + t * bytes, bytes, destinations.payload_lanes, target, lane);
   }
 }
 
 // The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
 // local experts, by expert received_rows. Those are known already to a handle.
-__device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows, const Published* published,
-                                   int lane) {
+__device__ inline void SendRouting(const PushArgs& args, int t, const Destinations& destinations,
+                                   const Published* published, int lane) {
   const Shape& shape = args.shape;
   const float* weights =
       args.topk_weights == nullptr ? nullptr : args.topk_weights + int64_t{t} * shape.top_k;
   if (shape.has_row_per_choice()) {
-    if (weights != nullptr && rows.row >= 0) {
-      static_cast<float*>(published[rows.receiver].weights)[rows.row] = weights[lane];
+    if (weights != nullptr && destinations.row >= 0) {
+      static_cast<float*>(published[destinations.rank].weights)[destinations.row] = weights[lane];
     }
-    if (!args.sends_map || lane >= shape.top_k) return;
+    if (!args.sends_received_rows || lane >= shape.top_k) return;
     const int64_t choice = (int64_t{args.peers.rank} * shape.num_tokens + t) * shape.top_k + lane;
     for (int r = 0; r < shape.num_ranks; ++r) {
-      static_cast<int32_t*>(published[r].routing)[choice] = rows.receiver == r ? rows.row : -1;
+      static_cast<int32_t*>(published[r].routing)[choice] = destinations.rank == r ? destinations.row : -1;
     }
     return;
   }
   const int32_t* experts = args.handle.topk_idx + int64_t{t} * shape.top_k;
-  for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-    const int to = __ffs(left) - 1;
-    const int64_t first = int64_t{__shfl_sync(kAllLanes, rows.row, to)} * shape.top_k;
+  for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+    const int to = __ffs(remaining) - 1;
+    const int64_t first = int64_t{__shfl_sync(kAllLanes, destinations.row, to)} * shape.top_k;
     for (int k = lane; k < shape.top_k; k += kWarp) {
-      const bool here = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
+      const bool is_for_receiver = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
       if (weights != nullptr) {
-        static_cast<float*>(published[to].weights)[first + k] = here ? weights[k] : 0.0f;
+        static_cast<float*>(published[to].weights)[first + k] = is_for_receiver ? weights[k] : 0.0f;
       }
       if (args.arrived_idx != nullptr) {
         static_cast<int32_t*>(published[to].routing)[first + k] =
-            here ? experts[k] - to * shape.num_local_experts() : -1;
+            is_for_receiver ? experts[k] - to * shape.num_local_experts() : -1;
       }
     }
   }
@@ -81,9 +83,9 @@ __device__ void SendTokens(const PushArgs& args, int begin, int end, const Publi
                            const Team& team, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
-    const Rows rows = FindRows(args, t, lane);
-    send_rows(t, rows);
-    SendRouting(args, t, rows, published, lane);
+    const Destinations destinations = FindDestinations(args, t, lane);
+    send_rows(t, destinations);
+    SendRouting(args, t, destinations, published, lane);
   }
 }
 
@@ -96,10 +98,10 @@ struct Slice {
 
 // Of a row as it is loaded.
 __device__ inline int64_t LoadedBytes(const PushArgs& args, int p) {
-  return args.payloads[p].row_bytes * args.width;
+  return args.payloads[p].row_bytes * args.element_bytes;
 }
 
-__device__ inline uint32_t SizeOf(const PushArgs& args, const Slice& slice) {
+__device__ inline uint32_t SliceBytes(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
       min(int64_t{args.bulk.stage_bytes}, LoadedBytes(args, slice.payload) - slice.offset));
 }
@@ -110,7 +112,7 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
 }
 
 // The slice of this warp that follows: along the row, then the next payload, then the warp's next token.
-__device__ inline Slice Next(const PushArgs& args, Slice slice) {
+__device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
   slice.offset = 0;
@@ -136,7 +138,7 @@ __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int e
   if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
   BulkLoad(stages.bytes + stage * args.bulk.stage_bytes,
            args.payloads[slice.payload].in + slice.token * LoadedBytes(args, slice.payload) + slice.offset,
-           SizeOf(args, slice), &stages.barriers[stage]);
+           SliceBytes(args, slice), &stages.barriers[stage]);
 }
 
 // The warp's first slice of tokens from `begin` on.
@@ -153,39 +155,39 @@ __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
   Slice slice = FirstSlice(args, batch.begin);
-  Rows rows{};
+  Destinations destinations{};
   int token = -1;
   for (; slice.token < batch.end; ++stages.used) {
-    const Slice next = Next(args, slice);
+    const Slice next = NextSlice(args, slice);
     const bool is_last = next.token >= batch.end;
     const int stage = stages.used % 2;
-    const auto find_rows = [&] {
+    const auto find_destinations = [&] {
       if (slice.token == token) return;
       token = slice.token;
-      rows = Turn(args, FindRows(args, token, lane), lane);
+      destinations = RotateReceivers(args, FindDestinations(args, token, lane), lane);
     };
-    if constexpr (kQuantizes) find_rows();
+    if constexpr (kQuantizes) find_destinations();
     WaitForStoresRead();
     __syncwarp();
     LoadSlice(args, is_last ? FirstSlice(args, following.begin) : next, is_last ? following.end : batch.end,
               stages, 1 - stage);
-    if constexpr (!kQuantizes) find_rows();
+    if constexpr (!kQuantizes) find_destinations();
     WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     std::byte* const staged = stages.bytes + stage * args.bulk.stage_bytes;
-    uint32_t size = SizeOf(args, slice);
+    uint32_t size = SliceBytes(args, slice);
     int64_t offset = slice.offset;
     if constexpr (kQuantizes) {
-      size /= args.width, offset /= args.width;
+      size /= args.element_bytes, offset /= args.element_bytes;
       QuantizeStaged(args, staged, static_cast<int>(size), stages.scales, lane);
     }
-    if (rows.carried >> lane & 1) {
-      std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[slice.payload]) +
-                          rows.row * args.payloads[slice.payload].row_bytes + offset;
+    if (destinations.payload_lanes >> lane & 1) {
+      std::byte* target = static_cast<std::byte*>(published[destinations.rank].buffers[slice.payload]) +
+                          destinations.row * args.payloads[slice.payload].row_bytes + offset;
       BulkStore(target, staged, size);
     }
     CommitStores();
     if constexpr (kQuantizes) {
-      SendScales(args, offset, static_cast<int>(size), rows, published, stages.scales, lane);
+      SendScales(args, offset, static_cast<int>(size), destinations, published, stages.scales, lane);
     }
     if (args.spreads && stages.used == used) WaitForStores<1>();
     slice = next;

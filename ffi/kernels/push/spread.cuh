@@ -6,21 +6,21 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kSpreadMates = 2;  // warps that share a row
+constexpr int kSpreadWarps = 2;  // warps that share a row
 
 // Copies a token's row to its others: the bytes of one of the mates.
-__device__ inline void CopyShared(const PushArgs& args, int p, const Spread& spread, int mate, int mates,
+__device__ inline void CopyShared(const PushArgs& args, int p, const TokenRows& rows, int part, int parts,
                                   int lane) {
-  const unsigned others = spread.lanes & (spread.lanes - 1);
-  if (others == 0) return;
+  const unsigned other_lanes = rows.lanes & (rows.lanes - 1);
+  if (other_lanes == 0) return;
   const int64_t bytes = args.payloads[p].row_bytes;
   // Rows of whole vectors are divided, others not.
-  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + mates - 1) / mates, 16) : bytes;
-  const int64_t offset = mate * size;
+  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + parts - 1) / parts, 16) : bytes;
+  const int64_t offset = part * size;
   if (offset >= bytes) return;
   std::byte* const out = args.payloads[p].out + offset;
-  const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-  CopyBytes(out + first * bytes, min(size, bytes - offset), others, out + spread.row * bytes, lane);
+  const int64_t first = __shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1);
+  CopyBytes(out + first * bytes, min(size, bytes - offset), other_lanes, out + rows.row * bytes, lane);
 }
 
 // Copies rows to their others by bulk copies: one is being loaded while the one before it is stored. One
@@ -31,12 +31,12 @@ class BulkSpreader {
       : args_(args), stages_(stages), lane_(lane) {}
 
   // Begins to copy array p of a token's row.
-  __device__ void Begin(int p, const Spread& spread) {
-    const unsigned others = spread.lanes & (spread.lanes - 1);
+  __device__ void Begin(int p, const TokenRows& rows) {
+    const unsigned other_lanes = rows.lanes & (rows.lanes - 1);
     const int64_t bytes = args_.payloads[p].row_bytes, stage_bytes = args_.bulk.stage_bytes;
     std::byte* const out = args_.payloads[p].out;
-    const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-    for (int64_t offset = 0; offset < bytes && others != 0; offset += stage_bytes) {
+    const int64_t first = __shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1);
+    for (int64_t offset = 0; offset < bytes && other_lanes != 0; offset += stage_bytes) {
       const uint32_t size = static_cast<uint32_t>(min(stage_bytes, bytes - offset));
       const int stage = stages_.used % 2;
       WaitForStoresRead();  // the last of them was from this stage
@@ -45,7 +45,7 @@ class BulkSpreader {
       End();
       ++stages_.used;
       size_ = size;
-      to_ = (others >> lane_ & 1) != 0 ? out + spread.row * bytes + offset : nullptr;
+      to_ = (other_lanes >> lane_ & 1) != 0 ? out + rows.row * bytes + offset : nullptr;
     }
   }
 
@@ -74,35 +74,35 @@ class BulkSpreader {
 template <bool kInBulk, typename Scale>
 __device__ void SpreadRows(const PushArgs& args, const Session& session, Stages& stages) {
   constexpr bool kScales = !std::is_void_v<Scale>;
-  constexpr int kMates = kInBulk || kScales ? 1 : kSpreadMates;
+  constexpr int kParts = kInBulk || kScales ? 1 : kSpreadWarps;
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
-  const Dealer dealer{&args.peers.own().spread};
+  const TicketCounter tickets{&args.peers.own().spread};
   BulkSpreader spreader(args, stages, lane);
-  int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
-  unsigned asked = dealer.Take(lane);
+  int awaited_wave = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  unsigned requested = tickets.Request(lane);
   while (true) {
-    const int ticket = Dealer::Show(asked);
-    const int i = ticket / kMates, t = i / shape.num_ranks;
+    const int ticket = TicketCounter::Broadcast(requested);
+    const int i = ticket / kParts, t = i / shape.num_ranks;
     if (t >= shape.num_tokens) break;
-    asked = dealer.Take(lane);  // the next one comes meanwhile
-    if (args.waves.Of(t) != come) {
+    requested = tickets.Request(lane);  // the next one comes meanwhile
+    if (args.waves.Of(t) != awaited_wave) {
       if (kInBulk) spreader.End();
-      come = args.waves.Of(t);
-      if (!session.AwaitWave(come)) break;
+      awaited_wave = args.waves.Of(t);
+      if (!session.AwaitWave(awaited_wave)) break;
       if (kInBulk) FenceBulk();
     }
     const int64_t global_token = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
-    const Spread spread = FindSpread(args.handle.received_rows, shape, global_token, lane);
-    if (spread.lanes == 0) continue;
+    const TokenRows rows = FindTokenRows(args.handle.received_rows, shape, global_token, lane);
+    if (rows.lanes == 0) continue;
     for (int p = 0; p < args.num_payloads; ++p) {
       if constexpr (kScales) {
-        ScaleArray<Scale>(args, p, spread, lane);
+        ScaleArray<Scale>(args, p, rows, lane);
       } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
-        spreader.Begin(p, spread);
+        spreader.Begin(p, rows);
       } else {
-        CopyShared(args, p, spread, ticket % kMates, kMates, lane);
+        CopyShared(args, p, rows, ticket % kParts, kParts, lane);
       }
     }
   }

@@ -68,13 +68,13 @@ __device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kV
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const Vector<T, kElements> row{vectors[v]};
-    const auto two = [&](int j) -> uint32_t {
+    const auto convert_pair = [&](int j) -> uint32_t {
       const float2 scaled = {__fmul_rn(row[j], factor), __fmul_rn(row[j + 1], factor)};
       return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
     };
     uint32_t words[kElements / 4];
 #pragma unroll
-    for (int i = 0; i < kElements; i += 4) words[i / 4] = two(i) | two(i + 2) << 16;
+    for (int i = 0; i < kElements; i += 4) words[i / 4] = convert_pair(i) | convert_pair(i + 2) << 16;
     memcpy(&out.values[v], words, sizeof(words));
   }
   out.scale = scale;

@@ -46,7 +46,8 @@ struct RowBytes {
 
 // Rings for the longest rows, in `room` bytes of shared memory: as many slots as there is room for. Long rows
 // are taken in parts of about the same size. Ranks may differ in whether they use rings.
-inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t room, const Device& device) {
+inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes,
+                          const Device& device) {
   constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
   const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest));
   if (!suits || !rows.in_bulk || rows.longest == 0 || !device.copies_in_bulk) return {};
@@ -56,7 +57,7 @@ inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t room
   plan.summers = static_cast<int32_t>(ceiling(ceiling(rows.longest, parts), kSummerBytes));
   plan.teams = std::min(kMaxTeams, kMaxTeamWarps / (plan.summers + 1));
   plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(rows.longest, plan.summers * kSummerBytes), 128));
-  const int64_t slots = room / (int64_t{plan.teams} * plan.slot_bytes);
+  const int64_t slots = shared_bytes / (int64_t{plan.teams} * plan.slot_bytes);
   plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
   return plan.slots < kLeastSlots ? RingPlan{} : plan;
 }

@@ -16,7 +16,7 @@ constexpr int kSlice = kWarp * kVectors * N;  // columns
 
 // The rows of one sum, in the order of the lanes that hold their addresses and factors.
 template <typename T>
-struct Terms {
+struct SumInputs {
   const T* row;
   float factor;
   unsigned lanes;
@@ -33,17 +33,17 @@ struct NoShift {
 // Sums the part of the rows that begins at column `first`, one slice, kRows rows at a time. shift(lane,
 // column, value) is what stands for an element of the row of that lane.
 template <typename T, int N, int kRows = kSumRows, int kVectors = kSumVectors, typename Shift = NoShift>
-__device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
+__device__ void SumSlice(const SumInputs<T>& inputs, int first, int width, int lane,
                          typename Sum<T>::Acc (&total)[kVectors][N], Shift shift = {}) {
   using Acc = typename Sum<T>::Acc;
-  for (unsigned left = terms.lanes; left != 0;) {
+  for (unsigned remaining = inputs.lanes; remaining != 0;) {
     Vector<T, N> vectors[kRows][kVectors];
-    unsigned next = left;
+    unsigned next = remaining;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const bool more = next != 0;
       const T* row = reinterpret_cast<const T*>(__shfl_sync(
-          kAllLanes, reinterpret_cast<unsigned long long>(terms.row), more ? __ffs(next) - 1 : 0));
+          kAllLanes, reinterpret_cast<unsigned long long>(inputs.row), more ? __ffs(next) - 1 : 0));
       next &= next - 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -53,10 +53,10 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (left == 0) break;
-      const int from = __ffs(left) - 1;
-      const Acc factor = __shfl_sync(kAllLanes, terms.factor, from);
-      left &= left - 1;
+      if (remaining == 0) break;
+      const int from = __ffs(remaining) - 1;
+      const Acc factor = __shfl_sync(kAllLanes, inputs.factor, from);
+      remaining &= remaining - 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
 #pragma unroll

@@ -93,19 +93,19 @@ struct Vector {
   Bits bits;
 
   // Through the second-level cache of the memory's owner: a peer may have written the row.
-  __device__ static Vector Load(const T* address, bool wanted = true) {
+  __device__ static Vector Load(const T* address, bool enabled = true) {
     if constexpr (N * sizeof(T) == 16) {
-      return {LoadRow(reinterpret_cast<const uint4*>(address), wanted)};
+      return {LoadRow(reinterpret_cast<const uint4*>(address), enabled)};
     } else {
-      return {wanted ? __ldcg(address) : T{}};
+      return {enabled ? __ldcg(address) : T{}};
     }
   }
 
   __device__ auto operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
       // The upper half of a float32: one instruction each.
-      const uint32_t two = reinterpret_cast<const uint32_t*>(&bits)[i / 2];
-      return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000u);
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(&bits)[i / 2];
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
     }
     T value;
     memcpy(&value, reinterpret_cast<const char*>(&bits) + i * sizeof(T), sizeof(T));

@@ -71,10 +71,10 @@ struct RowTeam {
 
 // Of the first `of_block` warps of blocks [first, last). Team by team over all blocks, so that few rows are
 // spread over all of them.
-__device__ inline RowTeam TeamOf(int first, int last, int warps, int of_block = kSmallWarps) {
+__device__ inline RowTeam TeamOf(int first, int last, int warps, int warps_per_block = kSmallWarps) {
   const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
   return {static_cast<int>(blockIdx.x) - first + team * blocks,
-          of_block / warps * blocks,
+          warps_per_block / warps * blocks,
           warp % warps,
           warps,
           static_cast<int>(threadIdx.x) % kWarp,

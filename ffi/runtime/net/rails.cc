@@ -238,9 +238,9 @@ std::string Rails::RunTrialHops(const Rail& rail) {
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   HopParams hop = rail.hop;
   hop.in = device, hop.out = device + bytes, hop.block_bytes = block;
-  auto* const place = reinterpret_cast<MeshPlace*>(device + AlignUp(2 * bytes, alignof(MeshPlace)));
-  hop.place_operand = place;
-  const MeshPlace own_place{rail.hop.host, 0};
+  auto* const place = reinterpret_cast<MeshPosition*>(device + AlignUp(2 * bytes, alignof(MeshPosition)));
+  hop.position_operand = place;
+  const MeshPosition own_place{rail.hop.host, 0};
   std::vector<unsigned char> sent(bytes), received(bytes);
   const auto copy = [&](void* to, const void* from, size_t size, cudaMemcpyKind kind) {
     if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, size, kind, stream);

@@ -56,13 +56,13 @@ struct Slice {
     const bool aligned = from.stride % kVector == 0 && reinterpret_cast<uintptr_t>(from.data) % 16 == 0;
     for (int i = threadIdx.x; i < kRows * kColumns / kVector; i += kThreads) {
       const int row = i / (kColumns / kVector), column = i % (kColumns / kVector) * kVector;
-      T* place = to + row * kStride + column;
+      T* destination = to + row * kStride + column;
       const int left = row0 + row < from.rows ? from.columns - column0 - column : 0;
       const T* source = from.data + (row0 + row) * from.stride + column0 + column;
       if (aligned && left >= kVector) {
-        __pipeline_memcpy_async(place, source, 16);
+        __pipeline_memcpy_async(destination, source, 16);
       } else {
-        for (int j = 0; j < kVector; ++j) place[j] = j < left ? source[j] : T(0.0f);
+        for (int j = 0; j < kVector; ++j) destination[j] = j < left ? source[j] : T(0.0f);
       }
     }
   }
@@ -167,34 +167,34 @@ struct TileOfRows {
 };
 
 __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int num_rows, int tile) {
-  __shared__ TileOfRows found;
+  __shared__ TileOfRows tile_rows;
   if (threadIdx.x < kWarp) {
     const int lane = threadIdx.x;
     int row = 0, first_tile = 0;
-    bool here = false;
-    for (int base = 0; base < num_groups && !here; base += kWarp) {
+    bool is_found = false;
+    for (int base = 0; base < num_groups && !is_found; base += kWarp) {
       const int size = base + lane < num_groups ? RowsOf(group_sizes[base + lane], num_rows) : 0;
       int end = size, tiles = (size + kTileM - 1) / kTileM;
-      const int own_tiles = tiles;
+      const int group_tiles = tiles;
       for (int step = 1; step < kWarp; step *= 2) {
         const int before = __shfl_up_sync(kAllLanes, end, step);
         const int tiles_before = __shfl_up_sync(kAllLanes, tiles, step);
         if (lane >= step) end += before, tiles += tiles_before;
       }
-      const int begin_tile = first_tile + tiles - own_tiles;
-      const bool mine = tile >= begin_tile && tile < begin_tile + own_tiles;
-      if (mine) {
+      const int begin_tile = first_tile + tiles - group_tiles;
+      const bool contains_tile = tile >= begin_tile && tile < begin_tile + group_tiles;
+      if (contains_tile) {
         const int begin = row + end - size;
-        found = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
+        tile_rows = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
       }
-      here = __any_sync(kAllLanes, mine);
+      is_found = __any_sync(kAllLanes, contains_tile);
       row = min(row + __shfl_sync(kAllLanes, end, kWarp - 1), num_rows);
       first_tile += __shfl_sync(kAllLanes, tiles, kWarp - 1);
     }
-    if (!here && lane == 0) found = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
+    if (!is_found && lane == 0) tile_rows = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
   }
   __syncthreads();
-  return found;
+  return tile_rows;
 }
 
 // out [rows, n]: rows times the matrix of their group, [k, n] or transposed [n, k].
@@ -278,7 +278,7 @@ int Tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / 
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, [[maybe_unused]] const Device& device,
                              cudaStream_t stream) {
 #ifdef JAX_EP_WITH_CUTLASS
-  if (TakesProduct(params)) return LaunchProduct(params, device.num_sms, stream);
+  if (SupportsProduct(params)) return LaunchProduct(params, device.num_sms, stream);
 #endif
   if (params.row_scales != nullptr) return cudaErrorNotSupported;
   const unsigned columns = Tiles(params.outer, kTileN);

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   long long begin = 0;  // the first row of the 32 groups
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
-    const bool here = group < params.num_groups;
-    const long long size = here ? max(params.group_sizes[group], 0) : 0;
+    const bool is_group = group < params.num_groups;
+    const long long size = is_group ? max(params.group_sizes[group], 0) : 0;
     long long end = size;
     for (int step = 1; step < kWarp; step *= 2) {
       const long long before = __shfl_up_sync(kAllLanes, end, step);
@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
     }
     const int64_t first = min(begin + end - size, static_cast<long long>(num_rows));
     const int rows = static_cast<int>(min(begin + end, static_cast<long long>(num_rows)) - first);
-    if (writes && here) DescribeGroup(params, groups, group, first, rows);
+    if (writes && is_group) DescribeGroup(params, groups, group, first, rows);
     if (of_weights) {
-      for (unsigned empty = __ballot_sync(kAllLanes, here && rows == 0); empty != 0; empty &= empty - 1) {
+      for (unsigned empty = __ballot_sync(kAllLanes, is_group && rows == 0); empty != 0; empty &= empty - 1) {
         Clear(out + (base + __ffs(static_cast<int>(empty)) - 1) * matrix, matrix);
       }
     }
