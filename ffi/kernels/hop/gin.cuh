@@ -1,13 +1,13 @@
-// The network of wait.cuh by NCCL's GIN.
+// The network interface of wait.cuh, implemented with NCCL's GIN.
 #pragma once
 
 #include "kernels/hop/hop.h"
 
 namespace jax_ep::cuda {
 
-// Each track posts to a context of its own, so that they do not share a queue. Signals are of a context: what
-// one track posts, the same track reads. What a track has posted and not been answered is less than a queue
-// holds (runtime/net/rails.cc asks for that), so nothing waits for room in it.
+// A network on which each track posts to a context of its own, so that tracks do not share a queue. Signals
+// belong to a context: the track that posts them also reads them. A track has fewer unanswered posts than a
+// queue holds (runtime/net/rails.cc requests that size), so posting never waits for space.
 class GinNet {
  public:
   __device__ explicit GinNet(const Gin& gin)

@@ -1,4 +1,4 @@
-// How many of a rank's tokens go where.
+// Layout: counts a rank's tokens by their destinations.
 #include <cooperative_groups.h>
 
 #include <cstring>
@@ -13,10 +13,10 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kClusterBlocks = 8;  // that can add up their counts; sm_90 and newer
-constexpr int kFewChoices = 8;     // a token; a kernel of its own, for it takes fewer registers
+constexpr int kClusterBlocks = 8;  // add up their counts through distributed shared memory; sm_90 and newer
+constexpr int kFewChoices = 8;     // per token; they have their own kernel, which needs fewer registers
 
-// The routed experts of token t, -1 all if there is no such token.
+// Loads the routed experts of token t; all are -1 if there is no such token.
 template <int kMaxChoices>
 __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMaxChoices]) {
   const Shape& shape = params.shape;
@@ -48,16 +48,17 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMax
   }
 }
 
-// Counts one token a thread in each of the places (ranks, or nodes) that it goes to; they hold `size` experts
-// each. Writes which they are to is_there [num_places], the token's, unless it is null. Whole warps.
+// Counts each thread's token at each of its destinations (ranks or nodes), which hold `size` experts each. If
+// is_token_in_rank [num_destinations] is not null, also writes the token's destinations to it. Called by
+// whole warps.
 template <int kMaxChoices>
 __device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_destinations, int size,
                                   int32_t* counts, bool* is_token_in_rank) {
   const int lane = threadIdx.x % kWarp;
-  // Multiplied by it an expert's number yields its place in the upper half: a division takes longer.
+  // The upper half of an expert's product with this is its destination. A division would take longer.
   const uint32_t inverse = 0xffffffffu / size + 1;
   for (int first = 0; first < num_destinations; first += kWarp) {
-    uint32_t destinations = 0;  // the token's, from `first` on
+    uint32_t destinations = 0;  // bits of the token's destinations, from `first` on
 #pragma unroll
     for (int expert : experts) {
       const int destination = (size == 1 ? expert : __umulhi(expert, inverse)) - first;
@@ -71,7 +72,7 @@ __device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_des
     if (is_token_in_rank == nullptr) continue;
     if (num_destinations % 4 == 0) {
       for (int i = 0; i < count; i += 4) {
-        // Four bits become four bytes.
+        // Spreads four bits over four bytes.
         *reinterpret_cast<uint32_t*>(is_token_in_rank + first + i) =
             (destinations >> i & 0xf) * 0x204081u & 0x01010101u;
       }
@@ -81,8 +82,8 @@ __device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_des
   }
 }
 
-// One cluster of blocks, each of which counts a part of the tokens in its shared memory: the ranks' counts,
-// the nodes', then the experts'. The first block adds them up.
+// Counts the tokens in one cluster of blocks. Each block counts a part of them in its shared memory: by rank,
+// by node and by expert. The first block adds up the counts.
 template <int kMaxChoices>
 __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int32_t counts[];
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   }
 }
 
-// Calls f with the kernel for tokens of so many choices.
+// Calls f with the kernel for tokens with `top_k` choices.
 template <typename F>
 cudaError_t WithKernel(int top_k, F&& f) {
   return top_k <= kFewChoices ? f(LayoutKernel<kFewChoices>) : f(LayoutKernel<kMaxRowsPerToken>);

@@ -1,5 +1,5 @@
-// Rows along a row map once more: as they are, or each times the weights of its choices, which is the
-// gradient of unpermute.
+// Repermute: moves rows along a row map again, either unchanged or each multiplied by the weight of its
+// choice, which is the gradient of unpermute.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/rows/copy.cuh"
@@ -10,14 +10,15 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCopyBlocks = 4, kScaleBlocks = 2;  // an SM
+constexpr int kCopyBlocks = 4, kScaleBlocks = 2;  // per SM
 
 __global__ void MarkKernel(const int32_t* row_map, int64_t num_choices, int num_permuted, uint8_t* written) {
   const int64_t choice = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (choice < num_choices && IsRow(row_map[choice], num_permuted)) written[row_map[choice]] = 1;
 }
 
-// Calls f(c, the lane's choice of row c, the choice's place or -1), a warp for each row.
+// Calls f(c, the lane's choice of row c, the choice's permuted row or -1) for each row c. Each row gets one
+// warp.
 template <typename F>
 __device__ void ForEachRow(const RepermuteParams& params, int lane, F&& f) {
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp);
@@ -29,7 +30,7 @@ __device__ void ForEachRow(const RepermuteParams& params, int lane, F&& f) {
   }
 }
 
-// Clears the rows that are no choice's, a warp for each.
+// Clears the rows that no choice maps to. Each row gets one warp.
 __device__ void ClearUnwrittenRows(const RepermuteParams& params, int lane) {
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp), bytes = params.payload.row_bytes;
   for (int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp; row < params.num_permuted;
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocks)
   ClearUnwrittenRows(params, lane);
 }
 
-// Calls f with the kernel for rows of a type and a width.
+// Calls f with the kernel for a type and a row size.
 template <typename F>
 cudaError_t WithScale(Float type, int64_t row_bytes, F&& f) {
   return WithType(type, [&](auto* null) {

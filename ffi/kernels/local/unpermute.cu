@@ -1,5 +1,5 @@
-// The weighted sums of rows back from expert order. (Permute itself is a push within a group of one rank:
-// push.cu.)
+// Unpermute: the weighted sums of rows, back from expert order. Permute is a push within a group of one rank
+// (permute.cu).
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/routing/topk.cuh"
@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnpermuteBlocks = 4;  // an SM
+constexpr int kUnpermuteBlocks = 4;  // per SM
 
 struct UnpermuteArgs {
   int32_t num_rows, top_k, num_local_experts, num_permuted;
@@ -21,7 +21,7 @@ struct UnpermuteArgs {
   TopkIds topk_idx;
 };
 
-// Adds the bias of each row's expert: lane k holds that of the k-th choice.
+// Adds the bias of each row's expert. Lane k holds the expert of the k-th choice.
 template <typename Acc>
 struct BiasShift {
   const Bias& bias;
@@ -34,7 +34,7 @@ struct BiasShift {
   }
 };
 
-// A warp for a slice of a row at a time.
+// Sums rows. Each warp takes one slice of a row at a time.
 template <typename T, int N, bool kBiased>
 __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constant__ UnpermuteArgs args) {
   using Acc = typename Sum<T>::Acc;

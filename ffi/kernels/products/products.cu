@@ -1,4 +1,4 @@
-// Grouped products by CUTLASS: which kernel makes one.
+// Selection of the CUTLASS kernel for a grouped product.
 #include <algorithm>
 
 #include "kernels/products/products.h"

@@ -1,4 +1,4 @@
-// Sums by rings: one warp of a team finds out what a sum is made of, the others sum it.
+// Sums through rings: one warp of a team looks up the rows of a sum and loads them, and the others add them.
 #pragma once
 
 #include "kernels/pull/fold.cuh"
@@ -6,7 +6,7 @@
 
 namespace jax_ep::cuda {
 
-// As Fold. Each of a team's warps that sums counts what it has stored.
+// Folds as Fold does. Each processing warp of a team counts the sums that it has stored.
 template <typename T>
 __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& ring) {
   constexpr int N = 16 / sizeof(T);
@@ -26,7 +26,7 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
     const bool weighs = args.row_weights != nullptr && IsRow(task.row, args.shape.capacity);
     return weighs ? args.row_weights[task.row] : 1.0f;
   };
-  // Rows are looked up two sums ahead, and their weights one.
+  // Rows are looked up two sums ahead, and their weights one sum ahead.
   FoldTasks tasks(args, counts, 1);
   FoldTask task, next, upcoming;
   bool has_next = tasks.Take(&next, lane);
@@ -54,14 +54,14 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
   EndPhase(ring);
 }
 
-// A token whose sum is next.
+// A token whose sum comes next.
 template <typename T>
 struct PullTask {
   int token;
   SumInputs<T> inputs;
 };
 
-// The tokens in their order, a ticket of the dealer after the other.
+// Pulls the tokens in order, ticket by ticket.
 template <typename T>
 __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& ring,
                            const Published* published) {
@@ -77,8 +77,8 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     });
     return;
   }
-  FenceBulk();            // the peers' rows were there before what this warp has read of them
-  int awaited_wave = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  FenceBulk();            // the peers' rows were stored before what this warp has read of them
+  int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
   bool in_time = true;
   for (int i = 0; i < args.num_summands && in_time; ++i) {
     const TicketCounter tickets{&args.peers.own().sent[i]};
@@ -96,8 +96,8 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
       const Source source = FindSource(args, FindDestination(args.shape, entry, lane), lane);
       task.inputs = FindSumInputs<T>(args, published, i, next_token, source, lane);
     };
-    // Two tokens ahead the places are being loaded, and one ahead the peers' weights: what is loaded is not
-    // touched before it is needed, not even to be kept elsewhere.
+    // Destinations are looked up two tokens ahead, and the peers' weights one token ahead. Loaded values are
+    // not touched before they are needed, not even to move them, because that would wait for the load.
     const auto pull = [&](const PullTask<T>& task, PullTask<T>& next) {
       if (task.token >= num_tokens) return false;
       find(next);

@@ -1,4 +1,4 @@
-// By expert: a token's rows at one rank are summed where they lie, before any of them travels.
+// Folds rows, by expert: sums a token's rows at one rank before the sum travels.
 #pragma once
 
 #include "kernels/pull/args.cuh"
@@ -8,8 +8,8 @@ namespace jax_ep::cuda {
 
 constexpr int kFoldWarps = 2;  // warps that share the slices of a sum
 
-// Folds a token's rows here, if there are several: of the slices of the sum those of one of the mates. Lane k
-// holds the row of the k-th choice.
+// Folds one part of the slices of a token's rows at this rank, if there are several rows. Lane k holds the
+// row of the k-th choice.
 template <typename T, int N>
 __device__ void FoldRows(const PullArgs& args, int index, int64_t global_token, int row, int part, int lane) {
   constexpr int kColumns = kSlice<N, kFewRowsVectors>;
@@ -28,21 +28,21 @@ __device__ void FoldRows(const PullArgs& args, int index, int64_t global_token, 
   }
 }
 
-// What a block folds of a wave: every num_blocks-th of its sums, from `block` on. A sum is that of a global
-// token, which is a token of any rank: `source * T + token`.
+// A block's share of the sums of a wave: every num_blocks-th sum, from `block` on. Each sum is that of a
+// global token, which is a token of any rank: `source * T + token`.
 struct FoldShare {
-  int begin;  // token
-  int block;  // negative: it folds nothing
+  int begin;  // first token of the wave
+  int block;  // negative: the block folds nothing
   int num_blocks;
   int num_sums;  // of the wave
 
-  // How many of them.
+  // Returns the number of sums in the share.
   __device__ int size() const {
     return block < 0 || block >= num_sums ? 0 : (num_sums - 1 - block) / num_blocks + 1;
   }
 };
 
-// The first wave is shared by all blocks, for there is nothing to pull yet.
+// Returns this block's share of a wave. All blocks share the first wave, because nothing can be pulled yet.
 __device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
   const int skipped = wave == 0 ? 0 : args.num_pullers;
   const int begin = args.waves.First(args.shape, wave), end = args.waves.First(args.shape, wave + 1);
@@ -50,20 +50,20 @@ __device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
           (end - begin) * args.shape.num_ranks};
 }
 
-// A warp's part of folding one global token, whose rows here it has begun to look up.
+// A warp's part of folding one global token. The load of its rows has been issued.
 struct FoldTask {
   int wave;
   int part;
   int global_token;
-  int row;  // in lane k that of the k-th choice
+  int row;  // in lane k the row of the k-th choice
 };
 
-// What a block's warps share of its folds: tickets taken; and of each wave how much of the block's share is
-// left, where every sum counts as many as it is told.
+// The state that the warps of a block share while they fold: the next ticket and, for each wave, the units of
+// work that remain of the block's share. Every sum counts as `units_per_sum` units.
 struct FoldCounts {
   unsigned next, remaining[kMaxWaves];
 
-  // By the whole block.
+  // Initializes the counts. Called by the whole block; synchronizes.
   __device__ void Init(const PullArgs& args, int units_per_sum) {
     for (int i = threadIdx.x; i < args.waves.count; i += blockDim.x)
       remaining[i] = FindShare(args, i).size() * units_per_sum;
@@ -72,13 +72,12 @@ struct FoldCounts {
   }
 };
 
-// Counts what a warp has done of a wave, and tells the peers if that was the last of the block's share. Sum
-// by sum: counted wave by wave, peers are told later, and a combine took 5 to 40 % longer. The lanes stay
-// together: where only the first went on to tell, they were still apart in the next sums, which took 8 %
-// longer.
+// Counts a warp's work on a wave. Notifies the peers when that was the last of the block's share. This is
+// called for each sum, because counting once a wave would notify the peers later. All lanes take part,
+// because lanes that skip the notification would diverge from the first lane during the next sums.
 __device__ inline void CountFolds(const PullArgs& args, const Session& session, FoldCounts& counts, int wave,
                                   unsigned number) {
-  // All lanes' stores come before what the first lane counts and tells.
+  // The stores of all lanes must come before the first lane counts them and notifies the peers.
   __syncwarp();
   __threadfence_block();
   bool last = false;
@@ -89,7 +88,7 @@ __device__ inline void CountFolds(const PullArgs& args, const Session& session, 
   }
 }
 
-// Deals a block's tickets, `mates` for a sum, to one of its warps, from wave to wave.
+// Hands out a block's tickets to its warps, `parts` for each sum, wave by wave.
 class FoldTasks {
  public:
   __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int parts)
@@ -99,7 +98,7 @@ class FoldTasks {
         num_waves_(static_cast<int>(blockIdx.x) < args.num_pullers ? 1 : args.waves.count),
         share_(FindShare(args, 0)) {}
 
-  // False if there is none left.
+  // Takes a ticket and issues the load of its rows. Returns false if no ticket is left.
   __device__ bool Take(FoldTask* task, int lane) {
     const Shape& shape = args_.shape;
     const int ticket = TicketCounter::Broadcast(tickets_.Request(lane));
@@ -122,13 +121,13 @@ class FoldTasks {
   TicketCounter tickets_;
   int parts_;
   int num_waves_;
-  int wave_ = 0, before_ = 0;  // tickets of the waves before
+  int wave_ = 0, before_ = 0;  // tickets of earlier waves
   FoldShare share_;
 };
 
-// Folds this block's share of all waves, its warps one ticket after the other, and the next one's rows are
-// looked up meanwhile. No warp waits for another: the one that ends the block's share of a wave tells the
-// peers.
+// Folds this block's share of all waves. Each warp takes one ticket after another, and looks up the rows of
+// the next while it sums. No warp waits for another: the one that completes the block's share of a wave
+// notifies the peers.
 template <typename T>
 __device__ void Fold(const PullArgs& args, const Session& session) {
   __shared__ FoldCounts counts;

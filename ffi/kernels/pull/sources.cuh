@@ -1,4 +1,4 @@
-// Which rows a token's sum is made of, and where they lie.
+// The rows that a token's sum is made of.
 #pragma once
 
 #include "kernels/pull/args.cuh"
@@ -6,13 +6,13 @@
 
 namespace jax_ep::cuda {
 
-// Where a token's rows come from: lane r holds rank r's.
+// The source of a token's rows at one rank: lane r holds that of rank r.
 struct Source {
-  int row;         // -1: none, or several
-  bool is_folded;  // several, which the rank has folded
+  int row;         // -1: none or several
+  bool is_folded;  // there are several, which the rank has folded
 };
 
-// From the token's places, of which lane k holds the k-th.
+// Returns the sources, given the token's destinations, of which lane k holds the k-th.
 __device__ inline Source FindSource(const PullArgs& args, const Destination& destination, int lane) {
   if (!args.shape.has_row_per_choice()) return {destination.row, false};
   unsigned row_lanes = 0;
@@ -24,7 +24,7 @@ __device__ inline Source FindSource(const PullArgs& args, const Destination& des
   return {__popc(row_lanes) == 1 ? row : -1, __popc(row_lanes) > 1};
 }
 
-// The rows that a token's sum is made of.
+// Returns the rows that a token's sum is made of.
 template <typename T>
 __device__ SumInputs<T> FindSumInputs(const PullArgs& args, const Published* published, int index, int t,
                                       const Source& source, int lane) {

@@ -1,4 +1,4 @@
-// Where the rows of a rank's tokens belong, from the counts of all ranks.
+// The counts of all ranks' rows, and the positions of this rank's rows that follow from them.
 #pragma once
 
 #include "kernels/push/receive.cuh"
@@ -7,13 +7,13 @@
 
 namespace jax_ep::cuda {
 
-// Counts in shared memory, [E + R] each; what a launch with a handle needs of them is `starts`.
+// The counts of rows by bin, in shared memory, [E + R] each. A push along a handle uses only `starts`.
 struct BinCounts {
-  int32_t* sent;               // this rank's rows
-  int32_t* totals;             // all ranks' rows
-  int32_t* first_row;          // the first row of this rank's block at the receiver
-  int32_t* in_earlier_chunks;  // this rank's rows before chunk `chunk`
-  int32_t* starts;             // by expert [R, L + 1]: where each rank's experts' blocks start
+  int32_t* sent;               // rows that this rank sends
+  int32_t* totals;             // rows that all ranks send
+  int32_t* first_row;          // first row, at the receiver, of the rows that this rank sends
+  int32_t* in_earlier_chunks;  // rows that this rank sends from the chunks before `chunk`
+  int32_t* starts;             // by expert [R, L + 1]: starts of the blocks of each rank's experts
   int chunk;
 
   static constexpr int kArrays = 5;
@@ -29,8 +29,8 @@ struct BinCounts {
   }
 };
 
-// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads (mates)
-// to a bin. The whole team.
+// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R]. Several threads share a
+// bin if there are enough. Called by the whole team.
 __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int first_bin, int num_bins,
                                  int32_t* sums, const Team& team) {
   const int bins = NumBins(args.shape), threads_per_bin = max(1, team.threads / max(num_bins, 1));
@@ -45,18 +45,20 @@ __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int f
   team.Sync();
 }
 
-// The bins of which one of the blocks that send tells the peers.
+// A range of bins: [first, last).
 struct BinRange {
   int first;
   int last;
 };
 
+// Returns the bins that a block that sends publishes.
 __device__ inline BinRange PublishedBins(const PushArgs& args, int block) {
   const int bins = NumBins(args.shape);
   return {bins * block / args.num_senders, bins * (block + 1) / args.num_senders};
 }
 
-// Counts this rank's rows, of the block's share or of all bins. The whole block.
+// Counts the rows that this rank sends: those in the block's published bins, or in all bins. Called by the
+// whole block.
 __device__ inline void CountLocalRows(const PushArgs& args, const BinCounts& counts, std::byte* scratch) {
   const Shape& shape = args.shape;
   const int block = blockIdx.x;
@@ -74,8 +76,9 @@ __device__ inline void CountLocalRows(const PushArgs& args, const BinCounts& cou
   }
 }
 
-// Publishes the counts to the peers: the first block all of them, or each block that sends its share. An op
-// that finds the channel in use must not do so, which the first block knows by now.
+// Publishes the counts to the peers. If each block counts all tokens, the first block publishes all of them.
+// Otherwise each block that sends publishes its bins. An op that finds the channel in use must not publish
+// anything. The first block has already checked that; the others wait until it has.
 __device__ inline void PublishCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
   const Peers& peers = args.peers;
   if (blockIdx.x > 0 && (args.counts_in_kernel || !session.AwaitOpened())) return;
@@ -88,13 +91,13 @@ __device__ inline void PublishCounts(const PushArgs& args, const Session& sessio
   }
 }
 
-// Waits for all ranks' counts, and computes totals and first from them. The block must synchronize before it
-// uses these. Returns the ranks that this thread has missed.
+// Waits for the counts of all ranks, and computes `totals` and `first_row` from them. The block must
+// synchronize before it uses these. Returns the ranks that this thread has missed.
 __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
-  constexpr int kWordsInFlight = 8;  // words whose loads are in flight
+  constexpr int kWordsInFlight = 8;  // loads in flight
   const Peers& peers = args.peers;
   const uint32_t epoch = args.is_local() ? 0 : session.epoch();
-  const int meeting_threads = args.is_local() ? 0 : kWarp;  // threads that meet the peers meanwhile
+  const int meeting_threads = args.is_local() ? 0 : kWarp;  // the first warp, which meets the peers meanwhile
   for (int bin = static_cast<int>(threadIdx.x) - meeting_threads; bin < NumBins(args.shape);
        bin += static_cast<int>(blockDim.x) - meeting_threads) {
     if (bin < 0) break;
@@ -122,7 +125,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
   return 0;
 }
 
-// By expert: starts, and what they add to first. The whole block.
+// Computes `starts`, and adds them to `first_row`, by expert. Called by the whole block; synchronizes.
 __device__ inline void LocateExpertBlocks(const PushArgs& args, const BinCounts& counts) {
   const Shape& shape = args.shape;
   if (!shape.has_expert_blocks()) return;
@@ -137,8 +140,8 @@ __device__ inline void LocateExpertBlocks(const PushArgs& args, const BinCounts&
   __syncthreads();
 }
 
-// Makes sent_rows of tokens [begin, end) final: they hold the row's index within its chunk. Calls go on in
-// the order of the tokens. The whole team, always the same.
+// Computes the final sent_rows of tokens [begin, end), which so far hold each row's index within its chunk.
+// Calls must follow the order of the tokens. Called by the whole team, which must be the same in all calls.
 __device__ inline void FinalizeSentRows(const PushArgs& args, int begin, int end, BinCounts& counts,
                                         const Team& team) {
   const Shape& shape = args.shape;

@@ -1,4 +1,4 @@
-// By expert: what a token's rows at a rank become where each is scaled by its weight.
+// Scales a token's rows at a rank, by expert, each by its weight.
 #pragma once
 
 #include "kernels/push/token_rows.cuh"
@@ -6,9 +6,9 @@
 
 namespace jax_ep::cuda {
 
-// Each row becomes its weight times the token's, which lies in the first of them; and the weight's gradient
-// the dot product of the token's row with the factors. Some rows at a time, the first of all in the end: each
-// of its columns is read before it is written.
+// Sets each row to its weight times the token's row, which arrived in the first of them, and the gradient of
+// its weight to the dot product of the token's row with the factors. Rows are processed a few at a time, and
+// the first row last. It is overwritten in place: each of its columns is read before it is written.
 template <typename T, int N>
 __device__ void ScaleRows(const PushArgs& args, int p, const TokenRows& rows, int lane) {
   using Acc = typename Sum<T>::Acc;

@@ -1,5 +1,5 @@
-// Rows scaled through rings: one warp of a team has a token's row loaded, and after it the factors of the
-// token's rows here; the others scale the one and form its dot products with the others.
+// Scales rows through rings. One warp of a team loads a token's row, followed by the factors of the token's
+// rows at this rank. The other warps scale the row and compute its dot products with the factors.
 #pragma once
 
 #include "kernels/push/scale.cuh"
@@ -7,14 +7,15 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kTeamBarrier = 2;  // that of the first team's warps that sum; those of the others follow
+constexpr int kTeamBarrier = 2;  // of the first team's processing warps; those of the other teams follow
 
-// What a warp that sums does with what comes through the ring: a token's row, then the factors.
+// The processing of a ring's contents by one warp: a token's row, then the factors.
 template <typename T>
 class RowScaler {
  public:
   using Acc = typename Sum<T>::Acc;
-  // Dot products of each warp's columns: of a token's rows, and meanwhile of those of the token before.
+  // Dot products over each warp's columns, double-buffered: while one token's are added up, the next token's
+  // are written.
   using PartialDots = Acc[2][kMaxTeamWarps][kWarp];
 
   __device__ RowScaler(const PushArgs& args, Ring& ring, PartialDots& partial_dots)
@@ -24,14 +25,14 @@ class RowScaler {
         lane_(threadIdx.x % kWarp),
         first_column_((ring.first_vector() + lane_) * N) {}
 
-  // Until the ring's phase ends.
+  // Processes slots until the ring's phase ends.
   __device__ void Run() {
     ConsumeRows<T>(ring_, [&](const SlotData<T>& data, int next) {
       if ((data.flags & SlotHeader::kLast) == 0) {
         KeepToken(data);
       } else {
         Scale(data);
-        if ((next & SlotHeader::kLast) == 0) Finish(data.target);  // no more of this token
+        if ((next & SlotHeader::kLast) == 0) Finish(data.target);  // the token has no more rows in this part
       }
     });
   }
@@ -47,7 +48,7 @@ class RowScaler {
     }
   }
 
-  // Stores the row that the factors belong to, and keeps the warp's part of their dot product in a lane.
+  // Stores the scaled row that the factors belong to, and keeps the warp's partial dot product in a lane.
   __device__ void Scale(const SlotData<T>& data) {
     const Target& target = data.target;
     const Payload& payload = args_.payloads[target.array];
@@ -74,8 +75,8 @@ class RowScaler {
     ++num_rows_;
   }
 
-  // Adds up the dot products of the team's warps. A lane stands for the same row in all parts of a token, and
-  // keeps what they have come to.
+  // Adds up the team's partial dot products. A lane stands for the same row in all parts of a token, and
+  // accumulates its dot product.
   __device__ void Finish(const Target& target) {
     const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.warp_in_team(),
               summers = ring_.plan().summers;
@@ -96,23 +97,23 @@ class RowScaler {
   Ring& ring_;
   PartialDots& partial_dots_;
   int lane_;
-  int first_column_;  // this thread's first column
+  int first_column_;  // of this thread
   Acc token_[kRingVectors][N];
-  int num_rows_ = 0;  // of the present token so far: lane k holds what belongs to the k-th
+  int num_rows_ = 0;  // of the present token so far; lane k holds the values of the k-th
   int row_ = 0;
   Acc dot_ = 0;
-  Acc gradient_ = 0;  // of the first of a team's warps: of that row's weight, so far
+  Acc gradient_ = 0;  // in the team's first warp: the gradient of the row's weight so far
   int buffer_ = 0;
 };
 
-// A token whose rows are next.
+// A token whose rows come next.
 struct ScaleTask {
-  int token;  // of its rank; T and more: no more
+  int token;  // index within its rank; T or more: no more tokens
   TokenRows rows;
   float weight;  // of the row that the lane holds
 };
 
-// As the warp that loads: all tokens of all ranks in their order, a ticket of the dealer after the other.
+// Loads the rows and factors of all ranks' tokens in order, ticket by ticket. Called by the warp that loads.
 template <typename T>
 __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& ring) {
   constexpr int N = 16 / sizeof(T);
@@ -120,7 +121,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   const int lane = threadIdx.x % kWarp, R = shape.num_ranks, num_tokens = shape.num_tokens;
   const int columns = ring.plan().vectors() * N;
   const TicketCounter tickets{&args.peers.own().spread};
-  int awaited_wave = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
   unsigned requested = tickets.Request(lane);
   int next_token = 0, row = -1;
   const auto look_up = [&] {
@@ -152,8 +153,9 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
       ring.Put(rows.lanes, header, factors + first, vectors * 16);
     }
   };
-  // Two tokens ahead the rows are being loaded, and one ahead their weights: what is loaded is not touched
-  // before it is needed, not even to be kept elsewhere.
+  // The rows of the token after the next are looked up while the weights of the next are loaded. Loaded
+  // values are not touched before they are needed, not even to move them, because that would wait for the
+  // load.
   const auto scale = [&](const ScaleTask& task, ScaleTask& next) {
     if (task.token >= num_tokens) return false;
     find(next);
@@ -175,7 +177,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   EndPhase(ring);
 }
 
-// As SpreadRows, of rows that are scaled, if there are rings.
+// Does the work of SpreadRows through rings, if the rows are scaled and there are rings.
 template <typename T>
 __device__ void ScaleByRing(const PushArgs& args, const Session& session, Ring ring) {
   __shared__ typename RowScaler<T>::PartialDots partial_dots;

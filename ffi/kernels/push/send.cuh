@@ -1,4 +1,4 @@
-// The sender's side of a push: the rows of each token, stored where they belong.
+// The sender's side of a push: stores the rows of each token at their destinations.
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
@@ -9,6 +9,7 @@
 
 namespace jax_ep::cuda {
 
+// Returns the destinations of token t. If the push spreads, only the first row at each rank gets the payload.
 __device__ inline Destinations FindDestinations(const PushArgs& args, int t, int lane) {
   const Destination destination = FindDestination(args.shape, args.handle, t, lane);
   bool sends_payload = destination.row >= 0;
@@ -19,7 +20,8 @@ __device__ inline Destinations FindDestinations(const PushArgs& args, int t, int
   return {destination.row, destination.rank, __ballot_sync(kAllLanes, sends_payload)};
 }
 
-// The rows by rank, from lane to lane so that each rank begins with another receiver.
+// Returns the destinations, by rank, rotated over the lanes so that each rank begins with a different
+// receiver.
 __device__ inline Destinations RotateReceivers(const PushArgs& args, const Destinations& destinations,
                                                int lane) {
   const int R = args.shape.num_ranks;
@@ -29,7 +31,7 @@ __device__ inline Destinations RotateReceivers(const PushArgs& args, const Desti
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
 }
 
-// By loads and stores, those of a token's rows that bulk copies do not take.
+// Sends those payloads of a token, by loads and stores, that bulk copies do not take.
 __device__ inline void SendPayloads(const PushArgs& args, int t, const Destinations& destinations,
                                     const Published* published, int lane) {
   for (int p = 0; p < args.num_payloads; ++p) {
@@ -41,8 +43,8 @@ __device__ inline void SendPayloads(const PushArgs& args, int t, const Destinati
   }
 }
 
-// The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
-// local experts, by expert received_rows. Those are known already to a handle.
+// Sends the weights of a token's rows, and the routing from which receivers read the choices of each row: by
+// rank their local experts, by expert received_rows. A handle already has received_rows.
 __device__ inline void SendRouting(const PushArgs& args, int t, const Destinations& destinations,
                                    const Published* published, int lane) {
   const Shape& shape = args.shape;
@@ -76,8 +78,8 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Destinatio
   }
 }
 
-// Sends the routing of tokens [begin, end), and of each by send_rows(token, rows) what else there is. A warp
-// of the team for each token.
+// Sends the routing of tokens [begin, end), and calls send_rows(token, destinations) for the payloads. Each
+// token is sent by one warp of the team.
 template <typename SendRows>
 __device__ void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
                            const Team& team, SendRows&& send_rows) {
@@ -89,29 +91,32 @@ __device__ void SendTokens(const PushArgs& args, int begin, int end, const Publi
   }
 }
 
-// The bytes of a row that are loaded at a time: they fit a stage of shared memory.
+// The bytes of a row that are loaded at a time. They fit in a stage of shared memory.
 struct Slice {
   int token;
   int payload;
   int64_t offset;
 };
 
-// Of a row as it is loaded.
+// Returns the bytes of a row before any conversion to FP8.
 __device__ inline int64_t LoadedBytes(const PushArgs& args, int p) {
   return args.payloads[p].row_bytes * args.element_bytes;
 }
 
+// Returns the size of a slice before any conversion to FP8.
 __device__ inline uint32_t SliceBytes(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
       min(int64_t{args.bulk.stage_bytes}, LoadedBytes(args, slice.payload) - slice.offset));
 }
 
+// Returns the first payload from p on that bulk copies take.
 __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   while (p < args.bulk.num_payloads && !IsBulkRow(args.payloads[p].row_bytes)) ++p;
   return p;
 }
 
-// The slice of this warp that follows: along the row, then the next payload, then the warp's next token.
+// Returns this warp's slice after `slice`: along the row, then in the next payload, then in the warp's next
+// token.
 __device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
@@ -123,16 +128,17 @@ __device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   return slice;
 }
 
-// A warp's two stages of shared memory: it loads one slice into one while the stores of the slice before
-// leave the other. Between batches the next one's first slice is being loaded into the stage whose turn it
-// is.
+// A warp's two stages of shared memory. While the stores of one slice read one stage, the next slice is
+// loaded into the other. Between batches, the first slice of the next batch is being loaded into the stage
+// that is used next.
 struct Stages {
   std::byte* bytes;
   uint64_t* barriers;
-  uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
-  float* scales;  // of the slice that is sent, where rows become FP8
+  uint32_t used;  // stages used so far; gives the present stage and the phase of its barrier
+  float* scales;  // of the slice being sent, if rows become FP8
 };
 
+// Starts to load a slice into a stage, unless its token is not before `end`. Called by a warp.
 __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int end, const Stages& stages,
                                  int stage) {
   if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
@@ -141,14 +147,15 @@ __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int e
            SliceBytes(args, slice), &stages.barriers[stage]);
 }
 
-// The warp's first slice of tokens from `begin` on.
+// Returns the warp's first slice of tokens from `begin` on.
 __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
-// Begins to send a batch by bulk copies. Its first slice is being loaded already, and at the end that of the
-// following batch is. Called by the block's first bulk.num_sending warps; one that has no token in a batch
-// has none in the following ones. By expert those that it had sent before have then arrived.
+// Starts to send a batch by bulk copies. Its first slice is already being loaded; at the end, that of the
+// next batch is. Called by the block's first bulk.num_sending warps. A warp without a token in a batch has
+// none in later ones. By expert, the stores of the previous batch have completed on return, so that the peers
+// may be notified of it.
 template <bool kQuantizes>
 __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch& following,
                            const Published* published, Stages& stages) {

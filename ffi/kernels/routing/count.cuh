@@ -1,4 +1,4 @@
-// Counts a rank's tokens, and finds each row's index among those of its bin.
+// Counts of a rank's tokens, and the index of each row among those of its bin.
 #pragma once
 
 #include "kernels/routing/topk.cuh"
@@ -6,7 +6,7 @@
 
 namespace jax_ep::cuda {
 
-// Consecutive tokens to be counted, and shared memory for it.
+// Consecutive tokens to count, and the shared memory for it.
 struct Chunk {
   int first;  // token
   int tokens;
@@ -19,11 +19,11 @@ struct Chunk {
   }
 };
 
-// How many of the first n numbers equal x. They start at a multiple of 16 bytes. One of `mates` that share
-// the numbers counts its part.
+// Counts the numbers equal to x in this thread's part of the first n. `parts` threads share the numbers,
+// which start at a multiple of 16 bytes.
 __device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int part, int parts) {
   const uint32_t pair = static_cast<uint16_t>(x) * 0x10001u;
-  int bits = 0;  // 16 for each
+  int bits = 0;  // 16 for each match
   for (int i = 8 * part; i + 8 <= n; i += 8 * parts) {
     const uint4 eight = *reinterpret_cast<const uint4*>(numbers + i);
     bits += __popc(__vcmpeq2(eight.x, pair)) + __popc(__vcmpeq2(eight.y, pair)) +
@@ -35,8 +35,8 @@ __device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int p
 }
 
 // Counts a chunk. For its tokens [begin, end) it also writes the routed experts to topk_idx, and each row's
-// index within the chunk to sent_rows (-1: no row). The whole block. Atomics make totals
-// only; indices come from comparisons and ballots, so results repeat bit for bit.
+// index within the chunk to sent_rows (-1: no row). Called by the whole block. Atomics compute only totals.
+// Indices come from comparisons and ballots, so results are reproducible bit for bit.
 __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const Chunk& chunk, int begin,
                                   int end, int32_t* topk_idx, int32_t* sent_rows) {
   const int K = shape.top_k, num_choices = chunk.tokens * K;
@@ -56,7 +56,7 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
     }
   }
   if (!by_rank) {
-    int threads_per_choice = kWarp;  // threads for each of the wanted choices
+    int threads_per_choice = kWarp;  // for each choice that gets an index
     while (threads_per_choice > 1 && threads_per_choice * num_indexed > static_cast<int>(blockDim.x))
       threads_per_choice /= 2;
     for (int j = threadIdx.x; j < AlignUp(num_indexed * threads_per_choice, kWarp); j += blockDim.x) {

@@ -1,4 +1,4 @@
-// Where a token's rows lie, according to its handle.
+// Destinations of a token's rows, according to its handle.
 #pragma once
 
 #include "core/params.h"
@@ -6,12 +6,13 @@
 
 namespace jax_ep::cuda {
 
-// What a handle says of a token's row that this lane of a warp stands for.
+// A handle's entry for the row of a token that this lane of a warp stands for.
 struct HandleEntry {
   int row;     // -1: none
-  int expert;  // of the choice that it is for, where rows are those of choices
+  int expert;  // of the choice that the row belongs to, if each choice has a row
 };
 
+// Loads the entry for the row of token t that `lane` stands for.
 __device__ inline HandleEntry LoadHandleEntry(const Shape& shape, const HandleArrays& handle, int t,
                                               int lane) {
   HandleEntry entry{-1, 0};
@@ -21,13 +22,14 @@ __device__ inline HandleEntry LoadHandleEntry(const Shape& shape, const HandleAr
   return entry;
 }
 
-// The row that this lane stands for, -1 none, and the rank that holds it: 0 where lanes stand for nothing,
-// for it is used as an index before rows are looked at.
+// A row's destination. `row` is -1 if this lane has none. `rank` is then still valid (0), because it is used
+// as an index before `row` is checked.
 struct Destination {
   int row;
   int rank;
 };
 
+// Returns the destination that an entry names.
 __device__ inline Destination FindDestination(const Shape& shape, const HandleEntry& entry, int lane) {
   if (lane >= shape.rows_per_token()) return {-1, 0};
   const bool by_choice = shape.has_row_per_choice();

@@ -1,5 +1,5 @@
-// A combine of few tokens, through the arena: each rank sums the rows that it holds of a token, and writes
-// the sum to the slot that the token's rank has for it, which adds up what arrives.
+// Combine of few tokens, through the arena. Each rank sums the rows that it holds of a token, and writes the
+// sum to its slot at the token's rank. That rank adds up the sums that arrive.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/routing/destination.cuh"
@@ -9,11 +9,12 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
+// Warps of a block that start with sums to send. The others start with sums that arrive. There are fewer of
+// these, because sums to send take longer.
 constexpr int kSummingWarps = 12;
 
-// What the sum in a slot is yet to be multiplied by: a rank's only row of a token travels as it is, so that
-// its product is not rounded.
+// Returns the factor that the sum in a slot still has to be multiplied by. If a rank has only one row of a
+// token, it sends the row without its weight, so that the product is not rounded.
 __device__ float& SlotFactor(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
 
 template <typename T>
@@ -32,8 +33,9 @@ __device__ T* SlotRow(std::byte* slot) {
   return reinterpret_cast<T*>(slot + kSlotHeadBytes);
 }
 
-// The rows here of the token that slot `index` of rank `source` stands for: by expert of its choices, in the
-// lanes; by rank the index-th row that has come from there. These lie together (see CombineFitsArena).
+// Returns the rows at this rank of the token that slot `index` of rank `source` stands for. By expert these
+// are the rows of the token's choices, one per lane. By rank it is the index-th row that arrived from that
+// rank, whose rows are contiguous (see CombineFitsArena).
 template <typename T>
 __device__ SumInputs<T> FindLocalRows(const SmallPullArgs& args, int source, int index, int lane) {
   const Shape& shape = args.shape;
@@ -55,8 +57,8 @@ __device__ SumInputs<T> FindLocalRows(const SmallPullArgs& args, int source, int
   return inputs;
 }
 
-// The slot that a team fills in its n-th turn: of which rank, and which one. Ranks behind this one come
-// first, so that the ranks do not all write to the same one.
+// The slot that a team fills next: its rank, and its index there. Each rank starts with the rank after it, so
+// that the ranks do not all write to the same one.
 struct SlotTarget {
   int rank;
   int index;
@@ -67,8 +69,8 @@ __device__ SlotTarget TargetOf(const SmallPullArgs& args, int i) {
   return {behind < R ? behind : behind - R, i / R};
 }
 
-// What a warp of a team begins with, which it finds out before the op is open: the rows of the team's first
-// slot, and the sum of the first columns of its own.
+// The work of a team's warp that does not depend on the op being open: the rows of the team's first slot, and
+// the sum of this warp's first columns.
 template <typename T, int N>
 struct FirstSum {
   SumInputs<T> inputs;
@@ -87,7 +89,8 @@ __device__ FirstSum<T, N> ComputeFirstSum(const SmallPullArgs& args, const RowTe
   return first_sum;
 }
 
-// Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps.
+// Sums this rank's rows of each token, and sends the sums. Called by the summing warps, which share the
+// tokens team by team.
 template <typename T, int N>
 __device__ void SendSums(const SmallPullArgs& args, const MailSession& session, const RowTeam& team,
                          FirstSum<T, N> first_sum) {
@@ -119,8 +122,8 @@ __device__ void SendSums(const SmallPullArgs& args, const MailSession& session, 
   }
 }
 
-// Where a sum of token t comes from: lane r says whether rank r sends one, if it takes part, and to which
-// slot here.
+// The source of a sum of a token. Lane r holds whether rank r sends one, provided that it takes part, and the
+// index of the slot at this rank.
 struct Sender {
   bool sends;
   int index;
@@ -144,7 +147,7 @@ __device__ Sender FindSender(const SmallPullArgs& args, int t, int lane) {
   return {destination.row >= 0 && index >= 0 && index < shape.num_tokens, index};
 }
 
-// Waits for the sums of token t. One warp; bit r: rank r was missed.
+// Waits for the sums of a token. Called by one warp. Returns bit r if rank r was missed.
 __device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& session, const Sender& sender,
                               int lane) {
   if (!sender.sends) return 0;
@@ -152,7 +155,7 @@ __device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& sess
   return session.AwaitWord(arrived) ? 0 : 1u << lane;
 }
 
-// A slice of a token that a warp adds up. The block's i-th is the i-th of every gridDim-th slice of all.
+// A slice of a token's result. Slices are dealt to the blocks round-robin; `i` counts those of one block.
 struct OutputSlice {
   int t;
   int first;  // column
@@ -168,8 +171,8 @@ __device__ OutputSlice FindOutputSlice(const SmallPullArgs& args, int i, int lan
   return {t, index % slices * kSlice<N>, FindSender(args, t, lane)};
 }
 
-// Adds up what arrives, in the order of the ranks: `piece`, and then those that a warp gets tickets for.
-// Returns the ranks that this thread has missed.
+// Adds up the sums that arrive, in the order of the ranks: first for `slice`, then for slices that the warp
+// takes tickets for. Returns the ranks that this thread has missed.
 template <typename T, int N>
 __device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession& session,
                                    const TicketCounter& tickets, OutputSlice slice) {
@@ -180,7 +183,7 @@ __device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession&
     const Sender sender = slice.sender.Among(session.ranks(), lane);
     const uint32_t missing = AwaitSums(args, session, sender, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
-    __syncwarp();  // what each lane has acquired is there for all
+    __syncwarp();  // makes what each lane has acquired visible to all
     SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
     if (sender.sends) {
       std::byte* const slot = session.half().slot(args.peers.rank, lane, sender.index);
@@ -195,7 +198,7 @@ __device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession&
   return 0;
 }
 
-// Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
+// Waits for all sums from `ranks`. Called by the whole block. Returns bit r if rank r was missed.
 JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession session, uint32_t ranks) {
   const int lane = threadIdx.x % kWarp;
   uint32_t missing = 0;
@@ -206,8 +209,8 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession sessi
   return missing;
 }
 
-// The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
-// all do the latter. N elements of T are loaded at a time.
+// The summing warps of a block start with the sums that this rank sends, the other warps with those that it
+// receives. At the end all warps do the latter. N elements of T are loaded at a time.
 template <typename T, int N>
 __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
@@ -241,7 +244,8 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   if (args.attendance.masks) {
     session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, ranks); });
   } else if (session.is_leader() && warp == kSmallWarps - 1) {
-    // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
+    // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
+    // have arrived.
     missing = session.AwaitCall(lane, log);
     __syncwarp();
   }

@@ -1,4 +1,4 @@
-// A dispatch of few tokens, through the arena.
+// Dispatch of few tokens, through the arena.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/small/plan.h"
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kMetadataBlocks = 4;
 
-// Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
+// Waits for everything that `ranks` send to this rank. Called by the whole block. Returns bit r if rank r was
+// missed.
 JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const RoutingTable table,
                               uint32_t ranks) {
   const Shape& shape = args.shape;
@@ -36,8 +37,8 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession sessi
   return missing;
 }
 
-// Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
-// rows were missed. A block that does not send.
+// Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
+// Called by the blocks that do not send. Returns the ranks whose rows were missed.
 __device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& session, const RoutingTable& table,
                             const RowTeam& team, uint32_t late) {
   const Shape& shape = args.shape;
@@ -53,14 +54,14 @@ __device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& sessio
   uint32_t missing = 0;
 #pragma unroll 1
   for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
-    // Tokens that were sent at the same time are received at the same time.
+    // Tokens that were sent at about the same time are received at about the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
     missing |= ReceiveToken(args, session, table, team, source, token);
   }
   return missing;
 }
 
-// T is the type of rows that become FP8, or void.
+// T is the type of rows to convert to FP8, or void.
 template <typename T>
 __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     if (threadIdx.x < kSendThreads) token = PrefetchToken<T>(args, blockIdx.x);
   } else {
     for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSmallThreads)
-      table.totals[i] = 0;  // and what follows
+      table.totals[i] = 0;  // and the two arrays after it
     const int words = ChoiceWords(shape);
     if (args.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
       choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   session.Close(fill);
 }
 
-// Calls f with the kernel for rows to be quantised, or sent as they are.
+// Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
 cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
   if (quantize == Quantize::kNone) return f(SmallPushKernel<void>);

@@ -1,4 +1,5 @@
-// Rows from their slots to their places, and what the choices say of this rank as a receiver.
+// The receiver's side of a small dispatch: copies rows from slots to their destinations, and writes the
+// results that follow from the choices.
 #pragma once
 
 #include "kernels/routing/receiver.cuh"
@@ -7,9 +8,10 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kSlotVectors = 8;  // 16-byte loads in flight a thread
+constexpr int kSlotVectors = 8;  // 16-byte loads in flight per thread
 
-// A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
+// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each warp of the
+// team.
 __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
                                unsigned lanes) {
   for (int p = 0; p < args.num_payloads; ++p) {
@@ -17,7 +19,7 @@ __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, c
     const auto copy = [&](auto* null) {
       using Element = std::remove_pointer_t<decltype(null)>;
       const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
-      // The short rows of a second array, as scales are, by the warps that have least of the first one's.
+      // Short rows of a second array, such as scales, go to the warps that have the least of the first array.
       const int warp = p % 2 == 0 ? team.warp : team.warps - 1 - team.warp;
       const int64_t first = min(n, share * warp), last = min(n, first + share);
       CopyRow<kSlotVectors>(
@@ -32,8 +34,8 @@ __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, c
   }
 }
 
-// A token of rank `source`, from its slot to its rows here. One warp of its team; returns the ranks that were
-// missed.
+// Copies a token of rank `source` from its slot to its rows at this rank. Called by each warp of the team.
+// Returns the ranks that were missed.
 __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSession& session,
                                         const RoutingTable& table, const RowTeam& team, int source,
                                         int token) {
@@ -59,7 +61,7 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
   const EpochWord* const arrived = &session.half().mail(me, source).arrived[token];
   const bool late = lane == 0 && !session.AwaitWord(arrived);
   if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
-  __syncwarp();  // what lane 0 has acquired is there for all
+  __syncwarp();  // makes what lane 0 has acquired visible to all
   const std::byte* const slot = session.half().slot(me, source, token);
   const bool writes = team.warp == 0 && lane < K;
   const float weight =
@@ -76,11 +78,12 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
   return 0;
 }
 
-// This rank's part of the handle. The blocks that keep books, together.
+// Writes this rank's part of the handle. Called by all metadata blocks, which share the work.
 __device__ inline void WriteHandle(const SmallPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
-  const int me = args.peers.rank, first = me * shape.num_tokens;  // of this rank's tokens, among all
+  const int me = args.peers.rank,
+            first = me * shape.num_tokens;  // index of this rank's first token among all
   const WarpShare metadata = args.MetadataShare();
   for (int token = metadata.index; token < shape.num_tokens; token += metadata.count) {
     const int t = first + token, expert = lane < K ? table.expert(shape, me, token, lane) : -1;
@@ -103,8 +106,8 @@ __device__ inline void WriteHandle(const SmallPushArgs& args, const RoutingTable
   }
 }
 
-// What a warp clears: rows [begin, end) of the results, of which it takes its share. Of padded experts not
-// the rows, of which there are many, and which whoever multiplies padded experts leaves out.
+// Clears this warp's share of rows [begin, end) of the results. In the padded order it leaves the payloads
+// unchanged, because there are many such rows, and products of padded experts ignore them.
 __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64_t end,
                                  const WarpShare& share) {
   const Shape& shape = args.shape;
@@ -125,7 +128,8 @@ __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64
   }
 }
 
-// Clears the padding of each expert's block, a warp one. The blocks that keep books, together.
+// Clears the padding of each expert's block, one block per warp. Called by all metadata blocks, which share
+// the work.
 __device__ inline void ClearPadding(const SmallPushArgs& args, const RoutingTable& table) {
   if (!args.shape.has_expert_blocks()) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
@@ -136,7 +140,8 @@ __device__ inline void ClearPadding(const SmallPushArgs& args, const RoutingTabl
   }
 }
 
-// Clears what lies behind all rows. The blocks that keep books, or all but the senders where it is much.
+// Clears the rows after all blocks. Called by the metadata blocks, or, if there is much to clear, by all
+// blocks except the senders.
 __device__ inline void ClearTail(const SmallPushArgs& args, const RoutingTable& table) {
   constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
@@ -150,7 +155,7 @@ __device__ inline void ClearTail(const SmallPushArgs& args, const RoutingTable& 
   ClearRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
 
-// Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
+// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
 __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
   const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
   if (!shape.has_row_per_choice()) return CountTokensTo(table, d, source * T, (source + 1) * T);
@@ -163,7 +168,8 @@ __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table,
   return __reduce_add_sync(kAllLanes, choices);
 }
 
-// By rank: takes the choices of tokens that the capacity cuts from their experts' counts. One warp.
+// Subtracts, by rank, the choices of tokens that the capacity cuts from their experts' counts. Called by one
+// warp.
 __device__ inline void SubtractCutTokens(const SmallPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
@@ -181,10 +187,10 @@ __device__ inline void SubtractCutTokens(const SmallPushArgs& args, const Routin
   }
 }
 
-// Writes the numbers of this rank as a receiver, and which ranks took part. The leader; synchronizes.
+// Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
 __device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession& session,
                                    const RoutingTable& table) {
-  __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
+  __shared__ int rows[kMaxRanks][kMaxRanks];  // [source][destination]
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   for (int i = threadIdx.x / kWarp; i < R * R; i += kSmallWarps) {

@@ -1,5 +1,5 @@
-// Where rows lie, as each block finds out for itself of all ranks' choices: they are few, and travel with the
-// first rows, so nobody waits for anybody's counts.
+// The routing table of a small dispatch. Each block builds it from the choices of all ranks. These are few
+// and arrive with the first rows, so no rank has to wait for counts.
 #pragma once
 
 #include "kernels/routing/count.cuh"
@@ -8,15 +8,15 @@
 
 namespace jax_ep::cuda {
 
-// In shared memory.
+// A block's view of the routing, in shared memory.
 struct RoutingTable {
-  int16_t* experts;             // [R][stride] of all ranks' tokens' choices, -1 unused
-  uint16_t* ranks;              // by rank [R * T]: bit r: the token goes to rank r
-  int32_t* totals;              // [E] choices on each expert
-  int32_t* from_earlier_ranks;  // [E] those of ranks before this one
-  int32_t* local_counts;        // [R, L] each rank's on the experts here, then those of the ranks before it
-  int32_t* starts;              // by expert [R, L + 1]: where each rank's experts' blocks start
-  int stride;                   // a rank's choices, in whole vectors
+  int16_t* experts;             // [R][stride] choices of all ranks' tokens, -1 unused
+  uint16_t* ranks;              // by rank [R * T]: bit r is set if the token goes to rank r
+  int32_t* totals;              // [E] choices of each expert
+  int32_t* from_earlier_ranks;  // [E] those of the ranks before this one
+  int32_t* local_counts;  // [R, L] choices of the local experts by each rank; later by the ranks before it
+  int32_t* starts;        // by expert [R, L + 1]: starts of the blocks of each rank's experts
+  int stride;             // choices of a rank, rounded up to whole vectors
 
   __device__ RoutingTable(const Shape& shape, std::byte* shared)
       : stride(static_cast<int>(ChoicesStride(shape))) {
@@ -28,16 +28,16 @@ struct RoutingTable {
     local_counts = from_earlier_ranks + shape.num_experts;
     starts = local_counts + shape.num_experts;
   }
-  // Choice k of token `token` of rank `source`.
+  // Returns choice k of token `token` of rank `source`.
   __device__ int16_t& expert(const Shape& shape, int source, int token, int k) const {
     return experts[source * stride + token * shape.top_k + k];
   }
 };
 
-// Words that a rank's choices travel in, two of them each.
+// Returns the number of words that carry a rank's choices, two in each.
 JAX_EP_HD inline int ChoiceWords(const Shape& shape) { return (shape.num_tokens * shape.top_k + 1) / 2; }
 
-// Choices 2 * word and the next of this rank, as they travel.
+// Returns the word that carries this rank's choices 2 * word and 2 * word + 1.
 __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, int word) {
   const int choices = shape.num_tokens * shape.top_k;
   uint32_t pair = ~0u;
@@ -48,14 +48,14 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
   return pair;
 }
 
-// The word of its choices that a thread of the blocks that keep books begins with.
+// Returns the first word of this rank's choices that a thread of the metadata blocks publishes.
 __device__ inline int FirstWord(const SmallPushArgs& args) {
   return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kSmallThreads +
          static_cast<int>(threadIdx.x);
 }
 
-// Tells all ranks of this one's choices. The blocks that keep books, together; `first` are those of the first
-// word.
+// Publishes this rank's choices to all ranks. Called by all metadata blocks, which share the work. `first` is
+// the content of the first word, loaded earlier.
 __device__ inline void PublishChoices(const SmallPushArgs& args, const TopkIds& ids,
                                       const MailSession& session, uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
@@ -69,14 +69,14 @@ __device__ inline void PublishChoices(const SmallPushArgs& args, const TopkIds& 
   }
 }
 
-// Waits for the choices of `ranks`, and calls take(rank, word, two choices) for each word, a warp the words
-// of one rank. The whole block; returns the ranks that this thread has missed.
+// Waits for the choices of `ranks`, and calls store(rank, word, two choices) for each word. Each warp takes
+// words of one rank. Called by the whole block. Returns the ranks that this thread has missed.
 template <typename Store>
 __device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& session, uint32_t ranks,
                                  Store&& store) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
-  const int warp = threadIdx.x / kWarp, warps_per_rank = max(kSmallWarps / R, 1);  // warps for a rank
+  const int warp = threadIdx.x / kWarp, warps_per_rank = max(kSmallWarps / R, 1);  // at least one
   const int stride = warps_per_rank * kWarp;
   uint32_t missing = 0;
   for (int r = warp / warps_per_rank; r < R; r += kSmallWarps / warps_per_rank) {
@@ -95,7 +95,7 @@ __device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& s
         const int word = first + j * stride;
         if (word >= words) break;
         if (is_expected && !HasEpoch(loaded[j], session.epoch())) {
-          // What comes from other ranks is still read after that: it may be all that is needed.
+          // The words of other ranks are still read after a miss, because they may be all that is needed.
           if (!session.AwaitWord(&from[word])) missing |= 1u << r;
           loaded[j] = LoadRelaxed(&from[word]);
         }
@@ -106,8 +106,8 @@ __device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& s
   return missing;
 }
 
-// Waits for all choices, and finds out of them where rows lie; the totals are zero before. The whole block,
-// to which that is visible afterwards; returns the ranks that it has missed.
+// Waits for all choices, and builds the table from them. The counts must be zero before. Called by the whole
+// block, to which the table is visible on return. Returns the ranks that the block has missed.
 __device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const MailSession& session,
                                              const RoutingTable& table) {
   const Shape& shape = args.shape;
@@ -119,7 +119,7 @@ __device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const Ma
 #pragma unroll 1
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, pair >>= 16) {
       int expert = static_cast<int16_t>(pair & 0xffff);
-      // Before all calls are compared, a peer's may be those of another op.
+      // The calls have not been compared yet, so a peer's choices may be those of another op.
       if (expert >= shape.num_experts) expert = -1;
       if (expert >= 0 && !all_present && (present_ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
       table.experts[rank * table.stride + i] = static_cast<int16_t>(expert);
@@ -158,9 +158,10 @@ __device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const Ma
   return 0;
 }
 
-// By expert: the row of choice i of rank `source`, which fell on `expert`, each lane its own; that rank's
-// rows of the expert lie from `begin` on, and those from `end` on are dropped. -1 if it is, or where the lane
-// is not among those `wanted`. One warp, whose lanes share the counting.
+// Returns, by expert, the row of choice i of rank `source`, which chose `expert`; each lane has its own
+// choice. The rows of that rank and expert start at `begin`, and rows from `end` on are dropped. Returns -1
+// if the row is dropped, or if the lane is not in `choice_lanes`. Called by one warp, whose lanes share the
+// counting.
 __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, int expert, int begin,
                                   int end, unsigned choice_lanes) {
   if (choice_lanes == 0) return -1;
@@ -171,7 +172,7 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
 #pragma unroll 1
   for (int skipped = lane >> shift; skipped > 0 && remaining != 0; --skipped) remaining &= remaining - 1;
   const int source_lane =
-      remaining == 0 ? 0 : __ffs(remaining) - 1;  // the lane whose choice this one counts for
+      remaining == 0 ? 0 : __ffs(remaining) - 1;  // the lane whose choice this lane counts for
   const int counted_choice = __shfl_sync(kAllLanes, i, source_lane),
             counted_expert = __shfl_sync(kAllLanes, expert, source_lane);
   int count = 0;
@@ -185,7 +186,8 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
   return (choice_lanes >> lane & 1) != 0 && IsRow(begin + count, end) ? begin + count : -1;
 }
 
-// By rank: how many of the tokens [begin, end) of all ranks' go to `rank`. One warp, in all lanes.
+// Returns, by rank, how many of tokens [begin, end) of all ranks go to `rank`, in all lanes. Called by one
+// warp.
 __device__ inline int CountTokensTo(const RoutingTable& table, int rank, int begin, int end) {
   int tokens = 0;
 #pragma unroll 1
@@ -194,7 +196,8 @@ __device__ inline int CountTokensTo(const RoutingTable& table, int rank, int beg
   return __reduce_add_sync(kAllLanes, tokens);
 }
 
-// By rank: the row at `rank` of token t of all ranks', which goes there; -1 if it is dropped. One warp.
+// Returns, by rank, the row at `rank` of token t of all ranks, which must go there; -1 if it is dropped.
+// Called by one warp.
 __device__ inline int RowOfToken(const Shape& shape, const RoutingTable& table, int t, int rank) {
   const int row = CountTokensTo(table, rank, 0, t);
   return IsRow(row, shape.capacity) ? row : -1;

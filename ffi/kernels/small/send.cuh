@@ -1,4 +1,4 @@
-// A token to its slots at the ranks where its experts live.
+// The sender's side of a small dispatch: stores each token in its slots at the ranks of its experts.
 #pragma once
 
 #include "kernels/rows/quantize.cuh"
@@ -6,8 +6,8 @@
 
 namespace jax_ep::cuda {
 
-// Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
-// not all write to the same one.
+// Calls store(slot) for token t's slot at each of the ranks. Each rank starts with the rank after it, so that
+// the ranks do not all write to the same one.
 template <typename Store>
 __device__ void ForEachSlot(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                             Store&& store) {
@@ -20,12 +20,12 @@ __device__ void ForEachSlot(const SmallPushArgs& args, const MailSession& sessio
   }
 }
 
-// The last warp of a block that sends tells of what was sent.
+// Threads of a sending block that send rows. The last warp sends the arrival flags.
 constexpr int kSendThreads = kSmallThreads - kWarp;
-constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
+constexpr int kSendVectors = 2;  // 16-byte loads in flight per thread
 
-// What travels of 16 bytes of a row of T: they themselves, if T is void, or else FP8 values, and the scale of
-// their block.
+// The form in which 16 bytes of a row of T are sent: unchanged if T is void, otherwise as FP8 values with the
+// scale of their block.
 template <typename T>
 struct WireVector {
   static constexpr int kLanes = Quantized<T>::kLanes;  // that hold a block
@@ -37,8 +37,8 @@ struct WireVector<void> {
   uint4 bits;
 };
 
-// What a sending thread needs of a token, which is made before the op is open: of this lane's choice the
-// expert, -1 unused; the weight of choice threadIdx.x; and the first parts of the row, where it has such.
+// The data of a token that a sending thread loads before the op is open: the expert of this lane's choice, -1
+// if unused; the weight of choice threadIdx.x; and the thread's first vectors of the row, if it has any.
 template <typename T>
 struct PrefetchedToken {
   int expert;
@@ -46,7 +46,8 @@ struct PrefetchedToken {
   WireVector<T> row[kSendVectors];
 };
 
-// Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
+// Returns the number of 16-byte vectors of a token's row as it is loaded, or 0 if rows are not a multiple of
+// that.
 template <typename T>
 __device__ int VectorsOf(const SmallPushArgs& args) {
   const int64_t bytes = args.payloads[0].row_bytes *
@@ -54,8 +55,8 @@ __device__ int VectorsOf(const SmallPushArgs& args) {
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
 }
 
-// Parts `first`, `first` + kSendThreads, ... of token t's row, which has n. Whole warps: lanes find the
-// largest number of a block together.
+// Loads vectors `first`, `first` + kSendThreads, ... of token t's row, which has n. Called by whole warps,
+// whose lanes reduce the largest magnitude of a block together.
 template <typename T>
 __device__ void LoadWireVectors(const SmallPushArgs& args, int t, int first, int n,
                                 WireVector<T> (&vectors)[kSendVectors]) {
@@ -90,7 +91,7 @@ __device__ PrefetchedToken<T> PrefetchToken(const SmallPushArgs& args, int t) {
   return token;
 }
 
-// A row of vectors, of which this thread has its first parts.
+// Sends a row of whole vectors, of which this thread has loaded its first ones.
 template <typename T>
 __device__ void SendRow(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                         WireVector<T> (&vectors)[kSendVectors]) {
@@ -117,7 +118,7 @@ __device__ void SendRow(const SmallPushArgs& args, const MailSession& session, i
   }
 }
 
-// Any row as it is.
+// Sends a row of any size unchanged.
 __device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                                  int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
@@ -137,8 +138,8 @@ __device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& s
   }
 }
 
-// Named barriers of a sending block, two of each kind by turns: a token's stores are issued; and the flags of
-// the one before the last are.
+// Named barriers of a sending block. Two of each kind alternate between tokens. kStored: the stores of a
+// token have been issued. kFlagged: the flags of the token two steps before have been sent.
 constexpr int kStored = 1, kFlagged = 3;
 
 __device__ inline void Arrive(int barrier) {
@@ -148,13 +149,14 @@ __device__ inline void Wait(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
 }
 
-// The ranks that a token is sent to, of those that take part, in all lanes; each has the expert of a choice.
+// Returns the ranks that a token is sent to, among those that take part, in all lanes. Each lane has the
+// expert of one choice.
 __device__ inline uint32_t RanksOf(const Shape& shape, const MailSession& session, int expert) {
   const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
   return __reduce_or_sync(kAllLanes, rank) & session.writable();
 }
 
-// Sends every token of this block, of which the first was loaded early. The sending warps.
+// Sends all tokens of this block. The first one was loaded earlier. Called by the sending warps.
 template <typename T>
 __device__ void SendTokens(const SmallPushArgs& args, const MailSession& session, PrefetchedToken<T> token) {
   for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.num_senders, ++step) {
@@ -174,8 +176,8 @@ __device__ void SendTokens(const SmallPushArgs& args, const MailSession& session
   }
 }
 
-// Tells the ranks of each token that it is there. The last warp: what it waits for, that a token's stores are
-// done, does not hold up those of the next one.
+// Sends the arrival flags of each token to its ranks. The last warp does this, because it has to wait until a
+// token's stores are complete, and must not delay those of the next token.
 __device__ inline void SendArrivalFlags(const SmallPushArgs& args, const MailSession& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
   for (int t = blockIdx.x, step = 0; t < T; t += args.num_senders, ++step) {
