@@ -79,7 +79,7 @@ MISTAKES = {
     ],
     "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "false ||")],
     "counts all waits together": [(WAIT, "  HopClock clock;", "  __shared__ HopClock clock;")],
-    "wears out": [(EXCHANGE, "> hop.most_pieces", "> ~uint64_t{0}")],
+    "wears out": [(EXCHANGE, "> hop.max_pieces", "> ~uint64_t{0}")],
     "shares a track": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
 }
 

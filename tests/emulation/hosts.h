@@ -104,7 +104,7 @@ struct Member {
 // The ranks of one index on all hosts are on a network of their own.
 class World {
  public:
-  uint64_t most_pieces = ~uint64_t{0};
+  uint64_t max_pieces = ~uint64_t{0};
   uint64_t longest_ns = 0;
 
   World(Random& random, int hosts, int ranks, uint64_t timeout)
@@ -244,7 +244,7 @@ class World {
                &member.state,
                &member.report,
                &member.within.timeout_ns,
-               most_pieces,
+               max_pieces,
                peers,
                run.call.refused};
     run.net = {&networks_[member.rail], h};

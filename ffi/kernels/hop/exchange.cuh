@@ -120,7 +120,7 @@ __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track)
     reason = HopReason::Of(HopPhase::kMesh, hop.host, hop.host).word;
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
-  if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.most_pieces) {
+  if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.max_pieces) {
     reason = HopReason::Of(HopPhase::kCounterExhausted, hop.host, hop.host).word;
   }
   if (reason != 0) GiveUpHop(hop, net, reason);

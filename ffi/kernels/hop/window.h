@@ -18,8 +18,8 @@ constexpr int kHopTracks = 8;
 // Pieces in flight from one track to one host. A slot is reused once its last piece has been read.
 constexpr int kHopSlots = 4;
 constexpr int64_t kHopHeadBytes = 128;  // before each piece: the call that it belongs to
-constexpr int64_t kMostPieceBytes = int64_t{128} << 10;
-constexpr int64_t kMostHopSlotBytes = int64_t{32} << 20;  // of all slots, without their headers
+constexpr int64_t kMaxPieceBytes = int64_t{128} << 10;
+constexpr int64_t kMaxHopSlotBytes = int64_t{32} << 20;  // of all slots, without their headers
 
 // The window: slots for pieces that are sent, then slots for pieces that arrive. It has the same size on all
 // ranks, so that offsets are valid everywhere.
@@ -30,8 +30,8 @@ struct HopWindow {
 
   // Returns a window of at most 16 MiB for two hosts, and at most 33 MiB for any number.
   static HopWindow Of(int hosts) {
-    const int64_t even = kMostHopSlotBytes / (2 * kHopTracks * kHopSlots * hosts) / 1024 * 1024;
-    return {hosts, kHopTracks, even < kMostPieceBytes ? even : kMostPieceBytes};
+    const int64_t even = kMaxHopSlotBytes / (2 * kHopTracks * kHopSlots * hosts) / 1024 * 1024;
+    return {hosts, kHopTracks, even < kMaxPieceBytes ? even : kMaxPieceBytes};
   }
 
   JAX_EP_HD int64_t slot_bytes() const { return kHopHeadBytes + piece_bytes; }
@@ -124,7 +124,7 @@ struct HopParams {
   HopState* state;
   HopReport* report;
   const uint64_t* timeout_ns;  // in host memory: the time limit of a wait
-  uint64_t most_pieces;        // that a track may have over all hops
+  uint64_t max_pieces;         // that a track may have over all hops
   Peers peers;                 // the ranks of this host; none in trial hops
   bool is_refused;             // move nothing, and report to the other hosts that this one has failed
 };

@@ -37,9 +37,9 @@ constexpr double kFreeCopyRate = 36e3;
 // all parts then wait for each other. Blocks that have sent all rows help to copy.
 constexpr double kFoldSlack = 1.7;
 constexpr double kCopySlack = 3;
-// Least SMs that carry rows, as needed to fill the links (docs/performance.md). By expert, a sender notifies
-// the peers of arrived rows, and the notification is later if more rows are in flight. A pull also sums,
-// including the rank's own rows. By expert, the folds that run beside it slow it down.
+// Minimum SMs that carry rows, as needed to fill the links (docs/performance.md). By expert, a sender
+// notifies the peers of arrived rows, and the notification is later if more rows are in flight. A pull also
+// sums, including the rank's own rows. By expert, the folds that run beside it slow it down.
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
@@ -60,15 +60,15 @@ constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
 constexpr double kMemoryRate = 3000e3;
 constexpr double kClearRate = 4460e3;
-// Least sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row has
-// overhead.
-constexpr int32_t kLeastRingTokens = 1024;
-constexpr double kLeastRingRow = 8192;  // bytes
+// Minimum sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row
+// has overhead.
+constexpr int32_t kMinRingTokens = 1024;
+constexpr double kMinRingRowBytes = 8192;  // bytes
 // Most tokens for which latency dominates. A warp then sends one token at a time.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
-// Least time of an op. Below it an op is bound by latency, not by bytes.
-constexpr double kLeastMicroseconds = 10;
+// Minimum time of an op. Below it an op is bound by latency, not by bytes.
+constexpr double kMinMicroseconds = 10;
 
 // Returns the rows that one rank receives if each token goes at most once to each rank, however many of
 // its experts are there.
@@ -82,18 +82,18 @@ inline double ExpectedRows(const Shape& shape) {
   return shape.has_row_per_choice() ? 1.0 * shape.num_tokens * shape.top_k : ExpectedTokens(shape);
 }
 
-// The work in device memory: the time that one SM needs for it, in microseconds, with slack; and the least
+// The work in device memory: the time that one SM needs for it, in microseconds, with slack; and the fewest
 // SMs that keep up with the links.
 struct LocalWork {
   double us;
-  double least_sms;
+  double min_sms;
 };
 
 // Returns the time that the links need for one row of each (token, rank), in microseconds. A single rank is
 // assumed to move its rows at this rate too.
 inline double LinkMicroseconds(const Shape& shape, double row_bytes) {
   const double wire = ExpectedTokens(shape) * std::max(shape.num_ranks - 1, 1) / shape.num_ranks * row_bytes;
-  return std::max(wire / kLinkRate, kLeastMicroseconds);
+  return std::max(wire / kLinkRate, kMinMicroseconds);
 }
 
 // Plans the SMs such that the work ends within `op_us`. `budget` 0 means no limit except that of the device.
@@ -105,7 +105,7 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
   const int32_t max_sms = limited ? budget : std::max(num_sms * 3 / 4, 2);
   if (plan.total() <= max_sms) return plan;
   if (plan.local > 0) {
-    const int32_t share = static_cast<int32_t>(max_sms * work.least_sms / (links + work.least_sms));
+    const int32_t share = static_cast<int32_t>(max_sms * work.min_sms / (links + work.min_sms));
     // Without a budget, the links keep their SMs.
     plan.local = std::clamp(limited ? share : max_sms - links, 1, max_sms - 1);
   }
@@ -116,7 +116,7 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
 // Returns true if rings in shared memory pull, fold and scale rows faster than loads into registers.
 // `row_bytes` is the size of the shortest row.
 inline bool SuitsRings(const Shape& shape, double row_bytes) {
-  return shape.num_tokens >= kLeastRingTokens && row_bytes >= kLeastRingRow;
+  return shape.num_tokens >= kMinRingTokens && row_bytes >= kMinRingRowBytes;
 }
 
 // The work that a push does on rows while it moves them.
@@ -126,14 +126,14 @@ enum class PushWork : int32_t { kMove, kScale, kQuantize };
 // two ranks. `row_bytes` is the size of all payloads together, as they are sent.
 inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind) {
   if (shape.num_tokens <= kFewTokens) return kFewSms;
-  const int32_t least = kind == PushWork::kQuantize   ? kQuantizingSenders
-                        : !shape.has_row_per_choice() ? kRankSenders
-                        : kind == PushWork::kScale    ? kScalingSenders
-                                                      : kExpertSenders;
+  const int32_t min_senders = kind == PushWork::kQuantize   ? kQuantizingSenders
+                              : !shape.has_row_per_choice() ? kRankSenders
+                              : kind == PushWork::kScale    ? kScalingSenders
+                                                            : kExpertSenders;
   const double sent = ExpectedTokens(shape) * row_bytes, converted = shape.num_tokens * row_bytes;
   const double us =
       kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate : sent / kSendRate;
-  return std::max(least, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
+  return std::max(min_senders, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
 }
 
 // Plans a push that scales, which works on every row. `by_ring`: through shared memory.
@@ -155,7 +155,7 @@ inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int3
   const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
   const double cleared = std::max(shape.capacity - rows, 0.0), copied = rows - tokens;
   const double clear_us = cleared * row_bytes / kStoreRate, link_us = LinkMicroseconds(shape, row_bytes);
-  const double least_sms = (clear_us + copied * row_bytes / kCopyRate / kCopySlack) / link_us;
+  const double min_sms = (clear_us + copied * row_bytes / kCopyRate / kCopySlack) / link_us;
   // Each token is read by the sender, written, and read again to be copied.
   const double moved = shape.num_tokens + 2 * tokens + copied;
   const double op_us = std::max(link_us, (moved / kMemoryRate + cleared / kClearRate) * row_bytes);
@@ -165,7 +165,7 @@ inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int3
   const bool waits = op_us == link_us || kind == PushWork::kQuantize;
   const double copy_us = copied * row_bytes / (waits ? kCopyRate : kFreeCopyRate);
   const double local_us = clear_us + std::max(copy_us - senders * (op_us - link_us), 0.0);
-  return PlanSms(op_us, senders, {std::max(local_us, 1.0), least_sms}, num_sms, budget);
+  return PlanSms(op_us, senders, {std::max(local_us, 1.0), min_sms}, num_sms, budget);
 }
 
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,

@@ -11,7 +11,7 @@
 namespace jax_ep::cuda {
 
 constexpr int kMaxSlots = 32;      // of a ring
-constexpr int kLeastSlots = 4;     // with fewer, too few bytes would be in flight
+constexpr int kMinSlots = 4;       // with fewer, too few bytes would be in flight
 constexpr int kMaxTeams = 4;       // of a block
 constexpr int kMaxSummers = 7;     // warps of a team that process rows
 constexpr int kMaxTeamWarps = 16;  // of all teams of a block
@@ -59,7 +59,7 @@ inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shar
   plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(rows.longest, plan.summers * kSummerBytes), 128));
   const int64_t slots = shared_bytes / (int64_t{plan.teams} * plan.slot_bytes);
   plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
-  return plan.slots < kLeastSlots ? RingPlan{} : plan;
+  return plan.slots < kMinSlots ? RingPlan{} : plan;
 }
 
 }  // namespace jax_ep::cuda

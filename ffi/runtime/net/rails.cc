@@ -203,7 +203,7 @@ std::string Rails::CheckCapabilities(Rail& rail) {
     return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
                 kHopTracks, ", because they could wait for room in a queue otherwise");
   }
-  rail.hop.most_pieces = UINT64_MAX;
+  rail.hop.max_pieces = UINT64_MAX;
   for (int i = 0; i < rail.gin.comm.ginConnectionCount; ++i) {
     const int type = rail.gin.comm.ginNetDeviceTypes[i];
     // The kernels were compiled for these types. Their behavior with others is undefined.
@@ -212,7 +212,7 @@ std::string Rails::CheckCapabilities(Rail& rail) {
       return Text("NCCL has a network of type ", type, ", which NCCL ", NcclVersionText(kMinNcclVersion),
                   " does not support. This extension was built with the headers of that version");
     }
-    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.most_pieces = kMaxProxyPieces;
+    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.max_pieces = kMaxProxyPieces;
   }
   // NCCL's own rails connect ranks with the same index within their load/store domains.
   if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
