@@ -84,7 +84,7 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
       fits = names_f && phase == HopPhase::kOther;
       break;
     case kPlace:
-      fits = names_f && phase == HopPhase::kPlace;
+      fits = names_f && phase == HopPhase::kMesh;
       break;
     case kHeld:
       fits = phase == HopPhase::kLate;
@@ -123,7 +123,7 @@ void RunScenario() {
   const int ops = 3 + random() % 6, any = random() % ops, f = random() % world.num_members();
   const int at = fault == kHeld ? ops - 1 : any;
   const int f_host = f / ranks, other = (f_host + 1) % hosts;
-  if (fault == kWorn) world.most_pieces = 1 + random() % 12;
+  if (fault == kWorn) world.max_pieces = 1 + random() % 12;
   bool ends_within = false;
   int64_t sent = 0;  // pieces of the first track, which has most
   for (int i = 0; i < ops; ++i) {
@@ -171,7 +171,7 @@ void RunScenario() {
     run.launch.freezes_for = fault == kShort ? timeout / 4 : kForEver;
   };
   world.RunAll(freeze);
-  const bool wears = fault == kWorn && sent > static_cast<int64_t>(world.most_pieces);
+  const bool wears = fault == kWorn && sent > static_cast<int64_t>(world.max_pieces);
   const bool must_not = fault == kNoFault || fault == kSlow || fault == kShort || (fault == kWorn && !wears);
   // In the last op a rank may have all of it before the fault, and then it needs nobody any more.
   const bool must =

@@ -8,6 +8,7 @@ import pytest
 TESTS = pathlib.Path(__file__).parent
 FFI = TESTS.parent / "ffi"
 EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "kernels/hop/window.h"
+POLL = "kernels/protocol/wait.cuh"
 
 COPIES_OUT = """\
     CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
@@ -50,11 +51,11 @@ MISTAKES = {
     "forgets how far it is": [
         (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")
     ],
-    "gives up silently": [(WAIT, "if (atomicExch(&track.told, 1u) != 0) return;", "return;")],
-    "waits for ever": [(WAIT, "if (clock.IsUp(hop.timeout_ns))", "if (false)")],
+    "gives up silently": [(WAIT, "if (atomicExch(&track.notified, 1u) != 0) return;", "return;")],
+    "waits for ever": [(WAIT, "clock.IsUp(hop.timeout_ns)", "false")],
     "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
     "clears what its track failed of only": [
-        (EXCHANGE, "threadIdx.x == 0 && LoadStamped(&hop.state->reason) != 0", "!alive")
+        (EXCHANGE, "threadIdx.x == 0 && LoadRelaxed(&hop.state->reason) != 0", "!alive")
     ],
     "goes on after a failure": [
         (EXCHANGE, "uint64_t reason = FindOwnReason(hop);", "uint64_t reason = 0;"),
@@ -63,20 +64,22 @@ MISTAKES = {
     "lets its host go on": [
         (
             WAIT,
-            "CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0))",
+            "CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0))",
             "true",
         ),
     ],
     "does not tell its host of another mesh": [
-        (WAIT, "is_misplaced ? Phase::kRank : Phase::kHop", "Phase::kHop"),
+        (WAIT, "is_on_other_mesh ? Phase::kRank : Phase::kHop", "Phase::kHop"),
     ],
-    "looks not again when time is up": [(WAIT, "return ready() ? 0 : HopReason", "return HopReason")],
+    "looks not again when time is up": [
+        (POLL, "if (gives_up()) return ready();", "if (gives_up()) return false;")
+    ],
     "sends on what its host has failed of": [
         (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp(hop.peers))", "false"),
     ],
     "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "false ||")],
     "counts all waits together": [(WAIT, "  HopClock clock;", "  __shared__ HopClock clock;")],
-    "wears out": [(EXCHANGE, "> hop.most_pieces", "> ~uint64_t{0}")],
+    "wears out": [(EXCHANGE, "> hop.max_pieces", "> ~uint64_t{0}")],
     "shares a track": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
 }
 

@@ -22,10 +22,10 @@ JAX_EP_HD inline int64_t AlignUp(int64_t rows, int64_t alignment) {
 enum class Order : int32_t {
   kRank = 0,          // one row for each (token, rank): by source rank, then token
   kExpert = 1,        // one row for each choice: by local expert, then source rank, then token, then k
-  kExpertPadded = 2,  // the same, each expert's rows in a block of as many rows as the others'
+  kExpertPadded = 2,  // one row for each choice, in blocks of `alignment` rows, one block per local expert
 };
 
-// The static part of one routing, equal on all ranks of a group.
+// The static part of a routing, equal on all ranks of a group.
 struct Shape {
   Order order;
   int32_t num_ranks;    // R
@@ -33,60 +33,61 @@ struct Shape {
   int32_t top_k;        // K
   int32_t num_experts;  // E
   int32_t capacity;     // C
-  int32_t alignment;  // by expert each expert's block starts at a multiple of it; padded, it has as many rows
+  int32_t alignment;  // kExpert: each expert's block starts at a multiple of it; kExpertPadded: rows of each
+                      // block
 
   JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
   JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
 
-  // What follows from the order; nothing else asks for it.
-  // A token has a row for each of its choices, or else for each rank that it goes to: then the row stands for
-  // all of the choices there, and their ids and weights travel with it.
+  // Returns true if a token has one row for each of its choices. Otherwise it has one row for each rank that
+  // it goes to. That row stands for all of the token's choices at the rank, whose ids and weights travel with
+  // it. Code reads these properties, never the order itself.
   JAX_EP_HD bool has_row_per_choice() const { return order != Order::kRank; }
-  // The rows of each local expert are a block, which is padded; or else those of each source rank are.
+  // Returns true if the rows of each local expert form a block, which may be padded. Otherwise the rows of
+  // each source rank do.
   JAX_EP_HD bool has_expert_blocks() const { return order != Order::kRank; }
-  // Each of these blocks has `alignment` rows, and rows that it cannot hold are dropped.
+  // Returns true if each of these blocks has exactly `alignment` rows. Rows that do not fit are dropped.
   JAX_EP_HD bool has_fixed_blocks() const { return order == Order::kExpertPadded; }
-  // Rows of the block of an expert that has `rows` rows.
+  // Returns the rows of an expert's block, including padding, if the expert has `rows` rows.
   JAX_EP_HD int64_t BlockOf(int64_t rows) const {
     return has_fixed_blocks() ? alignment : AlignUp(rows, alignment);
   }
-  // Where the rows that a local expert may have end at the latest.
+  // Returns the end of the rows that a local expert may have.
   JAX_EP_HD int32_t EndOf(int32_t local) const {
     return has_fixed_blocks() ? (local + 1) * alignment : capacity;
   }
-  // Columns of `sent_rows`.
+  // Returns the number of columns of `sent_rows`.
   JAX_EP_HD int32_t rows_per_token() const { return has_row_per_choice() ? top_k : num_ranks; }
-  // Weights that arrive with a row.
+  // Returns the number of weights that arrive with a row.
   JAX_EP_HD int32_t weights_per_row() const { return has_row_per_choice() ? 1 : top_k; }
-  // Whether a rank may hold several rows of a token, which the kernels sum before they travel.
+  // Returns true if a rank may hold several rows of a token. The kernels sum them before they travel.
   JAX_EP_HD bool folds() const { return has_row_per_choice() && top_k > 1; }
 };
 
-// A device's place in the mesh of a program, an operand [2] of all ops that communicate. Devices whose rows
-// are independent of each other's are in different lists, so that ranks of a group which exchange rows must
-// be in the same one.
-struct MeshPlace {
+// A device's position in the mesh of a program, an operand [2] of all ops that communicate. Devices that
+// never exchange rows are in different lists. Ranks of a group that exchange rows must be in the same list.
+struct MeshPosition {
   int32_t rank;
   int32_t list;
 };
 
-// The kernels count a rank's tokens in chunks, so that the index of a row among a rank's own is that of
-// its chunk plus that within it. A chunk has a bin for each expert, then one for each rank.
+// Tokens that the kernels count together, as a chunk. The index of a row among a rank's rows is the start of
+// its chunk plus its index within the chunk. A chunk has a bin for each expert, then a bin for each rank.
 constexpr int32_t kChunkTokens = 64;
 JAX_EP_HD inline int32_t NumChunks(const Shape& shape) {
   return (shape.num_tokens + kChunkTokens - 1) / kChunkTokens;
 }
 JAX_EP_HD inline int32_t NumBins(const Shape& shape) { return shape.num_experts + shape.num_ranks; }
 
-// The expert that an id names, or -1 where it is out of range: the choice is unused. A token may name an
-// expert several times; each is a choice of its own.
+// Returns the expert that an id names, or -1 if it is out of range, which marks the choice as unused. A token
+// may name an expert several times. Each time counts as a separate choice.
 template <typename Id>
 JAX_EP_HD inline int32_t RoutedExpert(Id id, int32_t num_experts) {
   return id < 0 || id >= static_cast<Id>(num_experts) ? -1 : static_cast<int32_t>(id);
 }
 
-// Whether choice k is the token's first on its rank, so that the token counts for that rank once.
-// `experts` are a token's routed experts (-1 unused).
+// Returns true if choice k is the token's first choice on its rank, so that the token counts for that rank
+// once. `experts` are a token's routed experts (-1 unused).
 JAX_EP_HD inline bool IsFirstOnRank(const int32_t* experts, int32_t k, int32_t num_local_experts) {
   const int32_t rank = experts[k] / num_local_experts;
   for (int32_t j = 0; j < k; ++j) {
@@ -95,15 +96,15 @@ JAX_EP_HD inline bool IsFirstOnRank(const int32_t* experts, int32_t k, int32_t n
   return true;
 }
 
-// The part of rows [begin, end) that lies inside a buffer of `capacity` rows.
+// Returns how many of the rows [begin, end) lie inside a buffer of `capacity` rows.
 JAX_EP_HD inline int32_t RowsKept(int64_t begin, int64_t end, int64_t capacity) {
   if (begin > capacity) begin = capacity;
   if (end > capacity) end = capacity;
   return static_cast<int32_t>(end - begin);
 }
 
-// Whether a handle's entry names a row. Handles are arrays that a program could have changed, so
-// what is read from one is checked before it is used as an index.
+// Returns true if an entry of a handle names a row. A program may have changed the arrays of a handle, so
+// their entries are checked before they are used as indices.
 JAX_EP_HD inline bool IsRow(int32_t row, int32_t capacity) { return row >= 0 && row < capacity; }
 
 JAX_EP_HD inline bool IsExpert(int32_t expert, int32_t num_experts) {

@@ -1,5 +1,5 @@
-// What one rank brings to an op: plain pointers and sizes, filled in by the handlers.
-// Shapes in brackets use the notation of index.h; all index arrays are int32.
+// The operands and results of one rank's op: plain pointers and sizes, filled in by the handlers. Shapes in
+// brackets use the notation of index.h. All index arrays are int32.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace jax_ep {
 
-// Floating types whose rows can be summed. Others are cast to one of these before the call.
+// Floating types whose rows can be summed. Other types are cast to one of these before the call.
 enum class Float : int32_t { kF16, kBF16, kF32, kF64 };
 
 JAX_EP_HD inline int64_t BytesOf(Float type) { return type == Float::kF64 ? 8 : type == Float::kF32 ? 4 : 2; }
@@ -30,69 +30,71 @@ struct LayoutParams {
   bool* is_token_in_rank;          // [T, R]
 };
 
-// One array whose rows are moved bit for bit.
+// An array whose rows are moved bit for bit.
 struct Payload {
   const std::byte* in;  // [T, row_bytes]
   std::byte* out;       // [C, row_bytes], at the receiver
   int64_t row_bytes;
-  int32_t dtype;  // XLA's number of it: all ranks must agree, nothing depends on it
+  int32_t dtype;  // XLA's number of the type: all ranks must agree on it, and nothing else depends on it
 };
 
-// Where each row of a routing lies. Written by a push that routes, read by everything after it.
+// The positions of a routing's rows. A push that routes writes them, and all later ops read them.
 struct HandleArrays {
   int32_t* topk_idx;            // [T, K] routed expert, -1 unused
   int32_t* sent_rows;           // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
   int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
   int32_t* expert_counts;       // [L] choices that fell on each local expert, before drops
-  int32_t* received_rows;       // [R * T, K] by expert: row here of each choice of all ranks' tokens, -1 none
+  int32_t* received_rows;  // [R * T, K] by expert: row at this rank of each choice of all tokens, -1 none
 };
 
-// Which ranks take part in an op that some may miss. All null: all ranks do.
+// The ranks that take part in an op that some ranks may miss. All null: all ranks take part.
 struct Attendance {
-  const int32_t* active_ranks;  // [R] 0: the rank is as if it were not there
-  int32_t* active_after;        // [R] the same, and 0 for those that did not come in time; where the above is
-  bool masks;                   // a rank that does not come in time is left out; or else the op fails
-  float* wait_us;               // [R] microseconds until each rank had come; or null
+  const int32_t* active_ranks;  // [R] 0: the rank is treated as absent
+  int32_t* active_after;        // [R] the same, and 0 for ranks that were late; present if `active_ranks` is
+  bool masks;                   // leave out a rank that is late; otherwise the op fails
+  float* wait_us;               // [R] microseconds until each rank arrived; or null
 
   JAX_EP_HD bool is_active(int32_t rank) const { return active_ranks == nullptr || active_ranks[rank] != 0; }
 };
 
-// Elements along a dimension of FP8 operands that share a scale, where that dimension has scales.
+// Elements of an FP8 operand that share a scale, along a dimension that has scales.
 constexpr int kFp8Block = 128;
 
-// What a push does to its rows on the way.
+// The conversion that a push applies to rows while it sends them.
 enum class Quantize : int32_t {
   kNone = 0,
-  kFp8 = 1,         // rows become e4m3 values, and a scale for each kFp8Block elements
+  kFp8 = 1,         // e4m3 values, and a scale for each kFp8Block elements
   kFp8Rounded = 2,  // the same, scales rounded up to powers of two
 };
 
-// Rows from their tokens to their places. A push either routes, which is to find out where those are, or goes
-// along a handle.
+// The operands of a push, which carries rows from their tokens to their destinations. A push either routes,
+// which means that it computes the destinations, or follows a handle.
 struct PushOperands {
   Shape shape;
   int32_t rank;
-  const MeshPlace* place_operand;  // as the program computed it
-  HandleArrays handle;             // written by a push that routes, otherwise read
+  const MeshPosition* position_operand;  // computed by the program
+  HandleArrays handle;                   // written by a push that routes, otherwise read
   int32_t num_payloads;
   const float* topk_weights;  // [T, K], or null
   float* arrived_weights;     // [C, K] by rank, [C] by expert, or null
 
-  // Of a push that routes; else null.
+  // Set by a push that routes; otherwise null.
   TopkIds topk_idx;
-  int32_t* arrived_idx;        // [C, K] by rank, else null
+  int32_t* arrived_idx;        // [C, K] by rank; by expert null
   int32_t* tokens_per_expert;  // [L] kept (row, k) pairs of each local expert
-  int32_t* group_sizes;        // [L] by expert, else null
+  int32_t* group_sizes;        // [L] by expert; by rank null
   int32_t* num_tokens;         // [1] kept rows
   int32_t* num_dropped;        // [1] dropped rows
   int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
   Attendance attendance;
-  // Unless kNone there are two payloads, values and scales, both of which are made of the first one's `in`.
+  // Unless it is kNone there are two payloads, values and scales, both computed from the first payload's
+  // `in`.
   Quantize quantize;
   Float quantized_type;  // of `in`
 
-  // Of a push that scales, along a handle by expert; else null. Each row arrives times the weight of its
-  // place, and arrived_weights take the dot products of the rows, not scaled, with the factors.
+  // Set by a push that scales, which follows a handle by expert; otherwise null. Each row arrives multiplied
+  // by the weight of its destination. arrived_weights receive the dot products of the unscaled rows with the
+  // factors.
   const float* row_weights;  // [C]
   Float factor_type;         // of all payloads and factors
 
@@ -102,17 +104,16 @@ struct PushOperands {
 
 struct PushParams : PushOperands {
   const Payload* payloads;
-  const void* const* factors;  // [C, ...] each, one for each payload of a push that scales
+  const void* const* factors;  // [C, ...], one array for each payload of a push that scales
 };
 
-// One array whose rows are summed.
+// An array whose rows are summed.
 struct Summand {
   const void* rows;  // [C, num_elements], at the receiver of the push
   void* out;         // [T, num_elements]
   int64_t num_elements;
   Float type;
-  void* partial;  // [R * T, num_elements] scratch of the kernels by expert: sums of a token's rows here, or
-                  // null
+  void* partial;  // [R * T, num_elements] scratch by expert: sums of a token's rows at one rank; or null
 };
 
 struct Bias {
@@ -120,17 +121,17 @@ struct Bias {
   Float type;
 };
 
-// Each token's rows back from their places, summed.
+// The operands of a pull, which brings each token's rows back and sums them.
 struct PullOperands {
   Shape shape;
   int32_t rank;
-  const MeshPlace* place_operand;
+  const MeshPosition* position_operand;
   HandleArrays handle;
   int32_t num_summands;
   const float* row_weights;  // [C] by expert, or null: the factor of each row
-  bool folds;  // the kernels first sum a token's rows where they lie, in the summands' `partial`
+  bool folds;  // the kernels first sum a token's rows at each rank, into the summands' `partial`
   int32_t num_biases;
-  const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: taken back to ...
+  const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: returned to ...
   float* topk_weights;           // ... [T, K], 0 where a choice has no row
   Attendance attendance;
 };
@@ -140,20 +141,21 @@ struct PullParams : PullOperands {
   const Bias* biases;
 };
 
-// All rows of every rank to every rank.
+// The operands of a gather, which sends all rows of every rank to every rank.
 struct GatherParams {
   int32_t num_ranks;
   int32_t rank;
-  const MeshPlace* place_operand;
-  const std::byte* in;  // [rows, row_bytes], a multiple of 16 bytes in all
+  const MeshPosition* position_operand;
+  const std::byte* in;  // [rows, row_bytes], a multiple of 16 bytes in total
   std::byte* out;       // [R, rows, row_bytes]
   int64_t rows;
   int64_t row_bytes;
 };
 
-// Rank order to expert order on one device: a push within a group of one rank.
+// The operands of a permute, from rank order to expert order on one device: a push within a group of one
+// rank.
 struct PermuteParams {
-  Shape shape;                // one rank; T stands for the C rows that come in, C for P
+  Shape shape;                // of one rank; T is the number C of input rows, and the capacity is P
   TopkIds topk_idx;           // [C, K] local experts
   const float* topk_weights;  // [C, K], or null
   const Payload* payloads;    // in [C, ...], out [P, ...]
@@ -164,23 +166,23 @@ struct PermuteParams {
   int32_t* tokens_per_expert;  // [L]
   int32_t* num_dropped;        // [1]
   int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels ...
-  int32_t* routed_idx;         // ... and [C, K] behind it
+  int32_t* routed_idx;         // ... and [C, K] after it
 };
 
-// The same permutation again, for another array. With weights, as in the gradient of unpermute, each row is
-// scaled on the way.
+// The operands of a repermute: the same permutation, applied to another array. With weights, as in the
+// gradient of unpermute, each row is also scaled.
 struct RepermuteParams {
   int32_t num_rows;           // C
   int32_t top_k;              // K
   int32_t num_permuted;       // P
   const int32_t* row_map;     // [C, K]
   Payload payload;            // in [C, ...], out [P, ...]
-  uint8_t* written;           // [P] scratch of the kernels: whether a row is one of a choice
-  const float* topk_weights;  // [C, K] factor of each choice's row, or null: rows as they are
-  // With weights only.
+  uint8_t* written;           // [P] scratch of the kernels: 1 if a choice maps to the row
+  const float* topk_weights;  // [C, K] factor of each choice's row, or null: rows are copied unchanged
+  // Used with weights only.
   Float type;           // of the payload and of ...
   const void* factors;  // ... [P, ...]
-  float* dots;          // [C, K] of each choice the dot product of its two rows, 0 if it has none
+  float* dots;          // [C, K] dot product of the two rows of each choice, 0 if it has no row
 };
 
 struct UnpermuteParams {
@@ -196,19 +198,19 @@ struct UnpermuteParams {
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
 };
 
-// What a grouped product makes of a rank's rows, which lie group by group.
+// The grouped products of a rank's rows, which are stored group by group.
 enum class GroupedDot : int32_t {
   kRows = 0,            // [C, N]: rows [C, M] times their group's matrix of others [L, M, N]
   kRowsTransposed = 1,  // [C, M]: rows [C, N] times its transpose
   kWeights = 2,         // [L, M, N]: rows [C, M], transposed, times others [C, N], group by group
 };
 
-// Room for the descriptors of bulk tensor copies of 256 SMs, and for nine numbers of each group.
+// Returns the size of the scratch: tensor map descriptors for 256 SMs, and nine numbers for each group.
 JAX_EP_HD inline int64_t GroupedDotScratchBytes(int64_t num_groups) { return (128 << 10) + 80 * num_groups; }
 
 struct GroupedDotParams {
   GroupedDot product;
-  Float type;                  // of out, and of rows and others if they have no scales; not float64
+  Float type;                  // of out, and of rows and others unless they have scales; not float64
   int32_t num_rows;            // C
   int32_t num_groups;          // L
   int32_t inner;               // width of rows
@@ -216,13 +218,13 @@ struct GroupedDotParams {
   const int32_t* group_sizes;  // [L]
   const void* rows;
   const void* others;
-  // Of FP8 (e4m3) operands, which only kRowsTransposed has; else null. A scale belongs to 128 elements of a
-  // row [C, N / 128], and to 128 x 128 elements of a matrix [L, M / 128, N / 128].
+  // Scales of FP8 (e4m3) operands, which only kRowsTransposed supports; otherwise null. A scale belongs to
+  // 128 elements of a row [C, N / 128], and to 128 x 128 elements of a matrix [L, M / 128, N / 128].
   const float* row_scales;
   const float* other_scales;
   void* out;
   void* scratch;    // [GroupedDotScratchBytes(L)] of the kernels
-  int32_t num_sms;  // most SMs to take; 0: all
+  int32_t num_sms;  // most SMs to use; 0: all
 };
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// Error texts without iostreams: their locales break where a module carries its own C++ library.
+// Error texts without iostreams, whose locales break if a module carries its own copy of the C++ library.
 #pragma once
 
 #include <cstdio>
@@ -23,7 +23,7 @@ void AppendTo(std::string& text, const Part& part) {
   }
 }
 
-// The parts one after another.
+// Returns the concatenation of the parts.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
   std::string text;

@@ -1,4 +1,4 @@
-// Launches of the CUDA kernels. All pointers are device pointers; nothing here allocates or waits.
+// Launches of the CUDA kernels. All pointers are device pointers. Nothing here allocates memory or waits.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,18 +9,18 @@
 
 namespace jax_ep::cuda {
 
-// The layout kernel's counts of ranks, nodes and experts lie in shared memory: 24 KB at most.
+// The layout kernel counts ranks, nodes and experts in shared memory, 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
-// Writes topk_idx, each row's index within its chunk to sent_rows, and chunk_counts: see index.h.
+// Writes topk_idx, chunk_counts (see index.h), and each row's index within its chunk to sent_rows.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
 cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream);
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream);
-// The same of few tokens, through the arena (kernels/protocol/arena.h): a push that routes, and a pull of one
-// array, of 16 or 32 bits, that takes no weights back.
+// Launch the kernels for few tokens, which use the arena (kernels/protocol/arena.h): a push that routes, and
+// a pull of one array of 16- or 32-bit elements that returns no weights.
 cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
                             cudaStream_t stream);
 cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
@@ -32,7 +32,7 @@ cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device,
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& device, cudaStream_t stream);
 
-// Load every kernel on the current device, so that none is loaded while a peer's kernel waits.
+// Load every kernel on the current device, so that none has to be loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();
 cudaError_t PreloadCount();
 cudaError_t PreloadPush();

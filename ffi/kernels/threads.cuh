@@ -1,11 +1,11 @@
-// What all kernels share: warps, teams of them, and dealers of work.
+// Definitions that all kernels share: warps, teams of warps, and counters that hand out work.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "core/index.h"
 
-// Whether what is being compiled may use what came with sm_90: bulk copies and clusters.
+// 1 if the code being compiled may use features of sm_90: bulk copies and clusters.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define JAX_EP_HAS_SM_90 1
 #else
@@ -17,11 +17,11 @@ namespace jax_ep::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Warps of a block that work together: all of them, or those that a barrier of their own counts.
+// Warps of a block that work together: all of them, or those that share a named barrier.
 struct Team {
-  int thread;   // this one's number
-  int threads;  // a multiple of a warp's
-  int barrier;  // 0 is that of the whole block
+  int thread;   // index of this thread
+  int threads;  // a multiple of the warp size
+  int barrier;  // 0 is the barrier of the whole block
 
   __device__ void Sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 };
@@ -30,13 +30,15 @@ __device__ inline Team WholeBlock() {
   return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), 0};
 }
 
-// Deals tickets, which are numbers from 0 on that stand for work, to warps, so that none waits for one that
-// has more to do.
-struct Dealer {
+// A counter that hands out tickets to warps. A ticket is a number from 0 on that stands for a piece of work.
+// A warp that is free takes the next one, so no warp waits for a slower one.
+struct TicketCounter {
   unsigned* next;
-  // Asks for a ticket. Nothing waits for it until it is shown.
-  __device__ unsigned Take(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
-  __device__ static int Show(unsigned asked) { return static_cast<int>(__shfl_sync(kAllLanes, asked, 0)); }
+  // Requests a ticket. Nothing waits for the atomic before Broadcast.
+  __device__ unsigned Request(int lane) const { return lane == 0 ? atomicAdd(next, 1u) : 0u; }
+  __device__ static int Broadcast(unsigned requested) {
+    return static_cast<int>(__shfl_sync(kAllLanes, requested, 0));
+  }
 };
 
 }  // namespace jax_ep::cuda

@@ -24,9 +24,9 @@ struct EmulatedNet {
     network->Put(host, to, there, here, bytes, signal);
   }
   void Signal(int to, uint32_t signal, uint64_t number) const { network->Signal(host, to, signal, number); }
-  uint64_t Signalled(uint32_t signal) const {
+  uint64_t ReadSignal(uint32_t signal) const {
     Machine::Get().Access(false);
-    return network->Signalled(host, signal);
+    return network->ReadSignal(host, signal);
   }
 };
 
@@ -53,7 +53,7 @@ inline std::byte ByteOf(int call, int from, int to, int64_t at) {
 struct Run {
   HopCall call;
   HopParams hop{};
-  MeshPlace place{};
+  MeshPosition place{};
   std::vector<uint4> in, out;
   emulation::Launch launch;
   EmulatedNet net{};
@@ -67,7 +67,7 @@ inline void ShareWithin(Run& run) {
   __shared__ Published mine, published[kMostRanks];
   const Peers& peers = run.hop.peers;
   const Opening opening(peers, &run.place);
-  const Session session(peers, Op::kGather);
+  const Session session(peers, Op::kGather, false);
   if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
   bool alive = session.Open(opening);
   if (alive && blockIdx.x == 0) session.Publish(mine, 1);
@@ -104,7 +104,7 @@ struct Member {
 // The ranks of one index on all hosts are on a network of their own.
 class World {
  public:
-  uint64_t most_pieces = ~uint64_t{0};
+  uint64_t max_pieces = ~uint64_t{0};
   uint64_t longest_ns = 0;
 
   World(Random& random, int hosts, int ranks, uint64_t timeout)
@@ -244,7 +244,7 @@ class World {
                &member.state,
                &member.report,
                &member.within.timeout_ns,
-               most_pieces,
+               max_pieces,
                peers,
                run.call.refused};
     run.net = {&networks_[member.rail], h};

@@ -42,7 +42,7 @@ class Network {
     posts_.push_back(std::move(post));
   }
 
-  uint64_t Signalled(int host, uint32_t signal) const { return signals_[host][signal]; }
+  uint64_t ReadSignal(int host, uint32_t signal) const { return signals_[host][signal]; }
 
   // From now on nothing comes from one host to another.
   void Cut(int from, int to) { cut_[from * windows_.size() + to] = true; }

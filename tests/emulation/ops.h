@@ -32,7 +32,7 @@ struct Work {
 struct Run {
   Work work;
   Peers peers;
-  MeshPlace place_operand;
+  MeshPosition position_operand;
   int active;                            // blocks that send, or pull; the others help
   Batches batches;                       // that they send: each rank has its own
   std::vector<uint32_t> out;             // [R, T, kWords]: what has come
@@ -132,23 +132,23 @@ inline void SendBatches(Run& run, const Published* published, const Session& ses
 // As ClearGaps deals.
 inline void Clear(Run& run) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  const Dealer dealer{&run.peers.own().cleared};
+  const TicketCounter tickets{&run.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - run.active) * warps;
   int unit = (static_cast<int>(blockIdx.x) - run.active) * warps + static_cast<int>(threadIdx.x) / kWarp;
   while (unit < static_cast<int>(run.cleared.size())) {
-    const unsigned taken = dealer.Take(lane);
+    const unsigned taken = tickets.Request(lane);
     AccessRow(true);
     if (lane == 0) ++run.cleared[unit];
-    unit = count + Dealer::Show(taken);
+    unit = count + TicketCounter::Broadcast(taken);
   }
 }
 
 inline void SpreadTokens(Run& run, const Session& session) {
-  const Dealer dealer{&run.peers.own().spread};
+  const TicketCounter tickets{&run.peers.own().spread};
   const int lane = threadIdx.x % kWarp, R = run.peers.num_ranks;
   int come = -1;
   while (true) {
-    const int i = Dealer::Show(dealer.Take(lane)), t = i / R, r = i % R;
+    const int i = TicketCounter::Broadcast(tickets.Request(lane)), t = i / R, r = i % R;
     if (t >= run.work.tokens) return;
     if (run.work.waves.Of(t) != come) {
       come = run.work.waves.Of(t);
@@ -165,8 +165,8 @@ inline void PushKernel(Run& run) {
   const Work& work = run.work;
   const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
-  const Opening opening(peers, &run.place_operand);
-  const Session session(peers, op);
+  const Opening opening(peers, &run.position_operand);
+  const Session session(peers, op, true);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
@@ -218,13 +218,13 @@ inline void FoldTokens(Run& run, const Session& session) {
 inline void PullTokens(Run& run, const Published* published, unsigned number, const Session& session) {
   const Work& work = run.work;
   const Peers& peers = run.peers;
-  const Dealer dealer{&peers.own().sent[0]};
+  const TicketCounter tickets{&peers.own().sent[0]};
   const int lane = threadIdx.x % kWarp;
   int folded = -1;
   while (true) {
-    const int t = Dealer::Show(number);
+    const int t = TicketCounter::Broadcast(number);
     if (t >= work.tokens) return;
-    number = dealer.Take(lane);
+    number = tickets.Request(lane);
     if (work.in_waves && work.waves.Of(t) != folded) {
       folded = work.waves.Of(t);
       if (!session.AwaitWave(folded)) return;
@@ -241,27 +241,27 @@ inline void PullTokens(Run& run, const Published* published, unsigned number, co
 inline void PullKernel(Run& run) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = run.peers;
-  const Opening opening(peers, &run.place_operand);
-  const Session session(peers, Op::kCombine);
+  const Opening opening(peers, &run.position_operand);
+  const Session session(peers, Op::kCombine, false);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.partials[0] = &run;
     mine.weights = mine.routing = nullptr;
   }
   const bool pulls = static_cast<int>(blockIdx.x) < run.active;
-  const Dealer dealer{&peers.own().sent[0]};
+  const TicketCounter tickets{&peers.own().sent[0]};
   unsigned number = 0;
   bool taken = false, alive = session.Open(opening);
   if (alive) {
     if (blockIdx.x == 0) session.Publish(mine, 1);
     if (run.work.in_waves) FoldTokens(run, session);
     taken = pulls && session.IsOpenedNow();
-    if (taken) number = dealer.Take(threadIdx.x % kWarp);
+    if (taken) number = tickets.Request(threadIdx.x % kWarp);
     alive = session.Meet(1, published);
   }
   const auto fill = [&] { FillResults(run); };
   if (!alive) return session.Abort(fill);
-  if (pulls && !taken) number = dealer.Take(threadIdx.x % kWarp);
+  if (pulls && !taken) number = tickets.Request(threadIdx.x % kWarp);
   if (pulls) PullTokens(run, published, number, session);
   session.Leave();
   if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);

@@ -201,7 +201,7 @@ class World {
     peers.stress_ns = stress_ns;
     peers.channel_number = static_cast<int>(peers.call.site % kChannels);
     for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number];
-    run->place_operand = {plan.wrong_rank ? (r + 1) % num_ranks_ : r, plan.list};
+    run->position_operand = {plan.wrong_rank ? (r + 1) % num_ranks_ : r, plan.list};
     run->gone_after = plan.gone_after;
     run->must_fail = has_failed_;
     // Each call site has a grid of its own.

@@ -40,7 +40,7 @@ struct CpuContext {
   static std::shared_ptr<Group> FindGroup(std::string_view key) {
     return jax_ep::FindGroup(std::string(key));
   }
-  static MeshPlace ReadPlace(const MeshPlace* place) { return *place; }
+  static MeshPosition ReadPlace(const MeshPosition* place) { return *place; }
 };
 
 // Context of ops that do not communicate.

@@ -17,7 +17,7 @@ static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> plac
                            " bytes, got ", out->size_bytes());
   }
   GroupMember member;
-  const MeshPlace own_place{place.typed_data()[0], place.typed_data()[1]};
+  const MeshPosition own_place{place.typed_data()[0], place.typed_data()[1]};
   auto error = FindMember("hop", group, FindGroup(std::string(group)), device, own_place,
                           static_cast<int32_t>(num_ranks), member);
   if (error.failure()) {

@@ -80,7 +80,7 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
 }
 
 ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
-                      int32_t device_ordinal, const MeshPlace& place, int32_t num_ranks,
+                      int32_t device_ordinal, const MeshPosition& place, int32_t num_ranks,
                       GroupMember& member) {
   member.group = std::move(group);
   if (member.group == nullptr) {

@@ -103,7 +103,7 @@ ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& ar
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
 // Stands for a place that only the kernel can compare, because it lies on the device.
-constexpr MeshPlace kPlaceOnDevice{-1, 0};
+constexpr MeshPosition kPlaceOnDevice{-1, 0};
 
 // A device as a member of an open group.
 struct GroupMember {
@@ -114,6 +114,7 @@ struct GroupMember {
 // Finds a device in the group of a call. `place` is the device's place in the program's mesh, or
 // kPlaceOnDevice.
 ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
-                      int32_t device_ordinal, const MeshPlace& place, int32_t num_ranks, GroupMember& member);
+                      int32_t device_ordinal, const MeshPosition& place, int32_t num_ranks,
+                      GroupMember& member);
 
 }  // namespace jax_ep

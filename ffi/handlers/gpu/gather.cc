@@ -19,7 +19,7 @@ static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi:
   const int64_t rows = in.dimensions()[0];
   const GatherParams params{static_cast<int32_t>(num_ranks),
                             member.position.rank,
-                            reinterpret_cast<const MeshPlace*>(place.typed_data()),
+                            reinterpret_cast<const MeshPosition*>(place.typed_data()),
                             static_cast<const std::byte*>(in.untyped_data()),
                             static_cast<std::byte*>(out->untyped_data()),
                             rows,

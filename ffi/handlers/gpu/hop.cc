@@ -36,7 +36,7 @@ static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi
     precondition_error =
         Text("the connection by NCCL has failed and is not used again (", why, "), ", kCompileAgain);
   }
-  hop.place_operand = reinterpret_cast<const MeshPlace*>(place.typed_data());
+  hop.position_operand = reinterpret_cast<const MeshPosition*>(place.typed_data());
   hop.in = static_cast<const std::byte*>(in.untyped_data());
   hop.out = static_cast<std::byte*>(out->untyped_data());
   hop.block_bytes = hosts == 0 ? 0 : bytes / hosts;

@@ -38,7 +38,7 @@ static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance
       op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
       kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
       kArenaBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
-      kMostRouteBytes >> 10,
+      kMaxRoutingTableBytes >> 10,
       " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
       "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }

@@ -1,5 +1,5 @@
-// All rows of every rank to every rank, by plain copies: what the links give, and nothing else to do. The
-// benchmark compares the other ops with it.
+// Gather: sends all rows of every rank to every rank by plain copies. The benchmark compares the other ops
+// with it, because it uses only the links and does no other work.
 
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
@@ -10,28 +10,28 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarps = 12;  // that copy in bulk, two stages each
+constexpr int kWarps = 12;  // warps that copy in bulk, with two stages each
 constexpr int64_t kStageBytes = 8 * 1024;
 
 __device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* stages,
                              uint64_t* barriers) {
   const int num_ranks = params.num_ranks, warp = threadIdx.x / kWarp;
   const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kStageBytes;
-  int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kStageBytes;
+  int64_t offset = (int64_t{blockIdx.x} * kWarps + warp) * kStageBytes;
   const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kStageBytes, bytes - from)); };
-  if (at < bytes) BulkLoad(stages, params.in + at, size(at), &barriers[0]);
-  for (uint32_t n = 0; at < bytes; ++n, at += step) {
+  if (offset < bytes) BulkLoad(stages, params.in + offset, size(offset), &barriers[0]);
+  for (uint32_t n = 0; offset < bytes; ++n, offset += step) {
     const int stage = n % 2;
     WaitForStoresRead();
-    if (at + step < bytes) {
-      BulkLoad(stages + (1 - stage) * kStageBytes, params.in + at + step, size(at + step),
+    if (offset + step < bytes) {
+      BulkLoad(stages + (1 - stage) * kStageBytes, params.in + offset + step, size(offset + step),
                &barriers[1 - stage]);
     }
     WaitForLoad(&barriers[stage], n / 2 % 2);
     for (int i = 0; i < num_ranks; ++i) {
       const int to = (params.rank + i) % num_ranks;
       std::byte* const out = static_cast<std::byte*>(published[to].buffers[0]) + params.rank * bytes;
-      BulkStore(out + at, stages + stage * kStageBytes, size(at));
+      BulkStore(out + offset, stages + stage * kStageBytes, size(offset));
     }
     CommitStores();
   }
@@ -56,16 +56,16 @@ template <bool kInBulk>
 __global__ void __launch_bounds__(kThreads, 1)
     GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
   extern __shared__ __align__(128) std::byte stages[];
-  __shared__ Published mine, published[kMaxRanks];
+  __shared__ Published outgoing, published[kMaxRanks];
   __shared__ uint64_t barriers[kWarps][2];
   const int warp = threadIdx.x / kWarp;
   const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
-  const Opening opening(peers, params.place_operand);
-  const Session session(peers, Op::kGather);
-  if (threadIdx.x == 0) mine = {0, nullptr, nullptr, {params.out}, {}};
+  const Opening opening(peers, params.position_operand);
+  const Session session(peers, Op::kGather, false);
+  if (threadIdx.x == 0) outgoing = {0, nullptr, nullptr, {params.out}, {}};
   bool alive = session.Open(opening);
-  if (alive && blockIdx.x == 0) session.Publish(mine, 1);
+  if (alive && blockIdx.x == 0) session.Publish(outgoing, 1);
   alive = alive && session.Meet(1, published);
   const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
   if (!alive) return session.Abort(fill);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream) {
-  // The more SMs, the better: 16 yield 94 % of what 100 do.
+  // The more SMs, the faster, but with diminishing returns. The rest is left to other kernels.
   const int blocks = device.num_sms * 3 / 4;
   if (!device.copies_in_bulk) {
     return Launch(GatherKernel<false>, blocks, kThreads, 0, stream, true, params, peers);

@@ -1,11 +1,11 @@
-// Copies of bytes that may begin anywhere, by a block.
+// Copies of bytes at any alignment, by a block.
 #pragma once
 
 #include "kernels/ptx/memory.cuh"
 
 namespace jax_ep::cuda {
 
-// Not through the first-level cache: the network has written what lies in slots.
+// Loads without the L1 cache, because the network writes to slots.
 __device__ inline uint4 LoadWord(const uint4* word) { return LoadRow(word); }
 template <typename Word>
 __device__ Word LoadWord(const Word* word) {

@@ -1,10 +1,11 @@
-// Hop 1 by puts into slots at the other hosts: the protocol, for any network (see wait.cuh).
+// Hop 1 by puts into slots at the other hosts: the protocol, independent of the network (see wait.cuh).
 //
-// A track goes in rounds. In each it sends the next piece to every host, and takes an earlier one from every
-// host. A piece is written to a slot here, put into the slot of the same number there, and copied from there
-// to where it belongs; then the receiver returns a credit. Only a piece's credit allows its slots to be
-// written again, here and there: the receiver has read all of it, so the network has too. Credits outlive the
-// op, so that nobody waits at its end. No network touches an array of XLA's.
+// A track works in rounds. In each round it sends the next piece to every host, and receives an earlier piece
+// from every host. The sender writes a piece to one of its own slots, and puts it into the slot of the same
+// number at the receiver. The receiver copies it to the result, and then returns a credit. Only the credit of
+// a piece allows its two slots to be reused: the receiver has read all of it, and therefore so has the
+// network. Credits outlive the op, so that no rank waits at its end. The network never accesses an array of
+// XLA's.
 #pragma once
 
 #include "kernels/hop/copy.cuh"
@@ -12,24 +13,25 @@
 
 namespace jax_ep::cuda {
 
-// Rounds that a piece has for its way before somebody waits for it. Fewer than the slots: who sends a piece
-// waits for the credit of that kHopSlots rounds ago, which the receiver must have taken in an earlier round.
+// Rounds between sending a piece and waiting for it, during which it travels. This is less than the number of
+// slots, because the sender of a piece waits for the credit of the piece kHopSlots rounds before it. The
+// receiver must have taken that one in an earlier round.
 constexpr int kHopLag = kHopSlots - 1;
 
-// Where the program says that this rank is: its host, and the list of those that it exchanges pieces with,
-// which have the same index on other hosts.
-__device__ inline MeshPlace FindHopPlace(const HopParams& hop) {
+// Returns this rank's position among all hosts, according to the program: its host, and the list of the ranks
+// that it exchanges pieces with, which have the same index on the other hosts.
+__device__ inline MeshPosition FindHopPosition(const HopParams& hop) {
   const int per_host = max(1, hop.peers.num_ranks);
-  const MeshPlace place = *hop.place_operand;
-  return {place.rank / per_host, place.list * per_host + place.rank % per_host};
+  const MeshPosition position = *hop.position_operand;
+  return {position.rank / per_host, position.list * per_host + position.rank % per_host};
 }
 
-// One piece of a track in the present hop.
+// A piece of a track in the present hop.
 struct HopPiece {
-  uint64_t call;  // as this rank tells of it: it differs between lists
+  uint64_t call;  // as this rank sends it: it differs between lists
   int track;
-  uint64_t number;  // among all that the track has had, of all hops
-  int64_t offset;   // in the block
+  uint64_t number;  // counts all pieces of the track, over all hops
+  int64_t offset;   // within the block
   int64_t bytes;
 
   __device__ static HopPiece Of(const HopParams& hop, uint32_t list, uint64_t first, int64_t i) {
@@ -40,19 +42,20 @@ struct HopPiece {
   }
 };
 
-// The whole block: sends a piece to every other host, and copies the own one. False if the hop has failed.
+// Sends a piece to every other host, and copies this host's own piece. Called by the whole block. Returns
+// false if the hop has failed.
 template <typename Net>
 __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
-  const int64_t own = hop.host * hop.block_bytes + piece.offset;
-  CopyBlock(hop.out + own, hop.in + own, piece.bytes);
+  const int64_t own_offset = hop.host * hop.block_bytes + piece.offset;
+  CopyBlock(hop.out + own_offset, hop.in + own_offset, piece.bytes);
   for (int k = 1; k < window.hosts; ++k) {
     const int to = (hop.host + k) % window.hosts;
     uint64_t reason = 0;
     if (threadIdx.x == 0 && piece.number >= kHopSlots) {
       const uint64_t credits = piece.number - kHopSlots + 1;
       reason = AwaitHost(hop, net, to,
-                         [&] { return net.Signalled(window.CreditSignal(piece.track, to)) >= credits; });
+                         [&] { return net.ReadSignal(window.CreditSignal(piece.track, to)) >= credits; });
       if (reason != 0) GiveUpHop(hop, net, reason);
     }
     if (__syncthreads_or(reason != 0)) return false;
@@ -69,13 +72,14 @@ __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& 
   return true;
 }
 
-// As the first thread: waits for a piece from a host, and refuses one of another op.
+// Waits for a piece from a host. Returns false if the hop has failed, also because the piece is of another
+// op. Called by the first thread.
 template <typename Net>
 __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece& piece, int from) {
   const HopWindow& window = hop.window;
-  const uint64_t uses = piece.number / kHopSlots + 1;  // of its slot
+  const uint64_t uses = piece.number / kHopSlots + 1;  // of the piece's slot
   const uint64_t reason = AwaitHost(hop, net, from, [&] {
-    return net.Signalled(window.PieceSignal(piece.track, from, piece.number)) >= uses;
+    return net.ReadSignal(window.PieceSignal(piece.track, from, piece.number)) >= uses;
   });
   if (reason != 0) {
     GiveUpHop(hop, net, reason);
@@ -89,9 +93,9 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece&
   return false;
 }
 
-// The whole block: takes a piece from every other host. False if the hop has failed.
+// Receives a piece from every other host. Called by the whole block. Returns false if the hop has failed.
 template <typename Net>
-__device__ bool TakePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
+__device__ bool ReceivePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
   for (int k = 1; k < window.hosts; ++k) {
     const int from = (hop.host + window.hosts - k) % window.hosts;
@@ -105,36 +109,36 @@ __device__ bool TakePiece(const HopParams& hop, const Net& net, const HopPiece& 
   return true;
 }
 
-// As the first thread: takes the track, if the hop may begin.
+// Takes the track. Returns false if the hop must not begin. Called by the first thread.
 template <typename Net>
 __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track) {
   uint64_t reason = FindOwnReason(hop);
   const bool is_busy = atomicExch(&track.busy, 1u) != 0;
-  FenceSystem();  // what the hop before has left of this track is seen
+  FenceSystem();  // makes the previous hop's state of this track visible
   if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.host, hop.host).word;
-  if (reason == 0 && FindHopPlace(hop).rank != hop.host) {
-    reason = HopReason::Of(HopPhase::kPlace, hop.host, hop.host).word;
+  if (reason == 0 && FindHopPosition(hop).rank != hop.host) {
+    reason = HopReason::Of(HopPhase::kMesh, hop.host, hop.host).word;
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
-  if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.most_pieces) {
+  if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.max_pieces) {
     reason = HopReason::Of(HopPhase::kCounterExhausted, hop.host, hop.host).word;
   }
   if (reason != 0) GiveUpHop(hop, net, reason);
   return reason == 0;
 }
 
-// One track's part of a hop: a block of each rank's kernel, all of which run at the same time.
+// Runs one track's part of a hop. Each track is a block of the kernel, and all of them run at the same time.
 template <typename Net>
 __device__ void Exchange(const HopParams& hop, const Net& net) {
   HopTrack& track = hop.state->tracks[blockIdx.x];
   bool alive = !__syncthreads_or(threadIdx.x == 0 && !OpenTrack(hop, net, track));
   if (alive) {
     const uint64_t first = track.pieces;
-    const uint32_t list = FindHopPlace(hop).list;
+    const uint32_t list = FindHopPosition(hop).list;
     const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
     for (int64_t i = 0; alive && i < pieces + kHopLag; ++i) {
       if (i < pieces) alive = SendPiece(hop, net, HopPiece::Of(hop, list, first, i));
-      if (alive && i >= kHopLag) alive = TakePiece(hop, net, HopPiece::Of(hop, list, first, i - kHopLag));
+      if (alive && i >= kHopLag) alive = ReceivePiece(hop, net, HopPiece::Of(hop, list, first, i - kHopLag));
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -143,8 +147,8 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
       atomicExch(&track.busy, 0u);
     }
   }
-  // A track that fails clears all of the result, and one that ends after it does so too. Of a track that
-  // finds no reason here, the rows were written before any other track clears them.
+  // A track that fails clears the whole result, and so does each track that ends after it. If a track finds
+  // no reason here, it has written its rows before any other track clears them.
   FenceSeqCst();
   __syncthreads();
   const bool fails = threadIdx.x == 0 && LoadRelaxed(&hop.state->reason) != 0;

@@ -1,13 +1,13 @@
-// The network of wait.cuh by NCCL's GIN.
+// The network interface of wait.cuh, implemented with NCCL's GIN.
 #pragma once
 
 #include "kernels/hop/hop.h"
 
 namespace jax_ep::cuda {
 
-// Each track posts to a context of its own, so that they do not share a queue. Signals are of a context: what
-// one track posts, the same track reads. What a track has posted and not been answered is less than a queue
-// holds (runtime/net/rails.cc asks for that), so nothing waits for room in it.
+// A network on which each track posts to a context of its own, so that tracks do not share a queue. Signals
+// belong to a context: the track that posts them also reads them. A track has fewer unanswered posts than a
+// queue holds (runtime/net/rails.cc requests that size), so posting never waits for space.
 class GinNet {
  public:
   __device__ explicit GinNet(const Gin& gin)
@@ -20,7 +20,7 @@ class GinNet {
   __device__ void Signal(int host, uint32_t signal, uint64_t number) const {
     gin_.signal(team_, host, ncclGin_WeakSignalAdd{signal, number});
   }
-  __device__ uint64_t Signalled(uint32_t signal) const { return gin_.readSignal(signal); }
+  __device__ uint64_t ReadSignal(uint32_t signal) const { return gin_.readSignal(signal); }
 
  private:
   ncclGin gin_;

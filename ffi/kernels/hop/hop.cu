@@ -1,4 +1,4 @@
-// Hop 1 by NCCL's device API: one block of threads for each track.
+// Hop 1 over NCCL's device API, with one block of threads for each track.
 
 #include "kernels/hop/exchange.cuh"
 #include "kernels/hop/gin.cuh"

@@ -9,7 +9,7 @@
 
 namespace jax_ep::cuda {
 
-// What a communicator of NCCL's is on a device. Its ranks are the hosts.
+// A device's view of an NCCL communicator whose ranks are the hosts.
 struct Gin {
   ncclDevComm comm;
   ncclWindow_t window;

@@ -1,15 +1,15 @@
-// Waits of a track for other hosts, which end when the hop's time is up or a host has given up; and what is
-// recorded then. All of it is done by the first thread of a block.
+// Waits of a track for other hosts. They end when the hop's time is up or a host has given up, which is then
+// recorded. All of this is done by the first thread of a block.
 //
-// A network (Net) offers, to one thread:
+// A network (Net) provides, to one thread:
 //
-// - Put(host, to, from, bytes, signal): bytes of the window here go to the window there, and then there is 1
-//   more on a signal there;
-// - Signal(host, signal, number): so many more on a signal there;
-// - Signalled(signal): what has been signalled here, by all hosts together.
+// - Put(host, to, from, bytes, signal): copies bytes of this window to the window at a host, and then adds 1
+//   to a signal there;
+// - Signal(host, signal, number): adds to a signal at a host;
+// - ReadSignal(signal): returns what all hosts together have added to a signal here.
 //
-// Nothing keeps its order, but for a put's signal, which comes after what that put brings. What a put takes
-// it may read until the signal is seen. Neither Put nor Signal waits for another host.
+// Operations are unordered, except that a put's signal comes after its bytes. A put may read its source until
+// the signal is seen. Neither Put nor Signal waits for another host.
 #pragma once
 
 #include "kernels/hop/window.h"
@@ -17,10 +17,10 @@
 
 namespace jax_ep::cuda {
 
-// How long a wait has lasted; the first thread's own.
+// The time that a wait has lasted, in the first thread.
 struct HopClock {
   uint64_t began = 0;  // in nanoseconds
-  uint64_t limit = 0;  // 0 until the host was asked
+  uint64_t limit = 0;  // 0 until the host's value was read
 
   __device__ bool IsUp(const uint64_t* timeout_ns) {
     constexpr uint64_t kLong = 1'000'000;
@@ -32,9 +32,9 @@ struct HopClock {
   }
 };
 
-// Why this rank hops no more: a hop of it has failed, or an op within its host, so that it might send on what
-// has not come. 0 if neither has. (The host may have refused the hop for a failure that has not closed this
-// rank's gate: that of another list, or one that is about to.)
+// Returns why this rank must not hop any more, or 0: one of its hops has failed, or an op within its host.
+// After such an op it could send rows that never arrived. (The host may refuse the hop for a failure that has
+// not closed this rank's gate: one of another list, or one that is about to close it.)
 __device__ inline uint64_t FindOwnReason(const HopParams& hop) {
   const uint64_t known = LoadRelaxed(&hop.state->reason);
   if (known != 0) return known;
@@ -42,20 +42,20 @@ __device__ inline uint64_t FindOwnReason(const HopParams& hop) {
   return has_failed ? HopReason::Of(HopPhase::kWithin, hop.host, hop.host).word : 0;
 }
 
-// The same, and why another rank has given up, as it has told.
+// Returns the same reason, or the one that another host has sent when it gave up.
 template <typename Net>
 __device__ uint64_t FindReason(const HopParams& hop, const Net& net) {
   const uint64_t known = FindOwnReason(hop);
   if (known != 0) return known;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
-    const uint64_t told = net.Signalled(hop.window.EndSignal(static_cast<int>(blockIdx.x), host));
-    if (told != 0) return told;
+    const uint64_t reason = net.ReadSignal(hop.window.EndSignal(static_cast<int>(blockIdx.x), host));
+    if (reason != 0) return reason;
   }
   return 0;
 }
 
-// Waits until ready(), and returns 0; otherwise returns why the hop cannot go on.
+// Waits until ready(), and returns 0. If the hop cannot go on, returns the reason.
 template <typename Net, typename Ready>
 __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Ready&& ready) {
   HopClock clock;
@@ -70,18 +70,18 @@ __device__ uint64_t AwaitHost(const HopParams& hop, const Net& net, int host, Re
   return came ? 0 : reason;
 }
 
-// Lets all ops within this host fail that begin from now on: its ranks would take what has not come for rows,
-// and send it on to others. Where the hop fails because a host runs on another mesh, this one or another, the
-// ranks are told of the mesh, for their own programs run on it, too. `other_call` is what another host called
-// instead, if that is why.
+// Makes all later ops within this host fail, because its ranks would take missing rows for received ones and
+// send them on. If the hop fails because a host runs on another mesh, this one or another, the ranks get that
+// reason, because their own programs run on that mesh too. `other_call` is the call of another host, if it
+// differs.
 JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t other_call) {
   const Peers& peers = hop.peers;
   if (peers.num_ranks == 0) return;
-  const bool is_misplaced = HopReason{reason}.phase() == HopPhase::kPlace;
+  const bool is_on_other_mesh = HopReason{reason}.phase() == HopPhase::kMesh;
   const bool is_first =
-      CloseGate(peers, Reason::Of(peers.rank, is_misplaced ? Phase::kRank : Phase::kHop, 0));
+      CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0));
   CloseAllGates(peers, 0, 1);
-  // Another track tells, or an earlier op of this rank has told.
+  // Another track reports the failure, or an earlier op of this rank has reported it.
   if (!is_first && Reason{ReasonIn(&peers.own().gate)}.rank() == peers.rank) return;
   if (!IsFirstFailure(peers)) return;
   peers.report->hop = reason;
@@ -89,8 +89,8 @@ JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t othe
               Call{other_call, 0}.WithBlocks(0));
 }
 
-// Lets this hop and all later ones fail, and the ops within the host. By each track, once, the first reason
-// is told to the other hosts: a track of theirs that has not ended may wait for this one.
+// Makes this hop and all later ones fail, and the ops within the host. Each track sends the first reason once
+// to the other hosts, because a track of theirs that has not ended may wait for this one.
 template <typename Net>
 __device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason, uint32_t other_call = 0) {
   const uint64_t earlier = CompareAndSwap(&hop.state->reason, 0, reason);
@@ -98,7 +98,7 @@ __device__ void GiveUpHop(const HopParams& hop, const Net& net, uint64_t reason,
   if (earlier == 0) *static_cast<volatile uint64_t*>(&hop.report->reason) = reason;
   GiveUpHost(hop, first, earlier == 0 ? other_call : 0);
   HopTrack& track = hop.state->tracks[blockIdx.x];
-  if (atomicExch(&track.told, 1u) != 0) return;
+  if (atomicExch(&track.notified, 1u) != 0) return;
   for (int host = 0; host < hop.window.hosts; ++host) {
     if (host == hop.host) continue;
     net.Signal(host, hop.window.EndSignal(static_cast<int>(blockIdx.x), hop.host), first);

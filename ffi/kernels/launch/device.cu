@@ -10,12 +10,12 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Bulk copies are planned for this much shared memory a block: sm_90 and sm_100 have it, some later GPUs not.
+// Shared memory per block that bulk copies are planned for. sm_90 and sm_100 have it, some later GPUs do not.
 constexpr int kBulkDeviceBytes = 227 * 1024;
 
 __global__ void ProbeKernel() {}
 
-// What never changes of a device.
+// Properties of a device, which never change.
 struct Facts {
   int num_sms = 1;
   int shared_bytes = 0;
@@ -27,14 +27,14 @@ Facts ReadFacts(int device) {
   (void)cudaDeviceGetAttribute(&facts.num_sms, cudaDevAttrMultiProcessorCount, device);
   (void)cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   facts.num_sms = std::min(facts.num_sms, kMaxBlocks);
-  // What counts is the architecture that the kernels were compiled for, not the device's own.
+  // The relevant architecture is the one that the kernels were compiled for, not the device's own.
   cudaFuncAttributes attributes{};
   facts.is_built_for_sm90 =
       cudaFuncGetAttributes(&attributes, ProbeKernel) == cudaSuccess && attributes.ptxVersion >= 90;
   return facts;
 }
 
-// Launches ask each time, so the facts are read once. Entries are never freed.
+// Returns the cached properties, because every launch needs them. Cache entries are never freed.
 const Facts& FactsOf(int device) {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<const Facts*>, kMaxDevices> cache{};

@@ -5,8 +5,8 @@
 
 namespace jax_ep::cuda {
 
-// Launches a kernel. An error is told here once: it does not stay behind as the thread's last one, which
-// somebody else would take for theirs.
+// Launches a kernel. An error is returned only here. It is cleared as the thread's last error, because other
+// code would take it for its own.
 template <typename... Params, typename... Args>
 cudaError_t LaunchAs(const cudaLaunchConfig_t& config, void (*kernel)(Params...), const Args&... args) {
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
@@ -14,12 +14,12 @@ cudaError_t LaunchAs(const cudaLaunchConfig_t& config, void (*kernel)(Params...)
   return error;
 }
 
-// `together`: the kernel's blocks wait for each other and for peers, so that they must all run at the same
-// time. The launch then fails if the device could never run so many, and begins once there is room for all of
-// them; half of them would wait for the others in vain.
+// Launches a kernel. `cooperative`: its blocks wait for each other and for peers, so all of them must run at
+// the same time. The launch then fails if the device cannot run so many blocks at once. Otherwise it begins
+// when there is room for all of them; if only some could run, they would wait forever.
 template <typename... Params, typename... Args>
 cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, int num_threads, int64_t shared_bytes,
-                   cudaStream_t stream, bool together, const Args&... args) {
+                   cudaStream_t stream, bool cooperative, const Args&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
@@ -29,7 +29,7 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, int num_threads, int6
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = together ? 1 : 0;
+  config.numAttrs = cooperative ? 1 : 0;
   return LaunchAs(config, kernel, args...);
 }
 

@@ -1,4 +1,4 @@
-// How many of a rank's tokens go where.
+// Layout: counts a rank's tokens by their destinations.
 #include <cooperative_groups.h>
 
 #include <cstring>
@@ -13,12 +13,12 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kClusterBlocks = 8;  // that can add up their counts; sm_90 and newer
-constexpr int kFewChoices = 8;     // a token; a kernel of its own, for it takes fewer registers
+constexpr int kClusterBlocks = 8;  // add up their counts through distributed shared memory; sm_90 and newer
+constexpr int kFewChoices = 8;     // per token; they have their own kernel, which needs fewer registers
 
-// The routed experts of token t, -1 all if there is no such token.
-template <int kMost>
-__device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMost]) {
+// Loads the routed experts of token t; all are -1 if there is no such token.
+template <int kMaxChoices>
+__device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMaxChoices]) {
   const Shape& shape = params.shape;
   const auto load = [&](const auto* ids) {
     using Id = std::decay_t<decltype(*ids)>;
@@ -27,7 +27,7 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMos
     const Id* const from = ids + int64_t{t} * shape.top_k;
     const bool in_vectors = shape.top_k % kPerVector == 0;
 #pragma unroll
-    for (int first = 0; first < kMost; first += kPerVector) {
+    for (int first = 0; first < kMaxChoices; first += kPerVector) {
       Id loaded[kPerVector] = {};
       if (in_vectors && first < num) {
         const uint4 vector = *reinterpret_cast<const uint4*>(from + first);
@@ -48,41 +48,43 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMos
   }
 }
 
-// Counts one token a thread in each of the places (ranks, or nodes) that it goes to; they hold `size` experts
-// each. Writes which they are to is_there [num_places], the token's, unless it is null. Whole warps.
-template <int kMost>
-__device__ void CountPlaces(const int (&experts)[kMost], int num_places, int size, int32_t* counts,
-                            bool* is_there) {
+// Counts each thread's token at each of its destinations (ranks or nodes), which hold `size` experts each. If
+// is_token_in_rank [num_destinations] is not null, also writes the token's destinations to it. Called by
+// whole warps.
+template <int kMaxChoices>
+__device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_destinations, int size,
+                                  int32_t* counts, bool* is_token_in_rank) {
   const int lane = threadIdx.x % kWarp;
-  // Multiplied by it an expert's number yields its place in the upper half: a division takes longer.
+  // The upper half of an expert's product with this is its destination. A division would take longer.
   const uint32_t inverse = 0xffffffffu / size + 1;
-  for (int first = 0; first < num_places; first += kWarp) {
-    uint32_t places = 0;  // the token's, from `first` on
+  for (int first = 0; first < num_destinations; first += kWarp) {
+    uint32_t destinations = 0;  // bits of the token's destinations, from `first` on
 #pragma unroll
     for (int expert : experts) {
-      const int place = (size == 1 ? expert : __umulhi(expert, inverse)) - first;
-      if (expert >= 0 && place >= 0 && place < kWarp) places |= 1u << place;
+      const int destination = (size == 1 ? expert : __umulhi(expert, inverse)) - first;
+      if (expert >= 0 && destination >= 0 && destination < kWarp) destinations |= 1u << destination;
     }
-    const int here = min(kWarp, num_places - first);
-    for (int i = 0; i < here; ++i) {
-      const int tokens_there = __popc(__ballot_sync(kAllLanes, places >> i & 1));
-      if (lane == i && tokens_there > 0) atomicAdd(&counts[first + i], tokens_there);
+    const int count = min(kWarp, num_destinations - first);
+    for (int i = 0; i < count; ++i) {
+      const int tokens = __popc(__ballot_sync(kAllLanes, destinations >> i & 1));
+      if (lane == i && tokens > 0) atomicAdd(&counts[first + i], tokens);
     }
-    if (is_there == nullptr) continue;
-    if (num_places % 4 == 0) {
-      for (int i = 0; i < here; i += 4) {
-        // Four bits become four bytes.
-        *reinterpret_cast<uint32_t*>(is_there + first + i) = (places >> i & 0xf) * 0x204081u & 0x01010101u;
+    if (is_token_in_rank == nullptr) continue;
+    if (num_destinations % 4 == 0) {
+      for (int i = 0; i < count; i += 4) {
+        // Spreads four bits over four bytes.
+        *reinterpret_cast<uint32_t*>(is_token_in_rank + first + i) =
+            (destinations >> i & 0xf) * 0x204081u & 0x01010101u;
       }
     } else {
-      for (int i = 0; i < here; ++i) is_there[first + i] = places >> i & 1;
+      for (int i = 0; i < count; ++i) is_token_in_rank[first + i] = destinations >> i & 1;
     }
   }
 }
 
-// One cluster of blocks, each of which counts a part of the tokens in its shared memory: the ranks' counts,
-// the nodes', then the experts'. The first block adds them up.
-template <int kMost>
+// Counts the tokens in one cluster of blocks. Each block counts a part of them in its shared memory: by rank,
+// by node and by expert. The first block adds up the counts.
+template <int kMaxChoices>
 __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int32_t counts[];
   const Shape& shape = params.shape;
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   auto arrived = cluster.barrier_arrive();
 #endif
   const int step = gridDim.x * kThreads;
-  int t = blockIdx.x * kThreads + threadIdx.x, experts[kMost];
+  int t = blockIdx.x * kThreads + threadIdx.x, experts[kMaxChoices];
   LoadToken(params, t, experts);
 #if JAX_EP_HAS_SM_90
   cluster.barrier_wait(std::move(arrived));
@@ -106,9 +108,9 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
     for (int expert : experts) {
       if (expert >= 0) atomicAdd(&counts[R + num_nodes + expert], 1);
     }
-    bool* const is_there = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
-    CountPlaces(experts, R, L, counts, is_there);
-    CountPlaces(experts, num_nodes, L * params.ranks_per_node, counts + R, nullptr);
+    bool* const goes_to = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
+    CountDestinations(experts, R, L, counts, goes_to);
+    CountDestinations(experts, num_nodes, L * params.ranks_per_node, counts + R, nullptr);
     LoadToken(params, t + step, experts);
   }
   __syncthreads();
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   }
 }
 
-// Calls f with the kernel for tokens of so many choices.
+// Calls f with the kernel for tokens with `top_k` choices.
 template <typename F>
 cudaError_t WithKernel(int top_k, F&& f) {
   return top_k <= kFewChoices ? f(LayoutKernel<kFewChoices>) : f(LayoutKernel<kMaxRowsPerToken>);

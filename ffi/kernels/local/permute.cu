@@ -6,7 +6,8 @@
 
 namespace jax_ep::cuda {
 
-// The routed ids belong to the row map and are not needed afterwards: they lie behind the chunks' counts.
+// Launches a permute. The routed ids belong to the row map and are not needed afterwards, so they lie after
+// the counts of the chunks.
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
   const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
                                         params.chunk_counts, stream);

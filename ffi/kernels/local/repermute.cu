@@ -1,5 +1,5 @@
-// Rows along a row map once more: as they are, or each times the weights of its choices, which is the
-// gradient of unpermute.
+// Repermute: moves rows along a row map again, either unchanged or each multiplied by the weight of its
+// choice, which is the gradient of unpermute.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/rows/copy.cuh"
@@ -10,14 +10,15 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCopyBlocks = 4, kScaleBlocks = 2;  // an SM
+constexpr int kCopyBlocks = 4, kScaleBlocks = 2;  // per SM
 
 __global__ void MarkKernel(const int32_t* row_map, int64_t num_choices, int num_permuted, uint8_t* written) {
   const int64_t choice = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (choice < num_choices && IsRow(row_map[choice], num_permuted)) written[row_map[choice]] = 1;
 }
 
-// Calls f(c, the lane's choice of row c, the choice's place or -1), a warp for each row.
+// Calls f(c, the lane's choice of row c, the choice's permuted row or -1) for each row c. Each row gets one
+// warp.
 template <typename F>
 __device__ void ForEachRow(const RepermuteParams& params, int lane, F&& f) {
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp);
@@ -29,8 +30,8 @@ __device__ void ForEachRow(const RepermuteParams& params, int lane, F&& f) {
   }
 }
 
-// Clears the rows that are no choice's, a warp for each.
-__device__ void ClearOthers(const RepermuteParams& params, int lane) {
+// Clears the rows that no choice maps to. Each row gets one warp.
+__device__ void ClearUnwrittenRows(const RepermuteParams& params, int lane) {
   const int64_t num_warps = int64_t{gridDim.x} * (kThreads / kWarp), bytes = params.payload.row_bytes;
   for (int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarp; row < params.num_permuted;
        row += num_warps) {
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) CopyKernel(const __grid_constant__ R
     CopyBytes(params.payload.in + c * bytes, bytes, __ballot_sync(kAllLanes, row >= 0),
               params.payload.out + row * bytes, lane);
   });
-  ClearOthers(params, lane);
+  ClearUnwrittenRows(params, lane);
 }
 
 template <typename T, int N>
@@ -58,16 +59,16 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocks)
   ForEachRow(params, lane, [&](int64_t c, int64_t choice, int row) {
     const float weight = row >= 0 ? params.topk_weights[choice] : 0.0f;
     float dot = 0;  // of this lane's choice
-    for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0;) {
+    for (unsigned remaining = __ballot_sync(kAllLanes, row >= 0); remaining != 0;) {
       int from[kScaledRows], rows[kScaledRows];
       Acc weights[kScaledRows], dots[kScaledRows];
 #pragma unroll
       for (int r = 0; r < kScaledRows; ++r) {
-        from[r] = left == 0 ? -1 : __ffs(static_cast<int>(left)) - 1;
-        const int there = __shfl_sync(kAllLanes, row, max(from[r], 0));
-        rows[r] = left == 0 ? -1 : there;
+        from[r] = remaining == 0 ? -1 : __ffs(static_cast<int>(remaining)) - 1;
+        const int broadcast_row = __shfl_sync(kAllLanes, row, max(from[r], 0));
+        rows[r] = remaining == 0 ? -1 : broadcast_row;
         weights[r] = __shfl_sync(kAllLanes, weight, max(from[r], 0));
-        left &= left - 1;
+        remaining &= remaining - 1;
       }
       ScaleRow<T, N>(reinterpret_cast<const T*>(params.payload.in) + c * width, width, rows, weights,
                      static_cast<const T*>(params.factors), reinterpret_cast<T*>(params.payload.out), lane,
@@ -79,10 +80,10 @@ __global__ void __launch_bounds__(kThreads, kScaleBlocks)
     }
     if (lane < params.top_k) params.dots[choice] = dot;
   });
-  ClearOthers(params, lane);
+  ClearUnwrittenRows(params, lane);
 }
 
-// Calls f with the kernel for rows of a type and a width.
+// Calls f with the kernel for a type and a row size.
 template <typename F>
 cudaError_t WithScale(Float type, int64_t row_bytes, F&& f) {
   return WithType(type, [&](auto* null) {

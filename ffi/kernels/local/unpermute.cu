@@ -1,5 +1,5 @@
-// The weighted sums of rows back from expert order. (Permute itself is a push within a group of one rank:
-// push.cu.)
+// Unpermute: the weighted sums of rows, back from expert order. Permute is a push within a group of one rank
+// (permute.cu).
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/routing/topk.cuh"
@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnpermuteBlocks = 4;  // an SM
+constexpr int kUnpermuteBlocks = 4;  // per SM
 
 struct UnpermuteArgs {
   int32_t num_rows, top_k, num_local_experts, num_permuted;
@@ -21,7 +21,7 @@ struct UnpermuteArgs {
   TopkIds topk_idx;
 };
 
-// Adds the bias of each row's expert: lane k holds that of the k-th choice.
+// Adds the bias of each row's expert. Lane k holds the expert of the k-th choice.
 template <typename Acc>
 struct BiasShift {
   const Bias& bias;
@@ -34,7 +34,7 @@ struct BiasShift {
   }
 };
 
-// A warp for a slice of a row at a time.
+// Sums rows. Each warp takes one slice of a row at a time.
 template <typename T, int N, bool kBiased>
 __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constant__ UnpermuteArgs args) {
   using Acc = typename Sum<T>::Acc;
@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
     const int first = static_cast<int>(task % num_slices) * kSlice<N>;
     const int row = lane < args.top_k ? args.row_map[choice] : -1;
     const bool kept = IsRow(row, args.num_permuted);
-    Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, kept)};
+    SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, kept)};
     if (kept) {
-      terms.row = static_cast<const T*>(args.y.rows) + int64_t{row} * width;
-      if (args.topk_weights != nullptr) terms.factor = args.topk_weights[choice];
+      inputs.row = static_cast<const T*>(args.y.rows) + int64_t{row} * width;
+      if (args.topk_weights != nullptr) inputs.factor = args.topk_weights[choice];
     }
     Acc total[kSumVectors][N] = {};
     if constexpr (kBiased) {
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
       shape.top_k = args.top_k;
       shape.num_experts = args.num_local_experts;
       const int expert = kept ? RoutedAt(args.topk_idx, shape, c, lane) : -1;
-      SumSlice<T, N>(terms, first, width, lane, total, BiasShift<Acc>{args.bias, width, expert});
+      SumSlice<T, N>(inputs, first, width, lane, total, BiasShift<Acc>{args.bias, width, expert});
     } else {
-      SumSlice<T, N>(terms, first, width, lane, total);
+      SumSlice<T, N>(inputs, first, width, lane, total);
     }
     if (args.out_type == args.y.type) {
       StoreSlice<T, N>(static_cast<T*>(args.y.out) + c * width, first, width, lane, total);

@@ -1,4 +1,4 @@
-// Grouped products by CUTLASS: which kernel makes one.
+// Selection of the CUTLASS kernel for a grouped product.
 #include <algorithm>
 
 #include "kernels/products/products.h"
@@ -7,7 +7,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-bool RunsHere() {
+bool IsDeviceSm90() {
   int device = 0, major = 0, minor = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
@@ -46,7 +46,7 @@ Operands OperandsOf(const GroupedDotParams& params) {
 
 }  // namespace
 
-bool TakesProduct(const GroupedDotParams& params) {
+bool SupportsProduct(const GroupedDotParams& params) {
   const auto aligned = [](const void* data) {
     return reinterpret_cast<uintptr_t>(data) % kProductAlignment == 0;
   };
@@ -54,7 +54,7 @@ bool TakesProduct(const GroupedDotParams& params) {
   return (params.type == Float::kF16 || params.type == Float::kBF16) && params.num_rows > 0 &&
          params.num_groups > 0 && params.inner > 0 && params.inner % vector == 0 && params.outer > 0 &&
          params.outer % vector == 0 && aligned(params.rows) && aligned(params.others) &&
-         aligned(params.out) && aligned(params.scratch) && RunsHere();
+         aligned(params.out) && aligned(params.scratch) && IsDeviceSm90();
 }
 
 cudaError_t LaunchProduct(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
@@ -67,7 +67,7 @@ cudaError_t LaunchProduct(const GroupedDotParams& params, int num_sms, cudaStrea
 }
 
 cudaError_t PreloadProducts() {
-  if (!RunsHere()) return cudaSuccess;
+  if (!IsDeviceSm90()) return cudaSuccess;
   cudaError_t error = PreloadSetUp();
   for (Operands operands : {Operands::kF16, Operands::kBF16, Operands::kFp8}) {
     for (GroupedDot product : {GroupedDot::kRows, GroupedDot::kRowsTransposed, GroupedDot::kWeights}) {

@@ -1,8 +1,8 @@
 // The control blocks, through which the ranks of a group communicate on the devices.
 //
-// Each device of a group has one, in its own memory, allocated once. A rank writes into its peers' blocks and
-// reads its own. It also writes those words of its own that no peer writes. Only a rank that gives up reads
-// its peers' blocks.
+// Each device of a group has one in its own memory, allocated once. A rank writes to its peers' blocks and
+// reads its own. It also writes those words of its own block that no peer writes. A rank reads its peers'
+// blocks only when it gives up.
 #pragma once
 
 #include <cstdint>
@@ -15,32 +15,32 @@ constexpr int kMaxRanks = 16;
 constexpr int kMaxPayloads = 16;
 constexpr int kMaxBiases = 8;  // of a combine
 constexpr int kMaxBins = 4096 + kMaxRanks;
-// A token's rows are handled by the lanes of one warp.
+// Most rows of a token, because the lanes of one warp handle them.
 constexpr int kMaxRowsPerToken = 32;
-// Where a rank works on rows that another has moved, tokens move in waves, so that it need not wait for all.
+// Most waves of an op. A rank that works on rows which another rank has moved waits for waves of tokens, so
+// that it can start before all of them have arrived.
 constexpr int kMaxWaves = 32;
-// Most blocks of a kernel that communicates: one for each SM.
+// Most blocks of a kernel that communicates, with one block per SM.
 constexpr int kMaxBlocks = 256;
-// Ops of a group that can be in flight on a device at a time, each in a channel of its own.
+// Most ops of a group in flight on a device at a time. Each has a channel of its own.
 constexpr int kChannels = 8;
-// Ops of few tokens share the arena, so only one of them is in flight at a time, in the last channel
-// (arena.h).
+// The channel of ops for few tokens. They share the arena (arena.h), so only one is in flight at a time.
 constexpr int kArenaChannel = kChannels;
 
-// Identifies the op that a rank runs: ranks whose calls differ must not exchange a byte.
+// The identity of the op that a rank runs. Ranks whose calls differ must not exchange any data.
 struct Call {
   uint32_t hash;  // of the op, its shapes and its dtypes
   uint32_t site;  // number of the call site in the group, below kMaxSites
 
-  // Returns the word that a rank publishes: the call, and its kernel's blocks, which may differ between
-  // ranks.
+  // Returns the word that a rank publishes: the call, and the number of its kernel's blocks, which may differ
+  // between ranks.
   JAX_EP_HD uint64_t WithBlocks(uint32_t num_blocks) const {
     return static_cast<uint64_t>(hash) << 32 | site << 9 | num_blocks;
   }
   JAX_EP_HD static Call Of(uint64_t word) {
     return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word) >> 9};
   }
-  // Returns the call as it is published. It differs between lists of ranks (MeshPlace), so that ranks of
+  // Returns the call as it is published. It differs between lists of ranks (MeshPosition), so that ranks of
   // different lists do not meet.
   JAX_EP_HD Call In(int32_t list) const { return {hash ^ static_cast<uint32_t>(list), site}; }
   // Returns whether two different calls appear to differ in their lists only.
@@ -53,16 +53,17 @@ struct Call {
 constexpr uint32_t kMaxSites = 1u << 23;
 static_assert(kMaxBlocks <= 0x1ff, "the blocks are the lowest nine bits of a published call");
 
-// What a rank publishes to its peers in each op: the call and the addresses of its buffers. Addresses travel
-// on the device every time, so that a captured graph holds none.
+// The addresses and the call that a rank publishes to its peers in each op. Addresses are sent on the device
+// every time, so that a captured graph holds none.
 struct Published {
   uint64_t call;  // Call::WithBlocks
   void* weights;
-  void* routing;  // arrives with the rows: topk_idx by rank, received_rows by expert
+  void* routing;  // receives the routing: topk_idx by rank, received_rows by expert
   void* buffers[kMaxPayloads];
   void* partials[kMaxPayloads];  // combine by expert: sums of each token's rows
 
-  // The words that an op with `num_buffers` buffers and as many partials uses, by number.
+  // Count returns how many words an op with `num_buffers` buffers and as many partials uses. Word returns one
+  // of them.
   static JAX_EP_HD int Count(int num_buffers) { return 3 + 2 * num_buffers; }
   JAX_EP_HD uint64_t& Word(int i, int num_buffers) {
     const bool is_partial = i >= 3 + num_buffers;
@@ -71,39 +72,40 @@ struct Published {
 };
 static_assert(sizeof(Published) == 8 * (3 + 2 * kMaxPayloads), "made of words");
 
-// A number in the lower half, and in the upper half the epoch of the op that it belongs to. Both are written
-// and read at once, so that a reader that finds the epoch has the number, too, without a fence or a flag.
+// A number in the lower half, and the epoch of the op that it belongs to in the upper half. Both are written
+// and read at once. Therefore a reader that finds the epoch also has the number, without a fence or a flag.
 using EpochWord = uint64_t;
 
-// How a block left an op.
+// The way in which a block left an op.
 enum Left : uint32_t {
-  kWhole = 1,   // it had done its part
-  kBroken = 2,  // it had not; the op has failed
+  kWhole = 1,   // it has done its part
+  kBroken = 2,  // it has not, and the op has failed
 };
 
-// What a peer publishes before any row moves. It may publish its next op once every block of this rank has
-// left.
+// The words that a peer publishes before any row moves. It may publish its next op once every block of this
+// rank has left.
 struct Mail {
   EpochWord words[sizeof(Published) / 8][2];  // Published: lower half, upper half
-  EpochWord counts[kMaxBins];                 // dispatch: its rows by expert, then by rank
+  EpochWord counts[kMaxBins];                 // dispatch: the peer's rows by expert, then by rank
 };
 
-// The state of one op in flight. A call site keeps its channel, so that ops that run side by side on several
-// streams do not mix. Epochs count the ops of a channel. 0 stands for no op, and the count skips it.
+// The state of one op in flight. A call site keeps its channel, so that ops on several streams do not mix.
+// Epochs count the ops of a channel. Epoch 0 stands for no op, and the count skips it.
 struct Channel {
-  // Upper half: the epoch of the last op that this rank has opened; from then on until its blocks have left,
-  // it may touch its peers' memory. Lower half: 0 or a Reason, after which the rank opens no op. A rank opens
-  // an op by adding one to the upper half, which also returns the lower half, and a peer that gives up stores
-  // the lower half. One of the two comes first. A rank that finds a reason takes its addition back.
+  // Upper half: the epoch of the last op that this rank has opened. From then on until its blocks have left,
+  // it may access its peers' memory. Lower half: 0 or a Reason, after which the rank opens no op. A rank
+  // opens an op by adding one to the upper half, and the atomic also returns the lower half. A peer that
+  // gives up stores the lower half. One of the two comes first. A rank that finds a reason takes its addition
+  // back.
   uint64_t gate;
-  EpochWord opened;  // the call site, plus 1, of the op that was opened last
-  uint32_t epoch;    // of the last op of which all blocks have ended here
-  // The rest is 0 between ops; the block that ends last sees to that.
-  uint32_t ended;                   // blocks of this rank that have ended (CountEnd)
-  uint32_t wave_shares[kMaxWaves];  // shares of each wave that are done
-  uint32_t sent[kMaxPayloads];  // tickets taken for tokens to send or to pull, of each array if they differ
-  uint32_t spread;              // tickets taken for rows to spread
-  uint32_t cleared;             // tickets taken for rows to clear
+  EpochWord opened;  // call site, plus 1, of the op opened last
+  uint32_t epoch;    // of the last op whose blocks on this rank have all ended
+  // The counters below are 0 between ops. The block that ends last resets them.
+  uint32_t ended;                   // blocks of this rank that have ended (BlocksEnded)
+  uint32_t wave_shares[kMaxWaves];  // shares of each wave that are finished
+  uint32_t sent[kMaxPayloads];      // tickets taken for tokens to send or to pull, for each array of a pull
+  uint32_t spread;                  // tickets taken for rows to spread
+  uint32_t cleared;                 // tickets taken for rows to clear
   alignas(128) EpochWord left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
   alignas(
       128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the last epoch in which each peer finished the wave
@@ -112,25 +114,25 @@ struct Channel {
 
 struct Control {
   Channel channels[kChannels + 1];
-  uint32_t recorded;  // a failure of this rank has been recorded
+  uint32_t recorded;  // 1 once a failure of this rank has been recorded
 };
 
-// Why an op failed.
+// The reasons for a failed op.
 enum class Phase : int32_t {
   kNone = 0,
   kEnter = 1,    // ranks did not arrive
   kLeave = 2,    // ranks did not finish
   kWave = 3,     // ranks did not finish a wave
   kRank = 4,     // the program runs on another mesh than the group's
-  kCall = 5,     // ranks called another op
+  kCall = 5,     // ranks called a different op
   kChannel = 6,  // another op of this device was still using the channel
   kGivenUp = 7,  // another rank gave up
-  kStuck = 8,    // ranks did not finish and could still write here: the GPU was stopped
-  kHop = 9,      // a hop between hosts failed (hop.h)
+  kStuck = 8,    // ranks did not finish and might still write to this rank: the GPU was stopped
+  kHop = 9,      // a hop between hosts failed (hop/window.h)
 };
 enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3, kHop = 4 };
 
-// The rank that gave up first, and why, in one word that every rank passes on. Never 0.
+// The rank that gave up first, and the reason, in one word that every rank passes on. Never 0.
 struct Reason {
   uint32_t word;
 
@@ -143,36 +145,37 @@ struct Reason {
 };
 static_assert(kMaxRanks <= 16, "a reason has a bit for each rank");
 
-// In host memory that the device can read and write: how an op failed, and what the host sends to kernels.
+// The failure of an op, and values that the host sends to kernels. It is in host memory that the device can
+// access.
 struct Report {
   // Written by the device, `phase` last.
   int32_t phase;     // Phase
   int32_t op;        // Op
-  int32_t rank;      // that reports
-  uint32_t missing;  // bit r: rank r is the one to blame, as the phase says
+  int32_t rank;      // the rank that reports
+  uint32_t missing;  // bit r: rank r caused the failure, as `phase` defines
   uint32_t epoch;
   uint32_t reason;      // Phase::kGivenUp: the Reason that was found
   uint64_t call;        // Call::WithBlocks(0)
-  uint64_t other_call;  // Phase::kCall, kChannel and kHop: what the first of those ranks called instead
+  uint64_t other_call;  // Phase::kCall, kChannel and kHop: the call of the first of those ranks
   uint64_t hop;         // Phase::kHop: the HopReason
-  uint32_t left_out;    // an op has left out a rank, which may since have counted fewer ops
+  uint32_t left_out;    // 1 once an op has left out a rank, which may since have counted fewer ops
 
   // Written by the host.
-  uint64_t timeout_ns;   // how long all waits of an op for its peers may last together
-  uint64_t stall_ns[2];  // tests: how long this rank is delayed before it enters, and inside
-  uint32_t gone;         // bit r: rank r's process has ended and writes nothing any more
+  uint64_t timeout_ns;   // limit of all waits of an op for its peers together
+  uint64_t stall_ns[2];  // tests: delays of this rank before it enters, and inside
+  uint32_t gone;         // bit r: rank r's process has ended, so it writes nothing any more
 };
 
 // A communicating kernel's view of its group, passed by value.
 struct Peers {
-  Channel* channel[kMaxRanks];  // this op's, by rank; [rank] is this device's own
-  int64_t shift[kMaxRanks];     // from an address that rank r publishes to the same memory here
+  Channel* channel[kMaxRanks];  // of this op, by rank; [rank] is this device's own
+  int64_t shift[kMaxRanks];     // add to an address that rank r publishes to get it in this address space
   Report* report;
   Call call;
-  uint32_t stress_ns;  // longest random delay before entering and before leaving; 0 except in stress tests
+  uint32_t stress_ns;  // stress tests: longest random delay before entering and before leaving; otherwise 0
   int32_t rank;
   int32_t num_ranks;       // 0: the op is local
-  int32_t channel_number;  // of `channel` in the control blocks
+  int32_t channel_number;  // index of `channel` in the control blocks
 
   JAX_EP_HD Channel& own() const { return *channel[rank]; }
   JAX_EP_HD Control& control(int r) const { return *reinterpret_cast<Control*>(channel[r] - channel_number); }

@@ -1,5 +1,5 @@
-// How an op fails: gates close, the host gets a report, peers are kept out of this rank's memory, and results
-// are filled.
+// The failure of an op: gates are closed, the host gets a report, peers lose access to this rank's memory,
+// and results are filled.
 #pragma once
 
 #include "kernels/protocol/wait.cuh"
@@ -7,7 +7,8 @@
 
 namespace jax_ep::cuda {
 
-// Keeps this rank from opening ops of this channel from now on. Returns false if it was closed already.
+// Prevents this rank from opening ops of this channel from now on. Returns false if the gate was closed
+// already.
 JAX_EP_RARE bool CloseGate(const Peers& peers, Reason reason) {
   uint64_t* const gate = &peers.own().gate;
   for (uint64_t seen = LoadRelaxed(gate); NumberOf(seen) == 0;) {
@@ -18,8 +19,8 @@ JAX_EP_RARE bool CloseGate(const Peers& peers, Reason reason) {
   return false;
 }
 
-// Stores this rank's reason in the gates of all ranks, in all channels; this thread in every `step`th of
-// them. The first reason that comes to a gate is the one that is reported there.
+// Stores this rank's reason in the gates of all ranks, in all channels. This thread does so for every
+// `step`th gate, from `first` on. A rank reports the first reason that reaches its gate.
 JAX_EP_RARE void CloseAllGates(const Peers& peers, int first, int step) {
   constexpr int kAll = kChannels + 1;
   const uint32_t reason = ReasonIn(&peers.own().gate);
@@ -45,13 +46,13 @@ JAX_EP_RARE void WriteReport(const Peers& peers, Op op, Phase phase, uint32_t ep
   FenceSystem();
 }
 
-// Returns true to the first caller of this device since the group was reset, which writes the report.
+// Returns true for the first caller on this device since the group was reset. That caller writes the report.
 __device__ inline bool IsFirstFailure(const Peers& peers) {
   return atomicExch(&peers.control(peers.rank).recorded, 1u) == 0;
 }
 
-// Fails the op for a reason found here, and reports it if it is the first one. Nothing happens if a peer has
-// given up already. One thread.
+// Fails the op for a reason found by this rank, and reports it if it is the first failure. Does nothing if a
+// peer has given up already. Called by one thread.
 JAX_EP_RARE void RecordFailure(const Peers& peers, Op op, Phase phase, uint32_t epoch, uint32_t missing,
                                uint64_t other_call = 0) {
   if (!CloseGate(peers, Reason::Of(peers.rank, phase, missing)) || !IsFirstFailure(peers)) return;
@@ -63,13 +64,14 @@ JAX_EP_RARE void RecordGivenUp(const Peers& peers, Op op, uint32_t epoch) {
   if (IsFirstFailure(peers)) WriteReport(peers, op, Phase::kGivenUp, epoch, 0, 0);
 }
 
-// Returned by a thread that has missed no rank, but must not go on.
+// The value that a thread returns if it has missed no rank but must not go on.
 constexpr uint32_t kAborted = 1u << 31;
 static_assert(kMaxRanks < 31, "a bit for each rank, and one more");
 
-// Returns whether rank r can no longer touch this rank's memory in op `epoch`, after a reason was stored in
+// Returns whether rank r can no longer access this rank's memory in op `epoch`, after a reason was stored in
 // r's gate. If r has not opened the op, it never will. If it has, all of its blocks must have left. (It may
-// have opened the next op after that, and an op that finds the channel in use adds to the gate for a moment.)
+// have opened the next op after that. An op that finds the channel in use also adds to the gate for a
+// moment.)
 JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
   const uint32_t last = EpochOf(LoadRelaxed(&peers.channel[r]->gate));
   if (static_cast<int32_t>(last - epoch) < 0) return true;
@@ -82,8 +84,8 @@ JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
   };
   if (!has_left(0)) return false;
   const EpochWord low = LoadRelaxed(&own.mail[r].words[0][0]), high = LoadRelaxed(&own.mail[r].words[0][1]);
-  // The first block has failed before it published the op, so no other block went on; or it publishes the
-  // next op.
+  // Either the first block has failed before it published the op, so no other block went on, or it is
+  // publishing the next op.
   if (!HasEpoch(low, epoch) || !HasEpoch(high, epoch)) return true;
   const int blocks = Call::BlocksOf(high << 32 | NumberOf(low));
   for (int block = 1; block < blocks; ++block) {
@@ -92,10 +94,10 @@ JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
   return true;
 }
 
-// Stops the GPU: a rank may still write here at any time, so no program may go on with this memory. Returns
-// if the processes of all those ranks turn out to have ended.
+// Stops the GPU, because a rank may still write to this one at any time, and no program may continue with
+// that memory. Returns if the processes of all those ranks turn out to have ended.
 JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t inside) {
-  // Nanoseconds until the host has noticed that a process has ended, and until it has read the report.
+  // Time limits for the host to notice that a process has ended, and to read the report, in nanoseconds.
   constexpr uint64_t kUntilNoticed = 2'000'000'000, kUntilRead = 1'000'000'000;
   const auto are_gone = [&] { return (inside & ~LoadFromHost(&peers.report->gone)) == 0; };
   if (PollFor(kUntilNoticed, are_gone)) return;
@@ -105,8 +107,8 @@ JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t ins
   Trap();
 }
 
-// Closes the gates of all ranks, and waits until those ranks have left that have opened this op, because they
-// know of this rank's memory. The whole block; synchronizes.
+// Closes the gates of all ranks, and waits until those that have opened this op have left, because they have
+// the addresses of this rank's memory. Called by the whole block; synchronizes.
 JAX_EP_RARE void RevokeAccess(const Peers& peers, Op op, uint32_t epoch) {
   __shared__ uint32_t inside;
   const int r = threadIdx.x;
@@ -115,7 +117,7 @@ JAX_EP_RARE void RevokeAccess(const Peers& peers, Op op, uint32_t epoch) {
   __syncthreads();
   if (r < peers.num_ranks && r != peers.rank) {
     // Either the peer finds the reason when it adds to its gate, or the loads in HasLeft find that it has
-    // done so before.
+    // already added.
     uint64_t* const gate = &peers.channel[r]->gate;
     if (ReasonIn(gate) == 0) StoreLowerHalf(gate, ReasonIn(&peers.own().gate));
     FenceSeqCst();
@@ -127,7 +129,8 @@ JAX_EP_RARE void RevokeAccess(const Peers& peers, Op op, uint32_t epoch) {
   __syncthreads();
 }
 
-// Fills a result of an op that failed, as a block: 0xff makes NaN of floats and -1 of integers.
+// Fills a result of an op that failed. Bytes of 0xff are NaN as floats and -1 as integers. Called by a whole
+// block.
 JAX_EP_RARE void FillResult(void* data, int64_t bytes, unsigned char value = 0xff) {
   if (data == nullptr) return;
   FillBytes(static_cast<std::byte*>(data), bytes, value, threadIdx.x, blockDim.x);

@@ -1,16 +1,16 @@
-// One op of one rank, as one block sees it, where ranks write to each other's arenas only (arena.h).
+// One block's view of one op of one rank, if ranks write only to each other's arenas (arena.h).
 //
-// A kernel begins a MailOpening early, makes a MailSession, and then calls in this order:
+// A kernel makes a MailOpening early, then a MailSession, and then calls in this order:
 //
-//   Open         the rank opens the op, and finds out which peers it may write to
-//   PublishCall  the last block, the leader, publishes the call
-//   AwaitCall    the leader compares what all ranks call. Or, where ranks may be left out, every block calls
-//   AgreeOnRanks which also settles the ranks that take part
-//   Close        this block ends; the one that ends last frees the channel
+//   Open          the rank opens the op, and determines which peers it may write to
+//   PublishCall   the last block, the leader, publishes the call
+//   AwaitCall     the leader compares the calls of all ranks; or, if ranks may be left out,
+//   AgreeOnRanks  all blocks call this, which also settles the ranks that take part
+//   Close         this block ends; the one that ends last frees the channel
 //
-// In between each block waits only for the words that it needs. Nobody waits for a peer to end, because no
-// peer writes to this rank's results. Every block calls Open and Close once. What the session knows lies in
-// shared memory, so that the warps of a block cannot disagree.
+// In between, each block waits only for the words that it needs. No rank waits for a peer to end, because no
+// peer writes to its results. Every block calls Open and Close once. The state of the session is in shared
+// memory, so that the warps of a block cannot disagree.
 #pragma once
 
 #include "kernels/protocol/arena.h"
@@ -18,7 +18,7 @@
 
 namespace jax_ep::cuda {
 
-// Returns the bits that any thread of a block has, in all of them; nearly always there are none. The whole
+// Returns, to all threads of a block, the OR of their bits, which is nearly always 0. Called by the whole
 // block; synchronizes.
 __device__ inline uint32_t BlockOr(uint32_t bits) {
   if (!__syncthreads_or(bits != 0)) return 0;
@@ -32,11 +32,12 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
   return result;
 }
 
-// Fails an op on all ranks, and fills the results. The block of this rank that ends last; synchronizes.
+// Fails an op on all ranks, and fills the results. Called by the block of this rank that ends last;
+// synchronizes.
 template <typename Fill>
 __device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  // After this time, in nanoseconds, what blocks had stored before they ended is in this device's memory, so
-  // that fill() overwrites it. Ordered by time, because a fence in each block would slow down every op.
+  // Time in nanoseconds after which the stores of blocks that have ended are in this device's memory, so that
+  // fill() overwrites them. They are ordered by time, because a fence in each block would slow down every op.
   constexpr uint64_t kStoresLand = 1'000'000;
   if (threadIdx.x == 0) {
     (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
@@ -46,7 +47,8 @@ __device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoc
   EndUnopened(peers, op, epoch, fill);
 }
 
-// Fills which ranks took part, and how long they were waited for, of an op that failed. One block.
+// Fills the ranks that took part, and the times that they were waited for, if an op has failed. Called by one
+// block.
 JAX_EP_RARE void FillAttendance(const Attendance& attendance, int num_ranks) {
   FillResult(attendance.active_after, int64_t{num_ranks} * 4);
   FillResult(attendance.wait_us, int64_t{num_ranks} * 4);
@@ -56,14 +58,14 @@ __device__ inline Arena& ArenaOf(const Peers& peers, int rank) {
   return *reinterpret_cast<Arena*>(&peers.control(rank) + 1);
 }
 
-// One half of the ranks' arenas, which an op uses.
+// The half of the ranks' arenas that an op uses.
 struct ArenaHalf {
   const Peers& peers;
   const Slots& slots;
   uint32_t number;
 
   __device__ ArenaHead& head(int rank) const { return ArenaOf(peers, rank).heads[number]; }
-  // Mail at rank `at` that `source` writes.
+  // Returns the mailbox at rank `at` that `source` writes.
   __device__ Mailbox& mail(int at, int source) const { return head(at).mail[source]; }
   __device__ std::byte* slot(int at, int source, int token) const {
     std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at) + 1);
@@ -71,20 +73,21 @@ struct ArenaHalf {
   }
 };
 
-// The first step of an op, by the last warp of each block, as Opening. Lane r loads what is known of rank r.
+// The first step of an op, by the last warp of each block; see Opening. Lane r loads the state of rank r.
 struct MailOpening {
   Opening opening;
-  uint32_t heard = 0;      // the last op in which this rank has heard of rank r
+  uint32_t heard = 0;      // the last op in which this rank has received rank r's call
   bool is_active = false;  // rank r takes part, according to the program
 
-  __device__ MailOpening(const Peers& peers, const MeshPlace* place_operand, const Attendance& attendance)
-      : opening(peers, place_operand) {
+  __device__ MailOpening(const Peers& peers, const MeshPosition* position_operand,
+                         const Attendance& attendance)
+      : opening(peers, position_operand) {
     const int r = threadIdx.x % kWarp;
-    if (!IsMine() || r >= peers.num_ranks) return;
+    if (!IsOpeningWarp() || r >= peers.num_ranks) return;
     heard = ArenaOf(peers, peers.rank).heard[r];
     is_active = attendance.is_active(r);
   }
-  __device__ static bool IsMine() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
+  __device__ static bool IsOpeningWarp() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
 };
 
 class MailSession {
@@ -92,27 +95,27 @@ class MailSession {
   __device__ MailSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
-  // The whole block; synchronizes. Returns false if the block must not go on with the op.
-  __device__ bool Open(const MailOpening& mine) const {
-    if (MailOpening::IsMine()) {
+  // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
+  __device__ bool Open(const MailOpening& mail_opening) const {
+    if (MailOpening::IsOpeningWarp()) {
       bool fails = false;
-      if (Opening::IsMine()) {
+      if (Opening::IsOpeningThread()) {
         BlockClock().began = 0;
         BlockClock().limit = 0;
-        fails = !mine.opening.Finish(peers_, op_);
-        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mine.opening.epoch());
+        fails = !mail_opening.opening.Finish(peers_, op_);
+        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mail_opening.opening.epoch());
       }
       fails = __ballot_sync(kAllLanes, fails) != 0;
-      const uint32_t epoch = __shfl_sync(kAllLanes, mine.opening.epoch(), kWarp - 1);
-      const unsigned active = __ballot_sync(kAllLanes, mine.is_active);
+      const uint32_t epoch = __shfl_sync(kAllLanes, mail_opening.opening.epoch(), kWarp - 1);
+      const unsigned active = __ballot_sync(kAllLanes, mail_opening.is_active);
       const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
-      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mine.heard);
+      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mail_opening.heard);
       // Unless ranks may be left out, the op fails without one that has not begun in time.
       const uint32_t missing = fails || attendance_.masks ? 0 : ranks & ~writable;
       fails |= missing != 0;
-      if (Opening::IsMine()) {
+      if (Opening::IsOpeningThread()) {
         if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
-        state_of_block() = {epoch, mine.opening.CallOf(peers_), ranks, writable, !fails, fails};
+        state_of_block() = {epoch, mail_opening.opening.CallOf(peers_), ranks, writable, !fails, fails};
       }
     }
     __syncthreads();
@@ -120,21 +123,23 @@ class MailSession {
   }
 
   __device__ uint32_t epoch() const { return state_of_block().epoch; }
-  // Bit r: rank r takes part, as far as is known. None if this rank does not.
+  // Returns the ranks that take part, as far as is known: bit r stands for rank r. Returns 0 if this rank
+  // takes no part.
   __device__ uint32_t ranks() const { return state_of_block().ranks; }
   __device__ bool has_all_ranks() const { return ranks() == (1u << peers_.num_ranks) - 1; }
-  // Those of them to whose arenas this rank may write.
+  // Returns those of them whose arenas this rank may write to.
   __device__ uint32_t writable() const { return state_of_block().writable; }
   __device__ bool may_write(int r) const { return (writable() >> r & 1) != 0; }
-  // Whether this block has missed something it needs.
+  // Returns whether this block has missed something that it needs.
   __device__ bool has_failed() const { return state_of_block().has_failed; }
-  // The leader compares all ranks' calls, and settles which ranks take part where some may be left out.
+  // Returns true for the leader. It compares the calls of all ranks and, if ranks may be left out, decides
+  // which ones take part.
   __device__ static bool is_leader() { return blockIdx.x == gridDim.x - 1; }
 
   __device__ ArenaHalf half() const { return {peers_, slots_, epoch() % 2}; }
 
-  // As one thread: waits for a word of this op. Many warps wait at the same time. They pause in between, so
-  // that what they wait for is not delayed.
+  // Waits for a word of this op. Called by one thread. Many warps wait at the same time, and pause between
+  // loads so that they do not delay the word that they wait for.
   __device__ bool AwaitWord(const EpochWord* word) const {
     constexpr unsigned kPauseNs = 20;
     const uint32_t now = epoch();
@@ -145,8 +150,8 @@ class MailSession {
     });
   }
 
-  // Publishes this rank's call, and reports to the host if a rank is left out. The leader; each thread for a
-  // rank.
+  // Publishes this rank's call, and reports to the host if a rank is left out. Called by the leader, with one
+  // thread for each rank.
   __device__ void PublishCall() const {
     const int r = threadIdx.x;
     if (r == 0 && !has_all_ranks()) peers_.report->left_out = 1;
@@ -157,8 +162,8 @@ class MailSession {
     StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
   }
 
-  // As one thread for each rank r: waits for its call. Returns bit r if this thread has missed it. A rank
-  // that calls something else fails the op.
+  // Waits for the call of rank r. Returns bit r if this thread has missed it. A rank that calls a different
+  // op fails the op. Called by one thread for each rank.
   __device__ uint32_t AwaitCall(int r, const WaitLog& log) const {
     if (r >= peers_.num_ranks) return 0;
     log.Write(r, 0);
@@ -175,21 +180,21 @@ class MailSession {
       return both;
     });
     if (!is_there && log.wait_us != nullptr) came = GlobalNanoseconds();
-    if (r != peers_.rank) log.Write(r, came);  // nobody waits for itself
+    if (r != peers_.rank) log.Write(r, came);  // a rank does not wait for itself
     if (!is_there) return 1u << r;
     ArenaOf(peers_, peers_.rank).heard[r] = now;
     const uint64_t word = high << 32 | NumberOf(low);
-    // The sites of ops that ranks may miss are each rank's own.
+    // If ranks may miss ops, each rank numbers its call sites independently.
     const bool any_site = attendance_.active_ranks != nullptr;
     if (any_site ? Call::Of(word).hash == call().hash : Call::Of(word) == call()) return 0;
     RecordFailure(peers_, op_, Phase::kCall, epoch(), 1u << r, ForHost(peers_, call(), word));
     return kAborted;
   }
 
-  // Where ranks may be left out, the leader alone waits for peers: first for their calls, then for what else
-  // this rank expects, by await_rest(ranks), which returns the ranks that this thread has missed. It writes
-  // its verdict, by which all blocks then go, and everything of those ranks is there. The whole block;
-  // synchronizes.
+  // Settles which ranks take part, if ranks may be left out. Only the leader waits for peers: first for their
+  // calls, then, in await_rest(ranks), for everything else that this rank expects. await_rest returns the
+  // ranks that this thread has missed. The leader then writes its verdict, which all blocks follow.
+  // Everything from the remaining ranks has arrived by then. Called by the whole block; synchronizes.
   template <typename AwaitRest>
   __device__ void AgreeOnRanks(const WaitLog& log, AwaitRest&& await_rest) const {
     State& state = state_of_block();
@@ -211,8 +216,8 @@ class MailSession {
       return;
     }
     if (threadIdx.x == 0) {
-      // Without a time-out: the leader's wait has one, and if it has not found the op open the gate is
-      // closed.
+      // This wait has no time-out. The leader's has one, and if the leader has not found the op open, the
+      // gate is closed.
       EpochWord seen;
       const auto is_there = [&] {
         const bool there = HasEpoch(seen = LoadAcquire(verdict), epoch());
@@ -226,8 +231,8 @@ class MailSession {
     __syncthreads();
   }
 
-  // Records that the block has missed ranks; the bits are the same in all of its threads. Returns whether
-  // there are any. The whole block, which must synchronize before it looks at has_failed.
+  // Records that the block has missed ranks. The bits are the same in all threads. Returns whether there are
+  // any. Called by the whole block, which must synchronize before it reads has_failed.
   __device__ bool RecordMissing(Phase phase, uint32_t missing) const {
     if (missing == 0) return false;
     if (threadIdx.x == 0) {
@@ -238,16 +243,17 @@ class MailSession {
     return true;
   }
 
-  // Writes which ranks took part; what the program said, if this rank did not. Each thread for a rank.
+  // Writes which ranks took part, or, if this rank did not, what the program specified. Called with one
+  // thread for each rank.
   __device__ void WriteActive() const {
     const int r = threadIdx.x;
     if (r >= peers_.num_ranks || attendance_.active_after == nullptr) return;
     attendance_.active_after[r] = ranks() == 0 ? attendance_.is_active(r) : ranks() >> r & 1;
   }
 
-  // Ends the block. The block of this rank that ends last frees the channel; if any has failed, fill() first
-  // overwrites the results. The blocks' stores are not fenced before they are counted (GiveUpMail). The whole
-  // block; synchronizes.
+  // Ends the block. The block of this rank that ends last frees the channel. If any block has failed, fill()
+  // first overwrites the results. The blocks' stores are not fenced before they are counted (see GiveUpMail).
+  // Called by the whole block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) const {
     __shared__ bool is_last, any_failed;
@@ -269,7 +275,7 @@ class MailSession {
   }
 
  private:
-  // In shared memory, written by one thread at a time.
+  // The session's state in shared memory, written by one thread at a time.
   struct State {
     uint32_t epoch;
     Call call;
@@ -283,10 +289,10 @@ class MailSession {
 
   __device__ Call call() const { return state_of_block().call; }
 
-  // Waits until the first block has opened this op. Returns false if it does not: the gate is closed, or this
-  // block has begun while another op of the rank was ending, and so has taken this one for an earlier one.
-  // The wait has no time-out, because the first block waits for nobody before that. A rank that is delayed
-  // there must only be late for the others, and not fail the op.
+  // Waits until the first block has opened this op. Returns false if it does not, because the gate is closed,
+  // or because this block began while another op of the rank was ending and took this op for an earlier one.
+  // The wait has no time-out, because the first block waits for nothing before it opens the op. A rank that
+  // is delayed there must only be late for the others, and must not fail the op.
   __device__ bool AwaitOpening(uint32_t epoch) const {
     EpochWord opened;
     const auto is_open = [&] {
@@ -297,17 +303,17 @@ class MailSession {
                      [&] { return static_cast<int32_t>(EpochOf(opened) - epoch) > 0 || IsGivenUp(peers_); });
   }
 
-  // Returns the ranks, of those that take part, that this rank may write to: those that it has heard of in
-  // the op before, and others once they have begun this one. Where ranks may be left out, they have a part of
-  // the time for that, so that what this rank sends to others does not come too late. The warp that opens the
+  // Returns the participating ranks that this rank may write to: those that it has heard from in the previous
+  // op, and others once they have begun this one. If ranks may be left out, this waits for a part of the time
+  // limit only, so that this rank's own rows are not late at the others. Called by the warp that opens the
   // op.
   __device__ uint32_t FindWritable(uint32_t epoch, uint32_t ranks, uint32_t heard) const {
     constexpr int kPart = 4;
     const int r = threadIdx.x % kWarp, R = peers_.num_ranks;
-    // Before anybody waits for this rank to have begun.
+    // This comes before any wait for a peer to have begun, because the peer may wait for this rank.
     if (is_leader() && (ranks >> r & 1) != 0) StoreRelaxed(&ArenaOf(peers_, r).begun[peers_.rank], epoch);
     __syncwarp();
-    // A block that comes late may find that the leader has heard of the peer in this op already.
+    // A block that comes late may find that the leader has already heard from the peer in this op.
     const bool was_heard = r < R && (heard == epoch - 1 || heard == epoch);
     const uint32_t doubtful = ranks & ~__ballot_sync(kAllLanes, was_heard);
     if (doubtful == 0) return ranks;
@@ -327,14 +333,15 @@ class MailSession {
     return __ballot_sync(kAllLanes, writable);
   }
 
-  // Ends a block that has not found the op open: the group has failed, or another op is using the arena.
-  // Returns true if this rank has opened the op after all, which then has failed. The whole block;
+  // Ends a block that has not found the op open, because the group has failed or another op uses the arena.
+  // Returns true if this rank has opened the op after all; the op has then failed. Called by the whole block;
   // synchronizes.
   template <typename Fill>
   __device__ bool SettleUnopened(Fill&& fill) const {
     __shared__ bool is_opened;
     if (threadIdx.x == 0) {
-      // Also where this block has only taken the op for an earlier one: it must not be opened any more.
+      // The gate is also closed if this block has only taken the op for an earlier one, because the op must
+      // not be opened any more.
       (void)CloseGate(peers_, Reason::Of(peers_.rank, Phase::kGivenUp, 0));
       is_opened = HasOpened(peers_, &state_of_block().epoch);
     }

@@ -1,16 +1,16 @@
-// One op of one rank, as one block sees it, where ranks touch each other's arrays.
+// One block's view of one op of one rank, if ranks access each other's arrays.
 //
-// A kernel begins an Opening early, makes a Session, and then calls in this order:
+// A kernel makes an Opening early, then a Session, and then calls in this order:
 //
-//   Open      the rank opens the op: from now on its peers must wait for it before they return
-//   Publish   the first block publishes the call and the addresses of this rank's arrays
-//   Meet      all ranks have published the same call, so peers' arrays may be touched
-//   Leave     this block no longer touches them
-//   AwaitLeft the last block waits until all blocks of all ranks have left, and those of its rank have ended
-//   Close     this block ends; the last block frees the channel
+//   Open       the rank opens the op: from now on its peers must wait for it before they return
+//   Publish    the first block publishes the call and the addresses of this rank's arrays
+//   Meet       all ranks have published the same call, so peers' arrays may be accessed
+//   Leave      this block no longer accesses them
+//   AwaitLeft  the last block waits until all blocks of all ranks have left, and its rank's others have ended
+//   Close      this block ends; the last block frees the channel
 //
-// A block that cannot go on calls Abort in place of Leave and Close. What the session knows lies in shared
-// memory, so that the warps of a block cannot disagree. docs/protocol.md says what each step promises.
+// A block that cannot go on calls Abort in place of Leave and Close. The state of the session is in shared
+// memory, so that the warps of a block cannot disagree. docs/protocol.md describes what each step guarantees.
 #pragma once
 
 #include "kernels/protocol/fail.cuh"
@@ -18,7 +18,7 @@
 
 namespace jax_ep::cuda {
 
-// Where a block notes how long each rank was waited for, from `began` on.
+// A log of the time that each rank was waited for, from `began` on.
 struct WaitLog {
   float* wait_us = nullptr;  // [R], or null
   uint64_t began = 0;
@@ -31,40 +31,40 @@ struct WaitLog {
   }
 };
 
-// Returns another rank's call as the host knows it, namely as if it came from this rank's list. `own_call` is
-// this rank's, as it is published.
+// Returns another rank's call in the form that the host has registered, as if it came from this rank's list.
+// `own_call` is this rank's call as it is published.
 __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uint64_t call) {
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
 }
 
-// The first step of an op, by the last thread of each block: the loads are issued when this is made, and
-// nothing waits for them before Finish.
+// The first step of an op, by the last thread of each block. The constructor issues the loads, and nothing
+// waits for them before Finish.
 class Opening {
  public:
-  __device__ Opening(const Peers& peers, const MeshPlace* place_operand) {
-    if (!IsMine() || peers.num_ranks == 0) return;
+  __device__ Opening(const Peers& peers, const MeshPosition* position_operand) {
+    if (!IsOpeningThread() || peers.num_ranks == 0) return;
     Channel& own = peers.own();
     const volatile uint32_t* const epoch = &own.epoch;
-    const MeshPlace place = *place_operand;
+    const MeshPosition position = *position_operand;
     if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
     last_ = *epoch;
     gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, 1) : LoadRelaxed(&own.gate);
-    place_ = place;
+    position_ = position;
   }
 
-  __device__ static bool IsMine() { return threadIdx.x == blockDim.x - 1; }
+  __device__ static bool IsOpeningThread() { return threadIdx.x == blockDim.x - 1; }
 
-  // Opens the op, as the thread of the first block. Others only see whether its gate is open. Returns false
-  // if the group has failed, the channel is in use or the program runs on another mesh than the group's.
+  // Opens the op in the first block. In other blocks only checks whether the gate is open. Returns false if
+  // the group has failed, the channel is in use, or the program runs on another mesh than the group's.
   __device__ bool Finish(const Peers& peers, Op op) const {
     const bool is_open = blockIdx.x == 0 ? Open(peers, op) : NumberOf(gate_) == 0;
-    if (place_.rank == peers.rank) return is_open;
-    RecordFailure(peers, op, Phase::kRank, epoch(), place_.rank);
+    if (position_.rank == peers.rank) return is_open;
+    RecordFailure(peers, op, Phase::kRank, epoch(), position_.rank);
     return false;
   }
   __device__ uint32_t epoch() const { return last_ + 1; }
   // Returns the call as it is published.
-  __device__ Call CallOf(const Peers& peers) const { return peers.call.In(place_.list); }
+  __device__ Call CallOf(const Peers& peers) const { return peers.call.In(position_.list); }
 
  private:
   __device__ bool Open(const Peers& peers, Op op) const {
@@ -83,13 +83,14 @@ class Opening {
   }
 
   // As they were loaded: to compute with one would wait for it.
-  uint32_t last_ = 0;  // the epoch of the op before
-  uint64_t gate_ = 0;  // before this op opened it
-  MeshPlace place_{};  // according to the program
+  uint32_t last_ = 0;        // the epoch of the op before
+  uint64_t gate_ = 0;        // before this op opened it
+  MeshPosition position_{};  // according to the program
 };
 
-// Returns whether this rank has opened its op, and the op's epoch, after a reason has come to the gate. One
-// thread. Blocks that began while another op ended here may have taken the op for an earlier one.
+// Returns whether this rank has opened its op, and the op's epoch, after a reason has reached the gate.
+// Called by one thread. Blocks that began while another op of this rank ended may have taken the op for an
+// earlier one.
 JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
   Channel& own = peers.own();
   while (true) {
@@ -100,41 +101,47 @@ JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
       *epoch = last;
       return true;
     }
-    // The thread that has added to the gate waits for nobody before it writes `opened` or takes it back.
+    // The thread that has added to the gate waits for nothing before it writes `opened` or takes its addition
+    // back.
     if (HasEpoch(LoadRelaxed(&own.gate), last)) return false;
   }
 }
 
-// What a block adds to Channel::ended: blocks that have ended, and in the upper half those that have failed.
+// The number that a block adds to Channel::ended: one, and in the upper half another one if it has failed.
 constexpr uint32_t kEndedWell = 1, kEndedFailed = 1u << 16 | 1;
 __device__ inline uint32_t CountEnded(uint32_t ended) { return ended & 0xffff; }
 __device__ inline bool HasAnyFailed(uint32_t ended) { return ended >> 16 != 0; }
 
-// As one thread of the last block: waits until the other blocks of this rank have ended, and returns whether
-// any has failed. They end by themselves, because all of their waits have a time-out.
+// Waits until the other blocks of this rank have ended, and returns whether any has failed. They end by
+// themselves, because all of their waits have a time-out. Called by one thread of the last block.
 __device__ inline bool AwaitOtherBlocks(const Channel& own) {
   uint32_t ended;
-  const auto are_there = [&] { return CountEnded(ended = LoadAcquire(&own.ended)) == gridDim.x - 1; };
+  const auto are_there = [&] {
+    const bool there = CountEnded(ended = LoadAcquire(&own.ended)) == gridDim.x - 1;
+    if (!there) __nanosleep(100);
+    return there;
+  };
   PollUntil(are_there, [] { return false; });
   return HasAnyFailed(ended);
 }
 
-// Frees the channel, so that the next op finds it so. One thread of the block that ends last.
+// Frees the channel for the next op. Called by one thread of the block that ends last.
 __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
   if (epoch == kLastEpoch) {
     epoch = 1;
-    (void)AddEpochs(&own.gate, 2);  // to 1, too
+    (void)AddEpochs(&own.gate, 2);  // so that its epoch also becomes 1
     StoreWord(&own.opened, 0, 1);
   }
-  *static_cast<volatile uint32_t*>(&own.epoch) = epoch;  // last: from now on an op may open
+  *static_cast<volatile uint32_t*>(&own.epoch) = epoch;  // last, because an op may open from now on
 }
 
-// Ends an op that was opened and has failed, as the last block of this rank. fill() overwrites the results
-// once nobody writes to them any more.
+// Ends an op that was opened and has failed. fill() overwrites the results once nothing else writes to them.
+// Called by the last block of this rank; synchronizes.
 template <typename Fill>
-__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  // A peer's block may have left without its part before that peer's reason comes here. The report is better
-  // with it; nothing else depends on this time.
+__device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, bool counts_ends,
+                                    Fill&& fill) {
+  // A peer's block may have left without doing its part before the peer's reason arrives. The report is
+  // better with that reason, and nothing else depends on this time.
   constexpr uint64_t kReasonComes = 1'000'000;  // nanoseconds
   if (threadIdx.x == 0) {
     PollFor(kReasonComes, [&] { return IsGivenUp(peers); });
@@ -143,14 +150,16 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, F
   __syncthreads();
   RevokeAccess(peers, op, epoch);
   if (threadIdx.x == 0) {
-    (void)AwaitOtherBlocks(peers.own());
+    // Also for this rank's other blocks, which end by themselves.
+    if (counts_ends) (void)AwaitOtherBlocks(peers.own());
+    if (!counts_ends) PollUntil([&] { return HasLeft(peers, peers.rank, epoch); }, [] { return false; });
     RecordGivenUp(peers, op, epoch);
   }
   __syncthreads();
   fill();
 }
 
-// Ends an op that this rank has not opened, as one block. No peer knows of its memory.
+// Ends an op that this rank has not opened. No peer has its addresses. Called by one block.
 template <typename Fill>
 __device__ __noinline__ void EndUnopened(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
   CloseAllGates(peers, threadIdx.x, blockDim.x);
@@ -160,11 +169,14 @@ __device__ __noinline__ void EndUnopened(const Peers& peers, Op op, uint32_t epo
 
 class Session {
  public:
-  __device__ Session(const Peers& peers, Op op) : peers_(peers), op_(op) {}
+  // `counts_ends`: blocks work on this rank's results after they have left, so the last block waits for their
+  // ends, too.
+  __device__ Session(const Peers& peers, Op op, bool counts_ends)
+      : peers_(peers), op_(op), counts_ends_(counts_ends) {}
 
-  // The whole block; synchronizes. Returns false if the block must not go on with the op.
+  // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
   __device__ bool Open(const Opening& opening) const {
-    if (Opening::IsMine()) {
+    if (Opening::IsOpeningThread()) {
       BlockClock().began = 0;
       BlockClock().limit = 0;
       const bool failed = !opening.Finish(peers_, op_);
@@ -175,26 +187,28 @@ class Session {
   }
 
   __device__ uint32_t epoch() const { return state_of_block().epoch; }
-  // Whether the block cannot do its part of the op. For the whole block once it has synchronized.
+  // Returns whether the block cannot do its part of the op. Valid for the whole block once it has
+  // synchronized.
   __device__ bool has_failed() const { return state_of_block().has_failed; }
 
-  // Publishes the call and the addresses of this rank's arrays: `mine` in shared memory, of which the first
-  // `num_buffers` are used. The first block. Results of earlier kernels are visible to all devices by now.
-  __device__ void Publish(Published& mine, int num_buffers) const {
+  // Publishes the call and the addresses of this rank's arrays: the first `num_buffers` of `outgoing` in
+  // shared memory. Called by the first block. Results of earlier kernels are visible to all devices by now.
+  __device__ void Publish(Published& outgoing, int num_buffers) const {
     const int count = Published::Count(num_buffers);
     for (int i = threadIdx.x; i < peers_.num_ranks * count; i += blockDim.x) {
-      const uint64_t word = i % count == 0 ? call().WithBlocks(gridDim.x) : mine.Word(i % count, num_buffers);
+      const uint64_t word =
+          i % count == 0 ? call().WithBlocks(gridDim.x) : outgoing.Word(i % count, num_buffers);
       EpochWord* const there = peers_.channel[i / count]->mail[peers_.rank].words[i % count];
       StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
       StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
     }
   }
 
-  // Waits until all ranks have published this op, and copies what they publish to shared memory. also() is
-  // called by threads that have missed no rank, and returns the ranks that they then miss, as bits. The whole
-  // block; synchronizes. Returns false if a rank did not come in time or called another op; otherwise the
-  // block also sees all that the peers had written before what its threads waited for. Without peers only
-  // also() is called.
+  // Waits until all ranks have published this op, and copies what they publish to shared memory. Threads that
+  // have missed no rank also call also(), which returns the ranks that they miss there, as bits. Without
+  // peers, only also() is called. Returns false if a rank did not come in time or called a different op.
+  // Otherwise the block also sees everything that the peers had written before the words that its threads
+  // waited for. Called by the whole block; synchronizes.
   template <typename Also>
   __device__ bool Meet(int num_buffers, Published* all, const WaitLog& log, Also&& also) const {
     uint32_t missing = peers_.num_ranks == 0 ? 0 : ReadPublished(num_buffers, all, log);
@@ -205,7 +219,7 @@ class Session {
     return Meet(num_buffers, all, {}, [] { return 0u; });
   }
 
-  // As one thread: waits until ready(). Returns false once the op has failed or its time is up.
+  // Waits until ready(). Returns false once the op has failed or its time is up. Called by one thread.
   template <typename Ready>
   __device__ bool Await(Ready&& ready) const {
     return cuda::Await(peers_, ready);
@@ -215,16 +229,18 @@ class Session {
   __device__ bool AwaitOpened() const {
     return Await([&] { return IsOpenedNow(); });
   }
-  // Without waiting. Before that this block may belong to an op that finds the channel in use.
+  // Returns whether the first block has opened this op, without waiting. Until it has, this block may belong
+  // to an op that finds the channel in use.
   __device__ bool IsOpenedNow() const { return LoadRelaxed(&peers_.own().opened) == OpenedWord(); }
 
-  // Waits, as a warp, until every rank has finished a wave. Returns false if that did not happen in time: the
-  // block then has not done its part.
+  // Waits until every rank has finished a wave. Returns false if that did not happen in time; the block then
+  // has not done its part. Called by a warp.
   __device__ bool AwaitWave(int wave) const {
     const int lane = threadIdx.x % kWarp;
     const uint32_t* const flags = peers_.own().wave_done[wave];
     const uint32_t now = epoch();
-    // A peer may fold for the next op already while this rank still spreads, because it has ended this one.
+    // A peer may already fold for the next op while this rank still spreads, because the peer has ended this
+    // op.
     const auto has_come = [&] {
       const uint32_t seen = LoadAcquire(&flags[lane]);
       const bool is_there = seen == now || seen == NextEpoch(now);
@@ -237,19 +253,21 @@ class Session {
       RecordFailure(peers_, op_, Phase::kWave, epoch(), missing);
       state_of_block().has_failed = true;
     }
-    __syncwarp();  // the other lanes see what those that waited have acquired
+    __syncwarp();  // makes what each lane has acquired visible to all
     return missing == 0;
   }
 
-  // Tells every peer when this rank has finished a wave, whose work its blocks share. Called for each of the
-  // `num_shares`, by one warp of the block that has done it, after the threads that did it have synchronized
-  // with this warp.
+  // Reports to every peer when this rank has finished a wave, whose work its blocks share. Called for each of
+  // the `num_shares`, by one warp of the block that has done the share, after the threads that did it have
+  // synchronized with this warp.
   __device__ void FinishShare(int wave, int num_shares) const {
     if (threadIdx.x % kWarp != 0) return;
-    const EpochWord opened = LoadRelaxed(&peers_.own().opened);  // it comes while the fence waits
-    // The threads' work comes before the share is counted, and all shares before the peers are told.
+    const EpochWord opened = LoadRelaxed(&peers_.own().opened);  // arrives while the fence waits
+    // The threads' work comes before the share is counted, and all shares come before the report to the
+    // peers.
     FenceSystem();
-    // A rank that folds has not met its peers yet. An op that finds the channel in use tells them nothing.
+    // A rank that folds has not met its peers yet. An op that finds the channel in use must not report
+    // anything to them.
     if (opened != OpenedWord() && !AwaitOpened()) return;
     const unsigned most = static_cast<unsigned>(num_shares) - 1;
     if (atomicInc(&peers_.own().wave_shares[wave], most) != most) return;  // back to 0 with the last
@@ -258,8 +276,9 @@ class Session {
       StoreRelaxed(&peers_.channel[r]->wave_done[wave][peers_.rank], epoch());
   }
 
-  // Tells every peer that this block no longer touches the peers' memory, nor reads what they have published,
-  // and whether it has done its part: a peer that gives up waits for it. The whole block; synchronizes.
+  // Reports to every peer that this block no longer accesses the peers' memory or reads what they have
+  // published, and whether it has done its part. A peer that gives up waits for this report. Called by the
+  // whole block; synchronizes.
   __device__ void Leave() const {
     if (blockIdx.x == gridDim.x - 1) Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
@@ -268,9 +287,9 @@ class Session {
                      has_failed() ? kBroken : kWhole, epoch());
   }
 
-  // Waits until every block of every rank has left, and the others of this rank have ended. The last block,
-  // after it has left; synchronizes. Returns false if that did not happen in time, or a block has not done
-  // its part.
+  // Waits until every block of every rank has left, and the other blocks of this rank have ended. Returns
+  // false if that did not happen in time, or if a block has not done its part. Called by the last block,
+  // after it has left; synchronizes.
   __device__ bool AwaitLeft(const Published* all) const {
     const Channel& own = peers_.own();
     const uint32_t now = epoch();
@@ -287,42 +306,45 @@ class Session {
         missing = kAborted;
       }
     }
-    if (threadIdx.x == blockDim.x - 1 && missing == 0) missing = AwaitOtherBlocks(own) ? kAborted : 0;
+    if (counts_ends_ && threadIdx.x == blockDim.x - 1 && missing == 0) {
+      missing = AwaitOtherBlocks(own) ? kAborted : 0;
+    }
     return Agree(Phase::kLeave, missing);
   }
 
-  // Ends the block. The last block of this rank frees the channel once all others have ended. If any has
-  // failed, fill() first overwrites the results: by then no other block and no peer writes to them. The whole
-  // block; synchronizes.
+  // Ends the block. The last block of this rank, once all others have left and ended, frees the channel. If
+  // any block has failed, fill() first overwrites the results; by then no other block and no peer writes to
+  // them. Called by the whole block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) const {
     Channel& own = peers_.own();
     __syncthreads();
     if (blockIdx.x < gridDim.x - 1) {
-      if (threadIdx.x == 0) AddRelease(&own.ended, has_failed() ? kEndedFailed : kEndedWell);
+      const uint32_t end = has_failed() ? kEndedFailed : kEndedWell;
+      if (counts_ends_ && threadIdx.x == 0) AddRelease(&own.ended, end);
       return;
     }
-    if (has_failed()) GiveUp(peers_, op_, epoch(), fill);
+    if (has_failed()) GiveUp(peers_, op_, epoch(), counts_ends_, fill);
     if (threadIdx.x != 0) return;
     for (uint32_t& tickets : own.sent) tickets = 0;
     own.spread = own.cleared = own.ended = 0;
     FreeChannel(own, epoch());
   }
 
-  // Ends a block that does not go on with the op, whose rank may have opened it or not. In an op that it has
-  // not opened no block waits for another one, so take_back() overwrites what this block has written of the
-  // results, and the last block overwrites all of them. The whole block; synchronizes.
+  // Ends a block that does not go on with the op, whether or not its rank has opened it. If it has not, no
+  // block waits for another one, so take_back() overwrites the results that this block has written, and the
+  // last block overwrites all of them. Called by the whole block; synchronizes.
   template <typename Fill, typename TakeBack>
   __device__ void Abort(Fill&& fill, TakeBack&& take_back) const {
-    AbortBlock(peers_, op_, fill, take_back);
+    AbortBlock(peers_, op_, counts_ends_, fill, take_back);
   }
   template <typename Fill>
   __device__ void Abort(Fill&& fill) const {
-    AbortBlock(peers_, op_, fill, [] {});
+    AbortBlock(peers_, op_, counts_ends_, fill, [] {});
   }
 
  private:
-  // In shared memory, written by one thread at a time.
+  // The session's state in shared memory, written by one thread at a time.
   struct State {
     uint32_t epoch;
     Call call;
@@ -336,12 +358,13 @@ class Session {
   __device__ Call call() const { return state_of_block().call; }
   __device__ EpochWord OpenedWord() const { return Pack(peers_.call.site + 1, epoch()); }
 
-  // Not a member, whose object would have an address, and so lie in memory in all of the kernel.
+  // Ends the block as Abort does. It is not a member, because the object would then need an address, and
+  // would be kept in memory in the whole kernel.
   template <typename Fill, typename TakeBack>
-  __device__ __noinline__ static void AbortBlock(const Peers& peers, Op op, Fill&& fill,
+  __device__ __noinline__ static void AbortBlock(const Peers& peers, Op op, bool counts_ends, Fill&& fill,
                                                  TakeBack&& take_back) {
     __shared__ bool is_opened;
-    const Session session(peers, op);
+    const Session session(peers, op, counts_ends);
     __syncthreads();
     if (threadIdx.x == 0) is_opened = HasOpened(peers, &state_of_block().epoch);
     __syncthreads();
@@ -354,8 +377,8 @@ class Session {
     if (blockIdx.x == gridDim.x - 1) EndUnopened(peers, op, session.epoch(), fill);
   }
 
-  // Returns whether no thread of the block misses a rank; bit r of `missing` says that this one does. If not,
-  // the op fails. The whole block; synchronizes.
+  // Returns true if no thread of the block has missed a rank. Bit r of `missing` means that this thread has
+  // missed rank r. Otherwise the op fails. Called by the whole block; synchronizes.
   __device__ bool Agree(Phase phase, uint32_t missing) const {
     if (!__syncthreads_or(missing != 0)) return true;
     __shared__ uint32_t all;
@@ -370,7 +393,7 @@ class Session {
     return false;
   }
 
-  // Waits for one published word of rank r; `came` is when it was found there.
+  // Waits for one published word of rank r. Sets `came` to the time when it was found.
   __device__ bool AwaitWord(int r, int number, uint64_t* word, uint64_t* came = nullptr) const {
     const EpochWord* const words = peers_.own().mail[r].words[number];
     const uint32_t now = epoch();
@@ -386,19 +409,19 @@ class Session {
     return is_there;
   }
 
-  // Waits until every rank has published its call, and refuses if they do not all call the same op. The first
-  // warp. Returns the ranks that this thread has missed.
+  // Waits until every rank has published its call, and fails the op if they do not all call the same one.
+  // Returns the ranks that this thread has missed. Called by the first warp.
   __device__ uint32_t CompareCalls(Published* all, const WaitLog& log) const {
     const int r = threadIdx.x, R = peers_.num_ranks;
     uint64_t word = call().WithBlocks(0), came = 0;
     const bool late = r < R && !AwaitWord(r, 0, &word, log.wait_us == nullptr ? nullptr : &came);
-    if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // nobody waits for itself
+    if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // a rank does not wait for itself
     const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(word) == call()));
     if (r < R) all[r].call = word;
     if (late) return 1u << r;
     if (others == 0) return 0;
     if (r == __ffs(others) - 1) {
-      // This rank's own word is another op's if that op still uses the channel.
+      // This rank's own word differs if another op still uses the channel.
       const bool is_own = (others >> peers_.rank & 1) != 0;
       RecordFailure(peers_, op_, is_own ? Phase::kChannel : Phase::kCall, epoch(), others,
                     ForHost(peers_, call(), word));
@@ -406,8 +429,8 @@ class Session {
     return kAborted;
   }
 
-  // Copies what all ranks publish in this op. The first warp compares the calls, the others copy the rest.
-  // Returns the ranks that this thread has missed.
+  // Copies what all ranks publish in this op. The first warp compares the calls, and the other warps copy the
+  // rest. Returns the ranks that this thread has missed.
   __device__ uint32_t ReadPublished(int num_buffers, Published* all, const WaitLog& log) const {
     if (threadIdx.x < kWarp) return CompareCalls(all, log);
     const int count = Published::Count(num_buffers) - 1;
@@ -423,6 +446,7 @@ class Session {
 
   const Peers& peers_;
   Op op_;
+  bool counts_ends_;
 };
 
 }  // namespace jax_ep::cuda

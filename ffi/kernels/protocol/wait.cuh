@@ -1,18 +1,19 @@
-// The loop that waits for other ranks, and the time that an op's waits may last.
+// The loop that waits for other ranks, and the time limit of an op's waits.
 #pragma once
 
 #include "kernels/protocol/words.cuh"
 
 namespace jax_ep::cuda {
 
-// Code that runs only after a wait has failed is kept out of the kernels' own code, which needs the
+// Marks code that runs only after a wait has failed. It is not inlined, because the kernels need the
 // registers.
 #define JAX_EP_RARE __device__ __noinline__ inline
 
-// The only loop that waits. Calls ready() until it returns true; now and then calls gives_up(), and if that
-// is true looks once more, because this block may not have run for all of the time where GPUs are shared.
-// Returns whether it was ready. gives_up() is called rarely because clocks are slower than what is waited
-// for. The loop is not unrolled because long code takes long to load, which shows in ops of few tokens.
+// Calls ready() until it returns true. Now and then calls gives_up(), and if that returns true, calls ready()
+// once more, because where GPUs are shared this block may not have run all the time. Returns whether it was
+// ready. This is the only loop that waits. gives_up() is called rarely, because clocks are slower than the
+// words that are waited for. The loop is not unrolled, because long code takes long to load, which matters in
+// ops for few tokens.
 template <typename Ready, typename GivesUp>
 __device__ bool PollUntil(Ready&& ready, GivesUp&& gives_up) {
   constexpr int kPolls = 64;
@@ -25,7 +26,7 @@ __device__ bool PollUntil(Ready&& ready, GivesUp&& gives_up) {
   }
 }
 
-// The same with a deadline of its own, in nanoseconds from now.
+// Does the same with a time limit of its own, in nanoseconds.
 template <typename Ready>
 __device__ bool PollFor(uint64_t nanoseconds, Ready&& ready) {
   const uint64_t until = GlobalNanoseconds() + nanoseconds;
@@ -36,10 +37,10 @@ __device__ inline void Delay(uint64_t nanoseconds) {
   PollFor(nanoseconds, [] { return false; });
 }
 
-// How long this block has waited in the present op.
+// The time that this block has waited in the present op.
 struct Clock {
   unsigned long long began;  // when a wait first lasted, in nanoseconds; 0 until then
-  unsigned long long limit;  // how long all waits together may last; 0 until the host's value was read
+  unsigned long long limit;  // of all waits together; 0 until the host's value was read
 };
 __device__ inline volatile Clock& BlockClock() {
   __shared__ Clock clock;
@@ -48,28 +49,28 @@ __device__ inline volatile Clock& BlockClock() {
 
 __device__ inline bool IsGivenUp(const Peers& peers) { return ReasonIn(&peers.own().gate) != 0; }
 
-// Returns whether the op's time is up. The host's value is read late, and once a block, because loads from
-// host memory take long, and longer if many threads issue them.
+// Returns whether the op's time is up. The host's value is read late, and once per block, because loads from
+// host memory are slow, and slower if many threads issue them.
 JAX_EP_RARE bool IsTimeUp(const Peers& peers) {
   constexpr unsigned long long kLong = 1'000'000;
   volatile Clock& clock = BlockClock();
   const unsigned long long now = GlobalNanoseconds(), began = clock.began;
   if (began == 0) clock.began = now;
-  if (began == 0 || now < began + kLong) return false;  // another thread may have begun after `now`
+  if (began == 0 || now < began + kLong) return false;  // another thread may have set `began` after `now`
   if (atomicCAS(const_cast<unsigned long long*>(&clock.limit), 0ull, ~0ull) == 0) {
     clock.limit = LoadFromHost(&peers.report->timeout_ns);
   }
   return now - began > clock.limit;
 }
 
-// Waits until ready(), or until the op has failed or its time is up: then returns false. Data that has come
-// by the time that a peer gives up counts.
+// Waits until ready(). Returns false if the op fails before that or its time is up. Data that arrives before
+// the wait ends counts, even if a peer has given up.
 template <typename Ready>
 __device__ bool Await(const Peers& peers, Ready&& ready) {
   return PollUntil(ready, [&] { return IsGivenUp(peers) || IsTimeUp(peers); });
 }
 
-// Delays the block for a time that differs between ranks, ops and phases, and for as long as a test asks.
+// Delays the block for a time that differs between ranks, ops and phases, plus the time that a test requests.
 JAX_EP_RARE void StallFor(const Peers& peers, Phase phase, uint32_t epoch) {
   uint32_t hash = epoch * 0x9e3779b1u + static_cast<uint32_t>(peers.rank * 2 + static_cast<int>(phase));
   hash = (hash ^ hash >> 15) * 0x85ebca77u;

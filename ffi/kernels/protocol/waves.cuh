@@ -1,12 +1,12 @@
-// Tokens move in waves: a rank works on a wave when all ranks have finished it.
+// Waves of tokens: a rank works on a wave once all ranks have finished it.
 #pragma once
 
 #include "kernels/protocol/control.h"
 
 namespace jax_ep::cuda {
 
-// Waves of tokens: the first has `head` of them, the others `tokens`. Equal on all ranks of an op, so they
-// depend on its shape alone, and not on how a rank moves its rows.
+// The division of tokens into waves: the first has `head` tokens, the others `tokens`. It is equal on all
+// ranks of an op, so it depends only on the op's shape, and not on how a rank moves its rows.
 struct Waves {
   int32_t head;
   int32_t tokens;
@@ -20,8 +20,8 @@ struct Waves {
   JAX_EP_HD int Of(int token) const { return token < head ? 0 : 1 + (token - head) / tokens; }
 };
 
-// Plans waves of about `tokens`, the first of `head`, or of more where there would be too many; multiples of
-// `step`.
+// Plans waves of about `tokens`, with a first wave of `head`, or larger ones if there would be too many. All
+// are multiples of `step`.
 inline Waves PlanWaves(const Shape& shape, int head, int tokens, int step) {
   const int64_t least = (shape.num_tokens + kMaxWaves - 2) / (kMaxWaves - 1);
   const int64_t later = AlignUp(least > tokens ? least : tokens, step), first = AlignUp(head, step);
@@ -35,8 +35,8 @@ struct Batch {
   int begin, end;
 };
 
-// How a rank divides its waves into batches. Each wave begins with a new one, so ranks with batches of other
-// sizes agree on the waves.
+// The division of a rank's waves into batches. Each wave starts with a new batch, so that ranks with
+// different batch sizes agree on the waves.
 struct Batches {
   int32_t tokens;   // of a batch, at most
   int32_t in_head;  // batches of the first wave
@@ -45,7 +45,7 @@ struct Batches {
   static Batches Of(const Waves& waves, int tokens) {
     return {tokens, (waves.head + tokens - 1) / tokens, (waves.tokens + tokens - 1) / tokens};
   }
-  // Returns batch `number`; an empty one behind the last token if there are fewer.
+  // Returns batch `number`, or an empty one after the last token if there are fewer.
   JAX_EP_HD Batch Find(const Shape& shape, const Waves& waves, int number) const {
     if (number < in_head) return Cut(number * tokens, waves.First(shape, 1), shape.num_tokens);
     const int wave = 1 + (number - in_head) / in_wave, i = (number - in_head) % in_wave;

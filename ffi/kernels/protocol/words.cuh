@@ -12,8 +12,9 @@ JAX_EP_HD inline EpochWord Pack(uint32_t number, uint32_t epoch) {
 JAX_EP_HD inline uint32_t EpochOf(EpochWord word) { return static_cast<uint32_t>(word >> 32); }
 JAX_EP_HD inline uint32_t NumberOf(EpochWord word) { return static_cast<uint32_t>(word); }
 
-// Epochs are compared for equality only: a peer writes the next one after this rank has left the present one,
-// so no later epoch is ever seen, but a word may be left from any earlier one.
+// Returns whether a word has this epoch. Epochs are compared for equality only. A word may be left from any
+// earlier epoch, but never from a later one, because a peer writes the next epoch only after this rank has
+// left the present one.
 __device__ inline bool HasEpoch(EpochWord word, uint32_t epoch) { return EpochOf(word) == epoch; }
 
 __device__ inline void StoreWord(EpochWord* word, uint32_t number, uint32_t epoch) {
@@ -23,16 +24,16 @@ __device__ inline void StoreWordRelease(EpochWord* word, uint32_t number, uint32
   StoreRelease(word, Pack(number, epoch));
 }
 
-// After the last epoch, epochs begin again at 2: 0 stands for no op, and each epoch has another parity than
-// the one before.
+// The last epoch. After it epochs continue at 2, because 0 stands for no op, and consecutive epochs must
+// differ in parity.
 constexpr uint32_t kLastEpoch = 0xffffffffu;
 __device__ inline uint32_t NextEpoch(uint32_t epoch) { return epoch == kLastEpoch ? 2 : epoch + 1; }
 
 // Returns the Reason's word in a gate, or 0.
 __device__ inline uint32_t ReasonIn(const uint64_t* gate) { return NumberOf(LoadRelaxed(gate)); }
 
-// Adds to the epoch of a gate, modulo 2^32, and returns what the gate was. Nothing waits for it until that is
-// used.
+// Adds to the epoch of a gate, modulo 2^32, and returns the gate's old value. Nothing waits for it before
+// that is used.
 __device__ inline uint64_t AddEpochs(uint64_t* gate, uint32_t epochs) {
   return AddRelaxed(gate, Pack(0, epochs));
 }

@@ -1,20 +1,21 @@
-// Bulk copies (cp.async.bulk, sm_90 and newer): rows through shared memory without a thread's registers.
-// On older devices these compile to nothing; their kernels are never launched there.
+// Bulk copies (cp.async.bulk, sm_90 and newer), which move rows through shared memory without registers. On
+// older devices these functions compile to nothing, and the kernels that use them are never launched.
 #pragma once
 
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 
-// Shorter rows gain nothing from bulk copies, and others cannot be copied so.
+// Returns true if bulk copies are used for a row. They require a multiple of 16 bytes, and shorter rows gain
+// nothing.
 JAX_EP_HD inline bool IsBulkRow(int64_t row_bytes) { return row_bytes >= 256 && row_bytes % 16 == 0; }
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A barrier that completes a phase with every `count` arrivals, once the bytes of the loads that count
-// for the phase have arrived, too.
+// Initializes a barrier. A phase of it completes after `count` arrivals, once the bytes of the loads that
+// count for the phase have also arrived.
 __device__ inline void InitBarrier(uint64_t* barrier, uint32_t count) {
 #if JAX_EP_HAS_SM_90
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count)
@@ -22,36 +23,35 @@ __device__ inline void InitBarrier(uint64_t* barrier, uint32_t count) {
 #endif
 }
 
-// What InitBarrier has done comes before this thread's bulk copies.
+// Makes the initialized barriers visible to this thread's later bulk copies.
 __device__ inline void FenceBarriers() {
 #if JAX_EP_HAS_SM_90
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// Two barriers, which complete a phase once the bytes of one load have arrived. Called by the thread that
-// begins the loads.
+// Initializes two barriers whose phases each complete when the bytes of one load have arrived. Called by the
+// thread that issues the loads.
 __device__ inline void InitBarriers(uint64_t* barriers) {
   for (int i = 0; i < 2; ++i) InitBarrier(&barriers[i], 1);
   FenceBarriers();
 }
 
-// Orders what this thread has seen by ordinary accesses before its later bulk copies, and the other way
-// round.
+// Orders this thread's ordinary accesses with its bulk copies, in both directions.
 __device__ inline void FenceBulk() {
 #if JAX_EP_HAS_SM_90
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
-// The same of shared memory alone: it does not wait for what this thread has stored elsewhere.
+// Orders accesses to shared memory only. It does not wait for this thread's stores to other memory.
 __device__ inline void FenceBulkShared() {
 #if JAX_EP_HAS_SM_90
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Begins a load into shared memory. Addresses and bytes are multiples of 16.
+// Starts a load into shared memory. Addresses and sizes are multiples of 16.
 __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
 #if JAX_EP_HAS_SM_90
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -65,14 +65,15 @@ __device__ inline void BulkLoad(void* to, const void* from, uint32_t bytes, uint
 #endif
 }
 
-// Arrives: whoever sees the phase completed sees what this thread has done before.
+// Arrives at a barrier. A thread that sees the phase complete also sees this thread's earlier accesses.
 __device__ inline void Arrive(uint64_t* barrier) {
 #if JAX_EP_HAS_SM_90
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 #endif
 }
 
-// Waits for a load of memory that is mapped here, which always comes, or for warps of this block.
+// Waits for a phase: for a load from mapped memory, which always completes, or for warps of this block.
+// Therefore the wait needs no time-out.
 __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
 #if JAX_EP_HAS_SM_90
   asm volatile(
@@ -87,7 +88,7 @@ __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
 #endif
 }
 
-// Begins a store from shared memory, to a peer's or the own global memory.
+// Starts a store from shared memory to global memory, of this device or of a peer.
 __device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
 #if JAX_EP_HAS_SM_90
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
@@ -96,15 +97,15 @@ __device__ inline void BulkStore(void* to, const void* from, uint32_t bytes) {
 #endif
 }
 
-// Closes a group of the stores that this thread has begun.
+// Closes a group of the stores that this thread has started.
 __device__ inline void CommitStores() {
 #if JAX_EP_HAS_SM_90
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until this thread's stores have read their shared memory, which may then be written again; but for
-// the last kLeft groups of them.
+// Waits until this thread's stores, except its last kLeft groups, have read their shared memory, which may
+// then be overwritten.
 template <int kLeft = 0>
 __device__ void WaitForStoresRead() {
 #if JAX_EP_HAS_SM_90
@@ -112,7 +113,7 @@ __device__ void WaitForStoresRead() {
 #endif
 }
 
-// Waits until this thread's stores are done, but for the last kLeft groups of them.
+// Waits until this thread's stores are complete, except its last kLeft groups.
 template <int kLeft = 0>
 __device__ void WaitForStores() {
 #if JAX_EP_HAS_SM_90

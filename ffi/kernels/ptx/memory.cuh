@@ -1,4 +1,4 @@
-// Loads, stores, atomics and fences in PTX, each ordered only as far as the protocol needs it.
+// Loads, stores, atomics and fences in PTX, each with only the ordering that the protocol needs.
 #pragma once
 
 #include "kernels/threads.cuh"
@@ -31,26 +31,26 @@ __device__ inline void StoreRelease(uint64_t* address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// Stores the lower half of a word whose upper half its owner may change at the same time, by 64-bit atomics.
-// The only access of that width: a peer over PCIe has no atomics. The memory of a device does one access
-// after the other, whatever their sizes.
+// Stores the lower half of a word. Its owner may change the upper half at the same time by 64-bit atomics.
+// This is the only 32-bit access to such a word, and it is used because a peer over PCIe has no atomics. It
+// is safe because a device's memory serializes accesses of all sizes.
 __device__ inline void StoreLowerHalf(uint64_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Orders this thread's accesses before it and after it, for all devices.
+// Orders this thread's accesses before the fence with those after it, for all devices.
 __device__ inline void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// The same, and in one order with all other such fences: of two threads that each store, fence and load what
-// the other has stored, at least one sees the other's store.
+// Does the same, and puts all such fences in one order: if two threads each store, fence and load the other's
+// location, at least one of them sees the other's store.
 __device__ inline void FenceSeqCst() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
-// Returns what the word was; afterwards it is `wanted` if that was `expected`.
-__device__ inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t wanted) {
+// Returns the old value, and replaces it by `desired` if it equals `expected`.
+__device__ inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t desired) {
   uint64_t old;
   asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
                : "=l"(old)
-               : "l"(address), "l"(expected), "l"(wanted)
+               : "l"(address), "l"(expected), "l"(desired)
                : "memory");
   return old;
 }
@@ -62,16 +62,16 @@ __device__ inline uint64_t AddRelaxed(uint64_t* address, uint64_t number) {
                : "memory");
   return old;
 }
-// Among the blocks of one device. Nothing waits for it.
+// Adds to a word that the blocks of one device share. Nothing waits for it.
 __device__ inline void AddRelease(uint32_t* address, uint32_t number) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(number) : "memory");
 }
 
-// Stops the GPU, for StopGpu alone: where a peer may still write to memory that XLA would use again, no error
-// could keep a program from going on with it.
+// Stops the GPU; used only by StopGpu. If a peer may still write to memory that XLA would reuse, no error
+// could keep a program from continuing with that memory.
 __device__ inline void Trap() { asm volatile("trap;"); }
 
-// Loads one number that the host writes.
+// Loads a number that the host writes.
 template <typename T>
 __device__ T LoadFromHost(const T* number) {
   return *static_cast<const volatile T*>(number);
@@ -83,19 +83,19 @@ __device__ inline uint64_t GlobalNanoseconds() {
   return now;
 }
 
-// A 16-byte load that does not go through the first-level cache, because peers wrote, or own, the memory. If
-// it is not `wanted` nothing is read and the result is undefined: with a branch around it the compiler would
-// wait for each load before it begins the next.
-__device__ inline uint4 LoadRow(const uint4* address, bool wanted = true) {
+// Loads 16 bytes without the L1 cache, because peers wrote, or own, the memory. If it is not `enabled`,
+// nothing is read and the result is undefined. A predicate replaces a branch, around which the compiler would
+// wait for each load before it issues the next one.
+__device__ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   uint4 v;
   asm volatile(
       "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.s32 wanted, %5, 0;\n"
-      "@wanted ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      ".reg .pred enabled;\n"
+      "setp.ne.s32 enabled, %5, 0;\n"
+      "@enabled ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}\n"
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(address), "r"(static_cast<int>(wanted)));
+      : "l"(address), "r"(static_cast<int>(enabled)));
   return v;
 }
 

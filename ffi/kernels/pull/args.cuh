@@ -6,7 +6,7 @@
 
 namespace jax_ep::cuda {
 
-// A pull of arrays of one type. By value in the kernel's parameters.
+// The arguments of a pull of arrays of one type. Passed by value as the kernel's parameter.
 struct PullArgs : PullOperands {
   Peers peers;
   Summand summands[kMaxPayloads];

@@ -1,5 +1,5 @@
-// Pull: each token's rows come from the peers' buffers, and are summed. By expert a rank's rows of a token
-// are first summed where they lie ("folded"), so that one of them travels.
+// Pull: loads each token's rows from the peers' buffers and sums them. By expert, a rank first sums ("folds")
+// its rows of a token, so that only the sum travels.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
@@ -8,57 +8,59 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kTickets = 1024;  // for each block that pulls, so that its warps end together
-// Tokens that are folded at a time: few at first, for nothing can be pulled yet.
+constexpr int kTickets = 1024;  // per block that pulls: enough that warps end together
+// Tokens that are folded at a time. The first wave is small, because nothing can be pulled before it is
+// folded.
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
 constexpr int kRingWave = 384;
-constexpr int kRingRoom = 208 * 1024;  // of a block's shared memory
+constexpr int kRingSharedBytes = 208 * 1024;  // of a block
 
-// Pulls one slice of a token's sum. kRows, kVectors: as those of SumSlice.
+// Pulls one slice of a token's sum. kRows and kVectors are as in SumSlice.
 template <typename T, int N, int kRows, int kVectors>
-__device__ void PullSlice(const PullArgs& args, const Terms<T>& terms, int index, int t, int first,
+__device__ void PullSlice(const PullArgs& args, const SumInputs<T>& inputs, int index, int t, int first,
                           int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
   typename Sum<T>::Acc total[kVectors][N] = {};
-  SumSlice<T, N, kRows>(terms, first, width, lane, total);
+  SumSlice<T, N, kRows>(inputs, first, width, lane, total);
   AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
 
-// The tokens in their order, a ticket of the dealer after the other. `asked` is the first that this warp has
-// asked for.
+// Pulls the tokens in order, ticket by ticket. `requested` is the ticket that this warp has already
+// requested.
 template <typename T, int N, int kRows, int kVectors>
 __device__ void PullArray(const PullArgs& args, const Session& session, const Published* published, int index,
-                          unsigned asked) {
+                          unsigned requested) {
   const int lane = threadIdx.x % kWarp;
   const int width = static_cast<int>(args.summands[index].num_elements), num_tokens = args.shape.num_tokens;
-  // Warps that share the slices of a token: few enough for the search of its rows not to count.
-  const int most = kTickets * args.num_pullers / max(num_tokens, 1);
+  // Warps that share the slices of a token. They are few enough that looking up its rows costs little.
+  const int max_warps = kTickets * args.num_pullers / max(num_tokens, 1);
   constexpr int kColumns = kSlice<N, kVectors>;
-  const int mates = max(1, min((width + kColumns - 1) / kColumns, most));
-  const Dealer dealer{&args.peers.own().sent[index]};
-  int folded = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
+  const int warps_per_token = max(1, min((width + kColumns - 1) / kColumns, max_warps));
+  const TicketCounter tickets{&args.peers.own().sent[index]};
+  int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
   while (true) {
-    const int ticket = Dealer::Show(asked);
-    const int t = ticket / mates;
+    const int ticket = TicketCounter::Broadcast(requested);
+    const int t = ticket / warps_per_token;
     if (t >= num_tokens) break;
-    asked = dealer.Take(lane);
-    if (args.folds && args.waves.Of(t) != folded) {
-      folded = args.waves.Of(t);
-      if (!session.AwaitWave(folded)) return;
+    requested = tickets.Request(lane);
+    if (args.folds && args.waves.Of(t) != awaited_wave) {
+      awaited_wave = args.waves.Of(t);
+      if (!session.AwaitWave(awaited_wave)) return;
     }
-    const Source source = FindSource(args, FindPlace(args.shape, args.handle, t, lane), lane);
-    const Terms<T> terms = FindTerms<T>(args, published, index, t, source, lane);
-    for (int first = ticket % mates * kColumns; first < width; first += mates * kColumns) {
-      PullSlice<T, N, kRows, kVectors>(args, terms, index, t, first, lane);
+    const Source source = FindSource(args, FindDestination(args.shape, args.handle, t, lane), lane);
+    const SumInputs<T> inputs = FindSumInputs<T>(args, published, index, t, source, lane);
+    for (int first = ticket % warps_per_token * kColumns; first < width;
+         first += warps_per_token * kColumns) {
+      PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
     }
   }
 }
 
-// Takes each choice's weight back from the row it was sent with. The row weights' place in Published is
-// taken by these: no op has both.
+// Returns each choice's weight from the row that it was sent with. The addresses of arrived_weights are
+// published in place of those of row_weights, because no op has both.
 __device__ void ReturnWeights(const PullArgs& args, const Published* published) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
@@ -81,7 +83,7 @@ __device__ void ReturnWeights(const PullArgs& args, const Published* published) 
   }
 }
 
-// What an op that failed leaves. The last block.
+// Fills the results of an op that failed. Called by the last block.
 JAX_EP_RARE void FillResults(const PullArgs& args) {
   const int64_t tokens = args.shape.num_tokens;
   for (int i = 0; i < args.num_summands; ++i) {
@@ -93,50 +95,53 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
   }
 }
 
-// How rows are read: through rings, or by loads that are tuned for at most kFewRows rows of a token or for
-// any number. Each has the registers of a kernel to itself.
+// The way rows are read: through rings, by loads tuned for at most kFewRows rows of a token, or by loads
+// tuned for any number. Each is a kernel of its own because they need different numbers of registers.
 enum class SumEngine { kRing, kTwoRanks, kAnyRanks };
 template <SumEngine kEngine>
 constexpr int kThreads = kEngine == SumEngine::kRing ? kMaxTeamWarps * kWarp : 512;
 
-// Fills in the addresses that this rank publishes. One thread.
-__device__ void DescribeBuffers(const PullArgs& args, Published& own) {
+// Fills in the addresses that this rank publishes. Called by one thread.
+__device__ void DescribeBuffers(const PullArgs& args, Published& outgoing) {
   for (int i = 0; i < args.num_summands; ++i) {
-    own.buffers[i] = const_cast<void*>(args.summands[i].rows);
-    own.partials[i] = args.summands[i].partial;
+    outgoing.buffers[i] = const_cast<void*>(args.summands[i].rows);
+    outgoing.partials[i] = args.summands[i].partial;
   }
-  own.weights = const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
-  own.routing = nullptr;
+  outgoing.weights =
+      const_cast<float*>(args.row_weights != nullptr ? args.row_weights : args.arrived_weights);
+  outgoing.routing = nullptr;
 }
 
-// Sums arrays of one type. From top to bottom:
+// Sums arrays of one type. Steps from top to bottom:
 //
-//           | pullers                                           | the other blocks
+//           | pullers                                           | other blocks
 //   open    | block 0 opens the op and publishes its buffers    | -
 //   fold    | by expert: their share of the first wave          | by expert: their share of all waves
-//   meet    | wait for all ranks' buffers                       | the same
-//   pull    | each token's rows, or what ranks have folded of   | -
-//           | them, summed; then weights are taken back         |
-//   leave   | each tells the peers that it is done with their memory
+//   meet    | wait for the buffers of all ranks                 | the same
+//   pull    | sum each token's rows, or what ranks have folded  | -
+//           | of them; then return the weights                  |
+//   leave   | each block reports to the peers that it no longer accesses their memory
 //   wait    | the last block waits until all blocks have left
-//   close   | each counts itself; the one that ends last frees the channel for the next op
+//   close   | each block counts itself; the one that ends last frees the channel for the next op
 template <typename T, SumEngine kEngine>
 __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
   constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kTwoRanks;
-  extern __shared__ __align__(128) std::byte room[];
-  __shared__ Published mine, published[kMaxRanks];
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ Published outgoing, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
-  const Opening opening(args.peers, args.place_operand);
-  const Session session(args.peers, Op::kCombine);
-  Ring ring(args.ring, memory, room);
+  const Opening opening(args.peers, args.position_operand);
+  const Session session(args.peers, Op::kCombine, false);
+  Ring ring(args.ring, memory, shared);
   if constexpr (kByRing) ring.Init();
-  if (threadIdx.x == 0) DescribeBuffers(args, mine);
+  if (threadIdx.x == 0) DescribeBuffers(args, outgoing);
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
-  const auto take = [&](int i) { return Dealer{&args.peers.own().sent[i]}.Take(threadIdx.x % kWarp); };
-  unsigned asked = 0;
-  bool taken = false, alive = session.Open(opening);
+  const auto request_ticket = [&](int i) {
+    return TicketCounter{&args.peers.own().sent[i]}.Request(threadIdx.x % kWarp);
+  };
+  unsigned requested = 0;
+  bool has_ticket = false, alive = session.Open(opening);
   if (alive) {
-    if (blockIdx.x == 0) session.Publish(mine, args.num_summands);
+    if (blockIdx.x == 0) session.Publish(outgoing, args.num_summands);
     if (args.folds) {
       if constexpr (kByRing) {
         FoldByRing<T>(args, session, ring);
@@ -144,9 +149,10 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
         Fold<T>(args, session);
       }
     }
-    // The first ticket comes while the peers do. An op that finds the channel in use must not take one.
-    taken = !kByRing && pulls && session.IsOpenedNow();
-    if (taken) asked = take(0);
+    // The first ticket is requested while the peers arrive. An op that finds the channel in use must not take
+    // one.
+    has_ticket = !kByRing && pulls && session.IsOpenedNow();
+    if (has_ticket) requested = request_ticket(0);
     alive = session.Meet(args.num_summands, published);
   }
   const auto fill = [&] { FillResults(args); };
@@ -156,11 +162,11 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
       PullByRing<T>(args, session, ring, published);
     } else {
       for (int i = 0; i < args.num_summands; ++i) {
-        if (i > 0 || !taken) asked = take(i);
+        if (i > 0 || !has_ticket) requested = request_ticket(i);
         WithVector<T>(args.summands[i].num_elements, [&](auto vector) {
           constexpr int N = decltype(vector)::value;
           PullArray<T, N, kFew ? kFewRows : kSumRows, kFew ? kFewRowsVectors : kSumVectors>(
-              args, session, published, i, asked);
+              args, session, published, i, requested);
         });
       }
     }
@@ -191,7 +197,8 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
   PullArgs args{params};
   args.peers = peers;
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
-  // One launch for each type among the arrays, nearly always one. The first takes the weights back.
+  // One launch for each type among the arrays; nearly always there is one. The first launch returns the
+  // weights.
   for (Float type : kTypes) {
     args.num_summands = 0;
     for (int i = 0; i < params.num_summands; ++i) {
@@ -202,10 +209,10 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     RowBytes rows;
     for (int i = 0; i < args.num_summands; ++i) rows.Add(args.summands[i].num_elements * BytesOf(type));
     args.folds = params.folds && rows.sum > 0;
-    // Waves are the same on all ranks; whether rings are used may not be.
+    // Waves are equal on all ranks, although some ranks may use rings while others do not.
     const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest));
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    args.ring = PlanRings(args.shape, rows, kRingRoom, device);
+    args.ring = PlanRings(args.shape, rows, kRingSharedBytes, device);
     const bool by_ring = args.ring.teams > 0;
     const SmPlan plan = PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring,
                                  device.num_sms, device.sm_budget);
@@ -215,10 +222,11 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
                                                                 : SumEngine::kAnyRanks;
     const int num_threads = by_ring ? args.ring.threads() : kThreads<SumEngine::kTwoRanks>;
     const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
-      // The same for all shapes: another thread may be about to launch the same kernel.
+      // This must be the same for all shapes, because another thread may be about to launch the same kernel.
       const cudaError_t error =
-          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingRoom)
-                  : cudaSuccess;
+          by_ring
+              ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingSharedBytes)
+              : cudaSuccess;
       if (error != cudaSuccess) return error;
       return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
     });

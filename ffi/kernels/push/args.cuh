@@ -6,31 +6,34 @@
 
 namespace jax_ep::cuda {
 
-// How a block copies in bulk: its first warps have two stages of shared memory each.
+// The division of a block that copies in bulk. Its first warps have two stages of shared memory each.
 struct BulkPlan {
   int32_t num_warps;    // 0: rows are sent by loads and stores
-  int32_t num_sending;  // of them, a token each
+  int32_t num_sending;  // warps that send, one token each
   int32_t stage_bytes;
-  int32_t num_payloads;  // of the first so many the long rows are copied so
+  int32_t num_payloads;  // leading payloads whose long rows are copied in bulk
 };
 
-// A push, routed now or earlier, to peers or on one device. By value in the kernel's parameters.
+// The arguments of a push, routed now or earlier, to peers or on one device. Passed by value as the kernel's
+// parameter.
 struct PushArgs : PushOperands {
   Peers peers;
   Payload payloads[kMaxPayloads];
   const void* factors[kMaxPayloads];
   BulkPlan bulk;
-  RingPlan ring;        // of a push that scales
-  int32_t num_senders;  // blocks that send; the others clear rows that no token fills
-  // By expert one row travels for all of a token's rows at a rank, which the receiver spreads, wave by wave.
+  RingPlan ring;        // used by a push that scales
+  int32_t num_senders;  // blocks that send; the others clear unfilled rows
+  // By expert, one row travels for all of a token's rows at a rank. The receiver spreads it to the others,
+  // wave by wave.
   bool spreads;
-  bool sends_map;  // received_rows, which are the handle's if routed earlier
+  bool sends_received_rows;  // send received_rows; a handle already has them
   Waves waves;
-  Batches batches;   // that blocks send
-  bool counts_here;  // every block counts all tokens, as one chunk: few tokens; others are counted beforehand
-  int32_t width;     // bytes of an element that becomes FP8 on the way, before that; otherwise 1
+  Batches batches;        // of tokens, which the blocks send
+  bool counts_in_kernel;  // few tokens: every block counts all of them, as one chunk; otherwise CountKernel
+                          // counts
+  int32_t element_bytes;  // before the conversion to FP8; 1 if rows are not converted
 
-  // Whether it is a permute, which has no peers.
+  // Returns true for a permute, which has no peers.
   JAX_EP_HD bool is_local() const { return peers.num_ranks == 0; }
 };
 

@@ -1,4 +1,5 @@
-// The rows of a rank's buffers that no token fills: the tail, and by expert the padding behind each expert's.
+// Clears the rows of a rank's buffers that no token fills: the tail and, by expert, the padding of each
+// block.
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
@@ -6,22 +7,24 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kZeroBytes = 4 * 1024;        // stored at a time
-constexpr int64_t kClearBytes = 16 * 1024;  // dealt out to a warp at a time
-// In bulk as many warps of a block as keep its SM busy; more would hold up the rows that it spreads. The last
-// ones: they have no stages to spread rows with, and of the rings the last teams begin after them.
+constexpr int kZeroBytes = 4 * 1024;        // per bulk store
+constexpr int64_t kClearBytes = 16 * 1024;  // per ticket
+// Warps of a block that clear in bulk: enough to keep the SM busy. More of them would delay the rows that the
+// block spreads. They are the last warps, which have no stages to spread rows with. If rows are scaled by
+// rings, the last teams start after they have cleared.
 constexpr int kClearingWarps = 8;
 
-// What holds tokens: by expert the first `rows[i]` rows from `starts[i]` on, those of local expert i; by
-// rank, where num_experts is 0, all rows before the tail.
-struct Filled {
+// The rows that hold tokens. By expert these are `rows[i]` rows from `starts[i]` on, for each local expert i.
+// By rank, where num_experts is 0, they are all rows before the tail.
+struct FilledRows {
   const int32_t* rows;
   const int32_t* starts;  // [num_experts + 1], the tail last
   int num_experts;
 };
 
-// What the counts, or the handle's, say of this rank. By expert `starts` have been found.
-__device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) {
+// Returns the filled rows of this rank, according to the counts or the handle. By expert, the starts of this
+// rank's blocks must have been computed.
+__device__ inline FilledRows FindFilledRows(const PushArgs& args, const BinCounts& counts) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool routes = args.routes();
@@ -33,8 +36,8 @@ __device__ inline Filled FindFilled(const PushArgs& args, const Counts& counts) 
   return {routes ? counts.totals + me * L : args.handle.expert_counts, counts.starts + me * (L + 1), L};
 }
 
-// Zeroes bytes of this device's memory, as a warp; by bulk stores from kZeroBytes of `zeros` if there are
-// any, which are begun only.
+// Zeroes bytes of this device's memory. If `zeros` is not null, this only starts bulk stores of its
+// kZeroBytes. Called by a warp.
 __device__ inline void ClearBytes(std::byte* data, int64_t bytes, const uint4* zeros, int lane) {
   const bool in_vectors = reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
   if (in_vectors && zeros != nullptr) {
@@ -46,7 +49,7 @@ __device__ inline void ClearBytes(std::byte* data, int64_t bytes, const uint4* z
   }
 }
 
-// Clears rows [begin, end) of this rank's buffers, as a warp.
+// Clears rows [begin, end) of this rank's buffers. Called by a warp.
 __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t end, const uint4* zeros,
                                  int lane) {
   if (begin >= end) return;
@@ -61,12 +64,12 @@ __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t en
   }
 }
 
-// Clears those of rows [begin, end) that no token fills, as a warp.
-__device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, int64_t begin, int64_t end,
-                                   const uint4* zeros, int lane) {
+// Clears the unfilled rows among rows [begin, end). Called by a warp.
+__device__ inline void ClearUnfilledWithin(const PushArgs& args, const FilledRows& filled, int64_t begin,
+                                           int64_t end, const uint4* zeros, int lane) {
   const int n = filled.num_experts;
   const int32_t* const starts = filled.starts;
-  int expert = 0;  // the last one that starts no later than `begin`; n is the tail
+  int expert = 0;  // the last one whose block starts at or before `begin`; n is the tail
   for (int above = n; expert < above;) {
     const int middle = (expert + above + 1) / 2;
     if (starts[middle] <= begin) {
@@ -82,35 +85,35 @@ __device__ inline void ClearWithin(const PushArgs& args, const Filled& filled, i
   ClearRows(args, max(begin, int64_t{starts[n]}), end, zeros, lane);
 }
 
-// Clears all that no token fills, in bulk from `zeros` if there are any. The rows of this rank's buffers are
-// dealt out to the warps that clear, of the blocks that do not send: the last rows first, for most gaps
-// are there. With no peers each takes its share.
-__device__ inline void ClearGaps(const PushArgs& args, const Counts& counts, const uint4* zeros) {
+// Clears all rows that no token fills, in bulk if `zeros` is not null. The warps that clear, in blocks that
+// do not send, take tickets for ranges of rows. The last rows come first, because most gaps are there.
+// Without peers, each warp takes a fixed share.
+__device__ inline void ClearUnfilled(const PushArgs& args, const BinCounts& counts, const uint4* zeros) {
   const bool in_bulk = zeros != nullptr;
   const int warps = static_cast<int>(blockDim.x) / kWarp, lane = threadIdx.x % kWarp;
   const int clearing = in_bulk ? kClearingWarps : warps;
-  const int number = static_cast<int>(threadIdx.x) / kWarp - (warps - clearing);
-  if (number < 0) return;
-  const Filled filled = FindFilled(args, counts);
+  const int clearing_warp = static_cast<int>(threadIdx.x) / kWarp - (warps - clearing);
+  if (clearing_warp < 0) return;
+  const FilledRows filled = FindFilledRows(args, counts);
   int64_t row_bytes = 1;
   for (int p = 0; p < args.num_payloads; ++p) row_bytes += args.payloads[p].row_bytes;
   const int64_t rows = max(kClearBytes / row_bytes, int64_t{1}), capacity = args.shape.capacity;
   const bool padded =
       args.shape.has_expert_blocks() && (args.shape.alignment > 1 || args.shape.has_fixed_blocks());
-  // A handle that was tampered with may say anything.
+  // The program may have changed the handle, so the start may be negative.
   const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
   const bool local = args.is_local();
-  const Dealer dealer{local ? nullptr : &args.peers.own().cleared};
+  const TicketCounter tickets{local ? nullptr : &args.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - args.num_senders) * clearing;
-  int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + number;
+  int ticket = (static_cast<int>(blockIdx.x) - args.num_senders) * clearing + clearing_warp;
   for (int64_t end; (end = capacity - ticket * rows) > first;) {
-    const unsigned taken = local ? 0 : dealer.Take(lane);
-    ClearWithin(args, filled, max(end - rows, first), end, zeros, lane);
+    const unsigned requested = local ? 0 : tickets.Request(lane);
+    ClearUnfilledWithin(args, filled, max(end - rows, first), end, zeros, lane);
     if (in_bulk) {
       CommitStores();
       WaitForStoresRead<1>();
     }
-    ticket = count + (local ? ticket : Dealer::Show(taken));
+    ticket = count + (local ? ticket : TicketCounter::Broadcast(requested));
   }
   if (in_bulk) WaitForStores();
 }

@@ -1,4 +1,4 @@
-// Where the rows of a rank's tokens belong, from the counts of all ranks.
+// The counts of all ranks' rows, and the positions of this rank's rows that follow from them.
 #pragma once
 
 #include "kernels/push/receive.cuh"
@@ -7,97 +7,101 @@
 
 namespace jax_ep::cuda {
 
-// Counts in shared memory, [E + R] each; what a launch with a handle needs of them is `starts`.
-struct Counts {
-  int32_t* own;      // this rank's rows
-  int32_t* totals;   // all ranks' rows
-  int32_t* first;    // the first row of this rank's block at the receiver
-  int32_t* earlier;  // this rank's rows before chunk `chunk`
-  int32_t* starts;   // by expert [R, L + 1]: where each rank's experts' blocks start
+// The counts of rows by bin, in shared memory, [E + R] each. A push along a handle uses only `starts`.
+struct BinCounts {
+  int32_t* sent;               // rows that this rank sends
+  int32_t* totals;             // rows that all ranks send
+  int32_t* first_row;          // first row, at the receiver, of the rows that this rank sends
+  int32_t* in_earlier_chunks;  // rows that this rank sends from the chunks before `chunk`
+  int32_t* starts;             // by expert [R, L + 1]: starts of the blocks of each rank's experts
   int chunk;
 
   static constexpr int kArrays = 5;
   JAX_EP_HD static int64_t Bytes(const Shape& shape) {
     return AlignUp(int64_t{sizeof(int32_t)} * kArrays * NumBins(shape), 128);
   }
-  __device__ Counts(const Shape& shape, std::byte* shared) : chunk(0) {
+  __device__ BinCounts(const Shape& shape, std::byte* shared) : chunk(0) {
     int32_t* array = reinterpret_cast<int32_t*>(shared);
-    for (int32_t** member : {&own, &totals, &first, &earlier, &starts}) {
+    for (int32_t** member : {&sent, &totals, &first_row, &in_earlier_chunks, &starts}) {
       *member = array;
       array += NumBins(shape);
     }
   }
 };
 
-// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R], several threads (mates)
-// to a bin. The whole team.
+// Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R]. Several threads share a
+// bin if there are enough. Called by the whole team.
 __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int first_bin, int num_bins,
                                  int32_t* sums, const Team& team) {
-  const int bins = NumBins(args.shape), mates = max(1, team.threads / max(num_bins, 1));
-  for (int i = team.thread; i < num_bins * mates; i += team.threads) {
+  const int bins = NumBins(args.shape), threads_per_bin = max(1, team.threads / max(num_bins, 1));
+  for (int i = team.thread; i < num_bins * threads_per_bin; i += team.threads) {
     const int bin = first_bin + i % num_bins;
     int rows = 0;
 #pragma unroll 16
-    for (int c = begin + i / num_bins; c < end; c += mates)
+    for (int c = begin + i / num_bins; c < end; c += threads_per_bin)
       rows += args.chunk_counts[int64_t{c} * bins + bin];
     if (rows != 0) atomicAdd(&sums[bin], rows);
   }
   team.Sync();
 }
 
-// The bins of which one of the blocks that send tells the peers.
-struct Share {
+// A range of bins: [first, last).
+struct BinRange {
   int first;
   int last;
 };
 
-__device__ inline Share ShareOf(const PushArgs& args, int block) {
+// Returns the bins that a block that sends publishes.
+__device__ inline BinRange PublishedBins(const PushArgs& args, int block) {
   const int bins = NumBins(args.shape);
   return {bins * block / args.num_senders, bins * (block + 1) / args.num_senders};
 }
 
-// Counts this rank's rows, of the block's share or of all bins. The whole block.
-__device__ inline void CountOwn(const PushArgs& args, const Counts& counts, std::byte* room) {
+// Counts the rows that this rank sends: those in the block's published bins, or in all bins. Called by the
+// whole block.
+__device__ inline void CountLocalRows(const PushArgs& args, const BinCounts& counts, std::byte* scratch) {
   const Shape& shape = args.shape;
   const int block = blockIdx.x;
   if (args.is_local()) {
-    AddChunks(args, 0, NumChunks(shape), 0, NumBins(shape), counts.own, WholeBlock());
-  } else if (args.counts_here) {
+    AddChunks(args, 0, NumChunks(shape), 0, NumBins(shape), counts.sent, WholeBlock());
+  } else if (args.counts_in_kernel) {
     const Batch batch = args.batches.Find(shape, args.waves, block);
-    int16_t* const experts = reinterpret_cast<int16_t*>(room);
-    const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.own};
+    int16_t* const experts = reinterpret_cast<int16_t*>(scratch);
+    const Chunk chunk{0, shape.num_tokens, experts, experts + shape.num_tokens * shape.top_k, counts.sent};
     CountChunk(shape, args.topk_idx, chunk, batch.begin, batch.end, args.handle.topk_idx,
                args.handle.sent_rows);
   } else {
-    const Share share = ShareOf(args, block);
-    AddChunks(args, 0, NumChunks(shape), share.first, share.last - share.first, counts.own, WholeBlock());
+    const BinRange bins = PublishedBins(args, block);
+    AddChunks(args, 0, NumChunks(shape), bins.first, bins.last - bins.first, counts.sent, WholeBlock());
   }
 }
 
-// Publishes the counts to the peers: the first block all of them, or each block that sends its share. An op
-// that finds the channel in use must not do so, which the first block knows by now.
-__device__ inline void PublishCounts(const PushArgs& args, const Session& session, const Counts& counts) {
+// Publishes the counts to the peers. If each block counts all tokens, the first block publishes all of them.
+// Otherwise each block that sends publishes its bins. An op that finds the channel in use must not publish
+// anything. The first block has already checked that; the others wait until it has.
+__device__ inline void PublishCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
   const Peers& peers = args.peers;
-  if (blockIdx.x > 0 && (args.counts_here || !session.AwaitOpened())) return;
+  if (blockIdx.x > 0 && (args.counts_in_kernel || !session.AwaitOpened())) return;
   const uint32_t epoch = session.epoch();
-  const Share share = args.counts_here ? Share{0, NumBins(args.shape)} : ShareOf(args, blockIdx.x);
-  for (int i = threadIdx.x; i < (share.last - share.first) * peers.num_ranks; i += blockDim.x) {
-    const int bin = share.first + i / peers.num_ranks;
-    StoreWord(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.own[bin], epoch);
+  const BinRange bins =
+      args.counts_in_kernel ? BinRange{0, NumBins(args.shape)} : PublishedBins(args, blockIdx.x);
+  for (int i = threadIdx.x; i < (bins.last - bins.first) * peers.num_ranks; i += blockDim.x) {
+    const int bin = bins.first + i / peers.num_ranks;
+    StoreWord(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.sent[bin], epoch);
   }
 }
 
-// Waits for all ranks' counts, and computes totals and first from them. The block must synchronize before it
-// uses these. Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& session, const Counts& counts) {
-  constexpr int kWordsInFlight = 8;  // words whose loads are in flight
+// Waits for the counts of all ranks, and computes `totals` and `first_row` from them. The block must
+// synchronize before it uses these. Returns the ranks that this thread has missed.
+__device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
+  constexpr int kWordsInFlight = 8;  // loads in flight
   const Peers& peers = args.peers;
   const uint32_t epoch = args.is_local() ? 0 : session.epoch();
-  const int busy = args.is_local() ? 0 : kWarp;  // threads that meet the peers meanwhile
-  for (int bin = static_cast<int>(threadIdx.x) - busy; bin < NumBins(args.shape);
-       bin += static_cast<int>(blockDim.x) - busy) {
+  const int meeting_threads = args.is_local() ? 0 : kWarp;  // the first warp, which meets the peers meanwhile
+  for (int bin = static_cast<int>(threadIdx.x) - meeting_threads; bin < NumBins(args.shape);
+       bin += static_cast<int>(blockDim.x) - meeting_threads) {
     if (bin < 0) break;
-    int before = 0, all = args.is_local() ? counts.own[bin] : 0;
+    int from_earlier_ranks = 0, total = args.is_local() ? counts.sent[bin] : 0;
     for (int first = 0; first < peers.num_ranks; first += kWordsInFlight) {
       const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
       EpochWord seen[kWordsInFlight] = {};
@@ -108,21 +112,21 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
 #pragma unroll
       for (int i = 0; i < kWordsInFlight; ++i) {
         if (first + i >= peers.num_ranks) break;
-        const auto is_there = [&] { return HasEpoch(seen[i] = LoadRelaxed(word(i)), epoch); };
-        if (!HasEpoch(seen[i], epoch) && !session.Await(is_there)) return 1u << (first + i);
+        const auto has_arrived = [&] { return HasEpoch(seen[i] = LoadRelaxed(word(i)), epoch); };
+        if (!HasEpoch(seen[i], epoch) && !session.Await(has_arrived)) return 1u << (first + i);
         const uint32_t rows = NumberOf(seen[i]);
-        if (first + i < peers.rank) before += static_cast<int>(rows);
-        all += static_cast<int>(rows);
+        if (first + i < peers.rank) from_earlier_ranks += static_cast<int>(rows);
+        total += static_cast<int>(rows);
       }
     }
-    counts.totals[bin] = all;
-    counts.first[bin] = before;
+    counts.totals[bin] = total;
+    counts.first_row[bin] = from_earlier_ranks;
   }
   return 0;
 }
 
-// By expert: starts, and what they add to first. The whole block.
-__device__ inline void PlaceExperts(const PushArgs& args, const Counts& counts) {
+// Computes `starts`, and adds them to `first_row`, by expert. Called by the whole block; synchronizes.
+__device__ inline void LocateExpertBlocks(const PushArgs& args, const BinCounts& counts) {
   const Shape& shape = args.shape;
   if (!shape.has_expert_blocks()) return;
   const int L = shape.num_local_experts();
@@ -131,28 +135,29 @@ __device__ inline void PlaceExperts(const PushArgs& args, const Counts& counts) 
   }
   __syncthreads();
   for (int expert = threadIdx.x; expert < shape.num_experts; expert += blockDim.x) {
-    counts.first[expert] += counts.starts[expert + expert / L];
+    counts.first_row[expert] += counts.starts[expert + expert / L];
   }
   __syncthreads();
 }
 
-// Makes sent_rows of tokens [begin, end) final: they hold the row's index within its chunk. Calls go on in
-// the order of the tokens. The whole team, always the same.
-__device__ inline void FinishRows(const PushArgs& args, int begin, int end, Counts& counts,
-                                  const Team& team) {
+// Computes the final sent_rows of tokens [begin, end), which so far hold each row's index within its chunk.
+// Calls must follow the order of the tokens. Called by the whole team, which must be the same in all calls.
+__device__ inline void FinalizeSentRows(const PushArgs& args, int begin, int end, BinCounts& counts,
+                                        const Team& team) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
   for (int first = begin; first < end;) {
-    const int chunk = args.counts_here ? 0 : first / kChunkTokens;
-    if (chunk != counts.chunk) AddChunks(args, counts.chunk, chunk, 0, NumBins(shape), counts.earlier, team);
+    const int chunk = args.counts_in_kernel ? 0 : first / kChunkTokens;
+    if (chunk != counts.chunk)
+      AddChunks(args, counts.chunk, chunk, 0, NumBins(shape), counts.in_earlier_chunks, team);
     counts.chunk = chunk;
-    const int last = args.counts_here ? end : min(end, (chunk + 1) * kChunkTokens);
+    const int last = args.counts_in_kernel ? end : min(end, (chunk + 1) * kChunkTokens);
     for (int64_t i = int64_t{first} * width + team.thread; i < int64_t{last} * width; i += team.threads) {
       const int index = args.handle.sent_rows[i];
       if (index < 0) continue;
       const int bin = !shape.has_row_per_choice() ? shape.num_experts + static_cast<int>(i % width)
                                                   : args.handle.topk_idx[i];
-      const int row = counts.first[bin] + counts.earlier[bin] + index;
+      const int row = counts.first_row[bin] + counts.in_earlier_chunks[bin] + index;
       const int rows_end =
           shape.has_fixed_blocks() ? shape.EndOf(bin % shape.num_local_experts()) : shape.capacity;
       args.handle.sent_rows[i] = IsRow(row, rows_end) ? row : -1;

@@ -1,6 +1,6 @@
-// The push kernel: where it routes, after the count, each row goes straight to its final place in its
-// receiver's buffer; by expert to the first of a token's places at a rank, and from there to the others
-// (spread.cuh).
+// The push kernel. If the push routes, it first exchanges the counts. Each row then goes straight to its
+// final position in the receiver's buffer. By expert it goes to the first of the token's rows at a rank, and
+// is copied from there to the others (spread.cuh).
 #pragma once
 
 #include "kernels/launch/plan.h"
@@ -11,38 +11,37 @@
 
 namespace jax_ep::cuda {
 
-// Scaling takes registers, and so does making FP8.
+// Scaling and conversion to FP8 need more registers per thread.
 template <typename Scale, bool kQuantizes>
 constexpr int kPushThreads = std::is_void_v<Scale> && !kQuantizes ? 1024 : 512;
-constexpr int kMaxBulkWarps = 12;  // the others send what bulk copies do not take
-// Of the barriers that a block has; 0 is __syncthreads.
+constexpr int kMaxBulkWarps = 12;  // helpers send what bulk copies do not take
+// A named barrier of the block. Barrier 0 is __syncthreads.
 constexpr int kHelpersBarrier = 1;
 
-// Shared memory before the stages: counts, and room to count few tokens in.
-JAX_EP_HD inline int64_t HeadBytes(const PushArgs& args) {
-  return Counts::Bytes(args.shape) +
-         (args.counts_here ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
+// Returns the size of the shared memory before the stages: the counts, and scratch to count few tokens.
+JAX_EP_HD inline int64_t BytesBeforeStages(const PushArgs& args) {
+  return BinCounts::Bytes(args.shape) +
+         (args.counts_in_kernel ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
 }
 
-// Returns the batch that this block sends after `batch`. Its first one is its own, the others go to the block
-// that is free next, so that none ends long after the others.
+// Returns the number of the batch that this block sends after `batch`. Each block starts with the batch of
+// its own number. The others go to the block that is free next, so that no block ends long after the others.
 __device__ inline int NextBatch(const PushArgs& args, int batch, int num_batches) {
   if (args.is_local() || num_batches <= args.num_senders) return batch + args.num_senders;
   return args.num_senders + static_cast<int>(atomicAdd(&args.peers.own().sent[0], 1u));
 }
 
-// Counts a batch of `wave` that this block has sent. One warp, once for each batch.
+// Counts a batch of `wave` that this block has sent. Called by one warp, once for each batch.
 __device__ inline void FinishBatch(const PushArgs& args, const Session& session, int wave) {
   session.FinishShare(wave, args.batches.CountIn(args.shape, args.waves, wave));
 }
 
-// What a warp of a block that sends does:
+// The role of a warp in a block that sends:
 //
-//   bulk warps     the first ones send long rows by bulk copies
-//   helpers        find the places of the next batch's rows, and send the rest of the present batch
-//   notifying warp by expert the last one tells the peers of the batch before the last one, which has
-//   arrived:
-//                  its fence waits for the block's stores, and would delay those that send
+//   bulk warps      the first warps send long rows by bulk copies
+//   helpers         compute the destinations of the next batch, and send the rest of the present batch
+//   notifying warp  by expert, the last warp notifies the peers of the batch before the previous one, which
+//                   has arrived. Its fence waits for the block's stores, and would delay warps that send
 struct SenderWarp {
   bool sends_in_bulk;
   bool notifies;
@@ -59,94 +58,95 @@ struct SenderWarp {
   __device__ bool helps() const { return !sends_in_bulk && !notifies; }
 };
 
-__device__ inline int After(int turn) { return turn == 2 ? 0 : turn + 1; }
+// Returns the next of the three places of the queue.
+__device__ inline int After(int step) { return step == 2 ? 0 : step + 1; }
 
-// Sends the tokens, a batch at a time. The first slice of the first batch is being loaded already. The whole
-// block; synchronizes.
+// Sends the tokens, one batch at a time. The first slice of the first batch is already being loaded. Called
+// by the whole block; synchronizes.
 template <bool kInBulk, bool kQuantizes>
-__device__ void Send(const PushArgs& args, const Session& session, Counts& counts, const Published* published,
-                     Stages& stages) {
-  __shared__ Batch dealt[3];  // the present batch, the following one, and the one after it
+__device__ void Send(const PushArgs& args, const Session& session, BinCounts& counts,
+                     const Published* published, Stages& stages) {
+  __shared__ Batch queued[3];  // the present batch, the next one, and the one after it
   const bool routes = args.routes();
   const int num_batches = args.batches.Count(args.shape, args.waves);
   const SenderWarp warp = SenderWarp::Of(args, kInBulk);
   const Team& helpers = warp.helpers;
-  const auto send_rows = [&](int t, const Rows& rows) {
+  const auto send_rows = [&](int t, const Destinations& destinations) {
     const int lane = threadIdx.x % kWarp;
     if constexpr (!kQuantizes) {
-      SendPayloads(args, t, rows, published, lane);
+      SendPayloads(args, t, destinations, published, lane);
     } else if constexpr (!kInBulk) {
-      QuantizeToRows(args, t, rows, published, lane);
+      SendQuantized(args, t, destinations, published, lane);
     }
   };
-  int number = blockIdx.x;  // of the batch that was dealt last, in the thread that deals
-  const auto deal = [&](Batch* batch) {
+  int number = blockIdx.x;  // of the batch queued last, valid in the thread that queues
+  const auto fetch_batch = [&](Batch* batch) {
     if (helpers.thread != 0) return;
     number = NextBatch(args, number, num_batches);
     *batch = args.batches.Find(args.shape, args.waves, number);
   };
-  const auto finish = [&](const Batch& batch) {
-    if (routes) FinishRows(args, batch.begin, batch.end, counts, helpers);
+  const auto finalize_rows = [&](const Batch& batch) {
+    if (routes) FinalizeSentRows(args, batch.begin, batch.end, counts, helpers);
   };
-  int sent = -1, arrived = -1;  // the waves of the batches before
+  int sent_wave = -1, arrived_wave = -1;  // waves of the previous batch, and of the one before it
   if (warp.helps()) {
     const Batch first = args.batches.Find(args.shape, args.waves, number);
-    if (helpers.thread == 0) dealt[0] = first;
-    deal(&dealt[1]);
-    finish(first);
+    if (helpers.thread == 0) queued[0] = first;
+    fetch_batch(&queued[1]);
+    finalize_rows(first);
   }
   __syncthreads();
-  for (int turn = 0; dealt[turn].begin < args.shape.num_tokens; turn = After(turn)) {
-    const Batch present = dealt[turn];
-    const Batch& following = dealt[After(turn)];
+  for (int step = 0; queued[step].begin < args.shape.num_tokens; step = After(step)) {
+    const Batch present = queued[step];
+    const Batch& following = queued[After(step)];
     if (warp.sends_in_bulk) {
       SendInBulk<kQuantizes>(args, present, following, published, stages);
     } else if (warp.notifies) {
-      if (arrived >= 0) FinishBatch(args, session, arrived);
+      if (arrived_wave >= 0) FinishBatch(args, session, arrived_wave);
     } else {
-      deal(&dealt[After(After(turn))]);
-      finish(following);
+      fetch_batch(&queued[After(After(step))]);
+      finalize_rows(following);
       SendTokens(args, present.begin, present.end, published, helpers, send_rows);
     }
-    arrived = sent;
-    sent = args.waves.Of(present.begin);
+    arrived_wave = sent_wave;
+    sent_wave = args.waves.Of(present.begin);
     __syncthreads();
   }
   if (kInBulk) WaitForStores();
   __syncthreads();
-  for (int wave : {arrived, sent}) {
+  for (int wave : {arrived_wave, sent_wave}) {
     if (warp.notifies && wave >= 0) FinishBatch(args, session, wave);
   }
 }
 
-// Fills in the addresses that this rank publishes. One thread.
-__device__ inline void DescribeBuffers(const PushArgs& args, Published& own) {
-  for (int p = 0; p < args.num_payloads; ++p) own.buffers[p] = args.payloads[p].out;
-  own.weights = args.arrived_weights;
-  own.routing = args.sends_map ? args.handle.received_rows : args.arrived_idx;
+// Fills in the addresses that this rank publishes. Called by one thread.
+__device__ inline void DescribeBuffers(const PushArgs& args, Published& outgoing) {
+  for (int p = 0; p < args.num_payloads; ++p) outgoing.buffers[p] = args.payloads[p].out;
+  outgoing.weights = args.arrived_weights;
+  outgoing.routing = args.sends_received_rows ? args.handle.received_rows : args.arrived_idx;
 }
 
 // Opens the op, and exchanges buffers and counts with the peers. `first` is the block's first token, which
-// decides which earlier counts it needs. Returns false if not all ranks come to the same op in time. The
-// whole block; synchronizes.
+// determines the chunks before it. Returns false if not all ranks arrive at the same op in time. Called by
+// the whole block; synchronizes.
 __device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, const Session& session,
-                                 bool sends, int first, Counts& counts, Published& mine,
+                                 bool sends, int first, BinCounts& counts, Published& outgoing,
                                  Published* published) {
   const bool routes = args.routes(), local = args.is_local();
   const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.attendance.wait_us : nullptr);
   if (!local && !session.Open(opening)) return false;
-  if (!local && blockIdx.x == 0) session.Publish(mine, args.num_payloads);
+  if (!local && blockIdx.x == 0) session.Publish(outgoing, args.num_payloads);
   if (!local && routes && sends) {
     PublishCounts(args, session, counts);
-    counts.chunk = args.counts_here ? 0 : min(first, args.shape.num_tokens) / kChunkTokens;
-    // While the peers come.
-    AddChunks(args, 0, counts.chunk, 0, NumBins(args.shape), counts.earlier, WholeBlock());
+    counts.chunk = args.counts_in_kernel ? 0 : min(first, args.shape.num_tokens) / kChunkTokens;
+    // This overlaps with the arrival of the peers.
+    AddChunks(args, 0, counts.chunk, 0, NumBins(args.shape), counts.in_earlier_chunks, WholeBlock());
   }
   return session.Meet(args.num_payloads, published, log,
                       [&] { return routes ? ReadCounts(args, session, counts) : 0; });
 }
 
-// What a block does; the last one waits for the peers beside its other work.
+// The role of a block. The last block also waits for the peers.
 struct PushBlock {
   bool sends, is_last;
 
@@ -155,37 +155,37 @@ struct PushBlock {
   }
 };
 
-// Who does what, from top to bottom. The first num_senders blocks are senders.
+// Steps of the kernel, from top to bottom. The first num_senders blocks are senders.
 //
-//           | senders                                         | the other blocks
-//   load    | first warps: begin to load the first rows       | in bulk: zero the 4 KB that they clear with
-//   count   | few tokens: each counts all of them. More: each | in a permute: add up all chunks, as the
-//           | adds up its share of the chunks' counts         | senders do there
-//   meet    | block 0 opens the op and publishes its buffers. | wait for all ranks' buffers and counts
-//           | Each publishes its share of the counts, then    |
-//           | waits as the others do                          |
-//   place   | find where the rows of each expert start        | the same, or along a handle find this rank's
-//           |                                                 | own. The last block writes what the counts
-//           |                                                 | say of this rank as a receiver
-//   send    | first warps: rows, by bulk copies, if need be   | -
-//           | as FP8. Helpers: where rows go, and what bulk   |
-//           | copies do not take. By expert the last warp:    |
-//           | tells the peers of batches that have arrived    |
-//   leave   | each tells the peers that it is done with their memory
-//   clear   | -                                               | what no row fills; in bulk the last warps
-//   spread  | by expert: each token's row to its other places here; in bulk, unless rows are scaled,
-//           | the first warps only. Long rows are scaled by rings, which lie where the stages were
-//   wait    | -                                               | the last one: until all blocks have left; by
-//           |                                                 | rank it counts what the capacity has cut
-//   close   | each counts itself; the one that ends last frees the channel for the next op
+//           | senders                                         | other blocks
+//   load    | first warps: start to load the first rows       | in bulk: zero the 4 KB that they clear with
+//   count   | few tokens: each block counts all of them.      | in a permute: add up all chunks, as the
+//           | Otherwise each adds up its bins over the chunks | senders do there
+//   meet    | block 0 opens the op and publishes its buffers. | wait for the buffers and counts of all ranks
+//           | Each block publishes its bins, then waits as    |
+//           | the other blocks do                             |
+//   locate  | compute where the rows of each expert start     | the same; along a handle, for this rank only.
+//           |                                                 | The last block writes this rank's counts as
+//           |                                                 | a receiver
+//   send    | first warps: send rows by bulk copies, as FP8   | -
+//           | if requested. Helpers: compute destinations,    |
+//           | send what bulk copies do not take. By expert,   |
+//           | last warp: notifies peers of arrived batches    |
+//   leave   | each block reports to the peers that it no longer accesses their memory
+//   clear   | -                                               | clear unfilled rows; in bulk, the last warps
+//   spread  | by expert: copy each token's row to its other rows at this rank. In bulk, only the first
+//           | warps do so, unless rows are scaled. Rings scale long rows, in the memory of the stages
+//   wait    | -                                               | last block: waits until all blocks have left;
+//           |                                                 | by rank it counts the source that was cut
+//   close   | each block counts itself; the one that ends last frees the channel for the next op
 //
-// Along a handle nobody counts. A permute has no peers: it neither leaves, spreads nor closes. The results of
-// an op that fails are NaN and -1 (FillResults).
+// Along a handle, nothing is counted. A permute has no peers: it does not leave, spread or close. If an op
+// fails, its results are NaN and -1 (FillResults).
 template <bool kInBulk, typename Scale, bool kQuantizes>
 __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     PushKernel(const __grid_constant__ PushArgs args) {
-  extern __shared__ __align__(128) std::byte shared[];  // counts; for bulk copies then the stages
-  __shared__ Published mine, published[kMaxRanks];
+  extern __shared__ __align__(128) std::byte shared[];  // the counts; in bulk then the stages
+  __shared__ Published outgoing, published[kMaxRanks];
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   __shared__ __align__(128) uint4 zeros[kInBulk ? kZeroBytes / 16 : 1];
   constexpr bool kRings = kInBulk && !std::is_void_v<Scale>;
@@ -196,15 +196,15 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   const PushBlock block = PushBlock::Of(args);
   const Op op = routes ? Op::kDispatch : Op::kRedispatch;
   const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
-  Counts counts(shape, shared);
-  std::byte* const bytes = shared + HeadBytes(args);
+  BinCounts counts(shape, shared);
+  std::byte* const bytes = shared + BytesBeforeStages(args);
 
-  const Opening opening(peers, args.place_operand);
-  const Session session(peers, op);
-  const Batch batch = args.batches.Find(shape, args.waves, blockIdx.x);  // the block's first
+  const Opening opening(peers, args.position_operand);
+  const Session session(peers, op, true);
+  const Batch batch = args.batches.Find(shape, args.waves, blockIdx.x);  // the first batch of this block
   Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
                 reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +
-                    warp * (args.bulk.stage_bytes / args.width / kFp8Block)};
+                    warp * (args.bulk.stage_bytes / args.element_bytes / kFp8Block)};
   const Slice slice = FirstSlice(args, batch.begin);
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
   const bool loads = kInBulk && block.sends && warp < args.bulk.num_sending;
@@ -215,35 +215,35 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) zeros[i] = make_uint4(0, 0, 0, 0);
     FenceBulk();
   }
-  for (int i = threadIdx.x; i < Counts::kArrays * NumBins(shape); i += blockDim.x) counts.own[i] = 0;
-  if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : mine);
+  for (int i = threadIdx.x; i < BinCounts::kArrays * NumBins(shape); i += blockDim.x) counts.sent[i] = 0;
+  if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : outgoing);
   __syncthreads();
-  if (routes && (local || block.sends)) CountOwn(args, counts, shared + Counts::Bytes(shape));
+  if (routes && (local || block.sends)) CountLocalRows(args, counts, shared + BinCounts::Bytes(shape));
   const auto fill = [&] { FillResults(args); };
-  if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, mine, published)) {
-    // A block must not end while its shared memory is written.
+  if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, outgoing, published)) {
+    // A block must not end while bulk copies write to its shared memory.
     if (loads && slice.token < batch.end) WaitForLoad(&stages.barriers[0], 0);
     return session.Abort(fill, [&] {
-      if (args.counts_here && block.sends) FillCounted(args);
+      if (args.counts_in_kernel && block.sends) FillCounted(args);
     });
   }
   if (routes) {
-    PlaceExperts(args, counts);
+    LocateExpertBlocks(args, counts);
     if (block.is_last) {
       WriteReceiver(args, me, counts.totals, counts.starts + me * (L + 1), [&](int source, int d) {
-        return CountOf(args, counts.own, source, shape.num_experts + d);
+        return CountOf(args, counts.sent, source, shape.num_experts + d);
       });
     }
   }
   const bool counts_pairs = block.is_last && !local && routes && !shape.has_row_per_choice();
-  const int cut = counts_pairs ? CountWholeSources(args, counts.own) : 0;
+  const int cut = counts_pairs ? CountWholeSources(args, counts.sent) : 0;
   if (block.sends) {
     Send<kInBulk, kQuantizes>(args, session, counts, published, stages);
   } else if (!routes && shape.has_expert_blocks() && warp == 0) {
     FindStarts(shape, args.handle.expert_counts, counts.starts + me * (L + 1));
   }
   if (!local) session.Leave();
-  if (!block.sends) ClearGaps(args, counts, kInBulk ? zeros : nullptr);
+  if (!block.sends) ClearUnfilled(args, counts, kInBulk ? zeros : nullptr);
   if (local) return;
   if constexpr (kRings) ScaleByRing<Scale>(args, session, Ring(args.ring, memory, bytes));
   const bool by_ring = kRings && args.ring.teams > 0;

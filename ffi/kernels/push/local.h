@@ -6,7 +6,7 @@
 
 namespace jax_ep::cuda {
 
-// Launches the push kernel with `args`, of which the fields of a plan are filled in here.
+// Launches the push kernel with `args`, whose plan this function fills in.
 cudaError_t LaunchLocalPush(PushArgs& args, const Device& device, cudaStream_t stream);
 
 }  // namespace jax_ep::cuda

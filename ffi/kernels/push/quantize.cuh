@@ -1,5 +1,5 @@
-// The sender's side of a push whose rows become FP8 on the way: values are the first payload, scales the
-// second, and both are made of the row that the first one's `in` points to.
+// The sender's side of a push that converts rows to FP8. The values are the first payload and the scales the
+// second. Both are computed from the row at the first payload's `in`.
 #pragma once
 
 #include "kernels/push/args.cuh"
@@ -7,14 +7,15 @@
 
 namespace jax_ep::cuda {
 
-// Where a token goes: lane i of a warp holds its i-th row, -1 none, and the rank that takes it.
-struct Rows {
+// The destinations of a token. Lane i of a warp holds the i-th row, -1 if none, and the rank that receives
+// it.
+struct Destinations {
   int row;
-  int receiver;
-  unsigned carried;  // lanes whose rows the token's bytes are sent to
+  int rank;
+  unsigned payload_lanes;  // lanes to whose rows the token's payload is sent
 };
 
-// Calls f with a null pointer of the type of rows that become FP8.
+// Calls f with a null pointer to the type of the rows that become FP8.
 template <typename F>
 __device__ void WithRowType(const PushArgs& args, F&& f) {
   if (args.quantized_type == Float::kBF16) {
@@ -26,18 +27,19 @@ __device__ void WithRowType(const PushArgs& args, F&& f) {
   }
 }
 
-// The place in a row of a lane's vector of a block. Of two neighbouring blocks the lanes take their vectors
-// in another order: what a warp loads from shared memory at a time then lies in all of its banks.
+// Returns the position in a row of vector v of this lane of a block. Lanes load their vectors in a different
+// order in every other block, so that the loads of a warp from shared memory use all banks.
 template <typename T, int kVectors>
-__device__ int VectorOf(int block, int v, int lane) {
+__device__ int VectorIndex(int block, int v, int lane) {
   constexpr int kLanes = Quantized<T, kVectors>::kLanes;
-  const int turn = kVectors > 1 ? block % 2 * kLanes : 0;
-  return block * (kVectors * kLanes) + lane % kLanes + v * kLanes + (v % 2 == 0 ? turn : -turn);
+  const int rotation = kVectors > 1 ? block % 2 * kLanes : 0;
+  return block * (kVectors * kLanes) + lane % kLanes + v * kLanes + (v % 2 == 0 ? rotation : -rotation);
 }
 
-// Makes FP8 of `size` elements, a multiple of kFp8Block: kSets times as many blocks at a time as a warp holds
-// with kVectors a lane. Calls take(block, quantized) for each, as a whole warp: block is -1 where the lane
-// has none. The values of all blocks before may be stored where `elements` begin: those have been read.
+// Converts `size` elements, a multiple of kFp8Block, to FP8. kSets sets of blocks are loaded at a time; a set
+// is what a warp holds with kVectors vectors per lane. The whole warp calls take(block, quantized) for each
+// set; `block` is -1 if the lane has none. take() may store the values of this and earlier blocks at the
+// front of `elements`, because those have been read.
 template <typename T, int kSets, int kVectors, typename Take>
 __device__ void QuantizeElements(const T* elements, int size, bool rounded, int lane, Take&& take) {
   constexpr int kLanes = Quantized<T, kVectors>::kLanes, kBlocks = kWarp / kLanes;
@@ -50,7 +52,7 @@ __device__ void QuantizeElements(const T* elements, int size, bool rounded, int 
       const int block = first + s * kBlocks + lane / kLanes;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        loaded[s][v] = block < num_blocks ? vectors[VectorOf<T, kVectors>(block, v, lane)] : uint4{};
+        loaded[s][v] = block < num_blocks ? vectors[VectorIndex<T, kVectors>(block, v, lane)] : uint4{};
       }
     }
     __syncwarp();
@@ -62,33 +64,35 @@ __device__ void QuantizeElements(const T* elements, int size, bool rounded, int 
   }
 }
 
-// Sends token t by loads and stores. One warp.
-__device__ inline void QuantizeToRows(const PushArgs& args, int t, const Rows& rows,
-                                      const Published* published, int lane) {
+// Converts token t and sends it by loads and stores. Called by one warp.
+__device__ inline void SendQuantized(const PushArgs& args, int t, const Destinations& destinations,
+                                     const Published* published, int lane) {
   const int64_t size = args.payloads[0].row_bytes;
   const bool rounded = args.quantize == Quantize::kFp8Rounded;
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     using Block = Quantized<T>;
     const T* const row = reinterpret_cast<const T*>(args.payloads[0].in) + t * size;
-    QuantizeElements<T, 4, 1>(row, static_cast<int>(size), rounded, lane, [&](int block, const Block& part) {
-      for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-        const int from = __ffs(left) - 1;
-        const int64_t to = __shfl_sync(kAllLanes, rows.row, from);
-        const Published& there = published[__shfl_sync(kAllLanes, rows.receiver, from)];
-        if (block < 0) continue;
-        auto* const values = static_cast<std::byte*>(there.buffers[0]) + to * size;
-        reinterpret_cast<typename Block::Values*>(values)[VectorOf<T, 1>(block, 0, lane)] = part.values[0];
-        float* const scales = static_cast<float*>(there.buffers[1]) + to * (size / kFp8Block);
-        if (lane % Block::kLanes == 0) scales[block] = part.scale;
-      }
-    });
+    QuantizeElements<T, 4, 1>(
+        row, static_cast<int>(size), rounded, lane, [&](int block, const Block& quantized) {
+          for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+            const int from = __ffs(remaining) - 1;
+            const int64_t to = __shfl_sync(kAllLanes, destinations.row, from);
+            const Published& receiver = published[__shfl_sync(kAllLanes, destinations.rank, from)];
+            if (block < 0) continue;
+            auto* const values = static_cast<std::byte*>(receiver.buffers[0]) + to * size;
+            reinterpret_cast<typename Block::Values*>(values)[VectorIndex<T, 1>(block, 0, lane)] =
+                quantized.values[0];
+            float* const scales = static_cast<float*>(receiver.buffers[1]) + to * (size / kFp8Block);
+            if (lane % Block::kLanes == 0) scales[block] = quantized.scale;
+          }
+        });
   });
 }
 
-// Makes FP8 of what a stage of shared memory holds: the values take its front, from where bulk copies may
-// then send them. One warp. Several vectors a lane: a block's largest number and its scale are found by fewer
-// lanes, which takes half of the instructions.
+// Converts the contents of a stage to FP8 in place: the values go to the front of the stage, from where bulk
+// copies can send them. Called by one warp. With several vectors per lane, fewer lanes have to reduce a
+// block's largest magnitude and compute its scale, which halves the number of instructions.
 __device__ inline void QuantizeStaged(const PushArgs& args, std::byte* staged, int size, float* scales,
                                       int lane) {
   constexpr int kVectors = 4;
@@ -96,28 +100,30 @@ __device__ inline void QuantizeStaged(const PushArgs& args, std::byte* staged, i
   WithRowType(args, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     using Block = Quantized<T, kVectors>;
-    QuantizeElements<T, 1, kVectors>(reinterpret_cast<const T*>(staged), size, rounded, lane,
-                                     [&](int block, const Block& part) {
-                                       if (block < 0) return;
-                                       auto* const values = reinterpret_cast<typename Block::Values*>(staged);
+    QuantizeElements<T, 1, kVectors>(
+        reinterpret_cast<const T*>(staged), size, rounded, lane, [&](int block, const Block& quantized) {
+          if (block < 0) return;
+          auto* const values = reinterpret_cast<typename Block::Values*>(staged);
 #pragma unroll
-                                       for (int v = 0; v < kVectors; ++v)
-                                         values[VectorOf<T, kVectors>(block, v, lane)] = part.values[v];
-                                       if (lane % Block::kLanes == 0) scales[block] = part.scale;
-                                     });
+          for (int v = 0; v < kVectors; ++v)
+            values[VectorIndex<T, kVectors>(block, v, lane)] = quantized.values[v];
+          if (lane % Block::kLanes == 0) scales[block] = quantized.scale;
+        });
   });
   FenceBulkShared();
   __syncwarp();
 }
 
-// The scales of `size` elements from `first` on, to all rows of their token. One warp.
-__device__ inline void SendScales(const PushArgs& args, int64_t first, int size, const Rows& rows,
-                                  const Published* published, const float* scales, int lane) {
-  for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-    const int from = __ffs(left) - 1;
-    const int64_t row = __shfl_sync(kAllLanes, rows.row, from);
-    float* const to = static_cast<float*>(published[__shfl_sync(kAllLanes, rows.receiver, from)].buffers[1]) +
-                      (row * args.payloads[0].row_bytes + first) / kFp8Block;
+// Sends the scales of `size` elements, from element `first` on, to all rows of the token. Called by one warp.
+__device__ inline void SendScales(const PushArgs& args, int64_t first, int size,
+                                  const Destinations& destinations, const Published* published,
+                                  const float* scales, int lane) {
+  for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+    const int from = __ffs(remaining) - 1;
+    const int64_t row = __shfl_sync(kAllLanes, destinations.row, from);
+    float* const to =
+        static_cast<float*>(published[__shfl_sync(kAllLanes, destinations.rank, from)].buffers[1]) +
+        (row * args.payloads[0].row_bytes + first) / kFp8Block;
     for (int i = lane; i < size / kFp8Block; i += kWarp) to[i] = scales[i];
   }
 }

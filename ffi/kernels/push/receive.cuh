@@ -1,4 +1,4 @@
-// The receiver's side of a push: what the counts say.
+// The receiver's side of a push: results that follow from the counts.
 #pragma once
 
 #include "kernels/push/args.cuh"
@@ -9,11 +9,11 @@ namespace jax_ep::cuda {
 // Fills the results of a push that failed.
 JAX_EP_RARE void FillResults(const PushArgs& args) {
   FillRows(args);
-  if (args.routes()) FillRouting(args, args.sends_map);  // otherwise the handle was here before
+  if (args.routes()) FillRouting(args, args.sends_received_rows);  // otherwise the handle is an operand
 }
 
-// Takes back what the block has counted of its batch before it found that the op cannot be opened: another
-// block may have filled the results by then.
+// Overwrites what the block has written for its batch before it found that the op cannot be opened, because
+// another block may have filled the results before that.
 JAX_EP_RARE void FillCounted(const PushArgs& args) {
   const Batch batch = args.batches.Find(args.shape, args.waves, blockIdx.x);
   const auto fill = [&](int32_t* rows, int64_t width) {
@@ -23,34 +23,35 @@ JAX_EP_RARE void FillCounted(const PushArgs& args) {
   fill(args.handle.sent_rows, args.shape.rows_per_token());
 }
 
-// Rows of rank `source` in bin `bin`, before drops; once its counts have come.
-__device__ inline int CountOf(const PushArgs& args, const int32_t* own, int source, int bin) {
-  if (args.is_local()) return own[bin];
+// Returns the rows of rank `source` in bin `bin`, before drops. The counts of that rank must have arrived.
+__device__ inline int CountOf(const PushArgs& args, const int32_t* sent, int source, int bin) {
+  if (args.is_local()) return sent[bin];
   return static_cast<int>(LoadRelaxed(&args.peers.own().mail[source].counts[bin]));
 }
 
-// By rank: kept (row, k) pairs of each local expert, as far as the counts tell. Returns the first row of the
-// one source that the capacity cuts, C if none is cut. One block, before it arrives: the counts are then
-// the peers' to write again.
-__device__ inline int CountWholeSources(const PushArgs& args, const int32_t* own) {
+// Counts, by rank, the kept (row, k) pairs of each local expert from all sources whose rows fit. Returns the
+// first row of the one source that the capacity cuts, or C if it cuts none. Called by one block before it
+// leaves, because the peers may then overwrite the counts.
+__device__ inline int CountWholeSources(const PushArgs& args, const int32_t* sent) {
   const Shape& shape = args.shape;
   const int L = shape.num_local_experts(), me = args.peers.rank;
   int begin = 0, source = 0;
   for (; source < shape.num_ranks; ++source) {
-    const int end = begin + CountOf(args, own, source, shape.num_experts + me);
+    const int end = begin + CountOf(args, sent, source, shape.num_experts + me);
     if (end > shape.capacity) break;
     begin = end;
   }
   for (int i = threadIdx.x; i < L; i += blockDim.x) {
     int pairs = 0;
-    for (int s = 0; s < source; ++s) pairs += CountOf(args, own, s, me * L + i);
+    for (int s = 0; s < source; ++s) pairs += CountOf(args, sent, s, me * L + i);
     args.tokens_per_expert[i] = pairs;
   }
   __syncthreads();
   return source == shape.num_ranks ? shape.capacity : begin;
 }
 
-// The rest of them, counted where the rows arrived. One block, after Leave.
+// Adds the pairs of the source that the capacity cuts, counted from the rows that arrived. Called by one
+// block, after all ranks have left.
 __device__ inline void CountCutSource(const PushArgs& args, int begin) {
   const int64_t last = int64_t{args.shape.capacity} * args.shape.top_k;
   for (int64_t i = int64_t{begin} * args.shape.top_k + threadIdx.x; i < last; i += blockDim.x) {

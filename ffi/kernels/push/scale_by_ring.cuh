@@ -1,5 +1,5 @@
-// Rows scaled through rings: one warp of a team has a token's row loaded, and after it the factors of the
-// token's rows here; the others scale the one and form its dot products with the others.
+// Scales rows through rings. One warp of a team loads a token's row, followed by the factors of the token's
+// rows at this rank. The other warps scale the row and compute its dot products with the factors.
 #pragma once
 
 #include "kernels/push/scale.cuh"
@@ -7,31 +7,32 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kTeamBarrier = 2;  // that of the first team's warps that sum; those of the others follow
+constexpr int kTeamBarrier = 2;  // of the first team's processing warps; those of the other teams follow
 
-// What a warp that sums does with what comes through the ring: a token's row, then the factors.
+// The processing of a ring's contents by one warp: a token's row, then the factors.
 template <typename T>
 class RowScaler {
  public:
   using Acc = typename Sum<T>::Acc;
-  // Dot products of each warp's columns: of a token's rows, and meanwhile of those of the token before.
-  using Parts = Acc[2][kMaxTeamWarps][kWarp];
+  // Dot products over each warp's columns, double-buffered: while one token's are added up, the next token's
+  // are written.
+  using PartialDots = Acc[2][kMaxTeamWarps][kWarp];
 
-  __device__ RowScaler(const PushArgs& args, Ring& ring, Parts& parts)
+  __device__ RowScaler(const PushArgs& args, Ring& ring, PartialDots& partial_dots)
       : args_(args),
         ring_(ring),
-        parts_(parts),
+        partial_dots_(partial_dots),
         lane_(threadIdx.x % kWarp),
-        mine_((ring.first_vector() + lane_) * N) {}
+        first_column_((ring.first_vector() + lane_) * N) {}
 
-  // Until the ring's phase ends.
+  // Processes slots until the ring's phase ends.
   __device__ void Run() {
-    TakeRows<T>(ring_, [&](const Taken<T>& taken, int next) {
-      if ((taken.flags & Note::kLast) == 0) {
-        Keep(taken);
+    ConsumeRows<T>(ring_, [&](const SlotData<T>& data, int next) {
+      if ((data.flags & SlotHeader::kLast) == 0) {
+        KeepToken(data);
       } else {
-        Scale(taken);
-        if ((next & Note::kLast) == 0) Finish(taken.goal);  // no more of this token
+        Scale(data);
+        if ((next & SlotHeader::kLast) == 0) Finish(data.target);  // the token has no more rows in this part
       }
     });
   }
@@ -39,149 +40,152 @@ class RowScaler {
  private:
   static constexpr int N = 16 / sizeof(T);
 
-  __device__ void Keep(const Taken<T>& taken) {
+  __device__ void KeepToken(const SlotData<T>& data) {
 #pragma unroll
     for (int v = 0; v < kRingVectors; ++v) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) token_[v][j] = taken.vectors[v][j];
+      for (int j = 0; j < N; ++j) token_[v][j] = data.vectors[v][j];
     }
   }
 
-  // Stores the row that the factors belong to, and keeps the warp's part of their dot product in a lane.
-  __device__ void Scale(const Taken<T>& taken) {
-    const Goal& goal = taken.goal;
-    const Payload& payload = args_.payloads[goal.array];
+  // Stores the scaled row that the factors belong to, and keeps the warp's partial dot product in a lane.
+  __device__ void Scale(const SlotData<T>& data) {
+    const Target& target = data.target;
+    const Payload& payload = args_.payloads[target.array];
     const int width = static_cast<int>(payload.row_bytes / sizeof(T));
-    T* const row = reinterpret_cast<T*>(payload.out) + int64_t{goal.number} * width;
+    T* const row = reinterpret_cast<T*>(payload.out) + int64_t{target.number} * width;
     Acc sum = 0;
 #pragma unroll
     for (int v = 0; v < kRingVectors; ++v) {
-      const int column = goal.first + mine_ + v * kWarp * N;
+      const int column = target.first + first_column_ + v * kWarp * N;
       if (column >= width) break;
       Acc scaled[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        sum = MultiplyAdd(static_cast<Acc>(taken.vectors[v][j]), token_[v][j], sum);
-        scaled[j] = static_cast<Acc>(taken.factor) * token_[v][j];
+        sum = MultiplyAdd(static_cast<Acc>(data.vectors[v][j]), token_[v][j], sum);
+        scaled[j] = static_cast<Acc>(data.factor) * token_[v][j];
       }
       Vector<T, N>::Store(row + column, scaled);
     }
     for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     if (lane_ == num_rows_) {
       dot_ = sum;
-      row_ = goal.number;
+      row_ = target.number;
     }
     ++num_rows_;
   }
 
-  // Adds up the dot products of the team's warps. A lane stands for the same row in all parts of a token, and
-  // keeps what they have come to.
-  __device__ void Finish(const Goal& goal) {
-    const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.place(), summers = ring_.plan().summers;
-    parts_[turn_][first + ring_.place()][lane_] = dot_;
+  // Adds up the team's partial dot products. A lane stands for the same row in all parts of a token, and
+  // accumulates its dot product.
+  __device__ void Finish(const Target& target) {
+    const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.warp_in_team(),
+              summers = ring_.plan().summers;
+    partial_dots_[buffer_][first + ring_.warp_in_team()][lane_] = dot_;
     Team{0, summers * kWarp, kTeamBarrier + ring_.team()}.Sync();
-    if (ring_.place() == 0 && lane_ < num_rows_) {
+    if (ring_.warp_in_team() == 0 && lane_ < num_rows_) {
       Acc sum = 0;
-      for (int i = 0; i < summers; ++i) sum += parts_[turn_][first + i][lane_];
-      const bool begins = goal.array == 0 && goal.first == 0;
+      for (int i = 0; i < summers; ++i) sum += partial_dots_[buffer_][first + i][lane_];
+      const bool begins = target.array == 0 && target.first == 0;
       gradient_ = begins ? sum : gradient_ + sum;
       args_.arrived_weights[row_] = static_cast<float>(gradient_);
     }
-    turn_ ^= 1;
+    buffer_ ^= 1;
     num_rows_ = 0;
   }
 
   const PushArgs& args_;
   Ring& ring_;
-  Parts& parts_;
+  PartialDots& partial_dots_;
   int lane_;
-  int mine_;  // this thread's first column
+  int first_column_;  // of this thread
   Acc token_[kRingVectors][N];
-  int num_rows_ = 0;  // of the present token so far: lane k holds what belongs to the k-th
+  int num_rows_ = 0;  // of the present token so far; lane k holds the values of the k-th
   int row_ = 0;
   Acc dot_ = 0;
-  Acc gradient_ = 0;  // of the first of a team's warps: of that row's weight, so far
-  int turn_ = 0;
+  Acc gradient_ = 0;  // in the team's first warp: the gradient of the row's weight so far
+  int buffer_ = 0;
 };
 
-// A token whose rows are next.
+// A token whose rows come next.
 struct ScaleTask {
-  int token;  // of its rank; T and more: no more
-  Spread spread;
+  int token;  // index within its rank; T or more: no more tokens
+  TokenRows rows;
   float weight;  // of the row that the lane holds
 };
 
-// As the warp that loads: all tokens of all ranks in their order, a ticket of the dealer after the other.
+// Loads the rows and factors of all ranks' tokens in order, ticket by ticket. Called by the warp that loads.
 template <typename T>
 __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& ring) {
   constexpr int N = 16 / sizeof(T);
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp, R = shape.num_ranks, num_tokens = shape.num_tokens;
   const int columns = ring.plan().vectors() * N;
-  const Dealer dealer{&args.peers.own().spread};
-  int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
-  unsigned asked = dealer.Take(lane);
-  int coming = 0, row = -1;
+  const TicketCounter tickets{&args.peers.own().spread};
+  int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
+  unsigned requested = tickets.Request(lane);
+  int next_token = 0, row = -1;
   const auto look_up = [&] {
-    const int ticket = Dealer::Show(asked);
-    asked = dealer.Take(lane);
-    coming = ticket / R;
-    if (coming >= num_tokens) return;
-    const int64_t global_token = int64_t{ticket % R} * num_tokens + coming;
+    const int ticket = TicketCounter::Broadcast(requested);
+    requested = tickets.Request(lane);
+    next_token = ticket / R;
+    if (next_token >= num_tokens) return;
+    const int64_t global_token = int64_t{ticket % R} * num_tokens + next_token;
     row = lane < shape.top_k ? args.handle.received_rows[global_token * shape.top_k + lane] : -1;
   };
   const auto find = [&](ScaleTask& task) {
-    task.token = coming;
-    if (coming >= num_tokens) return;
+    task.token = next_token;
+    if (next_token >= num_tokens) return;
     const bool is_row = IsRow(row, shape.capacity);
-    task.spread = {row, __ballot_sync(kAllLanes, is_row)};
+    task.rows = {row, __ballot_sync(kAllLanes, is_row)};
     task.weight = is_row ? args.row_weights[row] : 0.0f;
   };
   const auto put = [&](const ScaleTask& task, int p) {
-    const Spread& spread = task.spread;
+    const TokenRows& rows = task.rows;
     const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
     const T* const out = reinterpret_cast<const T*>(args.payloads[p].out);
-    const T* const token = out + int64_t{__shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1)} * width;
-    const T* const factors = static_cast<const T*>(args.factors[p]) + int64_t{spread.row} * width;
+    const T* const token = out + int64_t{__shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1)} * width;
+    const T* const factors = static_cast<const T*>(args.factors[p]) + int64_t{rows.row} * width;
     for (int first = 0; first < width; first += columns) {
       const int vectors = min(columns, width - first) / N;
-      ring.Put(1, {Note::kRow, 0, vectors, {}}, token + first, vectors * 16);
-      const Note note{Note::kRow | Note::kLast, task.weight, vectors, {p, first, spread.row, -1}};
-      ring.Put(spread.lanes, note, factors + first, vectors * 16);
+      ring.Put(1, {SlotHeader::kRow, 0, vectors, {}}, token + first, vectors * 16);
+      const SlotHeader header{
+          SlotHeader::kRow | SlotHeader::kLast, task.weight, vectors, {p, first, rows.row, -1}};
+      ring.Put(rows.lanes, header, factors + first, vectors * 16);
     }
   };
-  // Two tokens ahead the rows are being loaded, and one ahead their weights: what is loaded is not touched
-  // before it is needed, not even to be kept elsewhere.
+  // The rows of the token after the next are looked up while the weights of the next are loaded. Loaded
+  // values are not touched before they are needed, not even to move them, because that would wait for the
+  // load.
   const auto scale = [&](const ScaleTask& task, ScaleTask& next) {
     if (task.token >= num_tokens) return false;
     find(next);
     look_up();
-    if (args.waves.Of(task.token) != come) {
-      come = args.waves.Of(task.token);
-      if (!session.AwaitWave(come)) return false;
+    if (args.waves.Of(task.token) != awaited_wave) {
+      awaited_wave = args.waves.Of(task.token);
+      if (!session.AwaitWave(awaited_wave)) return false;
       FenceBulk();
     }
-    for (int p = 0; p < args.num_payloads && task.spread.lanes != 0; ++p) put(task, p);
+    for (int p = 0; p < args.num_payloads && task.rows.lanes != 0; ++p) put(task, p);
     return true;
   };
-  ScaleTask one, other;
+  ScaleTask even, odd;
   look_up();
-  find(one);
+  find(even);
   look_up();
-  while (scale(one, other) && scale(other, one)) {
+  while (scale(even, odd) && scale(odd, even)) {
   }
-  EndNotes(ring);
+  EndPhase(ring);
 }
 
-// As SpreadRows, of rows that are scaled, if there are rings.
+// Does the work of SpreadRows through rings, if the rows are scaled and there are rings.
 template <typename T>
 __device__ void ScaleByRing(const PushArgs& args, const Session& session, Ring ring) {
-  __shared__ typename RowScaler<T>::Parts parts;
+  __shared__ typename RowScaler<T>::PartialDots partial_dots;
   if (!ring.is_used()) return;
   if (ring.loads()) {
     LoadScaled<T>(args, session, ring);
   } else {
-    RowScaler<T>(args, ring, parts).Run();
+    RowScaler<T>(args, ring, partial_dots).Run();
   }
 }
 

@@ -1,116 +1,123 @@
-// The sender's side of a push: the rows of each token, stored where they belong.
+// The sender's side of a push: stores the rows of each token at their destinations.
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
 #include "kernels/push/quantize.cuh"
 #include "kernels/push/receive.cuh"
-#include "kernels/routing/place.cuh"
+#include "kernels/routing/destination.cuh"
 #include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {
 
-__device__ inline Rows FindRows(const PushArgs& args, int t, int lane) {
-  const Place place = FindPlace(args.shape, args.handle, t, lane);
-  bool carried = place.row >= 0;
+// Returns the destinations of token t. If the push spreads, only the first row at each rank gets the payload.
+__device__ inline Destinations FindDestinations(const PushArgs& args, int t, int lane) {
+  const Destination destination = FindDestination(args.shape, args.handle, t, lane);
+  bool sends_payload = destination.row >= 0;
   if (args.spreads) {
-    const unsigned same = __match_any_sync(kAllLanes, carried ? place.rank : -1);
-    carried = carried && __ffs(same) - 1 == lane;
+    const unsigned same_rank = __match_any_sync(kAllLanes, sends_payload ? destination.rank : -1);
+    sends_payload = sends_payload && __ffs(same_rank) - 1 == lane;
   }
-  return {place.row, place.rank, __ballot_sync(kAllLanes, carried)};
+  return {destination.row, destination.rank, __ballot_sync(kAllLanes, sends_payload)};
 }
 
-// The rows by rank, from lane to lane so that each rank begins with another receiver.
-__device__ inline Rows Turn(const PushArgs& args, const Rows& rows, int lane) {
+// Returns the destinations, by rank, rotated over the lanes so that each rank begins with a different
+// receiver.
+__device__ inline Destinations RotateReceivers(const PushArgs& args, const Destinations& destinations,
+                                               int lane) {
   const int R = args.shape.num_ranks;
-  if (args.shape.has_row_per_choice()) return rows;
+  if (args.shape.has_row_per_choice()) return destinations;
   const int from = lane < R ? (lane + args.peers.rank + 1) % R : lane;
-  const int row = __shfl_sync(kAllLanes, rows.row, from);
+  const int row = __shfl_sync(kAllLanes, destinations.row, from);
   return {row, from, __ballot_sync(kAllLanes, row >= 0)};
 }
 
-// By loads and stores, those of a token's rows that bulk copies do not take.
-__device__ inline void SendPayloads(const PushArgs& args, int t, const Rows& rows, const Published* published,
-                                    int lane) {
+// Sends those payloads of a token, by loads and stores, that bulk copies do not take.
+__device__ inline void SendPayloads(const PushArgs& args, int t, const Destinations& destinations,
+                                    const Published* published, int lane) {
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
     if (args.bulk.num_warps > 0 && IsBulkRow(bytes)) continue;
-    std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[p]) + rows.row * bytes;
-    CopyBytes(args.payloads[p].in + t * bytes, bytes, rows.carried, target, lane);
+    std::byte* target =
+        static_cast<std::byte*>(published[destinations.rank].buffers[p]) + destinations.row * bytes;
+    CopyBytes(args.payloads[p].in + t * bytes, bytes, destinations.payload_lanes, target, lane);
   }
 }
 
-// The weights of a token's rows, and what tells the receivers which choices they stand for: by rank their
-// local experts, by expert received_rows. Those are known already to a handle.
-__device__ inline void SendRouting(const PushArgs& args, int t, const Rows& rows, const Published* published,
-                                   int lane) {
+// Sends the weights of a token's rows, and the routing from which receivers read the choices of each row: by
+// rank their local experts, by expert received_rows. A handle already has received_rows.
+__device__ inline void SendRouting(const PushArgs& args, int t, const Destinations& destinations,
+                                   const Published* published, int lane) {
   const Shape& shape = args.shape;
   const float* weights =
       args.topk_weights == nullptr ? nullptr : args.topk_weights + int64_t{t} * shape.top_k;
   if (shape.has_row_per_choice()) {
-    if (weights != nullptr && rows.row >= 0) {
-      static_cast<float*>(published[rows.receiver].weights)[rows.row] = weights[lane];
+    if (weights != nullptr && destinations.row >= 0) {
+      static_cast<float*>(published[destinations.rank].weights)[destinations.row] = weights[lane];
     }
-    if (!args.sends_map || lane >= shape.top_k) return;
+    if (!args.sends_received_rows || lane >= shape.top_k) return;
     const int64_t choice = (int64_t{args.peers.rank} * shape.num_tokens + t) * shape.top_k + lane;
     for (int r = 0; r < shape.num_ranks; ++r) {
-      static_cast<int32_t*>(published[r].routing)[choice] = rows.receiver == r ? rows.row : -1;
+      static_cast<int32_t*>(published[r].routing)[choice] = destinations.rank == r ? destinations.row : -1;
     }
     return;
   }
   const int32_t* experts = args.handle.topk_idx + int64_t{t} * shape.top_k;
-  for (unsigned left = rows.carried; left != 0; left &= left - 1) {
-    const int to = __ffs(left) - 1;
-    const int64_t first = int64_t{__shfl_sync(kAllLanes, rows.row, to)} * shape.top_k;
+  for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
+    const int to = __ffs(remaining) - 1;
+    const int64_t first = int64_t{__shfl_sync(kAllLanes, destinations.row, to)} * shape.top_k;
     for (int k = lane; k < shape.top_k; k += kWarp) {
-      const bool here = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
+      const bool is_for_receiver = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
       if (weights != nullptr) {
-        static_cast<float*>(published[to].weights)[first + k] = here ? weights[k] : 0.0f;
+        static_cast<float*>(published[to].weights)[first + k] = is_for_receiver ? weights[k] : 0.0f;
       }
       if (args.arrived_idx != nullptr) {
         static_cast<int32_t*>(published[to].routing)[first + k] =
-            here ? experts[k] - to * shape.num_local_experts() : -1;
+            is_for_receiver ? experts[k] - to * shape.num_local_experts() : -1;
       }
     }
   }
 }
 
-// Sends the routing of tokens [begin, end), and of each by send_rows(token, rows) what else there is. A warp
-// of the team for each token.
+// Sends the routing of tokens [begin, end), and calls send_rows(token, destinations) for the payloads. Each
+// token is sent by one warp of the team.
 template <typename SendRows>
 __device__ void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
                            const Team& team, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
-    const Rows rows = FindRows(args, t, lane);
-    send_rows(t, rows);
-    SendRouting(args, t, rows, published, lane);
+    const Destinations destinations = FindDestinations(args, t, lane);
+    send_rows(t, destinations);
+    SendRouting(args, t, destinations, published, lane);
   }
 }
 
-// The bytes of a row that are loaded at a time: they fit a stage of shared memory.
+// The bytes of a row that are loaded at a time. They fit in a stage of shared memory.
 struct Slice {
   int token;
   int payload;
   int64_t offset;
 };
 
-// Of a row as it is loaded.
+// Returns the bytes of a row before any conversion to FP8.
 __device__ inline int64_t LoadedBytes(const PushArgs& args, int p) {
-  return args.payloads[p].row_bytes * args.width;
+  return args.payloads[p].row_bytes * args.element_bytes;
 }
 
-__device__ inline uint32_t SizeOf(const PushArgs& args, const Slice& slice) {
+// Returns the size of a slice before any conversion to FP8.
+__device__ inline uint32_t SliceBytes(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
       min(int64_t{args.bulk.stage_bytes}, LoadedBytes(args, slice.payload) - slice.offset));
 }
 
+// Returns the first payload from p on that bulk copies take.
 __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   while (p < args.bulk.num_payloads && !IsBulkRow(args.payloads[p].row_bytes)) ++p;
   return p;
 }
 
-// The slice of this warp that follows: along the row, then the next payload, then the warp's next token.
-__device__ inline Slice Next(const PushArgs& args, Slice slice) {
+// Returns this warp's slice after `slice`: along the row, then in the next payload, then in the warp's next
+// token.
+__device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
   slice.offset = 0;
@@ -121,71 +128,73 @@ __device__ inline Slice Next(const PushArgs& args, Slice slice) {
   return slice;
 }
 
-// A warp's two stages of shared memory: it loads one slice into one while the stores of the slice before
-// leave the other. Between batches the next one's first slice is being loaded into the stage whose turn it
-// is.
+// A warp's two stages of shared memory. While the stores of one slice read one stage, the next slice is
+// loaded into the other. Between batches, the first slice of the next batch is being loaded into the stage
+// that is used next.
 struct Stages {
   std::byte* bytes;
   uint64_t* barriers;
-  uint32_t used;  // so far, which says whose turn it is and the phase of its barrier
-  float* scales;  // of the slice that is sent, where rows become FP8
+  uint32_t used;  // stages used so far; gives the present stage and the phase of its barrier
+  float* scales;  // of the slice being sent, if rows become FP8
 };
 
+// Starts to load a slice into a stage, unless its token is not before `end`. Called by a warp.
 __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int end, const Stages& stages,
                                  int stage) {
   if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
   BulkLoad(stages.bytes + stage * args.bulk.stage_bytes,
            args.payloads[slice.payload].in + slice.token * LoadedBytes(args, slice.payload) + slice.offset,
-           SizeOf(args, slice), &stages.barriers[stage]);
+           SliceBytes(args, slice), &stages.barriers[stage]);
 }
 
-// The warp's first slice of tokens from `begin` on.
+// Returns the warp's first slice of tokens from `begin` on.
 __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
   return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
 }
 
-// Begins to send a batch by bulk copies. Its first slice is being loaded already, and at the end that of the
-// following batch is. Called by the block's first bulk.num_sending warps; one that has no token in a batch
-// has none in the following ones. By expert those that it had sent before have then arrived.
+// Starts to send a batch by bulk copies. Its first slice is already being loaded; at the end, that of the
+// next batch is. Called by the block's first bulk.num_sending warps. A warp without a token in a batch has
+// none in later ones. By expert, the stores of the previous batch have completed on return, so that the peers
+// may be notified of it.
 template <bool kQuantizes>
 __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch& following,
                            const Published* published, Stages& stages) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
   Slice slice = FirstSlice(args, batch.begin);
-  Rows rows{};
+  Destinations destinations{};
   int token = -1;
   for (; slice.token < batch.end; ++stages.used) {
-    const Slice next = Next(args, slice);
+    const Slice next = NextSlice(args, slice);
     const bool is_last = next.token >= batch.end;
     const int stage = stages.used % 2;
-    const auto find_rows = [&] {
+    const auto find_destinations = [&] {
       if (slice.token == token) return;
       token = slice.token;
-      rows = Turn(args, FindRows(args, token, lane), lane);
+      destinations = RotateReceivers(args, FindDestinations(args, token, lane), lane);
     };
-    if constexpr (kQuantizes) find_rows();
+    if constexpr (kQuantizes) find_destinations();
     WaitForStoresRead();
     __syncwarp();
     LoadSlice(args, is_last ? FirstSlice(args, following.begin) : next, is_last ? following.end : batch.end,
               stages, 1 - stage);
-    if constexpr (!kQuantizes) find_rows();
+    if constexpr (!kQuantizes) find_destinations();
     WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     std::byte* const staged = stages.bytes + stage * args.bulk.stage_bytes;
-    uint32_t size = SizeOf(args, slice);
+    uint32_t size = SliceBytes(args, slice);
     int64_t offset = slice.offset;
     if constexpr (kQuantizes) {
-      size /= args.width, offset /= args.width;
+      size /= args.element_bytes, offset /= args.element_bytes;
       QuantizeStaged(args, staged, static_cast<int>(size), stages.scales, lane);
     }
-    if (rows.carried >> lane & 1) {
-      std::byte* target = static_cast<std::byte*>(published[rows.receiver].buffers[slice.payload]) +
-                          rows.row * args.payloads[slice.payload].row_bytes + offset;
+    if (destinations.payload_lanes >> lane & 1) {
+      std::byte* target = static_cast<std::byte*>(published[destinations.rank].buffers[slice.payload]) +
+                          destinations.row * args.payloads[slice.payload].row_bytes + offset;
       BulkStore(target, staged, size);
     }
     CommitStores();
     if constexpr (kQuantizes) {
-      SendScales(args, offset, static_cast<int>(size), rows, published, stages.scales, lane);
+      SendScales(args, offset, static_cast<int>(size), destinations, published, stages.scales, lane);
     }
     if (args.spreads && stages.used == used) WaitForStores<1>();
     slice = next;

@@ -1,4 +1,5 @@
-// By expert: each token came once; from there to its other rows of this rank.
+// Spreads tokens, by expert: each token arrived once, and is copied from there to its other rows at this
+// rank.
 #pragma once
 
 #include "kernels/push/scale.cuh"
@@ -6,50 +7,50 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kSpreadMates = 2;  // warps that share a row
+constexpr int kSpreadWarps = 2;  // warps that share a row
 
-// Copies a token's row to its others: the bytes of one of the mates.
-__device__ inline void CopyShared(const PushArgs& args, int p, const Spread& spread, int mate, int mates,
+// Copies one of `parts` parts of a token's row to its other rows. Called by a warp.
+__device__ inline void CopyShared(const PushArgs& args, int p, const TokenRows& rows, int part, int parts,
                                   int lane) {
-  const unsigned others = spread.lanes & (spread.lanes - 1);
-  if (others == 0) return;
+  const unsigned other_lanes = rows.lanes & (rows.lanes - 1);
+  if (other_lanes == 0) return;
   const int64_t bytes = args.payloads[p].row_bytes;
-  // Rows of whole vectors are divided, others not.
-  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + mates - 1) / mates, 16) : bytes;
-  const int64_t offset = mate * size;
+  // Only rows of whole 16-byte vectors are divided.
+  const int64_t size = bytes % 16 == 0 ? AlignUp((bytes + parts - 1) / parts, 16) : bytes;
+  const int64_t offset = part * size;
   if (offset >= bytes) return;
   std::byte* const out = args.payloads[p].out + offset;
-  const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-  CopyBytes(out + first * bytes, min(size, bytes - offset), others, out + spread.row * bytes, lane);
+  const int64_t first = __shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1);
+  CopyBytes(out + first * bytes, min(size, bytes - offset), other_lanes, out + rows.row * bytes, lane);
 }
 
-// Copies rows to their others by bulk copies: one is being loaded while the one before it is stored. One
-// warp.
+// Copies of rows to their other rows by bulk copies: while one slice is stored, the next one is loaded. Used
+// by one warp.
 class BulkSpreader {
  public:
   __device__ BulkSpreader(const PushArgs& args, Stages& stages, int lane)
       : args_(args), stages_(stages), lane_(lane) {}
 
-  // Begins to copy array p of a token's row.
-  __device__ void Begin(int p, const Spread& spread) {
-    const unsigned others = spread.lanes & (spread.lanes - 1);
+  // Starts to copy array p of a token's row.
+  __device__ void Begin(int p, const TokenRows& rows) {
+    const unsigned other_lanes = rows.lanes & (rows.lanes - 1);
     const int64_t bytes = args_.payloads[p].row_bytes, stage_bytes = args_.bulk.stage_bytes;
     std::byte* const out = args_.payloads[p].out;
-    const int64_t first = __shfl_sync(kAllLanes, spread.row, __ffs(spread.lanes) - 1);
-    for (int64_t offset = 0; offset < bytes && others != 0; offset += stage_bytes) {
+    const int64_t first = __shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1);
+    for (int64_t offset = 0; offset < bytes && other_lanes != 0; offset += stage_bytes) {
       const uint32_t size = static_cast<uint32_t>(min(stage_bytes, bytes - offset));
       const int stage = stages_.used % 2;
-      WaitForStoresRead();  // the last of them was from this stage
+      WaitForStoresRead();  // the previous stores were from this stage
       __syncwarp();
       if (lane_ == 0) BulkLoad(Staged(stage), out + first * bytes + offset, size, &stages_.barriers[stage]);
       End();
       ++stages_.used;
       size_ = size;
-      to_ = (others >> lane_ & 1) != 0 ? out + spread.row * bytes + offset : nullptr;
+      to_ = (other_lanes >> lane_ & 1) != 0 ? out + rows.row * bytes + offset : nullptr;
     }
   }
 
-  // Stores what has been loaded last.
+  // Stores the slice that was loaded last.
   __device__ void End() {
     if (size_ == 0) return;
     const int last = stages_.used - 1;
@@ -65,44 +66,44 @@ class BulkSpreader {
   const PushArgs& args_;
   Stages& stages_;
   int lane_;
-  uint32_t size_ = 0;  // of what has been loaded last and is yet to be stored
-  std::byte* to_;      // this lane's place for it
+  uint32_t size_ = 0;  // of the slice that was loaded last; 0 once it is stored
+  std::byte* to_;      // destination of that slice for this lane, or null
 };
 
-// All tokens of all ranks in their order, dealt out to the warps that have nothing to send or to clear any
-// more. `Scale` is the type of rows to be scaled, or void. In bulk only the warps spread that have stages.
+// Spreads the tokens of all ranks in order, ticket by ticket, by warps that have nothing left to send or to
+// clear. `Scale` is the type of rows to scale, or void. In bulk, only warps that have stages take part.
 template <bool kInBulk, typename Scale>
 __device__ void SpreadRows(const PushArgs& args, const Session& session, Stages& stages) {
   constexpr bool kScales = !std::is_void_v<Scale>;
-  constexpr int kMates = kInBulk || kScales ? 1 : kSpreadMates;
+  constexpr int kParts = kInBulk || kScales ? 1 : kSpreadWarps;
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp;
   if (kInBulk && !kScales && threadIdx.x / kWarp >= args.bulk.num_warps) return;
-  const Dealer dealer{&args.peers.own().spread};
+  const TicketCounter tickets{&args.peers.own().spread};
   BulkSpreader spreader(args, stages, lane);
-  int come = -1;  // the last wave that was waited for; later tickets never belong to an earlier one
-  unsigned asked = dealer.Take(lane);
+  int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
+  unsigned requested = tickets.Request(lane);
   while (true) {
-    const int ticket = Dealer::Show(asked);
-    const int i = ticket / kMates, t = i / shape.num_ranks;
+    const int ticket = TicketCounter::Broadcast(requested);
+    const int i = ticket / kParts, t = i / shape.num_ranks;
     if (t >= shape.num_tokens) break;
-    asked = dealer.Take(lane);  // the next one comes meanwhile
-    if (args.waves.Of(t) != come) {
+    requested = tickets.Request(lane);  // overlaps with the work on this one
+    if (args.waves.Of(t) != awaited_wave) {
       if (kInBulk) spreader.End();
-      come = args.waves.Of(t);
-      if (!session.AwaitWave(come)) break;
+      awaited_wave = args.waves.Of(t);
+      if (!session.AwaitWave(awaited_wave)) break;
       if (kInBulk) FenceBulk();
     }
     const int64_t global_token = int64_t{i % shape.num_ranks} * shape.num_tokens + t;
-    const Spread spread = FindSpread(args.handle.received_rows, shape, global_token, lane);
-    if (spread.lanes == 0) continue;
+    const TokenRows rows = FindTokenRows(args.handle.received_rows, shape, global_token, lane);
+    if (rows.lanes == 0) continue;
     for (int p = 0; p < args.num_payloads; ++p) {
       if constexpr (kScales) {
-        ScaleArray<Scale>(args, p, spread, lane);
+        ScaleArray<Scale>(args, p, rows, lane);
       } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
-        spreader.Begin(p, spread);
+        spreader.Begin(p, rows);
       } else {
-        CopyShared(args, p, spread, ticket % kMates, kMates, lane);
+        CopyShared(args, p, rows, ticket % kParts, kParts, lane);
       }
     }
   }

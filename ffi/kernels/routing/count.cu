@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block a chunk.
+// Counts one chunk per block.
 __global__ void CountKernel(Shape shape, TopkIds ids, int32_t* topk_idx, int32_t* sent_rows,
                             int32_t* chunk_counts) {
   extern __shared__ __align__(16) std::byte shared[];

@@ -1,4 +1,4 @@
-// Counts a rank's tokens, and finds each row's index among those of its bin.
+// Counts of a rank's tokens, and the index of each row among those of its bin.
 #pragma once
 
 #include "kernels/routing/topk.cuh"
@@ -6,7 +6,7 @@
 
 namespace jax_ep::cuda {
 
-// Consecutive tokens to be counted, and shared memory for it.
+// Consecutive tokens to count, and the shared memory for it.
 struct Chunk {
   int first;  // token
   int tokens;
@@ -19,35 +19,35 @@ struct Chunk {
   }
 };
 
-// How many of the first n numbers equal x. They start at a multiple of 16 bytes. One of `mates` that share
-// the numbers counts its part.
-__device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int mate, int mates) {
-  const uint32_t twice = static_cast<uint16_t>(x) * 0x10001u;
-  int bits = 0;  // 16 for each
-  for (int i = 8 * mate; i + 8 <= n; i += 8 * mates) {
+// Counts the numbers equal to x in this thread's part of the first n. `parts` threads share the numbers,
+// which start at a multiple of 16 bytes.
+__device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int part, int parts) {
+  const uint32_t pair = static_cast<uint16_t>(x) * 0x10001u;
+  int bits = 0;  // 16 for each match
+  for (int i = 8 * part; i + 8 <= n; i += 8 * parts) {
     const uint4 eight = *reinterpret_cast<const uint4*>(numbers + i);
-    bits += __popc(__vcmpeq2(eight.x, twice)) + __popc(__vcmpeq2(eight.y, twice)) +
-            __popc(__vcmpeq2(eight.z, twice)) + __popc(__vcmpeq2(eight.w, twice));
+    bits += __popc(__vcmpeq2(eight.x, pair)) + __popc(__vcmpeq2(eight.y, pair)) +
+            __popc(__vcmpeq2(eight.z, pair)) + __popc(__vcmpeq2(eight.w, pair));
   }
   int count = bits / 16;
-  for (int i = n / 8 * 8 + mate; i < n; i += mates) count += numbers[i] == x;
+  for (int i = n / 8 * 8 + part; i < n; i += parts) count += numbers[i] == x;
   return count;
 }
 
 // Counts a chunk. For its tokens [begin, end) it also writes the routed experts to topk_idx, and each row's
-// index within the chunk to sent_rows (-1: no row). The whole block. Atomics make totals
-// only; indices come from comparisons and ballots, so results repeat bit for bit.
+// index within the chunk to sent_rows (-1: no row). Called by the whole block. Atomics compute only totals.
+// Indices come from comparisons and ballots, so results are reproducible bit for bit.
 __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const Chunk& chunk, int begin,
                                   int end, int32_t* topk_idx, int32_t* sent_rows) {
   const int K = shape.top_k, num_choices = chunk.tokens * K;
   const int64_t offset = int64_t{chunk.first} * K;
-  const int wanted = (begin - chunk.first) * K, num_wanted = (end - begin) * K;
+  const int first_indexed = (begin - chunk.first) * K, num_indexed = (end - begin) * K;
   const bool by_rank = !shape.has_row_per_choice();
   StageExperts(ids, shape.num_experts, offset, num_choices, chunk.experts);
   __syncthreads();
   for (int i = threadIdx.x; i < num_choices; i += blockDim.x) {
     const int expert = chunk.experts[i], rank = expert < 0 ? -1 : shape.rank_of(expert);
-    if (i >= wanted && i < wanted + num_wanted) topk_idx[offset + i] = expert;
+    if (i >= first_indexed && i < first_indexed + num_indexed) topk_idx[offset + i] = expert;
     if (expert >= 0) atomicAdd(&chunk.counts[expert], 1);
     if (by_rank) {
       chunk.ranks[i] = static_cast<int16_t>(rank);
@@ -56,14 +56,19 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
     }
   }
   if (!by_rank) {
-    int mates = kWarp;  // threads for each of the wanted choices
-    while (mates > 1 && mates * num_wanted > static_cast<int>(blockDim.x)) mates /= 2;
-    for (int j = threadIdx.x; j < AlignUp(num_wanted * mates, kWarp); j += blockDim.x) {
-      const int i = wanted + j / mates;
-      const bool is_row = j < num_wanted * mates && chunk.experts[i] >= 0;
-      int index = is_row ? CountEqual(chunk.experts, i, chunk.experts[i], j % mates, mates) : 0;
-      for (int step = mates / 2; step > 0; step /= 2) index += __shfl_xor_sync(kAllLanes, index, step);
-      if (j < num_wanted * mates && j % mates == 0) sent_rows[offset + i] = is_row ? index : -1;
+    int threads_per_choice = kWarp;  // for each choice that gets an index
+    while (threads_per_choice > 1 && threads_per_choice * num_indexed > static_cast<int>(blockDim.x))
+      threads_per_choice /= 2;
+    for (int j = threadIdx.x; j < AlignUp(num_indexed * threads_per_choice, kWarp); j += blockDim.x) {
+      const int i = first_indexed + j / threads_per_choice;
+      const bool is_row = j < num_indexed * threads_per_choice && chunk.experts[i] >= 0;
+      int index =
+          is_row ? CountEqual(chunk.experts, i, chunk.experts[i], j % threads_per_choice, threads_per_choice)
+                 : 0;
+      for (int step = threads_per_choice / 2; step > 0; step /= 2)
+        index += __shfl_xor_sync(kAllLanes, index, step);
+      if (j < num_indexed * threads_per_choice && j % threads_per_choice == 0)
+        sent_rows[offset + i] = is_row ? index : -1;
     }
   }
   __syncthreads();
@@ -73,15 +78,15 @@ __device__ inline void CountChunk(const Shape& shape, const TopkIds& ids, const 
     int before = 0;
     for (int first = 0; first < chunk.tokens; first += kWarp) {
       const int t = first + lane;
-      bool here = false;
+      bool is_sent = false;
       const int16_t* const ranks = chunk.ranks + min(t, chunk.tokens - 1) * K;
 #pragma unroll 8
-      for (int k = 0; k < K; ++k) here |= ranks[k] == rank;
-      here &= t < chunk.tokens;
-      const unsigned lanes = __ballot_sync(kAllLanes, here);
+      for (int k = 0; k < K; ++k) is_sent |= ranks[k] == rank;
+      is_sent &= t < chunk.tokens;
+      const unsigned lanes = __ballot_sync(kAllLanes, is_sent);
       if (t >= begin - chunk.first && t < end - chunk.first) {
         sent_rows[int64_t{chunk.first + t} * shape.num_ranks + rank] =
-            here ? before + __popc(lanes & ((1u << lane) - 1)) : -1;
+            is_sent ? before + __popc(lanes & ((1u << lane) - 1)) : -1;
       }
       before += __popc(lanes);
     }

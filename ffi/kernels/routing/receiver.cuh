@@ -1,4 +1,4 @@
-// The receiver's numbers, from the counts of all ranks, and its results where a push fails.
+// A receiver's counts, computed from the counts of all ranks, and its results if a push fails.
 #pragma once
 
 #include "core/params.h"
@@ -6,10 +6,10 @@
 
 namespace jax_ep::cuda {
 
-// Writes the numbers of this rank as a receiver, except tokens_per_expert by rank. `totals` [E] are all
-// ranks' choices on each expert, and by expert `starts` [L + 1] the first rows of the blocks here.
-// rows_between(source, d) returns the rows that a source sends to rank d, before drops. One block;
-// synchronizes. Returns the rows that all ranks send here, before drops.
+// Writes this rank's counts as a receiver, except tokens_per_expert by rank. `totals` [E] are all ranks'
+// choices on each expert. By expert, `starts` [L + 1] are the first rows of the blocks at this rank.
+// rows_between(source, d) returns the rows that a source sends to rank d, before drops. Called by one block;
+// synchronizes. Returns the rows that all ranks send to this one, before drops.
 template <typename RowsBetween>
 __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* totals, const int32_t* starts,
                              RowsBetween&& rows_between) {
@@ -34,11 +34,11 @@ __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* 
     const int rows = totals[rank * L + i];
     if (handle.expert_counts != nullptr) handle.expert_counts[i] = rows;
     if (!shape.has_expert_blocks()) continue;
-    const int here = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.EndOf(i));
-    args.tokens_per_expert[i] = here;
+    const int kept_rows = RowsKept(starts[i], int64_t{starts[i]} + rows, shape.EndOf(i));
+    args.tokens_per_expert[i] = kept_rows;
     args.group_sizes[i] =
-        shape.has_fixed_blocks() ? here : RowsKept(starts[i], starts[i + 1], shape.capacity);
-    atomicAdd(&kept, here);
+        shape.has_fixed_blocks() ? kept_rows : RowsKept(starts[i], starts[i + 1], shape.capacity);
+    atomicAdd(&kept, kept_rows);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -49,7 +49,7 @@ __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* 
   return num_rows;
 }
 
-// Fills the rows of a push that failed, with NaN and -1. One block. `Args` has the payloads.
+// Fills the rows of a push that failed with NaN and -1. Called by one block. `Args` has the payloads.
 template <typename Args>
 JAX_EP_RARE void FillRows(const Args& args) {
   const int64_t C = args.shape.capacity;
@@ -58,9 +58,9 @@ JAX_EP_RARE void FillRows(const Args& args) {
   FillResult(args.arrived_weights, C * args.shape.weights_per_row() * sizeof(float));
 }
 
-// Fills the routing of a push that failed, with -1, and groups of no rows, so that a product that follows
-// does nothing. `maps`: the push writes received_rows. One block.
-JAX_EP_RARE void FillRouting(const PushOperands& args, bool maps) {
+// Fills the routing of a push that failed with -1, and group_sizes with 0, so that a product that follows
+// does nothing. `writes_received_rows`: the push writes received_rows. Called by one block.
+JAX_EP_RARE void FillRouting(const PushOperands& args, bool writes_received_rows) {
   const Shape& shape = args.shape;
   const int64_t R = shape.num_ranks, L = shape.num_local_experts(), C = shape.capacity, K = shape.top_k;
   const auto fill = [](int32_t* numbers, int64_t count) { FillResult(numbers, count * sizeof(int32_t)); };
@@ -68,7 +68,7 @@ JAX_EP_RARE void FillRouting(const PushOperands& args, bool maps) {
   fill(args.handle.sent_rows, int64_t{shape.num_tokens} * shape.rows_per_token());
   fill(args.handle.rank_prefix_matrix, R * R);
   fill(args.handle.expert_counts, L);
-  fill(maps ? args.handle.received_rows : nullptr, R * shape.num_tokens * K);
+  fill(writes_received_rows ? args.handle.received_rows : nullptr, R * shape.num_tokens * K);
   fill(args.arrived_idx, C * K);
   fill(args.tokens_per_expert, L);
   fill(args.num_tokens, 1);

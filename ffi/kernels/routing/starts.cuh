@@ -1,12 +1,13 @@
-// Where the blocks of experts start in a receive buffer.
+// Starts of the experts' blocks in a receive buffer.
 #pragma once
 
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 
-// By expert: computes where the blocks of a rank's experts start [L + 1]. `rows` are theirs. Starts end at
-// the capacity, because all rows behind it are dropped, and no sum overflows then. One warp.
+// Computes where the blocks of a rank's experts start [L + 1], by expert. `rows` are the experts' rows.
+// Starts are clamped to the capacity, so that no sum overflows. That is safe because all rows past the
+// capacity are dropped. Called by one warp.
 __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32_t* starts) {
   const int L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   const unsigned a = shape.alignment, capacity = shape.capacity;
@@ -18,7 +19,7 @@ __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32
 #pragma unroll 1
   for (int first = 0; first < L; first += kWarp) {
     const int i = first + lane;
-    // As Shape::BlockOf, in 32 bits: rows and alignment are below 2^31.
+    // Computes Shape::BlockOf in 32 bits: rows and alignment are below 2^31.
     const unsigned n = i < L ? rows[i] : 0;
     unsigned end = min(a == 1 ? n : (n + a - 1) / a * a, capacity);
     for (int step = 1; step < kWarp; step *= 2) {

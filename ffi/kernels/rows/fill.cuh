@@ -1,4 +1,4 @@
-// Bytes of this device's memory set to one value.
+// Fills of this device's memory with one byte value.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,8 @@
 
 namespace jax_ep::cuda {
 
-// Sets bytes, as number `thread` of so many threads: by vectors where they begin at one.
+// Sets this thread's share of the bytes to `value`, in 16-byte vectors if `data` is aligned to that. `thread`
+// is the index of this thread among `threads`.
 __device__ inline void FillBytes(std::byte* data, int64_t bytes, unsigned char value, int64_t thread,
                                  int64_t threads) {
   const uint32_t word = value * 0x01010101u;

@@ -1,4 +1,4 @@
-// Rows as FP8: as jax_ep/_quantize.py makes them, bit for bit.
+// Conversion of rows to FP8, bit for bit the same as in jax_ep/_quantize.py.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -7,24 +7,24 @@
 
 namespace jax_ep::cuda {
 
-// A lane's vectors, of 16 bytes each, of one block of a row of T, as FP8. Neighbouring lanes hold the block
-// together.
+// The FP8 values of a lane's 16-byte vectors, all of one block of a row of T. Neighboring lanes hold one
+// block.
 template <typename T, int kVectors = 1>
 struct Quantized {
-  static constexpr int kElements = 16 / sizeof(T);                     // of a vector
+  static constexpr int kElements = 16 / sizeof(T);                     // per vector
   static constexpr int kLanes = kFp8Block / kElements / kVectors;      // that hold a block
-  using Values = std::conditional_t<kElements == 8, uint2, uint32_t>;  // of a vector
+  using Values = std::conditional_t<kElements == 8, uint2, uint32_t>;  // per vector
   Values values[kVectors];
   float scale;
 };
 
-// The bits of the largest magnitude of a block, as float32. The bits of magnitudes are in their order, NaN
-// last. The whole warp.
+// Returns the bits of the largest magnitude of a block, as float32. Bit patterns of magnitudes are ordered
+// like the magnitudes, with NaN last. Called by the whole warp.
 template <typename T, int kVectors>
 __device__ inline uint32_t LargestMagnitude(const uint4 (&vectors)[kVectors]) {
   constexpr uint32_t kMagnitude = sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu;
   uint32_t largest = 0;
-  const auto take = [&](uint32_t word) {  // two at a time of 16 bits each
+  const auto take = [&](uint32_t word) {  // one 32-bit or two 16-bit magnitudes
     largest = sizeof(T) == 2 ? __vmaxu2(largest, word) : max(largest, word);
   };
 #pragma unroll
@@ -45,15 +45,16 @@ __device__ inline uint32_t LargestMagnitude(const uint4 (&vectors)[kVectors]) {
   }
 }
 
-// __frcp_rn of scales, which are never near the ends of float32's range, or of NaN: the same steps without
-// its branches, which would let one vector wait for another.
+// Returns __frcp_rn(scale) for a scale, which is NaN or far from both ends of float32's range. The steps are
+// the same, but without the branches, which would make one vector wait for another.
 __device__ inline float Reciprocal(float scale) {
   float guess;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(scale));
   return __fmaf_rn(guess, -__fmaf_rn(scale, guess, -1.0f), guess);
 }
 
-// Blocks that are not finite have NaN as scale and values. The whole warp; lanes past the row hold anything.
+// Converts a block to FP8. A block that is not finite gets NaN as scale and values. Called by the whole warp;
+// lanes past the end of the row may hold anything.
 template <typename T, int kVectors>
 __device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kVectors], bool rounded) {
   constexpr float kFloor = 1e-4f, kScale = 1.0f / 448;
@@ -68,13 +69,13 @@ __device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kV
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const Vector<T, kElements> row{vectors[v]};
-    const auto two = [&](int j) -> uint32_t {
+    const auto convert_pair = [&](int j) -> uint32_t {
       const float2 scaled = {__fmul_rn(row[j], factor), __fmul_rn(row[j + 1], factor)};
       return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
     };
     uint32_t words[kElements / 4];
 #pragma unroll
-    for (int i = 0; i < kElements; i += 4) words[i / 4] = two(i) | two(i + 2) << 16;
+    for (int i = 0; i < kElements; i += 4) words[i / 4] = convert_pair(i) | convert_pair(i + 2) << 16;
     memcpy(&out.values[v], words, sizeof(words));
   }
   out.scale = scale;

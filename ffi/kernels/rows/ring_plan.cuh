@@ -1,5 +1,5 @@
-// Whether an op's rows go through rings (ring.cuh), and how a block's warps and shared memory are divided
-// then.
+// The decision whether an op's rows go through rings (ring.cuh), and the division of a block's warps and
+// shared memory among them.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +11,30 @@
 namespace jax_ep::cuda {
 
 constexpr int kMaxSlots = 32;      // of a ring
-constexpr int kLeastSlots = 4;     // with fewer, too little would be under way
+constexpr int kMinSlots = 4;       // with fewer, too few bytes would be in flight
 constexpr int kMaxTeams = 4;       // of a block
-constexpr int kMaxSummers = 7;     // warps of a team that sum
+constexpr int kMaxSummers = 7;     // warps of a team that process rows
 constexpr int kMaxTeamWarps = 16;  // of all teams of a block
-constexpr int kRingVectors = 4;    // 16-byte vectors of a row that a thread sums
+constexpr int kRingVectors = 4;    // 16-byte vectors of a row per thread
 
-// How a block is divided, and how much of a row is in a slot.
+// The division of a block into teams, and the size of a slot.
 struct RingPlan {
   int32_t teams;       // 0: no rings
-  int32_t summers;     // warps of a team that sum
+  int32_t summers;     // warps of a team that process rows
   int32_t slots;       // of a team
   int32_t slot_bytes;  // a multiple of 128
 
   JAX_EP_HD int threads() const { return teams * (summers + 1) * kWarp; }
   JAX_EP_HD int64_t bytes() const { return int64_t{teams} * slots * slot_bytes; }
-  // 16-byte vectors of a row that are loaded at a time.
+  // Returns the number of 16-byte vectors of a row that fit in a slot.
   JAX_EP_HD int vectors() const { return summers * kRingVectors * kWarp; }
 };
 
-// The rows of an op's arrays, in bytes.
+// The sizes of the rows of an op's arrays, in bytes.
 struct RowBytes {
   int count = 0;
   int64_t sum = 0, shortest = 0, longest = 0;
-  bool in_bulk = true;  // whether all of them can be copied so
+  bool in_bulk = true;  // bulk copies can take all of them
 
   void Add(int64_t bytes) {
     shortest = count++ == 0 ? bytes : std::min(shortest, bytes);
@@ -44,9 +44,10 @@ struct RowBytes {
   }
 };
 
-// Rings for the longest rows, in `room` bytes of shared memory: as many slots as there is room for. Long rows
-// are taken in parts of about the same size. Ranks may differ in whether they use rings.
-inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t room, const Device& device) {
+// Plans rings for the longest rows in `shared_bytes` of shared memory, with as many slots as fit. Long rows
+// are split into parts of about equal size. Some ranks may use rings while others do not.
+inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes,
+                          const Device& device) {
   constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
   const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest));
   if (!suits || !rows.in_bulk || rows.longest == 0 || !device.copies_in_bulk) return {};
@@ -56,9 +57,9 @@ inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t room
   plan.summers = static_cast<int32_t>(ceiling(ceiling(rows.longest, parts), kSummerBytes));
   plan.teams = std::min(kMaxTeams, kMaxTeamWarps / (plan.summers + 1));
   plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(rows.longest, plan.summers * kSummerBytes), 128));
-  const int64_t slots = room / (int64_t{plan.teams} * plan.slot_bytes);
+  const int64_t slots = shared_bytes / (int64_t{plan.teams} * plan.slot_bytes);
   plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
-  return plan.slots < kLeastSlots ? RingPlan{} : plan;
+  return plan.slots < kMinSlots ? RingPlan{} : plan;
 }
 
 }  // namespace jax_ep::cuda

@@ -1,16 +1,16 @@
-// A row times several weights, and its dot products with the rows that lie where the results go.
+// Products of a row with several weights, and its dot products with rows of factors.
 #pragma once
 
 #include "kernels/rows/vector.cuh"
 
 namespace jax_ep::cuda {
 
-constexpr int kScaledRows = 3;       // rows, and
-constexpr int kColumnsInFlight = 4;  // columns of each, whose loads are in flight at a time
+constexpr int kScaledRows = 3;       // output rows, and ...
+constexpr int kColumnsInFlight = 4;  // ... columns of each, whose loads are in flight at a time
 
-// Row rows[r] of `out` becomes weights[r] times the source, and dots[r], on all lanes, the sum of the
-// source's elements times those of row rows[r] of the factors. None where rows[r] is negative. The source may
-// be one of these rows: each of its columns is read before it is written. Called by a warp.
+// Sets row rows[r] of `out` to weights[r] times the source, and dots[r], on all lanes, to the dot product of
+// the source and row rows[r] of the factors. Skips r if rows[r] is negative. The source may be one of the
+// output rows, because each column is read before it is written. Called by a warp.
 template <typename T, int N>
 __device__ void ScaleRow(const T* source, int width, const int (&rows)[kScaledRows],
                          const typename Sum<T>::Acc (&weights)[kScaledRows], const T* factors, T* out,

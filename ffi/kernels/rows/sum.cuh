@@ -1,4 +1,4 @@
-// Sums of rows, a slice of their columns at a time, by warps.
+// Sums of rows by warps, one slice of columns at a time.
 #pragma once
 
 #include "kernels/rows/vector.cuh"
@@ -6,23 +6,24 @@
 namespace jax_ep::cuda {
 
 constexpr int kSumRows = 4;     // rows whose loads are in flight at a time
-constexpr int kSumVectors = 2;  // 16-byte loads a row and thread
-// The same of sums that mostly have few rows: as many loads are in flight with two.
+constexpr int kSumVectors = 2;  // 16-byte loads per row and thread
+// Values for sums that mostly have few rows: two rows keep as many loads in flight.
 constexpr int kFewRows = 2;
 constexpr int kFewRowsVectors = 4;
 
 template <int N, int kVectors = kSumVectors>
 constexpr int kSlice = kWarp * kVectors * N;  // columns
 
-// The rows of one sum, in the order of the lanes that hold their addresses and factors.
+// The rows of one sum. Each lane in `lanes` holds the address and the factor of one row; rows are added in
+// the order of the lanes.
 template <typename T>
-struct Terms {
+struct SumInputs {
   const T* row;
   float factor;
   unsigned lanes;
 };
 
-// Rows as they are.
+// A shift that returns the element unchanged.
 struct NoShift {
   template <typename Acc>
   __device__ Acc operator()(int, int, Acc value) const {
@@ -30,20 +31,20 @@ struct NoShift {
   }
 };
 
-// Sums the part of the rows that begins at column `first`, one slice, kRows rows at a time. shift(lane,
-// column, value) is what stands for an element of the row of that lane.
+// Sums the slice of the rows that begins at column `first`, kRows rows at a time. shift(lane, column, value)
+// returns the value to use for an element of that lane's row.
 template <typename T, int N, int kRows = kSumRows, int kVectors = kSumVectors, typename Shift = NoShift>
-__device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
+__device__ void SumSlice(const SumInputs<T>& inputs, int first, int width, int lane,
                          typename Sum<T>::Acc (&total)[kVectors][N], Shift shift = {}) {
   using Acc = typename Sum<T>::Acc;
-  for (unsigned left = terms.lanes; left != 0;) {
+  for (unsigned remaining = inputs.lanes; remaining != 0;) {
     Vector<T, N> vectors[kRows][kVectors];
-    unsigned next = left;
+    unsigned next = remaining;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const bool more = next != 0;
       const T* row = reinterpret_cast<const T*>(__shfl_sync(
-          kAllLanes, reinterpret_cast<unsigned long long>(terms.row), more ? __ffs(next) - 1 : 0));
+          kAllLanes, reinterpret_cast<unsigned long long>(inputs.row), more ? __ffs(next) - 1 : 0));
       next &= next - 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -53,10 +54,10 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (left == 0) break;
-      const int from = __ffs(left) - 1;
-      const Acc factor = __shfl_sync(kAllLanes, terms.factor, from);
-      left &= left - 1;
+      if (remaining == 0) break;
+      const int from = __ffs(remaining) - 1;
+      const Acc factor = __shfl_sync(kAllLanes, inputs.factor, from);
+      remaining &= remaining - 1;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -70,7 +71,7 @@ __device__ void SumSlice(const Terms<T>& terms, int first, int width, int lane,
   }
 }
 
-// Adds row t of each bias, of the columns of a slice.
+// Adds a slice of row t of each bias.
 template <typename T, int N, int kVectors = kSumVectors>
 __device__ void AddBiases(const Bias* biases, int num_biases, int t, int first, int width, int lane,
                           typename Sum<T>::Acc (&total)[kVectors][N]) {
@@ -85,6 +86,7 @@ __device__ void AddBiases(const Bias* biases, int num_biases, int t, int first, 
   }
 }
 
+// Rounds a slice of a sum and stores it.
 template <typename T, int N, int kVectors = kSumVectors>
 __device__ void StoreSlice(T* row, int first, int width, int lane,
                            const typename Sum<T>::Acc (&total)[kVectors][N]) {
@@ -95,8 +97,8 @@ __device__ void StoreSlice(T* row, int first, int width, int lane,
   }
 }
 
-// Calls f with an integral constant: the elements of T in 16 bytes, or one where rows are no multiple of
-// that.
+// Calls f with an integral constant: the number of elements of T in 16 bytes, or 1 if rows are not a multiple
+// of that.
 template <typename T, typename F>
 __device__ void WithVector(int64_t width, F&& f) {
   constexpr int kFull = 16 / sizeof(T);

@@ -1,4 +1,4 @@
-// Loads, sums and stores of rows of any summable type, in float32 (float64 rows in float64).
+// Loads and stores of rows of any summable type. Arithmetic is in float32 (float64 for float64 rows).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace jax_ep::cuda {
 
-// Calls f with a null pointer of the type behind a Float.
+// Calls f with a null pointer to the type that a Float names.
 template <typename F>
 auto WithType(Float type, F&& f) {
   switch (type) {
@@ -48,7 +48,7 @@ __device__ inline T Narrow(Acc v) {
   }
 }
 
-// One element of an array whose type is known at run time only.
+// Returns an element of an array whose type is known only at run time.
 template <typename Acc>
 __device__ inline Acc LoadAs(Float type, const void* data, int64_t i) {
   switch (type) {
@@ -80,39 +80,40 @@ __device__ inline void StoreAs(Float type, void* data, int64_t i, Acc value) {
   }
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 __device__ inline float MultiplyAdd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ inline double MultiplyAdd(double a, double b, double c) { return __fma_rn(a, b, c); }
 
-// N elements of T, as many as fit 16 bytes (or one, where rows are not aligned to that). They stay as they
-// were loaded until each is asked for: taken apart at once, every load would be waited for before the next.
+// N elements of T: as many as fit in 16 bytes, or one if rows are not aligned to that. The bits are unpacked
+// element by element on use. If they were unpacked right after the load, every load would have to complete
+// before the next one is issued.
 template <typename T, int N>
 struct Vector {
   using Bits = std::conditional_t<N * sizeof(T) == 16, uint4, T>;
   static_assert(sizeof(Bits) == N * sizeof(T));
   Bits bits;
 
-  // Through the second-level cache of the memory's owner: a peer may have written the row.
-  __device__ static Vector Load(const T* address, bool wanted = true) {
+  // Loads through the L2 cache of the memory's owner, because a peer may have written the row.
+  __device__ static Vector Load(const T* address, bool enabled = true) {
     if constexpr (N * sizeof(T) == 16) {
-      return {LoadRow(reinterpret_cast<const uint4*>(address), wanted)};
+      return {LoadRow(reinterpret_cast<const uint4*>(address), enabled)};
     } else {
-      return {wanted ? __ldcg(address) : T{}};
+      return {enabled ? __ldcg(address) : T{}};
     }
   }
 
   __device__ auto operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-      // The upper half of a float32: one instruction each.
-      const uint32_t two = reinterpret_cast<const uint32_t*>(&bits)[i / 2];
-      return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000u);
+      // A bfloat16 is the upper half of a float32, so this takes one instruction.
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(&bits)[i / 2];
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
     }
     T value;
     memcpy(&value, reinterpret_cast<const char*>(&bits) + i * sizeof(T), sizeof(T));
     return Widen(value);
   }
 
-  // Rounds numbers and stores them.
+  // Rounds the numbers and stores them.
   template <typename Acc>
   __device__ static void Store(T* address, const Acc (&numbers)[N]) {
     T values[N];

@@ -1,4 +1,4 @@
-// The arguments of the kernels for few tokens, and how their warps share work.
+// The arguments of the kernels for few tokens, and the division of work among their warps.
 #pragma once
 
 #include "kernels/protocol/mail_session.cuh"
@@ -8,7 +8,7 @@ namespace jax_ep::cuda {
 constexpr int kSmallThreads = 512;
 constexpr int kSmallWarps = kSmallThreads / kWarp;
 
-// The pieces of some work that a warp takes: those from `index` on, every `count`-th.
+// The items of some work that a warp takes: every `count`-th, from `index` on.
 struct WarpShare {
   int index;
   int count;
@@ -20,16 +20,16 @@ __device__ inline WarpShare WarpsOf(int first, int last) {
           (last - first) * kSmallWarps};
 }
 
-// How an op of few tokens is shared among blocks and warps. The blocks of a dispatch, in this order: those
-// that send, those that receive, and those that publish this rank's choices and write the handle, counts and
-// zeros (metadata). An SM's loads wait behind its stores to peers, so no block does both. In a combine all
-// blocks are senders, whose warps share the tasks.
+// The division of an op for few tokens among blocks and warps. A dispatch has, in this order, blocks that
+// send, blocks that receive, and metadata blocks, which publish this rank's choices and write the handle, the
+// counts and zeros. No block both sends and receives, because an SM's loads wait behind its stores to peers.
+// In a combine all blocks are senders, and their warps share all work.
 struct SmallPlan {
   Peers peers;
   Slots slots;
   int32_t num_senders;
   int32_t num_receivers;
-  int32_t team_warps;  // that share a row
+  int32_t team_warps;  // warps that share a row
 
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
   __device__ bool writes_metadata() const { return static_cast<int>(blockIdx.x) >= first_metadata_block(); }
@@ -39,11 +39,12 @@ struct SmallPlan {
   }
 };
 
-// The arguments of the kernels, by value in their parameters.
+// The kernels' arguments, passed by value as their parameters.
 struct SmallPushArgs : PushOperands, SmallPlan {
   Payload payloads[kMaxPayloads];
   int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
-  int32_t shares[kMaxPayloads];   // of each payload's row that one warp of a team copies, in vectors or bytes
+  int32_t
+      shares[kMaxPayloads];  // part of each payload's row that one warp of a team copies, in vectors or bytes
 
   __device__ MailSession session() const { return {peers, Op::kDispatch, attendance, slots}; }
 };
@@ -56,25 +57,25 @@ struct SmallPullArgs : PullOperands, SmallPlan {
 
 // A few warps of a block that share a row.
 struct RowTeam {
-  int index;  // of the teams of blocks [first, last)
-  int count;  // of these
-  int warp;   // this one's number in the team
+  int index;  // among the teams of blocks [first, last)
+  int count;  // number of these teams
+  int warp;   // index of this warp in the team
   int warps;
   int lane;
   int barrier;
 
-  // The whole team.
+  // Synchronizes the team.
   __device__ void Sync() const {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps * kWarp) : "memory");
   }
 };
 
-// Of the first `of_block` warps of blocks [first, last). Team by team over all blocks, so that few rows are
-// spread over all of them.
-__device__ inline RowTeam TeamOf(int first, int last, int warps, int of_block = kSmallWarps) {
+// Returns the team of this warp, if the first `warps_per_block` warps of blocks [first, last) form teams of
+// `warps` warps. Team indices go over all blocks first, so that a few rows are spread over all blocks.
+__device__ inline RowTeam TeamOf(int first, int last, int warps, int warps_per_block = kSmallWarps) {
   const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
   return {static_cast<int>(blockIdx.x) - first + team * blocks,
-          of_block / warps * blocks,
+          warps_per_block / warps * blocks,
           warp % warps,
           warps,
           static_cast<int>(threadIdx.x) % kWarp,

@@ -1,62 +1,64 @@
-// A combine of few tokens, through the arena: each rank sums the rows that it holds of a token, and writes
-// the sum to the slot that the token's rank has for it, which adds up what arrives.
+// Combine of few tokens, through the arena. Each rank sums the rows that it holds of a token, and writes the
+// sum to its slot at the token's rank. That rank adds up the sums that arrive.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
-#include "kernels/routing/place.cuh"
+#include "kernels/routing/destination.cuh"
 #include "kernels/rows/sum.cuh"
 #include "kernels/small/plan.h"
 
 namespace jax_ep::cuda {
 namespace {
 
-// Of a block, that begin with sums to be sent; the others add up what arrives. Sums take longer.
+// Warps of a block that start with sums to send. The others start with sums that arrive. There are fewer of
+// these, because sums to send take longer.
 constexpr int kSummingWarps = 12;
 
-// What the sum in a slot is yet to be multiplied by: a rank's only row of a token travels as it is, so that
-// its product is not rounded.
-__device__ float& FactorIn(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
+// Returns the factor that the sum in a slot still has to be multiplied by. If a rank has only one row of a
+// token, it sends the row without its weight, so that the product is not rounded.
+__device__ float& SlotFactor(std::byte* slot) { return *reinterpret_cast<float*>(slot); }
 
 template <typename T>
-__device__ bool IsOneRow(const Terms<T>& terms) {
-  return (terms.lanes & (terms.lanes - 1)) == 0;
+__device__ bool IsOneRow(const SumInputs<T>& inputs) {
+  return (inputs.lanes & (inputs.lanes - 1)) == 0;
 }
 
 template <typename T>
-__device__ Terms<T> AsTheyTravel(Terms<T> terms) {
-  if (IsOneRow(terms)) terms.factor = 1.0f;
-  return terms;
+__device__ SumInputs<T> WithoutWeightIfSingle(SumInputs<T> inputs) {
+  if (IsOneRow(inputs)) inputs.factor = 1.0f;
+  return inputs;
 }
 
 template <typename T>
-__device__ T* RowIn(std::byte* slot) {
+__device__ T* SlotRow(std::byte* slot) {
   return reinterpret_cast<T*>(slot + kSlotHeadBytes);
 }
 
-// The rows here of the token that slot `index` of rank `source` stands for: by expert of its choices, in the
-// lanes; by rank the index-th row that has come from there. These lie together (see CombineFitsArena).
+// Returns the rows at this rank of the token that slot `index` of rank `source` stands for. By expert these
+// are the rows of the token's choices, one per lane. By rank it is the index-th row that arrived from that
+// rank, whose rows are contiguous (see CombineFitsArena).
 template <typename T>
-__device__ Terms<T> FindRowsHere(const SmallPullArgs& args, int source, int index, int lane) {
+__device__ SumInputs<T> FindLocalRows(const SmallPullArgs& args, int source, int index, int lane) {
   const Shape& shape = args.shape;
   int row = -1;
   if (shape.has_row_per_choice()) {
     const int64_t token = int64_t{source} * shape.num_tokens + index;
     if (lane < shape.top_k) row = args.handle.received_rows[token * shape.top_k + lane];
   } else if (lane == 0) {
-    const int32_t* const to_here = args.handle.rank_prefix_matrix + args.peers.rank;
-    row = (source == 0 ? 0 : to_here[(source - 1) * shape.num_ranks]) + index;
-    if (row >= to_here[source * shape.num_ranks]) row = -1;
+    const int32_t* const to_this_rank = args.handle.rank_prefix_matrix + args.peers.rank;
+    row = (source == 0 ? 0 : to_this_rank[(source - 1) * shape.num_ranks]) + index;
+    if (row >= to_this_rank[source * shape.num_ranks]) row = -1;
   }
   if (!IsRow(row, shape.capacity)) row = -1;
-  Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
+  SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
   if (row >= 0) {
-    terms.row = static_cast<const T*>(args.summand.rows) + row * args.summand.num_elements;
-    if (args.row_weights != nullptr) terms.factor = args.row_weights[row];
+    inputs.row = static_cast<const T*>(args.summand.rows) + row * args.summand.num_elements;
+    if (args.row_weights != nullptr) inputs.factor = args.row_weights[row];
   }
-  return terms;
+  return inputs;
 }
 
-// The slot that a team fills in its n-th turn: of which rank, and which one. Ranks behind this one come
-// first, so that the ranks do not all write to the same one.
+// The slot that a team fills next: its rank, and its index there. Each rank starts with the rank after it, so
+// that the ranks do not all write to the same one.
 struct SlotTarget {
   int rank;
   int index;
@@ -67,49 +69,51 @@ __device__ SlotTarget TargetOf(const SmallPullArgs& args, int i) {
   return {behind < R ? behind : behind - R, i / R};
 }
 
-// What a warp of a team begins with, which it finds out before the op is open: the rows of the team's first
-// slot, and the sum of the first columns of its own.
+// The work of a team's warp that does not depend on the op being open: the rows of the team's first slot, and
+// the sum of this warp's first columns.
 template <typename T, int N>
-struct EarlySum {
-  Terms<T> terms;
+struct FirstSum {
+  SumInputs<T> inputs;
   typename Sum<T>::Acc total[kSumVectors][N];
 };
 
 template <typename T, int N>
-__device__ EarlySum<T, N> SumEarly(const SmallPullArgs& args, const RowTeam& team) {
-  EarlySum<T, N> early{};
-  if (team.index >= args.shape.num_ranks * args.shape.num_tokens) return early;
+__device__ FirstSum<T, N> ComputeFirstSum(const SmallPullArgs& args, const RowTeam& team) {
+  FirstSum<T, N> first_sum{};
+  if (team.index >= args.shape.num_ranks * args.shape.num_tokens) return first_sum;
   const SlotTarget target = TargetOf(args, team.index);
-  early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
+  first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, team.lane);
   const int width = static_cast<int>(args.summand.num_elements);
-  SumSlice<T, N>(AsTheyTravel(early.terms), team.warp * kSlice<N>, width, team.lane, early.total);
-  return early;
+  SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), team.warp * kSlice<N>, width, team.lane,
+                 first_sum.total);
+  return first_sum;
 }
 
-// Sums what this rank holds of each token, and sends the sums. Team by team of the summing warps.
+// Sums this rank's rows of each token, and sends the sums. Called by the summing warps, which share the
+// tokens team by team.
 template <typename T, int N>
 __device__ void SendSums(const SmallPullArgs& args, const MailSession& session, const RowTeam& team,
-                         EarlySum<T, N> early) {
+                         FirstSum<T, N> first_sum) {
   const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
   bool is_summed = true;
 #pragma unroll 1
   for (int i = team.index; i < tokens; i += team.count, is_summed = false) {
     const SlotTarget target = TargetOf(args, i);
-    if (!is_summed) early.terms = FindRowsHere<T>(args, target.rank, target.index, team.lane);
-    if (early.terms.lanes == 0 || (session.writable() >> target.rank & 1) == 0) continue;
+    if (!is_summed) first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, team.lane);
+    if (first_sum.inputs.lanes == 0 || (session.writable() >> target.rank & 1) == 0) continue;
     std::byte* const slot = session.half().slot(target.rank, me, target.index);
-    if (team.warp == 0 && team.lane == __ffs(early.terms.lanes) - 1) {
-      FactorIn(slot) = IsOneRow(early.terms) ? early.terms.factor : 1.0f;
+    if (team.warp == 0 && team.lane == __ffs(first_sum.inputs.lanes) - 1) {
+      SlotFactor(slot) = IsOneRow(first_sum.inputs) ? first_sum.inputs.factor : 1.0f;
     }
 #pragma unroll 1
     for (int first = team.warp * kSlice<N>; first < width; first += team.warps * kSlice<N>) {
       if (!is_summed) {
-        memset(early.total, 0, sizeof(early.total));
-        SumSlice<T, N>(AsTheyTravel(early.terms), first, width, team.lane, early.total);
+        memset(first_sum.total, 0, sizeof(first_sum.total));
+        SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), first, width, team.lane, first_sum.total);
       }
       is_summed = false;
-      StoreSlice<T, N>(RowIn<T>(slot), first, width, team.lane, early.total);
+      StoreSlice<T, N>(SlotRow<T>(slot), first, width, team.lane, first_sum.total);
     }
     team.Sync();
     if (team.warp == 0 && team.lane == 0) {
@@ -118,32 +122,32 @@ __device__ void SendSums(const SmallPullArgs& args, const MailSession& session, 
   }
 }
 
-// Where a sum of token t comes from: lane r says whether rank r sends one, if it takes part, and to which
-// slot here.
+// The source of a sum of a token. Lane r holds whether rank r sends one, provided that it takes part, and the
+// index of the slot at this rank.
 struct Sender {
   bool sends;
   int index;
 
-  __device__ Sender IfIn(uint32_t ranks, int lane) const {
+  __device__ Sender Among(uint32_t ranks, int lane) const {
     return {sends && (ranks >> lane & 1) != 0, index};
   }
 };
 
 __device__ Sender FindSender(const SmallPullArgs& args, int t, int lane) {
   const Shape& shape = args.shape;
-  const Place place = FindPlace(shape, args.handle, t, lane);
+  const Destination destination = FindDestination(shape, args.handle, t, lane);
   if (shape.has_row_per_choice()) {
-    const unsigned all = __reduce_or_sync(kAllLanes, place.row < 0 ? 0 : 1u << place.rank);
-    return {(all >> lane & 1) != 0, t};
+    const unsigned ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : 1u << destination.rank);
+    return {(ranks >> lane & 1) != 0, t};
   }
-  int index = place.row;
+  int index = destination.row;
   if (index >= 0 && args.peers.rank > 0) {
     index -= args.handle.rank_prefix_matrix[(args.peers.rank - 1) * shape.num_ranks + lane];
   }
-  return {place.row >= 0 && index >= 0 && index < shape.num_tokens, index};
+  return {destination.row >= 0 && index >= 0 && index < shape.num_tokens, index};
 }
 
-// Waits for the sums of token t. One warp; bit r: rank r was missed.
+// Waits for the sums of a token. Called by one warp. Returns bit r if rank r was missed.
 __device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& session, const Sender& sender,
                               int lane) {
   if (!sender.sends) return 0;
@@ -151,66 +155,67 @@ __device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& sess
   return session.AwaitWord(arrived) ? 0 : 1u << lane;
 }
 
-// A slice of a token that a warp adds up. The block's i-th is the i-th of every gridDim-th slice of all.
-struct Piece {
+// A slice of a token's result. Slices are dealt to the blocks round-robin; `i` counts those of one block.
+struct OutputSlice {
   int t;
   int first;  // column
   Sender sender;
 };
 
 template <int N>
-__device__ Piece FindPiece(const SmallPullArgs& args, int i, int lane) {
+__device__ OutputSlice FindOutputSlice(const SmallPullArgs& args, int i, int lane) {
   const int width = static_cast<int>(args.summand.num_elements),
             slices = max((width + kSlice<N> - 1) / kSlice<N>, 1);
-  const int all = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = all / slices;
+  const int index = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = index / slices;
   if (t >= args.shape.num_tokens) return {t, 0, {false, 0}};
-  return {t, all % slices * kSlice<N>, FindSender(args, t, lane)};
+  return {t, index % slices * kSlice<N>, FindSender(args, t, lane)};
 }
 
-// Adds up what arrives, in the order of the ranks: `piece`, and then those that a warp gets tickets for.
-// Returns the ranks that this thread has missed.
+// Adds up the sums that arrive, in the order of the ranks: first for `slice`, then for slices that the warp
+// takes tickets for. Returns the ranks that this thread has missed.
 template <typename T, int N>
-__device__ uint32_t AddUp(const SmallPullArgs& args, const MailSession& session, const Dealer& dealer,
-                          Piece piece) {
+__device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession& session,
+                                   const TicketCounter& tickets, OutputSlice slice) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
 #pragma unroll 1
-  for (; piece.t < args.shape.num_tokens; piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane)) {
-    const Sender sender = piece.sender.IfIn(session.ranks(), lane);
+  for (; slice.t < args.shape.num_tokens;
+       slice = FindOutputSlice<N>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane)) {
+    const Sender sender = slice.sender.Among(session.ranks(), lane);
     const uint32_t missing = AwaitSums(args, session, sender, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
-    __syncwarp();  // what each lane has acquired is there for all
-    Terms<T> terms{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
+    __syncwarp();  // makes what each lane has acquired visible to all
+    SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, sender.sends)};
     if (sender.sends) {
       std::byte* const slot = session.half().slot(args.peers.rank, lane, sender.index);
-      terms = {RowIn<T>(slot), __ldcg(&FactorIn(slot)), terms.lanes};
+      inputs = {SlotRow<T>(slot), __ldcg(&SlotFactor(slot)), inputs.lanes};
     }
     typename Sum<T>::Acc total[kSumVectors][N] = {};
-    SumSlice<T, N>(terms, piece.first, width, lane, total);
-    AddBiases<T, N>(args.biases, args.num_biases, piece.t, piece.first, width, lane, total);
-    StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{piece.t} * width, piece.first, width, lane,
+    SumSlice<T, N>(inputs, slice.first, width, lane, total);
+    AddBiases<T, N>(args.biases, args.num_biases, slice.t, slice.first, width, lane, total);
+    StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{slice.t} * width, slice.first, width, lane,
                      total);
   }
   return 0;
 }
 
-// Waits for all sums of `ranks`. The whole block; bit r: rank r was missed.
+// Waits for all sums from `ranks`. Called by the whole block. Returns bit r if rank r was missed.
 JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession session, uint32_t ranks) {
   const int lane = threadIdx.x % kWarp;
   uint32_t missing = 0;
   for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kSmallWarps) {
-    missing |= AwaitSums(args, session, FindSender(args, t, lane).IfIn(ranks, lane), lane);
+    missing |= AwaitSums(args, session, FindSender(args, t, lane).Among(ranks, lane), lane);
     __syncwarp();
   }
   return missing;
 }
 
-// The summing warps of a block begin with what this rank sends, the others with what it receives; in the end
-// all do the latter. N elements of T are loaded at a time.
+// The summing warps of a block start with the sums that this rank sends, the other warps with those that it
+// receives. At the end all warps do the latter. N elements of T are loaded at a time.
 template <typename T, int N>
 __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
   __shared__ unsigned next;
-  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailOpening opening(args.peers, args.position_operand, args.attendance);
   const MailSession session = args.session();
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -220,30 +225,31 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   };
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
-  EarlySum<T, N> early{};
-  Piece piece{};
+  FirstSum<T, N> first_sum{};
+  OutputSlice slice{};
   if (warp < kSummingWarps) {
-    early = SumEarly<T, N>(args, team);
+    first_sum = ComputeFirstSum<T, N>(args, team);
   } else {
-    piece = FindPiece<N>(args, warp - kSummingWarps, lane);
+    slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   }
   if (threadIdx.x == 0) next = kSmallWarps - kSummingWarps;
   if (!session.Open(opening)) return session.Close(fill);
   if (session.is_leader()) session.PublishCall();
-  const Dealer dealer{&next};
+  const TicketCounter tickets{&next};
   if (warp < kSummingWarps) {
-    SendSums<T, N>(args, session, team, early);
-    piece = FindPiece<N>(args, Dealer::Show(dealer.Take(lane)), lane);
+    SendSums<T, N>(args, session, team, first_sum);
+    slice = FindOutputSlice<N>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane);
   }
   uint32_t missing = 0;
   if (args.attendance.masks) {
     session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, ranks); });
   } else if (session.is_leader() && warp == kSmallWarps - 1) {
-    // Also of ranks that send no row: half of the arena may be written again once all ranks have come.
+    // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
+    // have arrived.
     missing = session.AwaitCall(lane, log);
     __syncwarp();
   }
-  if (!session.has_failed()) missing |= AddUp<T, N>(args, session, dealer, piece);
+  if (!session.has_failed()) missing |= AddArrivedSums<T, N>(args, session, tickets, slice);
   (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   if (session.is_leader()) session.WriteActive();
   session.Close(fill);
@@ -252,18 +258,18 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
 // Calls f with the kernel for rows of `width` elements.
 template <typename F>
 cudaError_t WithKernel(Float type, int64_t width, F&& f) {
-  const auto of = [&](auto* null) {
+  const auto with_type = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
     return width % kFull == 0 ? f(SmallPullKernel<T, kFull>) : f(SmallPullKernel<T, 1>);
   };
   switch (type) {
     case Float::kF16:
-      return of(static_cast<__half*>(nullptr));
+      return with_type(static_cast<__half*>(nullptr));
     case Float::kBF16:
-      return of(static_cast<__nv_bfloat16*>(nullptr));
+      return with_type(static_cast<__nv_bfloat16*>(nullptr));
     default:
-      return of(static_cast<float*>(nullptr));
+      return with_type(static_cast<float*>(nullptr));
   }
 }
 
@@ -277,7 +283,7 @@ cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const 
   args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::min(tokens, MostBlocks(device));
+  args.num_senders = std::min(tokens, MaxBlocks(device));
   args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
   return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
     return Launch(kernel, args.num_senders, kSmallThreads, 0, stream, true, args);

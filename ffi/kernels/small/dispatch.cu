@@ -1,4 +1,4 @@
-// A dispatch of few tokens, through the arena.
+// Dispatch of few tokens, through the arena.
 #include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/small/plan.h"
@@ -9,25 +9,26 @@ namespace {
 
 constexpr int kMetadataBlocks = 4;
 
-// Waits for all that `ranks` send here. The whole block; bit r: rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const Routes routes,
+// Waits for everything that `ranks` send to this rank. Called by the whole block. Returns bit r if rank r was
+// missed.
+JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const RoutingTable table,
                               uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t two) {
-    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, two >>= 16)
-      routes.experts[rank * routes.stride + i] = static_cast<int16_t>(two & 0xffff);
+  uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
+    for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, pair >>= 16)
+      table.experts[rank * table.stride + i] = static_cast<int16_t>(pair & 0xffff);
   }));
 #pragma unroll 1
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSmallThreads) {
     const int source = t / shape.num_tokens;
-    bool comes = false;
+    bool is_expected = false;
 #pragma unroll 1
     for (int k = 0; k < K; ++k) {
-      const int expert = routes.expert(shape, source, t % shape.num_tokens, k);
-      comes |= expert >= 0 && shape.rank_of(expert) == me;
+      const int expert = table.expert(shape, source, t % shape.num_tokens, k);
+      is_expected |= expert >= 0 && shape.rank_of(expert) == me;
     }
-    if (!comes || ((ranks & ~missing) >> source & 1) == 0) continue;
+    if (!is_expected || ((ranks & ~missing) >> source & 1) == 0) continue;
     const EpochWord* const arrived = &session.half().mail(me, source).arrived[t % shape.num_tokens];
     if (!session.AwaitWord(arrived)) {
       missing |= 1u << source;
@@ -36,39 +37,39 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession sessi
   return missing;
 }
 
-// Finds out where rows lie, and then receives them, or writes down what was found. Returns the ranks whose
-// rows were missed. A block that does not send.
-__device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& session, const Routes& routes,
+// Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
+// Called by the blocks that do not send. Returns the ranks whose rows were missed.
+__device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& session, const RoutingTable& table,
                             const RowTeam& team, uint32_t late) {
   const Shape& shape = args.shape;
-  late |= FindRoutes(args, session, routes);
+  late |= BuildRoutingTable(args, session, table);
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
-  ClearTail(args, routes);
+  ClearTail(args, table);
   if (args.writes_metadata()) {
-    WriteHandle(args, routes);
-    ClearPadding(args, routes);
-    if (session.is_leader()) WriteCounts(args, session, routes);
+    WriteHandle(args, table);
+    ClearPadding(args, table);
+    if (session.is_leader()) WriteCounts(args, session, table);
     return 0;
   }
   uint32_t missing = 0;
 #pragma unroll 1
   for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
-    // Tokens that were sent at the same time are received at the same time.
+    // Tokens that were sent at about the same time are received at about the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
-    missing |= ReceiveToken(args, session, routes, team, source, token);
+    missing |= ReceiveToken(args, session, table, team, source, token);
   }
   return missing;
 }
 
-// T is the type of rows that become FP8, or void.
+// T is the type of rows to convert to FP8, or void.
 template <typename T>
 __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
-  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailOpening opening(args.peers, args.position_operand, args.attendance);
   const MailSession session = args.session();
   const Shape& shape = args.shape;
-  const Routes routes(shape, shared);
+  const RoutingTable table(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillRows(args);
@@ -76,13 +77,13 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), args.team_warps);
-  EarlyToken<T> token{};
+  PrefetchedToken<T> token{};
   uint32_t choices = 0;
   if (args.sends()) {
-    if (threadIdx.x < kSendThreads) token = LoadToken<T>(args, blockIdx.x);
+    if (threadIdx.x < kSendThreads) token = PrefetchToken<T>(args, blockIdx.x);
   } else {
     for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSmallThreads)
-      routes.totals[i] = 0;  // and what follows
+      table.totals[i] = 0;  // and the two arrays after it
     const int words = ChoiceWords(shape);
     if (args.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
       choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
@@ -92,21 +93,21 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   if (session.is_leader()) session.PublishCall();
   if (args.writes_metadata()) PublishChoices(args, args.topk_idx, session, choices);
   if (args.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
-  if (args.sends() && threadIdx.x >= kSendThreads) FlagTokens(args, session);
+  if (args.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, routes, ranks); });
+    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, table, ranks); });
   } else if (session.is_leader()) {
     missing = session.AwaitCall(threadIdx.x, log);
   }
   if (!args.sends() && !session.has_failed()) {
-    missing = Receive(args, session, routes, team, missing);
+    missing = Receive(args, session, table, team, missing);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   }
   session.Close(fill);
 }
 
-// Calls f with the kernel for rows to be quantised, or sent as they are.
+// Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
 cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
   if (quantize == Quantize::kNone) return f(SmallPushKernel<void>);
@@ -133,9 +134,9 @@ cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const 
     row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
   }
   args.slots = SlotsOf(args.shape, row_bytes);
-  const int most = MostBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::min(args.shape.num_tokens, (most - kMetadataBlocks) / 2);
-  args.num_receivers = std::min(tokens, most - kMetadataBlocks - args.num_senders);
+  const int max_blocks = MaxBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
+  args.num_senders = std::min(args.shape.num_tokens, (max_blocks - kMetadataBlocks) / 2);
+  args.num_receivers = std::min(tokens, max_blocks - kMetadataBlocks - args.num_senders);
   args.team_warps = TeamWarps(tokens, args.num_receivers, kSmallWarps);
   for (int p = 0; p < params.num_payloads; ++p) {
     const int64_t bytes = params.payloads[p].row_bytes, warps = args.team_warps;
@@ -144,7 +145,7 @@ cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const 
   }
   const int blocks = args.num_senders + args.num_receivers + kMetadataBlocks;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
-    return Launch(kernel, blocks, kSmallThreads, RouteBytes(args.shape), stream, true, args);
+    return Launch(kernel, blocks, kSmallThreads, RoutingTableBytes(args.shape), stream, true, args);
   });
 }
 
@@ -156,7 +157,7 @@ cudaError_t PreloadSmallPush() {
         const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel);
         if (loaded != cudaSuccess) return loaded;
         return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kMostRouteBytes));
+                                    static_cast<int>(kMaxRoutingTableBytes));
       });
       if (error != cudaSuccess) return error;
     }

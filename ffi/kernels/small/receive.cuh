@@ -1,4 +1,5 @@
-// Rows from their slots to their places, and what the choices say of this rank as a receiver.
+// The receiver's side of a small dispatch: copies rows from slots to their destinations, and writes the
+// results that follow from the choices.
 #pragma once
 
 #include "kernels/routing/receiver.cuh"
@@ -7,9 +8,10 @@
 
 namespace jax_ep::cuda {
 
-constexpr int kSlotVectors = 8;  // 16-byte loads in flight a thread
+constexpr int kSlotVectors = 8;  // 16-byte loads in flight per thread
 
-// A team's part of the rows of one slot to all its places; `lanes` hold them. One warp of the team.
+// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each warp of the
+// team.
 __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
                                unsigned lanes) {
   for (int p = 0; p < args.num_payloads; ++p) {
@@ -17,7 +19,7 @@ __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, c
     const auto copy = [&](auto* null) {
       using Element = std::remove_pointer_t<decltype(null)>;
       const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
-      // The short rows of a second array, as scales are, by the warps that have least of the first one's.
+      // Short rows of a second array, such as scales, go to the warps that have the least of the first array.
       const int warp = p % 2 == 0 ? team.warp : team.warps - 1 - team.warp;
       const int64_t first = min(n, share * warp), last = min(n, first + share);
       CopyRow<kSlotVectors>(
@@ -32,25 +34,26 @@ __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, c
   }
 }
 
-// A token of rank `source`, from its slot to its rows here. One warp of its team; returns the ranks that were
-// missed.
+// Copies a token of rank `source` from its slot to its rows at this rank. Called by each warp of the team.
+// Returns the ranks that were missed.
 __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSession& session,
-                                        const Routes& routes, const RowTeam& team, int source, int token) {
+                                        const RoutingTable& table, const RowTeam& team, int source,
+                                        int token) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
   const int t = source * shape.num_tokens + token;
   const bool by_rank = !shape.has_row_per_choice();
-  const int expert = lane < K ? routes.expert(shape, source, token, lane) : -1;
-  const bool here = expert >= me * L && expert < (me + 1) * L;
-  const unsigned choices = __ballot_sync(kAllLanes, here);
+  const int expert = lane < K ? table.expert(shape, source, token, lane) : -1;
+  const bool is_local = expert >= me * L && expert < (me + 1) * L;
+  const unsigned choices = __ballot_sync(kAllLanes, is_local);
   int row = -1;
   if (by_rank && choices != 0) {
-    row = RowOfToken(shape, routes, t, me);
+    row = RowOfToken(shape, table, t, me);
   } else if (!by_rank) {
-    const int local = here ? expert - me * L : 0;
-    const int first = routes.starts[me * (L + 1) + local] + routes.here[source * L + local];
+    const int local = is_local ? expert - me * L : 0;
+    const int first = table.starts[me * (L + 1) + local] + table.local_counts[source * L + local];
     const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
-    row = RowOfChoice(routes, source, token * K + lane, expert, first, end, choices);
+    row = RowOfChoice(table, source, token * K + lane, expert, first, end, choices);
     if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
@@ -58,7 +61,7 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
   const EpochWord* const arrived = &session.half().mail(me, source).arrived[token];
   const bool late = lane == 0 && !session.AwaitWord(arrived);
   if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
-  __syncwarp();  // what lane 0 has acquired is there for all
+  __syncwarp();  // makes what lane 0 has acquired visible to all
   const std::byte* const slot = session.half().slot(me, source, token);
   const bool writes = team.warp == 0 && lane < K;
   const float weight =
@@ -66,43 +69,45 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
   CopyOut(args, team, slot, row, rows);
   if (!writes) return 0;
   if (by_rank) {
-    args.arrived_idx[int64_t{row} * K + lane] = here ? expert - me * L : -1;
-    if (args.arrived_weights != nullptr) args.arrived_weights[int64_t{row} * K + lane] = here ? weight : 0.0f;
+    args.arrived_idx[int64_t{row} * K + lane] = is_local ? expert - me * L : -1;
+    if (args.arrived_weights != nullptr)
+      args.arrived_weights[int64_t{row} * K + lane] = is_local ? weight : 0.0f;
   } else if (row >= 0 && args.arrived_weights != nullptr) {
     args.arrived_weights[row] = weight;
   }
   return 0;
 }
 
-// This rank's part of the handle. The blocks that keep books, together.
-__device__ inline void WriteHandle(const SmallPushArgs& args, const Routes& routes) {
+// Writes this rank's part of the handle. Called by all metadata blocks, which share the work.
+__device__ inline void WriteHandle(const SmallPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
-  const int me = args.peers.rank, first = me * shape.num_tokens;  // of this rank's tokens, among all
+  const int me = args.peers.rank,
+            first = me * shape.num_tokens;  // index of this rank's first token among all
   const WarpShare metadata = args.MetadataShare();
   for (int token = metadata.index; token < shape.num_tokens; token += metadata.count) {
-    const int t = first + token, expert = lane < K ? routes.expert(shape, me, token, lane) : -1;
+    const int t = first + token, expert = lane < K ? table.expert(shape, me, token, lane) : -1;
     if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
     if (!shape.has_row_per_choice()) {
       for (int rank = 0; rank < width; ++rank) {
-        const bool goes = (routes.ranks[t] >> rank & 1) != 0;
-        const int row = goes ? RowOfToken(shape, routes, t, rank) : -1;
+        const bool goes = (table.ranks[t] >> rank & 1) != 0;
+        const int row = goes ? RowOfToken(shape, table, t, rank) : -1;
         if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
       }
     } else {
       const int rank = expert >= 0 ? shape.rank_of(expert) : 0;
       const int local = expert - rank * shape.num_local_experts();
-      const int begin = expert >= 0 ? routes.starts[expert + rank] + routes.mine[expert] : 0;
+      const int begin = expert >= 0 ? table.starts[expert + rank] + table.from_earlier_ranks[expert] : 0;
       const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
-      const unsigned wanted = __ballot_sync(kAllLanes, expert >= 0);
-      const int row = RowOfChoice(routes, me, token * K + lane, expert, begin, end, wanted);
+      const unsigned choice_lanes = __ballot_sync(kAllLanes, expert >= 0);
+      const int row = RowOfChoice(table, me, token * K + lane, expert, begin, end, choice_lanes);
       if (lane < K) args.handle.sent_rows[token * K + lane] = row;
     }
   }
 }
 
-// What a warp clears: rows [begin, end) of the results, of which it takes its share. Of padded experts not
-// the rows, of which there are many, and which whoever multiplies padded experts leaves out.
+// Clears this warp's share of rows [begin, end) of the results. In the padded order it leaves the payloads
+// unchanged, because there are many such rows, and products of padded experts ignore them.
 __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64_t end,
                                  const WarpShare& share) {
   const Shape& shape = args.shape;
@@ -123,37 +128,39 @@ __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64
   }
 }
 
-// Clears the padding of each expert's block, a warp one. The blocks that keep books, together.
-__device__ inline void ClearPadding(const SmallPushArgs& args, const Routes& routes) {
+// Clears the padding of each expert's block, one block per warp. Called by all metadata blocks, which share
+// the work.
+__device__ inline void ClearPadding(const SmallPushArgs& args, const RoutingTable& table) {
   if (!args.shape.has_expert_blocks()) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
-  const int32_t* const starts = routes.starts + me * (L + 1);
+  const int32_t* const starts = table.starts + me * (L + 1);
   const WarpShare metadata = args.MetadataShare();
   for (int i = metadata.index; i < L; i += metadata.count) {
-    ClearRows(args, int64_t{starts[i]} + routes.totals[me * L + i], starts[i + 1], {0, 1});
+    ClearRows(args, int64_t{starts[i]} + table.totals[me * L + i], starts[i + 1], {0, 1});
   }
 }
 
-// Clears what lies behind all rows. The blocks that keep books, or all but the senders where it is much.
-__device__ inline void ClearTail(const SmallPushArgs& args, const Routes& routes) {
+// Clears the rows after all blocks. Called by the metadata blocks, or, if there is much to clear, by all
+// blocks except the senders.
+__device__ inline void ClearTail(const SmallPushArgs& args, const RoutingTable& table) {
   constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
-  const bool much = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
-  if (!much && !args.writes_metadata()) return;
+  const bool is_large = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
+  if (!is_large && !args.writes_metadata()) return;
   const int tail = shape.has_expert_blocks()
-                       ? routes.starts[me * (L + 1) + L]
-                       : CountTokensTo(routes, me, 0, shape.num_ranks * shape.num_tokens);
-  const int first = much ? args.num_senders : args.first_metadata_block();
+                       ? table.starts[me * (L + 1) + L]
+                       : CountTokensTo(table, me, 0, shape.num_ranks * shape.num_tokens);
+  const int first = is_large ? args.num_senders : args.first_metadata_block();
   ClearRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
 
-// Rows that rank `source` sends to rank d, before drops. One warp, in all lanes.
-__device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int source, int d) {
+// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
+__device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
   const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
-  if (!shape.has_row_per_choice()) return CountTokensTo(routes, d, source * T, (source + 1) * T);
+  if (!shape.has_row_per_choice()) return CountTokensTo(table, d, source * T, (source + 1) * T);
   int choices = 0;
-  const int16_t* const experts = routes.experts + source * routes.stride;
+  const int16_t* const experts = table.experts + source * table.stride;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
     choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
@@ -161,43 +168,43 @@ __device__ inline int RowsBetween(const Shape& shape, const Routes& routes, int 
   return __reduce_add_sync(kAllLanes, choices);
 }
 
-// By rank: takes the choices of tokens that the capacity cuts from their experts' counts. One warp.
-__device__ inline void CountOutCutTokens(const SmallPushArgs& args, const Routes& routes) {
+// Subtracts, by rank, the choices of tokens that the capacity cuts from their experts' counts. Called by one
+// warp.
+__device__ inline void SubtractCutTokens(const SmallPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   int before = 0;
   for (int first = 0; first < shape.num_ranks * shape.num_tokens; first += kWarp) {
     const int t = first + lane;
-    const bool comes = t < shape.num_ranks * shape.num_tokens && (routes.ranks[t] >> me & 1) != 0;
+    const bool comes = t < shape.num_ranks * shape.num_tokens && (table.ranks[t] >> me & 1) != 0;
     const unsigned lanes = __ballot_sync(kAllLanes, comes);
     const bool cut = comes && before + __popc(lanes & ((1u << lane) - 1)) >= shape.capacity;
     for (int k = 0; k < shape.top_k && cut; ++k) {
-      const int expert = routes.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
+      const int expert = table.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
       if (expert >= 0 && expert / L == me) atomicSub(&args.tokens_per_expert[expert % L], 1);
     }
     before += __popc(lanes);
   }
 }
 
-// Writes the numbers of this rank as a receiver, and which ranks took part. The leader; synchronizes.
+// Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
 __device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession& session,
-                                   const Routes& routes) {
-  __shared__ int rows[kMaxRanks][kMaxRanks];  // from, to
+                                   const RoutingTable& table) {
+  __shared__ int rows[kMaxRanks][kMaxRanks];  // [source][destination]
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   for (int i = threadIdx.x / kWarp; i < R * R; i += kSmallWarps) {
-    const int count = RowsBetween(shape, routes, i / R, i % R);
+    const int count = RowsBetween(shape, table, i / R, i % R);
     if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
   }
   if (!shape.has_row_per_choice()) {
-    for (int i = threadIdx.x; i < L; i += kSmallThreads)
-      args.tokens_per_expert[i] = routes.totals[me * L + i];
+    for (int i = threadIdx.x; i < L; i += kSmallThreads) args.tokens_per_expert[i] = table.totals[me * L + i];
   }
   session.WriteActive();
-  const int num_rows = WriteReceiver(args, me, routes.totals, routes.starts + me * (L + 1),
+  const int num_rows = WriteReceiver(args, me, table.totals, table.starts + me * (L + 1),
                                      [&](int source, int d) { return rows[source][d]; });
   const bool cuts = !shape.has_row_per_choice() && num_rows > shape.capacity;
-  if (cuts && threadIdx.x < kWarp) CountOutCutTokens(args, routes);
+  if (cuts && threadIdx.x < kWarp) SubtractCutTokens(args, table);
 }
 
 }  // namespace jax_ep::cuda

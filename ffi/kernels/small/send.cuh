@@ -1,4 +1,4 @@
-// A token to its slots at the ranks where its experts live.
+// The sender's side of a small dispatch: stores each token in its slots at the ranks of its experts.
 #pragma once
 
 #include "kernels/rows/quantize.cuh"
@@ -6,11 +6,11 @@
 
 namespace jax_ep::cuda {
 
-// Calls store(slot) for token t's slot at each of the ranks, beginning behind this one, so that the ranks do
-// not all write to the same one.
+// Calls store(slot) for token t's slot at each of the ranks. Each rank starts with the rank after it, so that
+// the ranks do not all write to the same one.
 template <typename Store>
-__device__ void ForSlots(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
-                         Store&& store) {
+__device__ void ForEachSlot(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
+                            Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
   const ArenaHalf half = session.half();
 #pragma unroll 1
@@ -20,33 +20,34 @@ __device__ void ForSlots(const SmallPushArgs& args, const MailSession& session, 
   }
 }
 
-// The last warp of a block that sends tells of what was sent.
+// Threads of a sending block that send rows. The last warp sends the arrival flags.
 constexpr int kSendThreads = kSmallThreads - kWarp;
-constexpr int kSendVectors = 2;  // 16-byte loads in flight a thread
+constexpr int kSendVectors = 2;  // 16-byte loads in flight per thread
 
-// What travels of 16 bytes of a row of T: they themselves, if T is void, or else FP8 values, and the scale of
-// their block.
+// The form in which 16 bytes of a row of T are sent: unchanged if T is void, otherwise as FP8 values with the
+// scale of their block.
 template <typename T>
-struct Part {
+struct WireVector {
   static constexpr int kLanes = Quantized<T>::kLanes;  // that hold a block
   typename Quantized<T>::Values bits;
   float scale;
 };
 template <>
-struct Part<void> {
+struct WireVector<void> {
   uint4 bits;
 };
 
-// What a sending thread needs of a token, which is made before the op is open: of this lane's choice the
-// expert, -1 unused; the weight of choice threadIdx.x; and the first parts of the row, where it has such.
+// The data of a token that a sending thread loads before the op is open: the expert of this lane's choice, -1
+// if unused; the weight of choice threadIdx.x; and the thread's first vectors of the row, if it has any.
 template <typename T>
-struct EarlyToken {
+struct PrefetchedToken {
   int expert;
   float weight;
-  Part<T> row[kSendVectors];
+  WireVector<T> row[kSendVectors];
 };
 
-// Vectors of 16 bytes of a token's row as it is read; 0 if it has a part of one.
+// Returns the number of 16-byte vectors of a token's row as it is loaded, or 0 if rows are not a multiple of
+// that.
 template <typename T>
 __device__ int VectorsOf(const SmallPushArgs& args) {
   const int64_t bytes = args.payloads[0].row_bytes *
@@ -54,70 +55,70 @@ __device__ int VectorsOf(const SmallPushArgs& args) {
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
 }
 
-// Parts `first`, `first` + kSendThreads, ... of token t's row, which has n. Whole warps: lanes find the
-// largest number of a block together.
+// Loads vectors `first`, `first` + kSendThreads, ... of token t's row, which has n. Called by whole warps,
+// whose lanes reduce the largest magnitude of a block together.
 template <typename T>
-__device__ void LoadParts(const SmallPushArgs& args, int t, int first, int n,
-                          Part<T> (&parts)[kSendVectors]) {
+__device__ void LoadWireVectors(const SmallPushArgs& args, int t, int first, int n,
+                                WireVector<T> (&vectors)[kSendVectors]) {
   const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
-  uint4 vectors[kSendVectors];
+  uint4 loaded[kSendVectors];
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
     const int i = first + j * kSendThreads;
-    vectors[j] = i < n ? __ldg(row + i) : uint4{};
+    loaded[j] = i < n ? __ldg(row + i) : uint4{};
   }
 #pragma unroll
   for (int j = 0; j < kSendVectors; ++j) {
     if constexpr (std::is_void_v<T>) {
-      parts[j].bits = vectors[j];
+      vectors[j].bits = loaded[j];
     } else {
-      const auto quantized = QuantizeBlock<T>({vectors[j]}, args.quantize == Quantize::kFp8Rounded);
-      parts[j].bits = quantized.values[0];
-      parts[j].scale = quantized.scale;
+      const auto quantized = QuantizeBlock<T>({loaded[j]}, args.quantize == Quantize::kFp8Rounded);
+      vectors[j].bits = quantized.values[0];
+      vectors[j].scale = quantized.scale;
     }
   }
 }
 
 template <typename T>
-__device__ EarlyToken<T> LoadToken(const SmallPushArgs& args, int t) {
-  EarlyToken<T> token{-1, 0.0f, {}};
+__device__ PrefetchedToken<T> PrefetchToken(const SmallPushArgs& args, int t) {
+  PrefetchedToken<T> token{-1, 0.0f, {}};
   if (t >= args.shape.num_tokens) return token;
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
   if (lane < K) token.expert = RoutedAt(args.topk_idx, args.shape, t, lane);
   if (args.topk_weights != nullptr && threadIdx.x < K) token.weight = args.topk_weights[t * K + threadIdx.x];
   const int n = VectorsOf<T>(args);
-  if (n > 0) LoadParts<T>(args, t, threadIdx.x, n, token.row);
+  if (n > 0) LoadWireVectors<T>(args, t, threadIdx.x, n, token.row);
   return token;
 }
 
-// A row of vectors, of which this thread has its first parts.
+// Sends a row of whole vectors, of which this thread has loaded its first ones.
 template <typename T>
 __device__ void SendRow(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
-                        Part<T> (&parts)[kSendVectors]) {
-  const int n = VectorsOf<T>(args), whole = static_cast<int>(AlignUp(n, kWarp));
+                        WireVector<T> (&vectors)[kSendVectors]) {
+  const int n = VectorsOf<T>(args), padded_size = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll 1
-  for (int first = threadIdx.x; first < whole;) {
-    ForSlots(args, session, t, ranks, [&](std::byte* slot) {
+  for (int first = threadIdx.x; first < padded_size;) {
+    ForEachSlot(args, session, t, ranks, [&](std::byte* slot) {
 #pragma unroll
       for (int j = 0; j < kSendVectors; ++j) {
         const int i = first + j * kSendThreads;
         if (i >= n) break;
-        using Bits = decltype(parts[j].bits);
-        reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = parts[j].bits;
+        using Bits = decltype(vectors[j].bits);
+        reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = vectors[j].bits;
         if constexpr (!std::is_void_v<T>) {
-          constexpr int kLanes = Part<T>::kLanes;
+          constexpr int kLanes = WireVector<T>::kLanes;
           if (i % kLanes == 0) {
-            reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = parts[j].scale;
+            reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = vectors[j].scale;
           }
         }
       }
     });
     first += kSendVectors * kSendThreads;
-    if (first < whole) LoadParts<T>(args, t, first, n, parts);
+    if (first < padded_size) LoadWireVectors<T>(args, t, first, n, vectors);
   }
 }
 
-// Any row as it is.
+// Sends a row of any size unchanged.
 __device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
                                  int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
@@ -125,19 +126,20 @@ __device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& s
   if (n % 16 == 0) {
     for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
       const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
-      ForSlots(args, session, t, ranks,
-               [&](std::byte* slot) { reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value; });
+      ForEachSlot(args, session, t, ranks, [&](std::byte* slot) {
+        reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value;
+      });
     }
   } else {
     for (int i = threadIdx.x; i < n; i += kSendThreads) {
       const std::byte value = row[i];
-      ForSlots(args, session, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
+      ForEachSlot(args, session, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
     }
   }
 }
 
-// Named barriers of a sending block, two of each kind by turns: a token's stores are issued; and the flags of
-// the one before the last are.
+// Named barriers of a sending block. Two of each kind alternate between tokens. kStored: the stores of a
+// token have been issued. kFlagged: the flags of the token two steps before have been sent.
 constexpr int kStored = 1, kFlagged = 3;
 
 __device__ inline void Arrive(int barrier) {
@@ -147,45 +149,46 @@ __device__ inline void Wait(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
 }
 
-// The ranks that a token is sent to, of those that take part, in all lanes; each has the expert of a choice.
+// Returns the ranks that a token is sent to, among those that take part, in all lanes. Each lane has the
+// expert of one choice.
 __device__ inline uint32_t RanksOf(const Shape& shape, const MailSession& session, int expert) {
   const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
   return __reduce_or_sync(kAllLanes, rank) & session.writable();
 }
 
-// Sends every token of this block, of which the first was loaded early. The sending warps.
+// Sends all tokens of this block. The first one was loaded earlier. Called by the sending warps.
 template <typename T>
-__device__ void SendTokens(const SmallPushArgs& args, const MailSession& session, EarlyToken<T> token) {
-  for (int t = blockIdx.x, turn = 0; t < args.shape.num_tokens; t += args.num_senders, ++turn) {
+__device__ void SendTokens(const SmallPushArgs& args, const MailSession& session, PrefetchedToken<T> token) {
+  for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.num_senders, ++step) {
     const uint32_t ranks = RanksOf(args.shape, session, token.expert);
-    if (turn >= 2) Wait(kFlagged + turn % 2);
+    if (step >= 2) Wait(kFlagged + step % 2);
     const bool in_vectors = VectorsOf<T>(args) > 0;
     if (in_vectors) SendRow<T>(args, session, t, ranks, token.row);
     if constexpr (std::is_void_v<T>) {
       for (int p = in_vectors ? 1 : 0; p < args.num_payloads; ++p) SendBytes(args, session, t, ranks, p);
     }
     if (args.topk_weights != nullptr && threadIdx.x < args.shape.top_k) {
-      ForSlots(args, session, t, ranks,
-               [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
+      ForEachSlot(args, session, t, ranks,
+                  [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
     }
-    Arrive(kStored + turn % 2);
-    token = LoadToken<T>(args, t + args.num_senders);
+    Arrive(kStored + step % 2);
+    token = PrefetchToken<T>(args, t + args.num_senders);
   }
 }
 
-// Tells the ranks of each token that it is there. The last warp: what it waits for, that a token's stores are
-// done, does not hold up those of the next one.
-__device__ inline void FlagTokens(const SmallPushArgs& args, const MailSession& session) {
+// Sends the arrival flags of each token to its ranks. The last warp does this, because it has to wait until a
+// token's stores are complete, and must not delay those of the next token.
+__device__ inline void SendArrivalFlags(const SmallPushArgs& args, const MailSession& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
-  for (int t = blockIdx.x, turn = 0; t < T; t += args.num_senders, ++turn) {
+  for (int t = blockIdx.x, step = 0; t < T; t += args.num_senders, ++step) {
     const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
     const uint32_t ranks = RanksOf(args.shape, session, expert);
-    Wait(kStored + turn % 2);
+    Wait(kStored + step % 2);
     if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
       StoreWordRelease(&session.half().mail(lane, args.peers.rank).arrived[t], 1, session.epoch());
     }
     __syncwarp();
-    if (t + 2 * args.num_senders < T) Arrive(kFlagged + turn % 2);
+    if (t + 2 * args.num_senders < T) Arrive(kFlagged + step % 2);
   }
 }
 

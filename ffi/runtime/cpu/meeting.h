@@ -51,8 +51,7 @@ struct Arrival {
   int64_t run_id;  // the same on all devices of one launch, different between launches
   std::shared_ptr<Group> group;
   Group::Position position;
-  int32_t
-      list;  // number of the ranks' list in the program's mesh (MeshPlace), the same for all ranks that meet
+  int32_t list;  // number of the ranks' list in the mesh (MeshPosition), equal for all ranks that meet
   std::unique_ptr<Contribution> contribution;
   Attendance attendance;
   Done done;

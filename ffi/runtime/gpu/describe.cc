@@ -69,7 +69,7 @@ std::string DescribeReason(const HopReason& reason, const std::string& in_time) 
       return Text(rank_text,
                   " began a hop while another one was in progress on the same GPU. Let one of them use the "
                   "other's result, so that they run in turn");
-    case HopPhase::kPlace:
+    case HopPhase::kMesh:
       return Text(
           rank_text,
           " runs as the rank of another host: the group was made for another mesh. Make the Group from "

@@ -203,7 +203,7 @@ std::string Rails::CheckCapabilities(Rail& rail) {
     return Text("NCCL gives ", rail.gin.comm.ginContextCount, " contexts to post to, and hops need ",
                 kHopTracks, ", because they could wait for room in a queue otherwise");
   }
-  rail.hop.most_pieces = UINT64_MAX;
+  rail.hop.max_pieces = UINT64_MAX;
   for (int i = 0; i < rail.gin.comm.ginConnectionCount; ++i) {
     const int type = rail.gin.comm.ginNetDeviceTypes[i];
     // The kernels were compiled for these types. Their behavior with others is undefined.
@@ -212,7 +212,7 @@ std::string Rails::CheckCapabilities(Rail& rail) {
       return Text("NCCL has a network of type ", type, ", which NCCL ", NcclVersionText(kMinNcclVersion),
                   " does not support. This extension was built with the headers of that version");
     }
-    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.most_pieces = kMaxProxyPieces;
+    if (type == NCCL_NET_DEVICE_GIN_PROXY) rail.hop.max_pieces = kMaxProxyPieces;
   }
   // NCCL's own rails connect ranks with the same index within their load/store domains.
   if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
@@ -238,9 +238,9 @@ std::string Rails::RunTrialHops(const Rail& rail) {
   if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   HopParams hop = rail.hop;
   hop.in = device, hop.out = device + bytes, hop.block_bytes = block;
-  auto* const place = reinterpret_cast<MeshPlace*>(device + AlignUp(2 * bytes, alignof(MeshPlace)));
-  hop.place_operand = place;
-  const MeshPlace own_place{rail.hop.host, 0};
+  auto* const place = reinterpret_cast<MeshPosition*>(device + AlignUp(2 * bytes, alignof(MeshPosition)));
+  hop.position_operand = place;
+  const MeshPosition own_place{rail.hop.host, 0};
   std::vector<unsigned char> sent(bytes), received(bytes);
   const auto copy = [&](void* to, const void* from, size_t size, cudaMemcpyKind kind) {
     if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, size, kind, stream);

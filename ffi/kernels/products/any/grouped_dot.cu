@@ -1,4 +1,4 @@
-// Grouped products on tensor cores: each expert's rows times its matrix, and the products of its gradient.
+// Grouped products on tensor cores: each expert's rows times its matrix, and the products of its gradients.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
@@ -18,14 +18,15 @@ namespace {
 
 namespace wmma = nvcuda::wmma;
 
-// A block makes a tile of the result, its warps 64 x 32 of it each, from slices of 64 bytes along the sum.
+// A block computes a tile of the result, and each of its warps 64 x 32 of it, from slices of 64 bytes along
+// the sum.
 constexpr int kTileM = 128, kTileN = 128;
 constexpr int kWarpM = 64, kWarpN = 32;
 constexpr int kThreads = kTileM / kWarpM * (kTileN / kWarpN) * kWarp;
 constexpr int kStages = 3;
 constexpr int kFragment = 16;
 
-// How elements of T enter the tensor cores: float32 as tf32.
+// The type as which elements of T enter the tensor cores: tf32 for float32.
 template <typename T>
 struct Core {
   using Type = T;
@@ -37,7 +38,7 @@ struct Core<float> {
   static constexpr int kDepth = 8;
 };
 
-// One operand: a matrix in global memory of which rows [0, rows) and columns [0, columns) are read.
+// An operand: a matrix in global memory, of which rows [0, rows) and columns [0, columns) are read.
 template <typename T>
 struct Matrix {
   const T* data;
@@ -45,7 +46,8 @@ struct Matrix {
   int rows, columns;
 };
 
-// The slice [row0, row0 + kRows) x [column0, column0 + kColumns) into shared memory, zero outside.
+// A slice [row0, row0 + kRows) x [column0, column0 + kColumns) of a matrix in shared memory, zero outside the
+// matrix.
 template <typename T, int kRows, int kColumns>
 struct Slice {
   static constexpr int kVector = 16 / sizeof(T);
@@ -56,20 +58,21 @@ struct Slice {
     const bool aligned = from.stride % kVector == 0 && reinterpret_cast<uintptr_t>(from.data) % 16 == 0;
     for (int i = threadIdx.x; i < kRows * kColumns / kVector; i += kThreads) {
       const int row = i / (kColumns / kVector), column = i % (kColumns / kVector) * kVector;
-      T* place = to + row * kStride + column;
+      T* destination = to + row * kStride + column;
       const int left = row0 + row < from.rows ? from.columns - column0 - column : 0;
       const T* source = from.data + (row0 + row) * from.stride + column0 + column;
       if (aligned && left >= kVector) {
-        __pipeline_memcpy_async(place, source, 16);
+        __pipeline_memcpy_async(destination, source, 16);
       } else {
-        for (int j = 0; j < kVector; ++j) place[j] = j < left ? source[j] : T(0.0f);
+        for (int j = 0; j < kVector; ++j) destination[j] = j < left ? source[j] : T(0.0f);
       }
     }
   }
 };
 
-// The tile at (m0, n0) of the product of two matrices over `depth`, written as rows of `out` from m0 on.
-// kATransposed: `a` is stored [depth, m]; kBTransposed: `b` is stored [n, depth]. The whole block.
+// Computes the tile at (m0, n0) of the product of two matrices over `depth`, and writes it to `out` as rows
+// from m0 on. kATransposed: `a` is stored [depth, m]; kBTransposed: `b` is stored [n, depth]. Called by the
+// whole block.
 template <typename T, bool kATransposed, bool kBTransposed>
 __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, int m0, int n0, T* out,
                              int64_t out_stride, int out_rows, int out_columns) {
@@ -102,7 +105,7 @@ __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, 
   for (int stage = 0; stage < kStages - 1; ++stage) load(stage);
   for (int step = 0; step < steps; ++step) {
     __pipeline_wait_prior(kStages - 2);
-    __syncthreads();  // this slice has come, and the one that is loaded next is no longer read
+    __syncthreads();  // this slice has arrived, and the next one to load is no longer read
     load(step + kStages - 1);
     const T* slice_a = slices + step % kStages * (SliceA::kElements + SliceB::kElements);
     const T* slice_b = slice_a + SliceA::kElements;
@@ -138,7 +141,7 @@ __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, 
     }
   }
   __pipeline_wait_prior(0);
-  __syncthreads();  // the slices are free: each warp takes its results through a part of them
+  __syncthreads();  // the slices are free: each warp passes its results through a part of them
   float* patch = reinterpret_cast<float*>(shared) + warp * kFragment * kFragment;
 #pragma unroll
   for (int i = 0; i < kWarpM / kFragment; ++i) {
@@ -156,48 +159,49 @@ __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, 
   }
 }
 
-// A group's size as it may stand in an array that somebody has tampered with: sums of 32 do not overflow.
+// Returns a group's size clamped to [0, num_rows]. A program may pass any sizes, and sums of 32 clamped ones
+// must not overflow.
 __device__ int RowsOf(int size, int num_rows) { return min(max(size, 0), num_rows); }
 
-// The group of a block's tile, with its rows. Tiles begin with each group, so that none has rows of two;
-// those after the last group's cover the rows past it, as group L.
+// The group of a block's tile, and its rows. Each group starts with a new tile, so that no tile has rows of
+// two groups. Tiles after those of the last group cover the remaining rows, as group L.
 struct TileOfRows {
   int group;
   int first, last;  // rows of the tile lie in [first, last)
 };
 
 __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int num_rows, int tile) {
-  __shared__ TileOfRows found;
+  __shared__ TileOfRows tile_rows;
   if (threadIdx.x < kWarp) {
     const int lane = threadIdx.x;
     int row = 0, first_tile = 0;
-    bool here = false;
-    for (int base = 0; base < num_groups && !here; base += kWarp) {
+    bool is_found = false;
+    for (int base = 0; base < num_groups && !is_found; base += kWarp) {
       const int size = base + lane < num_groups ? RowsOf(group_sizes[base + lane], num_rows) : 0;
       int end = size, tiles = (size + kTileM - 1) / kTileM;
-      const int own_tiles = tiles;
+      const int group_tiles = tiles;
       for (int step = 1; step < kWarp; step *= 2) {
         const int before = __shfl_up_sync(kAllLanes, end, step);
         const int tiles_before = __shfl_up_sync(kAllLanes, tiles, step);
         if (lane >= step) end += before, tiles += tiles_before;
       }
-      const int begin_tile = first_tile + tiles - own_tiles;
-      const bool mine = tile >= begin_tile && tile < begin_tile + own_tiles;
-      if (mine) {
+      const int begin_tile = first_tile + tiles - group_tiles;
+      const bool contains_tile = tile >= begin_tile && tile < begin_tile + group_tiles;
+      if (contains_tile) {
         const int begin = row + end - size;
-        found = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
+        tile_rows = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
       }
-      here = __any_sync(kAllLanes, mine);
+      is_found = __any_sync(kAllLanes, contains_tile);
       row = min(row + __shfl_sync(kAllLanes, end, kWarp - 1), num_rows);
       first_tile += __shfl_sync(kAllLanes, tiles, kWarp - 1);
     }
-    if (!here && lane == 0) found = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
+    if (!is_found && lane == 0) tile_rows = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
   }
   __syncthreads();
-  return found;
+  return tile_rows;
 }
 
-// out [rows, n]: rows times the matrix of their group, [k, n] or transposed [n, k].
+// Computes out [rows, n]: rows times the matrix of their group, [k, n], or [n, k] if kTransposed.
 template <typename T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) {
   const TileOfRows tile = FindTile(params.group_sizes, params.num_groups, params.num_rows, blockIdx.x);
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) 
   MultiplyTile<T, false, kTransposed>(a, b, K, 0, n0, out, N, rows, N);
 }
 
-// out [L, k, n]: for each group its rows [., k], transposed, times its others [., n].
+// Computes out [L, k, n]: for each group its rows [., k], transposed, times its others [., n].
 template <typename T>
 __global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams params) {
   __shared__ int begin;
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams param
 
 template <typename T>
 constexpr int SharedBytes() {
-  // The larger of the layouts: a padded row holds one more vector.
+  // The larger of the two layouts counts. The padding of a row is one vector.
   constexpr int kTileK = 64 / sizeof(T), kVector = 16 / sizeof(T);
   constexpr int kLong = kTileK * (kTileM + kVector), kShort = kTileM * (kTileK + kVector);
   return kStages * 2 * std::max(kLong, kShort) * static_cast<int>(sizeof(T));
@@ -274,15 +278,15 @@ int Tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / 
 
 }  // namespace
 
-// Where CUTLASS's kernels cannot make the product, those of this file do.
+// Uses the kernels of this file if CUTLASS's do not support the product.
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, [[maybe_unused]] const Device& device,
                              cudaStream_t stream) {
 #ifdef JAX_EP_WITH_CUTLASS
-  if (TakesProduct(params)) return LaunchProduct(params, device.num_sms, stream);
+  if (SupportsProduct(params)) return LaunchProduct(params, device.num_sms, stream);
 #endif
   if (params.row_scales != nullptr) return cudaErrorNotSupported;
   const unsigned columns = Tiles(params.outer, kTileN);
-  // A tile more than full ones for each group, and one for the rows past them.
+  // Each group may need one tile beyond its full ones, and the rows after all groups another.
   const dim3 grid = params.product == GroupedDot::kWeights
                         ? dim3(columns, Tiles(params.inner, kTileM), params.num_groups)
                         : dim3(params.num_rows / kTileM + params.num_groups + 1, columns);

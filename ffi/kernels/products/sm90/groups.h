@@ -1,4 +1,4 @@
-// What CUTLASS's kernels read of each group, and these kernels.
+// The description of the groups that CUTLASS's kernels read, and the launch of these kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,14 +9,14 @@
 
 namespace jax_ep::cuda {
 
-// In CUTLASS's words the result D [M, N] of a group is A [M, K] times B [K, N].
+// A group's sizes in CUTLASS's terms: the result D [M, N] is A [M, K] times B [K, N].
 using GroupShape = cute::Shape<int, int, int>;
 
-// What a bulk tensor copy wants of addresses and of strides, in bytes.
+// Alignment of addresses and strides that TMA requires, in bytes.
 constexpr int kProductAlignment = 16;
 
-// Arrays [L] in the scratch of a call, and before them the descriptors of the bulk tensor copies: each block
-// has its own, and changes them whenever it comes to another group.
+// Arrays [L] in the scratch of a call, preceded by the TMA descriptors. Each block has its own descriptors,
+// and modifies them when it proceeds to another group.
 struct GroupArrays {
   const void** a;
   const void** b;
@@ -31,20 +31,21 @@ struct GroupArrays {
   int64_t descriptor_bytes;
 };
 
-// Describes the groups in the scratch, on the device: fills the arrays, and clears what belongs to no group's
-// rows. Sizes are taken as far as there are rows, and negative ones as none.
+// Describes the groups in the scratch, on the device: fills the arrays, and clears results that belong to no
+// group's rows. Sizes are cut at the number of rows, and negative sizes count as 0.
 cudaError_t SetUpGroups(const GroupedDotParams& params, int num_sms, cudaStream_t stream,
                         GroupArrays& groups);
 cudaError_t PreloadSetUp();
 
-// What the elements of both operands are.
+// The type of both operands' elements.
 enum class Operands { kF16, kBF16, kFp8 };
 
-// The kernel of one product. Of FP8 there is kRowsTransposed only, for tensor cores take 8-bit operands so.
+// The kernel of one product. FP8 supports kRowsTransposed only, because tensor cores take 8-bit operands in
+// that layout only.
 template <GroupedDot kProduct, Operands kOperands>
 struct ProductKernel {
-  // On `num_sms` SMs at most, but for a cluster's. The arrays are filled by what runs before it on the
-  // stream.
+  // Launches the kernel on at most `num_sms` SMs, but on at least one cluster. An earlier kernel on the
+  // stream fills the arrays.
   static cudaError_t Launch(const GroupedDotParams& params, const GroupArrays& groups, int num_sms,
                             cudaStream_t stream);
   static cudaError_t Preload();

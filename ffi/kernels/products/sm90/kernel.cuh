@@ -1,4 +1,4 @@
-// A kernel of CUTLASS for each product and type of operands: its types and its launch.
+// The CUTLASS kernel for each product and operand type: its types and its launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -84,7 +84,7 @@ cudaError_t ProductKernel<kProduct, kOperands>::Launch(const GroupedDotParams& p
   arguments.mainloop.ptr_B = reinterpret_cast<const In**>(groups.b);
   arguments.mainloop.dB = reinterpret_cast<StrideB*>(groups.b_strides);
   if constexpr (Types::kScales) {
-    // Their layouts stay null: CUTLASS works them out from each group's shape.
+    // The layouts stay null: CUTLASS derives them from each group's shape.
     arguments.mainloop.ptr_SFA = groups.a_scales;
     arguments.mainloop.ptr_SFB = groups.b_scales;
   }
@@ -94,7 +94,7 @@ cudaError_t ProductKernel<kProduct, kOperands>::Launch(const GroupedDotParams& p
                         reinterpret_cast<typename Types::Out**>(groups.d),
                         reinterpret_cast<StrideD*>(groups.d_strides)};
   arguments.hw_info.sm_count = std::max(num_sms / kCluster, 1) * kCluster;
-  // The tiles of one column follow each other: they share the group's matrix, the larger operand.
+  // Tiles of one column run one after another, because they share the group's matrix, the larger operand.
   arguments.scheduler = {1, cutlass::gemm::kernel::detail::RasterOrderOptions::AlongM};
   if (!Kernel::can_implement(arguments) ||
       static_cast<int64_t>(Kernel::get_workspace_size(arguments)) > groups.descriptor_bytes) {

@@ -1,4 +1,4 @@
-// FP8 rows times their group's matrix, which lies transposed.
+// FP8 rows times their group's matrix, which is stored transposed.
 #include "kernels/products/sm90/kernel.cuh"
 
 namespace jax_ep::cuda {

@@ -1,4 +1,5 @@
-// What CUTLASS's kernels read of each group, written on the device; and what they leave out, cleared there.
+// Sets up a product on the device: writes the description of the groups, and clears results that CUTLASS does
+// not write.
 #include <algorithm>
 #include <type_traits>
 
@@ -11,8 +12,8 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// One group: the `rows` rows from `first` on. CUTLASS leaves a tile with nothing to sum over undefined, so
-// that a group without rows has no tiles.
+// Describes a group: the `rows` rows from `first` on. CUTLASS leaves a tile undefined if there is nothing to
+// sum over, so a group without rows gets no tiles.
 __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays& groups, int group,
                               int64_t first, int rows) {
   constexpr int64_t kOut = sizeof(uint16_t);
@@ -37,7 +38,7 @@ __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays&
                                       : GroupShape(rows, params.outer, params.inner);
 }
 
-// Clears `bytes` bytes, a multiple of 16, with all warps of the grid.
+// Clears `bytes` bytes, a multiple of 16. Called by the whole grid.
 __device__ void Clear(void* data, int64_t bytes) {
   auto* vectors = static_cast<uint4*>(data);
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -47,7 +48,8 @@ __device__ void Clear(void* data, int64_t bytes) {
   }
 }
 
-// Each warp finds all groups' rows for itself, 32 groups at a time; the first one writes them down.
+// Each warp locates the rows of all groups on its own, 32 groups at a time. The first warp writes the
+// descriptions.
 __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params, GroupArrays groups) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const bool writes = blockIdx.x == 0 && threadIdx.x < kWarp;
@@ -58,8 +60,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   long long begin = 0;  // the first row of the 32 groups
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
-    const bool here = group < params.num_groups;
-    const long long size = here ? max(params.group_sizes[group], 0) : 0;
+    const bool is_group = group < params.num_groups;
+    const long long size = is_group ? max(params.group_sizes[group], 0) : 0;
     long long end = size;
     for (int step = 1; step < kWarp; step *= 2) {
       const long long before = __shfl_up_sync(kAllLanes, end, step);
@@ -67,9 +69,9 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
     }
     const int64_t first = min(begin + end - size, static_cast<long long>(num_rows));
     const int rows = static_cast<int>(min(begin + end, static_cast<long long>(num_rows)) - first);
-    if (writes && here) DescribeGroup(params, groups, group, first, rows);
+    if (writes && is_group) DescribeGroup(params, groups, group, first, rows);
     if (of_weights) {
-      for (unsigned empty = __ballot_sync(kAllLanes, here && rows == 0); empty != 0; empty &= empty - 1) {
+      for (unsigned empty = __ballot_sync(kAllLanes, is_group && rows == 0); empty != 0; empty &= empty - 1) {
         Clear(out + (base + __ffs(static_cast<int>(empty)) - 1) * matrix, matrix);
       }
     }
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   if (!of_weights && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
 }
 
-// The arrays in the scratch: those of the descriptors first, which want the largest alignment.
+// Returns the arrays in the scratch. The descriptors come first, because they need the largest alignment.
 GroupArrays ArraysOf(const GroupedDotParams& params) {
   constexpr uintptr_t kDescriptorAlignment = 128;
   const auto address = reinterpret_cast<uintptr_t>(params.scratch);

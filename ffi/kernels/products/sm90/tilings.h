@@ -1,4 +1,4 @@
-// How products are cut into tiles.
+// The division of products into tiles.
 #pragma once
 
 #include <cutlass/epilogue/collective/collective_builder.hpp>
@@ -16,22 +16,22 @@ struct Cooperative {
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
 
-// The same for FP8. The sums are scaled after each 128 elements, so that a thread holds its part of a tile
-// twice: tiles are smaller for that.
+// Two warpgroups share a tile of FP8 operands. The sums are scaled after each 128 elements, for which a
+// thread needs two copies of its part of the tile. Therefore the tiles are smaller.
 struct Fp8Cooperative {
   using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise;
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
 
-// Each of two warpgroups has a tile of its own, and writes it while the other multiplies.
+// Each of two warpgroups has a tile of its own, and stores it while the other one multiplies.
 struct Pingpong {
   using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
-// A tile of kM x kN of the result, in steps of kK along the sum, of which kStoredM x kStoredN are written at
-// a time. The blocks of a cluster load once what their tiles share; a group's tiles are rounded up to whole
-// clusters.
+// The sizes of tiles: kM x kN of the result, kK elements of the sum per step, and kStoredM x kStoredN
+// elements per store. The blocks of a cluster load the operand that their tiles share only once. A group's
+// tiles are rounded up to whole clusters.
 template <typename Schedule_, int kM, int kN, int kK, int kClusterM, int kClusterN, int kStoredM,
           int kStoredN>
 struct Tiling {
@@ -41,14 +41,14 @@ struct Tiling {
   using StoredTile = cute::Shape<cute::Int<kStoredM>, cute::Int<kStoredN>>;
 };
 
-// Timed beside thirty others on an H200: docs/performance.md. A cluster lies along the columns where the rows
-// of a group are the rows of the result: along those it would round each group up to twice the tile.
+// The fastest tiling measured (docs/performance.md). If the rows of a group are rows of the result, a cluster
+// spans columns. If it spanned rows, each group would be rounded up to two tiles.
 template <GroupedDot kProduct, Operands kOperands>
 struct TilingFor {
   using Type = Tiling<Cooperative, 128, 256, 64, 1, 2, 128, 64>;
 };
 
-// Here rows are what is summed over, and tiles cover a group's matrix: a short sum leaves much to write.
+// Here the sum goes over rows, and tiles cover a group's matrix. A short sum leaves many bytes to store.
 template <Operands kOperands>
 struct TilingFor<GroupedDot::kWeights, kOperands> {
   using Type = Tiling<Pingpong, 128, 192, 64, 2, 1, 64, 64>;
