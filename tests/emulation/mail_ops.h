@@ -1,0 +1,353 @@
+// Two ops through the arena for the emulation, which call its protocol in the same order as SlotPushKernel
+// and SlotPullKernel. All uses of that protocol are here. Rows are a few words, which depend on the op, so
+// that a row of another op or rank is never taken for the right one.
+#pragma once
+
+#include "die.h"
+#include "kernels/protocol/mail_session.cuh"
+#include "kernels/small/route.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kMailThreads = 64;  // of a block
+constexpr int kMailWarps = kMailThreads / kWarp;
+constexpr int kWords = 4;  // of a row
+constexpr uint32_t kUntouched = 0x7ddddddd, kFilled = 0xffffffff;
+
+// An op of the program, equal on all ranks.
+struct MailWork {
+  uint32_t number;  // of the op: what is sent depends on it
+  Call call;
+  bool pushes;
+  int32_t tokens, top_k, row_bytes;
+  bool has_attendance;  // it is given active ranks
+  bool masks;
+  uint32_t active;  // bit r: rank r takes part
+
+  Shape shape(int num_ranks) const {
+    return {pushes ? Order::kExpert : Order::kRank, num_ranks, tokens, top_k, 2 * num_ranks, 0, 1};
+  }
+  uint32_t Hash(uint32_t a, uint32_t b) const {
+    uint32_t hash = number * 0x9e3779b1u ^ a << 20 ^ b * 0x85ebca77u;
+    hash = (hash ^ hash >> 15) * 0xc2b2ae3du;
+    return (hash ^ hash >> 13) & 0x7fffffffu;
+  }
+  // Word `word` of what rank `from` sends to rank `to` in slot `token`.
+  uint32_t Value(int from, int to, int token, int word) const {
+    return Hash(static_cast<uint32_t>(from << 4 | to), static_cast<uint32_t>(token << 8 | word));
+  }
+  // The expert of a choice of rank `from` in a push, -1: none.
+  int Expert(int from, int token, int k, int num_ranks) const {
+    const uint32_t hash = Hash(static_cast<uint32_t>(256 + from), static_cast<uint32_t>(token << 8 | k));
+    return static_cast<int>(hash % static_cast<uint32_t>(2 * num_ranks + 1)) - 1;
+  }
+  // Whether rank `from` sends a row to rank `to` in slot `token`.
+  bool Sends(int from, int to, int token, int num_ranks) const {
+    if (!pushes)
+      return Hash(static_cast<uint32_t>(512 + from), static_cast<uint32_t>(token << 8 | to)) % 4 != 0;
+    for (int k = 0; k < top_k; ++k) {
+      const int expert = Expert(from, token, k, num_ranks);
+      if (expert >= 0 && expert / 2 == to) return true;
+    }
+    return false;
+  }
+};
+
+// One rank's part in it: a launch, with memory of its own.
+struct MailRun {
+  // What a thread knows of the session at some place of the kernel, the first of a block for the others.
+  struct Seen {
+    bool is_set = false;
+    Visit visit{};
+  };
+  enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
+
+  MailWork work;
+  SlotArgs args;
+  MeshPlace place_operand;
+  int summing_warps = 1;
+  std::vector<int32_t> topk_idx, active_ranks, active_after;
+  std::vector<float> wait_us;
+  std::vector<std::vector<int16_t>> choices;  // by block: of all ranks, as it has found them
+  std::vector<uint32_t> rows;                 // [R, T, kWords]: what has come
+  std::vector<Seen> seen;                     // [blocks, kNumPlaces]
+  bool was_filled = false, must_fail = false, is_stray = false;
+  emulation::Launch launch;
+
+  int num_ranks() const { return args.peers.num_ranks; }
+  int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
+  Seen& SeenBy(unsigned block, Place place) { return seen[block * kNumPlaces + place]; }
+};
+
+// What is done about a rank's threads that disagree.
+inline std::function<void(int rank, const char* what)> on_disagreement;
+
+// Compares what all threads of a block know of the session.
+inline void CheckAgreement(MailRun& run, MailRun::Place place, const Visit& visit) {
+  emulation::Quiet quiet;
+  MailRun::Seen& first = run.SeenBy(blockIdx.x, place);
+  if (!first.is_set) {
+    first = {true, visit};
+    return;
+  }
+  const Visit& other = first.visit;
+  const int rank = run.args.peers.rank;
+  if (visit.open != other.open) on_disagreement(rank, "open");
+  if (visit.open && visit.epoch != other.epoch) on_disagreement(rank, "epoch");
+  if (visit.open && visit.ranks != other.ranks) on_disagreement(rank, "ranks");
+  if (visit.open && visit.writable != other.writable) on_disagreement(rank, "writable");
+  if (visit.failed != other.failed) on_disagreement(rank, "failed");
+}
+
+inline uint32_t* WordsOf(std::byte* slot, const MailWork& work, int word) {
+  return reinterpret_cast<uint32_t*>(slot + kSlotHeadBytes + word * work.row_bytes / kWords);
+}
+
+// Stores one word of a row in its slot, which must lie in this rank's region of the present half.
+inline void StoreWord(const MailRun& run, const Visit& visit, int to, int token, int word) {
+  const SlotArgs& args = run.args;
+  const int me = args.peers.rank;
+  uint32_t* const there = WordsOf(args.slot(to, me, token, visit.epoch), run.work, word);
+  const int64_t offset =
+      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&args.arena(to) + 1);
+  const int64_t region = kSlotsOfHalf / run.num_ranks() / 128 * 128;
+  if (offset / kSlotsOfHalf != visit.epoch % 2 || offset % kSlotsOfHalf / region != me) {
+    Die("rank %d writes outside of its slots at rank %d", me, to);
+  }
+  emulation::Machine::Get().Access(true);
+  *there = run.work.Value(me, to, token, word);
+}
+
+inline void TakeWord(MailRun& run, const Visit& visit, int from, int token, int word) {
+  emulation::Machine::Get().Access(false);
+  run.rows[run.At(from, token, word)] =
+      *WordsOf(run.args.slot(run.args.peers.rank, from, token, visit.epoch), run.work, word);
+}
+
+inline void FillMail(MailRun& run) {
+  FillResult(run.rows.data(), static_cast<int64_t>(run.rows.size()) * 4);
+  emulation::Quiet quiet;
+  run.was_filled = true;
+}
+
+// As SendTokens and FlagTokens: the first warp stores rows, the last one flags them.
+constexpr int kStored = 1, kFlagged = 3;
+
+inline void SendRows(const MailRun& run, const Visit& visit) {
+  emulation::Machine& machine = emulation::Machine::Get();
+  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.num_senders;
+  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
+    if (turn >= 2) machine.Meet(kFlagged + turn % 2, kMailThreads, turn);
+    for (int i = lane; i < R * kWords; i += kWarp) {
+      const int to = i / kWords;
+      if ((visit.writable >> to & 1) == 0 || !run.work.Sends(run.args.peers.rank, to, t, R)) continue;
+      StoreWord(run, visit, to, t, i % kWords);
+    }
+    machine.Meet(kStored + turn % 2, kMailThreads, turn, true);
+  }
+}
+
+inline void FlagRows(const MailRun& run, const Visit& visit) {
+  emulation::Machine& machine = emulation::Machine::Get();
+  const SlotArgs& args = run.args;
+  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
+  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.num_senders, ++turn) {
+    machine.Meet(kStored + turn % 2, kMailThreads, turn);
+    if (lane < R && (visit.writable >> lane & 1) != 0 && run.work.Sends(me, lane, t, R)) {
+      StoreStampedRelease(&args.mail(lane, me, visit.epoch).arrived[t], 1, visit.epoch);
+    }
+    __syncwarp();
+    if (t + 2 * args.num_senders < run.work.tokens) {
+      machine.Meet(kFlagged + turn % 2, kMailThreads, turn + 2, true);
+    }
+  }
+}
+
+// Waits for the choices of `ranks`, and keeps them for this block. Its threads act as those of a whole one.
+// Returns the ranks that this thread has missed.
+inline uint32_t TakeChoices(MailRun& run, const Visit& visit, uint32_t ranks) {
+  const int choices = run.work.tokens * run.work.top_k;
+  std::vector<int16_t>& found = run.choices[blockIdx.x];
+  uint32_t missing = 0;
+  for (int first = 0; first < kSlotThreads; first += kMailThreads) {
+    emulation::Machine::Get().ActAs(first);
+    missing |= AwaitChoices(run.args, visit, ranks, [&](int rank, int word, uint32_t two) {
+      for (int i = 2 * word; i < std::min(2 * word + 2, choices); ++i, two >>= 16)
+        found[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+    });
+  }
+  emulation::Machine::Get().ActAs(0);
+  return missing;
+}
+
+// Whether a token of rank `source` comes here, by the choices that this block has found.
+inline bool Comes(const MailRun& run, int source, int token) {
+  const int K = run.work.top_k;
+  const std::vector<int16_t>& found = run.choices[blockIdx.x];
+  for (int k = 0; k < K; ++k) {
+    const int expert = found[(source * run.work.tokens + token) * K + k];
+    if (expert >= 0 && expert / 2 == run.args.peers.rank) return true;
+  }
+  return false;
+}
+
+inline bool AwaitRow(const MailRun& run, const Visit& visit, int source, int token) {
+  const SlotArgs& args = run.args;
+  const Stamped* const arrived = &args.mail(args.peers.rank, source, visit.epoch).arrived[token];
+  return AwaitWordOf(args.peers, arrived, visit.epoch);
+}
+
+// Waits for all that `ranks` send here, as AwaitAll of a dispatch.
+inline uint32_t AwaitRows(MailRun& run, const Visit& visit, uint32_t ranks) {
+  uint32_t missing = BlockOr(TakeChoices(run, visit, ranks));
+  for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kMailThreads) {
+    const int source = t / run.work.tokens, token = t % run.work.tokens;
+    if (((ranks & ~missing) >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    if (!AwaitRow(run, visit, source, token)) missing |= 1u << source;
+  }
+  return missing;
+}
+
+// As ReceiveToken: a warp a row.
+inline uint32_t ReceiveRows(MailRun& run, const Visit& visit) {
+  const SlotArgs& args = run.args;
+  const int R = run.num_ranks();
+  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), 1, kMailWarps);
+  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+    const int source = i % R, token = i / R;
+    if ((visit.ranks >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    const bool late = team.lane == 0 && !AwaitRow(run, visit, source, token);
+    if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
+    __syncwarp();
+    if (team.lane < kWords) TakeWord(run, visit, source, token, team.lane);
+  }
+  return 0;
+}
+
+inline void MailPushKernel(MailRun& run) {
+  constexpr Op op = Op::kDispatch;
+  const SlotArgs& args = run.args;
+  const TopkIds ids{run.topk_idx.data(), false};
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillMail(run);
+    FillAttendance(args);
+  };
+  const int words = ChoiceWords(args.shape);
+  uint32_t choices = 0;
+  if (args.keeps_books() && FirstWord(args) < words * args.shape.num_ranks) {
+    choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
+  }
+  Visit visit = OpenSlots(args, op);
+  CheckAgreement(run, MailRun::kAfterOpening, visit);
+  if (!visit.open) return EndUnopened(args, op, visit, fill);
+  if (args.presides()) TellCall(args, visit);
+  if (args.keeps_books()) TellChoices(args, ids, visit, choices);
+  if (args.sends() && threadIdx.x < kWarp) SendRows(run, visit);
+  if (args.sends() && threadIdx.x >= kWarp) FlagRows(run, visit);
+  uint32_t missing = 0;
+  if (args.attendance.masks) {
+    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitRows(run, visit, ranks); });
+  } else if (args.presides()) {
+    missing = AwaitCall(args, op, visit, threadIdx.x, log);
+  }
+  CheckAgreement(run, MailRun::kAfterAgreement, visit);
+  if (!args.sends() && !visit.failed) {
+    missing |= BlockOr(TakeChoices(run, visit, visit.ranks));
+    Miss(args, op, visit, Phase::kEnter, BlockOr(missing));
+    missing = 0;
+    if (!visit.failed && args.keeps_books()) {
+      if (args.presides()) WriteActive(args, visit);
+    } else if (!visit.failed) {
+      missing = ReceiveRows(run, visit);
+    }
+    Miss(args, op, visit, Phase::kWave, BlockOr(missing));
+  }
+  CheckAgreement(run, MailRun::kAtEnd, visit);
+  EndSlots(args, op, visit, fill);
+}
+
+// As SendSums: teams of a few warps store rows and flag them.
+inline void SendSums(const MailRun& run, const Visit& visit, const RowTeam& team) {
+  const SlotArgs& args = run.args;
+  const int R = run.num_ranks(), me = args.peers.rank;
+  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+    const int to = (me + 1 + i % R) % R, token = i / R;
+    if (!run.work.Sends(me, to, token, R) || (visit.writable >> to & 1) == 0) continue;
+    const int word = team.warp + team.lane * team.warps;
+    if (word < kWords) StoreWord(run, visit, to, token, word);
+    emulation::Machine::Get().Meet(team.barrier, team.warps * kWarp, i);
+    if (team.warp == 0 && team.lane == 0) {
+      StoreStampedRelease(&args.mail(to, me, visit.epoch).arrived[token], 1, visit.epoch);
+    }
+  }
+}
+
+// Waits for the rows of token t that `ranks` send here. One warp; bit r: rank r was missed.
+inline uint32_t AwaitSums(const MailRun& run, const Visit& visit, uint32_t ranks, int t, int lane) {
+  const int me = run.args.peers.rank, R = run.num_ranks();
+  if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;
+  return AwaitRow(run, visit, lane, t) ? 0 : 1u << lane;
+}
+
+inline uint32_t AddUp(MailRun& run, const Visit& visit, const Dealer& dealer, int i) {
+  const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
+  while (true) {
+    const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+    if (t >= run.work.tokens) return 0;
+    const uint32_t missing = AwaitSums(run, visit, visit.ranks, t, lane);
+    if (__any_sync(kAllLanes, missing != 0)) return missing;
+    for (int j = lane; j < R * kWords; j += kWarp) {
+      const int from = j / kWords;
+      if ((visit.ranks >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
+      TakeWord(run, visit, from, t, j % kWords);
+    }
+    i = Dealer::Show(dealer.Take(lane));
+  }
+}
+
+inline void MailPullKernel(MailRun& run) {
+  constexpr Op op = Op::kCombine;
+  __shared__ unsigned next;
+  const SlotArgs& args = run.args;
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillMail(run);
+    FillAttendance(args);
+  };
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, run.summing_warps);
+  if (threadIdx.x == 0) next = kMailWarps - run.summing_warps;
+  Visit visit = OpenSlots(args, op);
+  CheckAgreement(run, MailRun::kAfterOpening, visit);
+  if (!visit.open) return EndUnopened(args, op, visit, fill);
+  if (args.presides()) TellCall(args, visit);
+  const Dealer dealer{&next};
+  int first = warp - run.summing_warps;
+  if (warp < run.summing_warps) {
+    SendSums(run, visit, team);
+    first = Dealer::Show(dealer.Take(lane));
+  }
+  uint32_t missing = 0;
+  if (args.attendance.masks) {
+    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) {
+      uint32_t missed = 0;
+      for (int t = warp; t < run.work.tokens; t += kMailWarps) {
+        missed |= AwaitSums(run, visit, ranks, t, lane);
+        __syncwarp();
+      }
+      return missed;
+    });
+  } else if (args.presides() && warp == kMailWarps - 1) {
+    missing = AwaitCall(args, op, visit, lane, log);
+    __syncwarp();
+  }
+  CheckAgreement(run, MailRun::kAfterAgreement, visit);
+  if (!visit.failed) missing |= AddUp(run, visit, dealer, first);
+  Miss(args, op, visit, Phase::kWave, BlockOr(missing));
+  if (args.presides()) WriteActive(args, visit);
+  CheckAgreement(run, MailRun::kAtEnd, visit);
+  EndSlots(args, op, visit, fill);
+}
+
+}  // namespace jax_ep::cuda
