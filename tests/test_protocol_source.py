@@ -10,39 +10,86 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parent
 FFI = TESTS.parent / "ffi"
-MAIL, ARGS, WAIT = "kernels/protocol/mail_session.cuh", "kernels/small/args.cuh", "kernels/protocol/wait.cuh"
+WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
+SESSION, MAIL = "kernels/protocol/session.cuh", "kernels/protocol/mail_session.cuh"
 
-# Mistakes in the arena's protocol: the fault that shows each, and (file, right, wrong) for each change.
+# Planted mistakes: the fault that shows each, and (file, right, wrong) for each change.
 MISTAKES = {
+    "frees the channel before all blocks have ended": (
+        "tail",
+        [(SESSION, "if (!ended.is_last) return;", "if (blockIdx.x != gridDim.x - 1) return;")],
+    ),
+    "sends a batch that belongs to two waves": (
+        "short",
+        [
+            (
+                WAVES,
+                "const int begin = first + (later < 0 ? number : later % in_wave) * tokens;",
+                "const int begin = number * tokens;",
+            ),
+            (
+                WAVES,
+                "const int first = waves.First(shape, wave), last = waves.First(shape, wave + 1);",
+                "const int last = shape.num_tokens;",
+            ),
+        ],
+    ),
+    "forgets that it has missed a wave": (
+        "gate",
+        [
+            (
+                SESSION,
+                "Phase::kWave, epoch(), missing);\n      state_of_block().has_failed = true;",
+                "Phase::kWave, epoch(), missing);",
+            )
+        ],
+    ),
+}
+ARENA_MISTAKES = {
     "does not look again when time is up": (
         "held",
-        [(WAIT, "IsTimeUp(peers)) return ready();", "IsTimeUp(peers)) return false;")],
+        [(WAIT, "if (gives_up()) return ready();", "if (gives_up()) return false;")],
     ),
-    "does not look again whether a peer has begun": (
-        "held",
-        [(MAIL, "writable = writable || has_begun();", "")],
+    "decides in each warp which ranks it may write to": (
+        "long",
+        [
+            (MAIL, "return state_of_block().writable;", "return writable_;"),
+            (MAIL, "const Slots& slots_;\n};", "const Slots& slots_;\n  mutable uint32_t writable_ = 0;\n};"),
+            (
+                MAIL,
+                "    return state_of_block().is_open;\n",
+                "    const uint32_t* const heard = ArenaOf(peers_, peers_.rank).heard;\n"
+                "    writable_ = FindWritable(epoch(), ranks(), heard[threadIdx.x % kMaxRanks]);\n"
+                "    return state_of_block().is_open;\n",
+            ),
+        ],
     ),
-    "uses one half": ("short", [(ARGS, "heads[epoch % 2]", "heads[0]")]),
+    "uses one half": ("short", [(MAIL, "heads[number]", "heads[0]")]),
     "takes the verdict of any op": (
         "late",
         [
             (
                 MAIL,
-                "!IsOf(seen = LoadStampedAcquire(&head.verdict), visit.epoch)",
-                "(seen = LoadStampedAcquire(&head.verdict)) == 0",
-            ),
-            (
-                MAIL,
-                "IsOf(seen, visit.epoch) ? static_cast<uint32_t>(seen) : 0",
-                "static_cast<uint32_t>(seen)",
-            ),
+                "HasEpoch(seen = LoadAcquire(verdict), epoch())",
+                "(seen = LoadAcquire(verdict)) != 0",
+            )
         ],
     ),
     "writes to a rank that it has not heard of": (
         "short",
-        [(MAIL, "doubtful = visit.ranks & ~heard;", "doubtful = 0;")],
+        [(MAIL, "ranks & ~__ballot_sync(kAllLanes, was_heard);", "0;")],
     ),
-    "counts blocks over several ops": ("late", [(MAIL, "if (last) own.ended = 0;", "")]),
+    "counts the ended blocks of several ops together": (
+        "late",
+        [
+            (MAIL, "if (ended.is_last) own.ended = 0;", ""),
+            (SESSION, "before % kFailed == gridDim.x - 1", "before % gridDim.x == gridDim.x - 1"),
+        ],
+    ),
+    "goes on without its own rows": (
+        "two",
+        [(MAIL, "fails |= (missing >> peers_.rank & 1) != 0;", "")],
+    ),
 }
 
 
@@ -71,29 +118,40 @@ def mail_program(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("faults", "120", "1"), ("held", "60", "1"), ("plain", "3000", "2")], ids=lambda a: a[0]
+    "arguments", [("faults", "50", "1"), ("held", "30", "1"), ("plain", "2000", "2")], ids=lambda a: a[0]
 )
 def test_protocol(program, arguments):
     done = run(program, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("faults", "400", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
+@pytest.mark.parametrize("arguments", [("faults", "300", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
 def test_arena_protocol(mail_program, arguments):
     done = run(mail_program, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_arena_finds_planted_mistake(mistake, tmp_path):
-    fault, changes = MISTAKES[mistake]
-    for name, right, wrong in changes:
-        copy = tmp_path / name
-        text = (copy if copy.exists() else FFI / name).read_text()
-        assert text.count(right) == 1, f"{name} has {right!r} not once"
+def run_planted(name, fault, changes, folder):
+    """Plants a mistake in a program's headers and returns how the program ended."""
+    for header, right, wrong in changes:
+        copy = folder / header
+        text = (copy if copy.exists() else FFI / header).read_text()
+        assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(text.replace(right, wrong))
-    program = build("mail_stress", tmp_path / "mail_stress", tmp_path, level="-O1")
-    done = run(program, "faults", "1000", "1", fault)
+    program = build(name, folder / name, folder, level="-O1")
+    return run(program, "faults", "1000", "1", fault)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_protocol_finds_planted_mistake(mistake, tmp_path):
+    done = run_planted("protocol_stress", *MISTAKES[mistake], tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "protocol_stress: seed" in done.stderr
+
+
+@pytest.mark.parametrize("mistake", ARENA_MISTAKES)
+def test_arena_protocol_finds_planted_mistake(mistake, tmp_path):
+    done = run_planted("mail_stress", *ARENA_MISTAKES[mistake], tmp_path)
     assert done.returncode == 1, done.stdout
     assert "mail_stress: seed" in done.stderr

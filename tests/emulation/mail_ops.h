@@ -1,5 +1,5 @@
-// Two ops through the arena for the emulation, which call its protocol in the same order as SlotPushKernel
-// and SlotPullKernel. All uses of that protocol are here. Rows are a few words, which depend on the op, so
+// Two ops through the arena for the emulation, which call a MailSession in the same order as SmallPushKernel
+// and SmallPullKernel. All uses of that protocol are here. Rows are a few words, which depend on the op, so
 // that a row of another op or rank is never taken for the right one.
 #pragma once
 
@@ -55,48 +55,52 @@ struct MailWork {
 
 // One rank's part in it: a launch, with memory of its own.
 struct MailRun {
-  // What a thread knows of the session at some place of the kernel, the first of a block for the others.
-  struct Seen {
+  // A thread's view of the session at some place of the kernel. The first thread of a block sets it, and the
+  // others must have the same.
+  struct View {
     bool is_set = false;
-    Visit visit{};
+    bool is_open = false, has_failed = false;
+    uint32_t epoch = 0, ranks = 0, writable = 0;
   };
   enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
 
   MailWork work;
-  SlotArgs args;
+  SmallPushArgs args;  // of a pull, too
   MeshPlace place_operand;
   int summing_warps = 1;
   std::vector<int32_t> topk_idx, active_ranks, active_after;
   std::vector<float> wait_us;
   std::vector<std::vector<int16_t>> choices;  // by block: of all ranks, as it has found them
   std::vector<uint32_t> rows;                 // [R, T, kWords]: what has come
-  std::vector<Seen> seen;                     // [blocks, kNumPlaces]
+  std::vector<View> views;                    // [blocks, kNumPlaces]
   bool was_filled = false, must_fail = false, is_stray = false;
   emulation::Launch launch;
 
   int num_ranks() const { return args.peers.num_ranks; }
   int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
-  Seen& SeenBy(unsigned block, Place place) { return seen[block * kNumPlaces + place]; }
+  View& ViewOf(unsigned block, Place place) { return views[block * kNumPlaces + place]; }
+  MailSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
 };
 
 // What is done about a rank's threads that disagree.
 inline std::function<void(int rank, const char* what)> on_disagreement;
 
-// Compares what all threads of a block know of the session.
-inline void CheckAgreement(MailRun& run, MailRun::Place place, const Visit& visit) {
+// Compares the views of all threads of a block. Right after Open a thread may be late to look: by then the
+// first one may have written which ranks take part (AgreeOnRanks), or which op this is (SettleUnopened).
+inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession& session, bool is_open) {
   emulation::Quiet quiet;
-  MailRun::Seen& first = run.SeenBy(blockIdx.x, place);
-  if (!first.is_set) {
-    first = {true, visit};
-    return;
-  }
-  const Visit& other = first.visit;
+  MailRun::View& first = run.ViewOf(blockIdx.x, place);
+  const MailRun::View view{
+      true, is_open, session.has_failed(), session.epoch(), session.ranks(), session.writable()};
+  if (!first.is_set) first = view;
   const int rank = run.args.peers.rank;
-  if (visit.open != other.open) on_disagreement(rank, "open");
-  if (visit.open && visit.epoch != other.epoch) on_disagreement(rank, "epoch");
-  if (visit.open && visit.ranks != other.ranks) on_disagreement(rank, "ranks");
-  if (visit.open && visit.writable != other.writable) on_disagreement(rank, "writable");
-  if (visit.failed != other.failed) on_disagreement(rank, "failed");
+  const bool is_early = place == MailRun::kAfterOpening;
+  if (view.is_open != first.is_open) on_disagreement(rank, "open");
+  if (view.writable != first.writable) on_disagreement(rank, "writable");
+  if ((is_open || !is_early) && view.epoch != first.epoch) on_disagreement(rank, "epoch");
+  if (is_early && run.work.masks) return;
+  if (view.ranks != first.ranks) on_disagreement(rank, "ranks");
+  if (view.has_failed != first.has_failed) on_disagreement(rank, "has_failed");
 }
 
 inline uint32_t* WordsOf(std::byte* slot, const MailWork& work, int word) {
@@ -104,24 +108,24 @@ inline uint32_t* WordsOf(std::byte* slot, const MailWork& work, int word) {
 }
 
 // Stores one word of a row in its slot, which must lie in this rank's region of the present half.
-inline void StoreWord(const MailRun& run, const Visit& visit, int to, int token, int word) {
-  const SlotArgs& args = run.args;
-  const int me = args.peers.rank;
-  uint32_t* const there = WordsOf(args.slot(to, me, token, visit.epoch), run.work, word);
+inline void StoreRowWord(const MailRun& run, const MailSession& session, int to, int token, int word) {
+  const Peers& peers = run.args.peers;
+  const int me = peers.rank;
+  uint32_t* const there = WordsOf(session.half().slot(to, me, token), run.work, word);
   const int64_t offset =
-      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&args.arena(to) + 1);
+      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&ArenaOf(peers, to) + 1);
   const int64_t region = kSlotsOfHalf / run.num_ranks() / 128 * 128;
-  if (offset / kSlotsOfHalf != visit.epoch % 2 || offset % kSlotsOfHalf / region != me) {
+  if (offset / kSlotsOfHalf != session.epoch() % 2 || offset % kSlotsOfHalf / region != me) {
     Die("rank %d writes outside of its slots at rank %d", me, to);
   }
   emulation::Machine::Get().Access(true);
   *there = run.work.Value(me, to, token, word);
 }
 
-inline void TakeWord(MailRun& run, const Visit& visit, int from, int token, int word) {
+inline void LoadRowWord(MailRun& run, const MailSession& session, int from, int token, int word) {
   emulation::Machine::Get().Access(false);
   run.rows[run.At(from, token, word)] =
-      *WordsOf(run.args.slot(run.args.peers.rank, from, token, visit.epoch), run.work, word);
+      *WordsOf(session.half().slot(run.args.peers.rank, from, token), run.work, word);
 }
 
 inline void FillMail(MailRun& run) {
@@ -133,28 +137,28 @@ inline void FillMail(MailRun& run) {
 // As SendTokens and FlagTokens: the first warp stores rows, the last one flags them.
 constexpr int kStored = 1, kFlagged = 3;
 
-inline void SendRows(const MailRun& run, const Visit& visit) {
+inline void SendRows(const MailRun& run, const MailSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.num_senders;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
     if (turn >= 2) machine.Meet(kFlagged + turn % 2, kMailThreads, turn);
     for (int i = lane; i < R * kWords; i += kWarp) {
       const int to = i / kWords;
-      if ((visit.writable >> to & 1) == 0 || !run.work.Sends(run.args.peers.rank, to, t, R)) continue;
-      StoreWord(run, visit, to, t, i % kWords);
+      if (!session.may_write(to) || !run.work.Sends(run.args.peers.rank, to, t, R)) continue;
+      StoreRowWord(run, session, to, t, i % kWords);
     }
     machine.Meet(kStored + turn % 2, kMailThreads, turn, true);
   }
 }
 
-inline void FlagRows(const MailRun& run, const Visit& visit) {
+inline void FlagRows(const MailRun& run, const MailSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
-  const SlotArgs& args = run.args;
+  const SmallPushArgs& args = run.args;
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.num_senders, ++turn) {
     machine.Meet(kStored + turn % 2, kMailThreads, turn);
-    if (lane < R && (visit.writable >> lane & 1) != 0 && run.work.Sends(me, lane, t, R)) {
-      StoreStampedRelease(&args.mail(lane, me, visit.epoch).arrived[t], 1, visit.epoch);
+    if (lane < R && session.may_write(lane) && run.work.Sends(me, lane, t, R)) {
+      StoreWordRelease(&session.half().mail(lane, me).arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.num_senders < run.work.tokens) {
@@ -165,13 +169,13 @@ inline void FlagRows(const MailRun& run, const Visit& visit) {
 
 // Waits for the choices of `ranks`, and keeps them for this block. Its threads act as those of a whole one.
 // Returns the ranks that this thread has missed.
-inline uint32_t TakeChoices(MailRun& run, const Visit& visit, uint32_t ranks) {
+inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t ranks) {
   const int choices = run.work.tokens * run.work.top_k;
   std::vector<int16_t>& found = run.choices[blockIdx.x];
   uint32_t missing = 0;
-  for (int first = 0; first < kSlotThreads; first += kMailThreads) {
+  for (int first = 0; first < kSmallThreads; first += kMailThreads) {
     emulation::Machine::Get().ActAs(first);
-    missing |= AwaitChoices(run.args, visit, ranks, [&](int rank, int word, uint32_t two) {
+    missing |= AwaitChoices(run.args, session, ranks, [&](int rank, int word, uint32_t two) {
       for (int i = 2 * word; i < std::min(2 * word + 2, choices); ++i, two >>= 16)
         found[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
     });
@@ -191,163 +195,167 @@ inline bool Comes(const MailRun& run, int source, int token) {
   return false;
 }
 
-inline bool AwaitRow(const MailRun& run, const Visit& visit, int source, int token) {
-  const SlotArgs& args = run.args;
-  const Stamped* const arrived = &args.mail(args.peers.rank, source, visit.epoch).arrived[token];
-  return AwaitWordOf(args.peers, arrived, visit.epoch);
+inline bool AwaitRow(const MailRun& run, const MailSession& session, int source, int token) {
+  return session.AwaitWord(&session.half().mail(run.args.peers.rank, source).arrived[token]);
 }
 
 // Waits for all that `ranks` send here, as AwaitAll of a dispatch.
-inline uint32_t AwaitRows(MailRun& run, const Visit& visit, uint32_t ranks) {
-  uint32_t missing = BlockOr(TakeChoices(run, visit, ranks));
+inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ranks) {
+  uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
   for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kMailThreads) {
     const int source = t / run.work.tokens, token = t % run.work.tokens;
     if (((ranks & ~missing) >> source & 1) == 0 || !Comes(run, source, token)) continue;
-    if (!AwaitRow(run, visit, source, token)) missing |= 1u << source;
+    if (!AwaitRow(run, session, source, token)) missing |= 1u << source;
   }
   return missing;
 }
 
 // As ReceiveToken: a warp a row.
-inline uint32_t ReceiveRows(MailRun& run, const Visit& visit) {
-  const SlotArgs& args = run.args;
+inline uint32_t ReceiveRows(MailRun& run, const MailSession& session) {
+  const SmallPushArgs& args = run.args;
   const int R = run.num_ranks();
-  const RowTeam team = TeamOf(args.num_senders, args.first_keeper(), 1, kMailWarps);
+  const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), 1, kMailWarps);
   for (int i = team.index; i < R * run.work.tokens; i += team.count) {
     const int source = i % R, token = i / R;
-    if ((visit.ranks >> source & 1) == 0 || !Comes(run, source, token)) continue;
-    const bool late = team.lane == 0 && !AwaitRow(run, visit, source, token);
+    if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    const bool late = team.lane == 0 && !AwaitRow(run, session, source, token);
     if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
     __syncwarp();
-    if (team.lane < kWords) TakeWord(run, visit, source, token, team.lane);
+    if (team.lane < kWords) LoadRowWord(run, session, source, token, team.lane);
   }
   return 0;
 }
 
+// As Receive of a dispatch.
+inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late) {
+  late |= BlockOr(TakeChoices(run, session, session.ranks()));
+  if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
+  if (!run.args.writes_metadata()) return ReceiveRows(run, session);
+  if (session.is_leader()) session.WriteActive();
+  return 0;
+}
+
 inline void MailPushKernel(MailRun& run) {
-  constexpr Op op = Op::kDispatch;
-  const SlotArgs& args = run.args;
+  const SmallPushArgs& args = run.args;
   const TopkIds ids{run.topk_idx.data(), false};
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = run.session(Op::kDispatch);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillMail(run);
-    FillAttendance(args);
+    FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int words = ChoiceWords(args.shape);
   uint32_t choices = 0;
-  if (args.keeps_books() && FirstWord(args) < words * args.shape.num_ranks) {
+  if (args.writes_metadata() && FirstWord(args) < words * args.shape.num_ranks) {
     choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
   }
-  Visit visit = OpenSlots(args, op);
-  CheckAgreement(run, MailRun::kAfterOpening, visit);
-  if (!visit.open) return EndUnopened(args, op, visit, fill);
-  if (args.presides()) TellCall(args, visit);
-  if (args.keeps_books()) TellChoices(args, ids, visit, choices);
-  if (args.sends() && threadIdx.x < kWarp) SendRows(run, visit);
-  if (args.sends() && threadIdx.x >= kWarp) FlagRows(run, visit);
-  uint32_t missing = 0;
-  if (args.attendance.masks) {
-    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) { return AwaitRows(run, visit, ranks); });
-  } else if (args.presides()) {
-    missing = AwaitCall(args, op, visit, threadIdx.x, log);
-  }
-  CheckAgreement(run, MailRun::kAfterAgreement, visit);
-  if (!args.sends() && !visit.failed) {
-    missing |= BlockOr(TakeChoices(run, visit, visit.ranks));
-    Miss(args, op, visit, Phase::kEnter, BlockOr(missing));
-    missing = 0;
-    if (!visit.failed && args.keeps_books()) {
-      if (args.presides()) WriteActive(args, visit);
-    } else if (!visit.failed) {
-      missing = ReceiveRows(run, visit);
+  const bool is_open = session.Open(opening);
+  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  if (is_open) {
+    if (session.is_leader()) session.PublishCall();
+    if (args.writes_metadata()) PublishChoices(args, ids, session, choices);
+    if (args.sends() && threadIdx.x < kWarp) SendRows(run, session);
+    if (args.sends() && threadIdx.x >= kWarp) FlagRows(run, session);
+    uint32_t missing = 0;
+    if (args.attendance.masks) {
+      session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitRows(run, session, ranks); });
+    } else if (session.is_leader()) {
+      missing = session.AwaitCall(threadIdx.x, log);
     }
-    Miss(args, op, visit, Phase::kWave, BlockOr(missing));
+    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    if (!args.sends() && !session.has_failed()) {
+      missing = Receive(run, session, missing);
+      (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    }
   }
-  CheckAgreement(run, MailRun::kAtEnd, visit);
-  EndSlots(args, op, visit, fill);
+  session.Close(fill);
+  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
 }
 
 // As SendSums: teams of a few warps store rows and flag them.
-inline void SendSums(const MailRun& run, const Visit& visit, const RowTeam& team) {
-  const SlotArgs& args = run.args;
+inline void SendSums(const MailRun& run, const MailSession& session, const RowTeam& team) {
+  const SmallPushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank;
   for (int i = team.index; i < R * run.work.tokens; i += team.count) {
     const int to = (me + 1 + i % R) % R, token = i / R;
-    if (!run.work.Sends(me, to, token, R) || (visit.writable >> to & 1) == 0) continue;
+    if (!run.work.Sends(me, to, token, R) || !session.may_write(to)) continue;
     const int word = team.warp + team.lane * team.warps;
-    if (word < kWords) StoreWord(run, visit, to, token, word);
+    if (word < kWords) StoreRowWord(run, session, to, token, word);
     emulation::Machine::Get().Meet(team.barrier, team.warps * kWarp, i);
     if (team.warp == 0 && team.lane == 0) {
-      StoreStampedRelease(&args.mail(to, me, visit.epoch).arrived[token], 1, visit.epoch);
+      StoreWordRelease(&session.half().mail(to, me).arrived[token], 1, session.epoch());
     }
   }
 }
 
 // Waits for the rows of token t that `ranks` send here. One warp; bit r: rank r was missed.
-inline uint32_t AwaitSums(const MailRun& run, const Visit& visit, uint32_t ranks, int t, int lane) {
+inline uint32_t AwaitSums(const MailRun& run, const MailSession& session, uint32_t ranks, int t, int lane) {
   const int me = run.args.peers.rank, R = run.num_ranks();
   if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;
-  return AwaitRow(run, visit, lane, t) ? 0 : 1u << lane;
+  return AwaitRow(run, session, lane, t) ? 0 : 1u << lane;
 }
 
-inline uint32_t AddUp(MailRun& run, const Visit& visit, const Dealer& dealer, int i) {
+inline uint32_t AddUp(MailRun& run, const MailSession& session, const Dealer& dealer, int i) {
   const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
   while (true) {
     const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
     if (t >= run.work.tokens) return 0;
-    const uint32_t missing = AwaitSums(run, visit, visit.ranks, t, lane);
+    const uint32_t missing = AwaitSums(run, session, session.ranks(), t, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
     for (int j = lane; j < R * kWords; j += kWarp) {
       const int from = j / kWords;
-      if ((visit.ranks >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
-      TakeWord(run, visit, from, t, j % kWords);
+      if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
+      LoadRowWord(run, session, from, t, j % kWords);
     }
     i = Dealer::Show(dealer.Take(lane));
   }
 }
 
 inline void MailPullKernel(MailRun& run) {
-  constexpr Op op = Op::kCombine;
   __shared__ unsigned next;
-  const SlotArgs& args = run.args;
+  const SmallPushArgs& args = run.args;
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = run.session(Op::kCombine);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillMail(run);
-    FillAttendance(args);
+    FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
   const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, run.summing_warps);
   if (threadIdx.x == 0) next = kMailWarps - run.summing_warps;
-  Visit visit = OpenSlots(args, op);
-  CheckAgreement(run, MailRun::kAfterOpening, visit);
-  if (!visit.open) return EndUnopened(args, op, visit, fill);
-  if (args.presides()) TellCall(args, visit);
-  const Dealer dealer{&next};
-  int first = warp - run.summing_warps;
-  if (warp < run.summing_warps) {
-    SendSums(run, visit, team);
-    first = Dealer::Show(dealer.Take(lane));
+  const bool is_open = session.Open(opening);
+  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  if (is_open) {
+    if (session.is_leader()) session.PublishCall();
+    const Dealer dealer{&next};
+    int first = warp - run.summing_warps;
+    if (warp < run.summing_warps) {
+      SendSums(run, session, team);
+      first = Dealer::Show(dealer.Take(lane));
+    }
+    uint32_t missing = 0;
+    if (args.attendance.masks) {
+      session.AgreeOnRanks(log, [&](uint32_t ranks) {
+        uint32_t missed = 0;
+        for (int t = warp; t < run.work.tokens; t += kMailWarps) {
+          missed |= AwaitSums(run, session, ranks, t, lane);
+          __syncwarp();
+        }
+        return missed;
+      });
+    } else if (session.is_leader() && warp == kMailWarps - 1) {
+      missing = session.AwaitCall(lane, log);
+      __syncwarp();
+    }
+    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    if (!session.has_failed()) missing |= AddUp(run, session, dealer, first);
+    (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    if (session.is_leader()) session.WriteActive();
   }
-  uint32_t missing = 0;
-  if (args.attendance.masks) {
-    AgreeOnRanks(args, op, visit, log, [&](uint32_t ranks) {
-      uint32_t missed = 0;
-      for (int t = warp; t < run.work.tokens; t += kMailWarps) {
-        missed |= AwaitSums(run, visit, ranks, t, lane);
-        __syncwarp();
-      }
-      return missed;
-    });
-  } else if (args.presides() && warp == kMailWarps - 1) {
-    missing = AwaitCall(args, op, visit, lane, log);
-    __syncwarp();
-  }
-  CheckAgreement(run, MailRun::kAfterAgreement, visit);
-  if (!visit.failed) missing |= AddUp(run, visit, dealer, first);
-  Miss(args, op, visit, Phase::kWave, BlockOr(missing));
-  if (args.presides()) WriteActive(args, visit);
-  CheckAgreement(run, MailRun::kAtEnd, visit);
-  EndSlots(args, op, visit, fill);
+  session.Close(fill);
+  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
 }
 
 }  // namespace jax_ep::cuda

@@ -11,9 +11,6 @@ namespace jax_ep::cuda {
 using Random = std::mt19937;
 using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
-// Whether a rank, one of whose blocks is held up for the whole time-out, may leave out itself. If all others
-// are missed as well, active_after then names all that the program has asked for (WriteActive).
-constexpr bool kMayMissItself = true;
 
 // One op of one rank's program, and what goes wrong with it.
 struct MailPlan {
@@ -41,7 +38,8 @@ class MailWorld {
 
   uint64_t coarse_ns = 20'000, fine_ns = 700;  // of a round, at most
   uint32_t stress_ns = 0;
-  uint64_t longest_ns = 0;      // that an op took in which no rank was frozen
+  // The longest times of an op that succeeded and of one that failed, on ranks that were never held up.
+  uint64_t longest_ns = 0, longest_failed_ns = 0;
   uint64_t gates_close_at = 0;  // 0: they are not closed from outside
   int good = 0, failed = 0, masked = 0;
   bool has_disagreed = false;
@@ -59,7 +57,6 @@ class MailWorld {
     for (int r = 0; r < num_ranks; ++r) {
       ranks_[r].memory = Memory(r);
       ranks_[r].report.timeout_ns = timeout_ns;
-      std::fill_n(ranks_[r].arena().begun, kMaxRanks, epoch);
     }
     Reset(epoch);
   }
@@ -92,7 +89,7 @@ class MailWorld {
     ranks_[r].has_stray = true;
   }
 
-  // As DevicePeers::Reset.
+  // As DevicePeers::Reset, which does not set `begun`.
   void Reset(uint32_t epoch) {
     if (epoch == 0xffffffffu) epoch = 1;
     for (Rank& rank : ranks_) {
@@ -102,8 +99,10 @@ class MailWorld {
         channel.epoch = epoch;
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
       }
+      std::memset(static_cast<void*>(&rank.arena()), 0, sizeof(Arena));
       std::fill_n(rank.arena().heard, kMaxRanks, epoch);
       rank.report.phase = 0;
+      rank.report.left_out = 0;
     }
   }
   // As new processes, with other memory.
@@ -112,18 +111,13 @@ class MailWorld {
     for (int r = 0; r < num_ranks(); ++r) {
       (void)Memory(r);
       ranks_[r].has_died = false;
-      std::fill_n(ranks_[r].arena().begun, kMaxRanks, epoch);
     }
     Reset(epoch);
   }
-  // The last one by the order of ops: DevicePeers::LastEpoch takes the largest number, which is an earlier
-  // one where some ranks have begun to count anew.
-  uint32_t LastEpoch() {
-    uint32_t last = ranks_[0].channel().epoch;
-    for (Rank& rank : ranks_) {
-      const uint32_t epoch = rank.channel().epoch;
-      if (static_cast<int32_t>(epoch - last) > 0) last = epoch;
-    }
+  // As DevicePeers::LastEpoch.
+  uint32_t LastEpoch() const {
+    uint32_t last = 0;
+    for (const Rank& rank : ranks_) last = std::max(last, rank.channel().epoch);
     return last;
   }
 
@@ -279,7 +273,7 @@ class MailWorld {
     run->work = work;
     run->place_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
     run->must_fail = has_failed_ || static_cast<uint32_t>(ranks_[r].channel().gate) != 0;
-    SlotArgs& args = run->args;
+    SmallPushArgs& args = run->args;
     args = {};
     args.shape = work.shape(R);
     args.place_operand = &run->place_operand;
@@ -311,7 +305,7 @@ class MailWorld {
     }
     run->rows.assign(R * work.tokens * kWords, kUntouched);
     run->choices.assign(blocks, std::vector<int16_t>(R * work.tokens * work.top_k, -7));
-    run->seen.resize(blocks * MailRun::kNumPlaces);
+    run->views.resize(blocks * MailRun::kNumPlaces);
     emulation::Launch& launch = run->launch;
     launch.rank = r;
     launch.grid = {static_cast<unsigned>(blocks)};
@@ -362,7 +356,8 @@ class MailWorld {
     Trace(run, run.was_filled ? "fails" : "ends");
     if (!run.is_stray) rank.since = Machine::Get().now;
     if (!run.launch.frozen && Machine::Get().rank_frozen_until[me] == 0) {
-      longest_ns = std::max(longest_ns, Machine::Get().now - run.launch.began);
+      uint64_t& longest = run.was_filled ? longest_failed_ns : longest_ns;
+      longest = std::max(longest, Machine::Get().now - run.launch.began);
     }
     if (run.was_filled) {
       has_failed_ = true;
@@ -393,12 +388,13 @@ class MailWorld {
     const uint32_t active = work.active >> me & 1 ? work.active : 0;
     uint32_t ranks = active;
     for (unsigned block = 0; block < run.launch.grid.x; ++block) {
-      const Visit& visit = run.SeenBy(block, MailRun::kAtEnd).visit;
-      if (!visit.open || visit.failed) Die("rank %d's op goes well, which a block has failed", me);
-      if (block > 0 && visit.ranks != ranks) Die("blocks of rank %d go by %x and %x", me, visit.ranks, ranks);
-      ranks = visit.ranks;
+      const MailRun::View& view = run.ViewOf(block, MailRun::kAtEnd);
+      if (!view.is_set || !view.is_open || view.has_failed)
+        Die("rank %d's op succeeds, but a block has failed", me);
+      if (block > 0 && view.ranks != ranks) Die("blocks of rank %d go by %x and %x", me, view.ranks, ranks);
+      ranks = view.ranks;
     }
-    const uint32_t self = kMayMissItself && run.launch.frozen ? 0 : active & 1u << me;
+    const uint32_t self = active & 1u << me;
     const bool is_right = work.masks ? (ranks & ~active) == 0 && (ranks & self) == self : ranks == active;
     if (!is_right) Die("rank %d goes by %x of %x", me, ranks, active);
     masked += __builtin_popcount(active & ~ranks);
