@@ -3,14 +3,14 @@
 //
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/mail_stress tests/mail_stress.cc
 //   /tmp/mail_stress faults 2000 1    (scenarios, first seed)
-//   /tmp/mail_stress faults 2000 1 late    (those with this fault only)
+//   /tmp/mail_stress faults 2000 1 late    (only scenarios with this fault)
 //   /tmp/mail_stress plain 2000 1     (ops without a fault, seed)
-//   /tmp/mail_stress count 2000 1     (scenarios in which threads of a block disagree, instead of the first)
+//   /tmp/mail_stress count 2000 1     (counts scenarios in which threads of a block disagree)
 //
-// Each scenario has a program of several ops through the arena, with all ranks or some, and one fault. A
-// failure repeats with the seed that is printed. TRACE=1 shows each op.
+// Each scenario has a program of several ops through the arena, with all ranks or some of them, and one
+// fault. A failure repeats with the seed that is printed. TRACE=1 in the environment prints each op.
 //
-// It shows nothing of the order in which memory shows what was written, as hop_stress.cc.
+// Like hop_stress.cc, it does not test the order in which stores become visible.
 #include "emulation/mail_world.h"
 
 namespace jax_ep::cuda {
@@ -22,10 +22,10 @@ T Pick(Random& random, std::initializer_list<T> from) {
   return from.begin()[random() % from.size()];
 }
 
-// Time-outs that an op may last where no rank was held up: the wait until a peer has begun (FindWritable) has
-// a deadline of its own. docs/protocol.md promises one for all waits together.
+// Most time-outs that an op of a rank that is not held up may last. docs/protocol.md promises one for all
+// waits together, but the wait until a peer has begun (FindWritable) has a deadline of its own.
 constexpr int kMostWaits = 2;
-// Besides: what an op takes otherwise, and what one that fails waits until stores land (GiveUpMail).
+// Time that an op takes otherwise, and time that a failed op waits until stores land (GiveUpMail).
 constexpr uint64_t kSlackNs = 500'000, kStoresLandNs = 1'000'000;
 
 enum Mode { kAll, kActive, kMasks, kMixed, kNumModes };
@@ -65,7 +65,7 @@ void SetManner(Random& random, MailWorld& world) {
   emulation::Manner& manner = Machine::Get().manner;
   manner.budget = Pick(random, {3, 12, 12, 60});
   manner.skip_percent = Pick(random, {0, 0, 30});
-  manner.alone = 1;  // a wait of one thread has a time-out here
+  manner.alone = 1;  // because waits of single threads have time-outs here
   // An access takes no longer than it does on a GPU, or the time-outs would be too short for the polls.
   world.coarse_ns = std::max(1000, 600 * std::min(manner.budget, 30) * (100 - manner.skip_percent) / 100);
 }
@@ -117,7 +117,7 @@ void Straggle(Random& random, MailWorld& world, int f, int op) {
   const int within = Pick(random, {20'000, 4'000, 4'000});
   plan.after_others = timeout * quarters / 4 + random() % (2 * within) - within;
   for (int r = 0; r < world.num_ranks(); ++r) world.plan(r, op).late_by = 0;
-  // Mostly it was not heard of in the op before.
+  // In most scenarios the others have not heard from it in the op before.
   if (op == 0 || !Chance(random, 80)) return;
   for (int r = 0; r < world.num_ranks(); ++r) {
     MailWork& before = world.plan(r, op - 1).work;
@@ -131,19 +131,19 @@ void CheckReasons(const MailWorld& world) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     const Reason reason{world.report(r).reason};
     if (static_cast<Phase>(world.report(r).phase) == Phase::kGivenUp && reason.phase() == Phase::kGivenUp) {
-      Die("rank %d fails because rank %d has given up, which does not report why", r, reason.rank());
+      Die("rank %d fails because rank %d has given up without a reason", r, reason.rank());
     }
   }
 }
 
-// Checks what the reports say of a rank that was late, or did not come.
+// Checks that reports blame rank f, which was late or did not come.
 void CheckReports(const MailWorld& world, int f, bool all_active, Count& count) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     const Report& report = world.report(r);
     const auto phase = static_cast<Phase>(report.phase);
     if (phase != Phase::kEnter && phase != Phase::kWave) continue;
     ++(report.missing == 1u << f ? count.exact : count.weak);
-    // A rank that waited for the late one may be late for those that take no part in that op.
+    // A rank that waited for rank f may be late for ranks that do not take part in that op.
     if (all_active && r != f && (report.missing >> f & 1) == 0) {
       Die("rank %d misses %x, but rank %d was late", r, report.missing, f);
     }
@@ -154,8 +154,8 @@ void CheckReports(const MailWorld& world, int f, bool all_active, Count& count) 
   }
 }
 
-// Checks that ranks which are on time are not left out because rank f is late: where all others take part in
-// all ops, so that they begin them together.
+// Checks that no rank but f is left out because f is late, if all others take part in all ops and so begin
+// them together.
 void CheckOthersStay(MailWorld& world, int ops, int f) {
   if (world.failed != 0) Die("an op failed where ranks may be left out");
   const uint32_t others = ((1u << world.num_ranks()) - 1) & ~(1u << f);
@@ -170,7 +170,7 @@ void CheckOthersStay(MailWorld& world, int ops, int f) {
   }
 }
 
-// Holds rank f up where it looks at the clock in the last op, which all ranks take part in.
+// Holds up rank f when it looks at the clock in the last op, in which all ranks take part.
 void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     world.plan(r, op).work.active = (1u << world.num_ranks()) - 1;
@@ -178,7 +178,7 @@ void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
     if (op == 0 || !world.plan(r, op - 1).work.has_attendance || Chance(random, 50)) continue;
     for (int p = 0; p < world.num_ranks(); ++p) world.plan(p, op - 1).work.active &= ~(1u << r);
   }
-  if (ns > world.timeout_ns()) {  // it waits for one rank when it is held up
+  if (ns > world.timeout_ns()) {  // so that it is waiting for a rank when it is held up
     world.plan((f + 1) % world.num_ranks(), op).late_by =
         world.timeout_ns() / 10 + random() % (world.timeout_ns() / 8);
   }
@@ -188,8 +188,8 @@ void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
   plan.freezes_rank = true;
 }
 
-// Lets all ranks take part in an op, all but f in the next one, and all in the one after that, which is in
-// the same half of the arena.
+// Lets all ranks take part in an op, all except f in the next one, and all in the one after that, which uses
+// the same half of the arena as the first.
 void Skip(Random& random, MailWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
   for (int r = 0; r < world.num_ranks(); ++r) {
@@ -205,7 +205,8 @@ void Skip(Random& random, MailWorld& world, int f, int op) {
 
 int held_and_has_all = 0;  // scenarios
 
-// Checks that a rank which was held up is in time for the others, or has what had come by then.
+// Checks that the others waited for rank f if it was held up shortly, and otherwise that it took all rows
+// that had arrived meanwhile.
 void CheckHeld(MailWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
   const bool is_short = world.plan(f, op).freezes_for < world.timeout_ns();
@@ -217,9 +218,9 @@ void CheckHeld(MailWorld& world, int f, int op) {
     if (is_short && r != f && end.ranks != all) Die("rank %d leaves out rank %d, which comes in time", r, f);
     if (r != f) has_all = has_all && !end.has_failed && end.ranks == all && end.at < held.held_until;
   }
-  // Others had all of this rank, so it has all of them.
+  // The others have ended with all rows of rank f, so their own rows have arrived there, too.
   if (has_all && (held.has_failed || held.ranks != all)) {
-    Die("rank %d goes by %x, for which all has come while it was held up", f, held.ranks);
+    Die("rank %d uses ranks %x, but all rows had arrived while it was held up", f, held.ranks);
   }
   held_and_has_all += has_all;
 }
@@ -316,8 +317,8 @@ void RunFaults() {
   if (fault == kHeld) CheckHeld(world, f, at);
   count.longest = std::max(
       count.longest, static_cast<double>(std::max(world.longest_ns, world.longest_failed_ns)) / timeout);
-  // Two reasons are not reported yet: that a rank's own block is late with its rows (AgreeOnRanks), and that
-  // a block has taken the op for an earlier one (SettleUnopened).
+  // Not reported yet: a rank's own rows are late (AgreeOnRanks), or a block has mistaken the op for an
+  // earlier one (SettleUnopened).
   if (fault != kStray && mode != kMasks && mode != kMixed) CheckReasons(world);
   const uint64_t bound = kMostWaits * timeout + kSlackNs;
   if (world.longest_ns > bound)
@@ -335,7 +336,7 @@ void RunFaults() {
   if (differs && meets && !straggles && world.failed == 0) Die("no op failed of different calls");
   if ((fault == kLate || fault == kNever) && mode != kMasks)
     CheckReports(world, f, mode == kAll && late == f, count);
-  // What the ranks keep is reset, or new where a process has ended.
+  // The ranks' memory is reset, or new if a process has ended.
   if (fault == kDies) {
     world.Replace(FirstEpoch(random));
   } else {
@@ -360,7 +361,7 @@ int Main(int argc, char** argv) {
   }
   if (std::strcmp(mode, "plain") == 0) {
     RunPlain(count);
-    std::printf("%d ops without a fault, seed %llu: well\n", count, static_cast<unsigned long long>(seed));
+    std::printf("%d ops without a fault, seed %llu: good\n", count, static_cast<unsigned long long>(seed));
     return 0;
   }
   MailWorld::counts_disagreements = std::strcmp(mode, "count") == 0;
@@ -368,8 +369,8 @@ int Main(int argc, char** argv) {
   for (int i = 0; i < kNumFaults * kNumModes; ++i) {
     const Count& c = counts[i / kNumModes][i % kNumModes];
     std::printf(
-        "%-10s %-12s %5d scenarios, ops of a rank: %6d well, %5d failed, %5d ranks left out; "
-        "%4d disagree; %.2f time-outs; reports: %d name it, %d do not\n",
+        "%-10s %-12s %5d scenarios, ops of a rank: %6d good, %5d failed, %5d ranks left out; "
+        "%4d disagree; %.2f time-outs; reports: %d exact, %d others\n",
         kNames[i / kNumModes], kModeNames[i % kNumModes], c.scenarios, c.good, c.failed, c.masked,
         c.disagreed, c.longest, c.exact, c.weak);
   }

@@ -4,7 +4,7 @@
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
 //     tests/protocol_stress.cc
 //   /tmp/protocol_stress faults 2000 1     (scenarios, first seed)
-//   /tmp/protocol_stress faults 2000 1 tail    (those with this fault only)
+//   /tmp/protocol_stress faults 2000 1 tail    (only scenarios with this fault)
 //   /tmp/protocol_stress held 300 1        (likewise: a rank is held up where it looks at the clock)
 //   /tmp/protocol_stress plain 100000 1    (ops without a fault, seed)
 //

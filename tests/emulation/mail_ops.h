@@ -1,6 +1,6 @@
-// Two ops through the arena for the emulation, which call a MailSession in the same order as SmallPushKernel
-// and SmallPullKernel. All uses of that protocol are here. Rows are a few words, which depend on the op, so
-// that a row of another op or rank is never taken for the right one.
+// Two ops through the arena for the emulation. They call a MailSession in the same order as SmallPushKernel
+// and SmallPullKernel. A row has a few words, which depend on the op and the ranks, so that a wrong row is
+// never mistaken for the right one.
 #pragma once
 
 #include "die.h"
@@ -16,7 +16,7 @@ constexpr uint32_t kUntouched = 0x7ddddddd, kFilled = 0xffffffff;
 
 // An op of the program, equal on all ranks.
 struct MailWork {
-  uint32_t number;  // of the op: what is sent depends on it
+  uint32_t number;  // of the op; rows depend on it
   Call call;
   bool pushes;
   int32_t tokens, top_k, row_bytes;
@@ -32,16 +32,16 @@ struct MailWork {
     hash = (hash ^ hash >> 15) * 0xc2b2ae3du;
     return (hash ^ hash >> 13) & 0x7fffffffu;
   }
-  // Word `word` of what rank `from` sends to rank `to` in slot `token`.
+  // Returns word `word` of the row that rank `from` sends to rank `to` in slot `token`.
   uint32_t Value(int from, int to, int token, int word) const {
     return Hash(static_cast<uint32_t>(from << 4 | to), static_cast<uint32_t>(token << 8 | word));
   }
-  // The expert of a choice of rank `from` in a push, -1: none.
+  // Returns the expert of a choice of rank `from` in a push, -1 if it is unused.
   int Expert(int from, int token, int k, int num_ranks) const {
     const uint32_t hash = Hash(static_cast<uint32_t>(256 + from), static_cast<uint32_t>(token << 8 | k));
     return static_cast<int>(hash % static_cast<uint32_t>(2 * num_ranks + 1)) - 1;
   }
-  // Whether rank `from` sends a row to rank `to` in slot `token`.
+  // Returns whether rank `from` sends a row to rank `to` in slot `token`.
   bool Sends(int from, int to, int token, int num_ranks) const {
     if (!pushes)
       return Hash(static_cast<uint32_t>(512 + from), static_cast<uint32_t>(token << 8 | to)) % 4 != 0;
@@ -53,10 +53,10 @@ struct MailWork {
   }
 };
 
-// One rank's part in it: a launch, with memory of its own.
+// One rank's part of an op: a launch with its own memory.
 struct MailRun {
-  // A thread's view of the session at some place of the kernel. The first thread of a block sets it, and the
-  // others must have the same.
+  // A thread's view of the session at one place of the kernel. The first thread of a block that comes there
+  // sets it, and the others must have the same.
   struct View {
     bool is_set = false;
     bool is_open = false, has_failed = false;
@@ -65,13 +65,13 @@ struct MailRun {
   enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
 
   MailWork work;
-  SmallPushArgs args;  // of a pull, too
+  SmallPushArgs args;  // also used for a pull
   MeshPlace place_operand;
   int summing_warps = 1;
   std::vector<int32_t> topk_idx, active_ranks, active_after;
   std::vector<float> wait_us;
-  std::vector<std::vector<int16_t>> choices;  // by block: of all ranks, as it has found them
-  std::vector<uint32_t> rows;                 // [R, T, kWords]: what has come
+  std::vector<std::vector<int16_t>> choices;  // by block: all ranks' choices, as read there
+  std::vector<uint32_t> rows;                 // [R, T, kWords]: the rows that arrived
   std::vector<View> views;                    // [blocks, kNumPlaces]
   bool was_filled = false, must_fail = false, is_stray = false;
   emulation::Launch launch;
@@ -82,11 +82,12 @@ struct MailRun {
   MailSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
 };
 
-// What is done about a rank's threads that disagree.
+// Called when threads of a block of a rank disagree.
 inline std::function<void(int rank, const char* what)> on_disagreement;
 
-// Compares the views of all threads of a block. Right after Open a thread may be late to look: by then the
-// first one may have written which ranks take part (AgreeOnRanks), or which op this is (SettleUnopened).
+// Checks that all threads of a block have the same view of the session. A thread may be late right after
+// Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleUnopened), which no
+// thread reads before the block synchronizes again.
 inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession& session, bool is_open) {
   emulation::Quiet quiet;
   MailRun::View& first = run.ViewOf(blockIdx.x, place);
@@ -134,7 +135,7 @@ inline void FillMail(MailRun& run) {
   run.was_filled = true;
 }
 
-// As SendTokens and FlagTokens: the first warp stores rows, the last one flags them.
+// Stores rows in the first warp and flags them in the last one, as SendTokens and FlagTokens do.
 constexpr int kStored = 1, kFlagged = 3;
 
 inline void SendRows(const MailRun& run, const MailSession& session) {
@@ -167,8 +168,8 @@ inline void FlagRows(const MailRun& run, const MailSession& session) {
   }
 }
 
-// Waits for the choices of `ranks`, and keeps them for this block. Its threads act as those of a whole one.
-// Returns the ranks that this thread has missed.
+// Waits for the choices of `ranks` and stores them for this block. Its few threads stand for all threads of
+// a real block. Returns the ranks that this thread has missed.
 inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t ranks) {
   const int choices = run.work.tokens * run.work.top_k;
   std::vector<int16_t>& found = run.choices[blockIdx.x];
@@ -184,7 +185,7 @@ inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t r
   return missing;
 }
 
-// Whether a token of rank `source` comes here, by the choices that this block has found.
+// Returns whether a token of rank `source` comes here, according to the choices that this block has read.
 inline bool Comes(const MailRun& run, int source, int token) {
   const int K = run.work.top_k;
   const std::vector<int16_t>& found = run.choices[blockIdx.x];
@@ -199,7 +200,7 @@ inline bool AwaitRow(const MailRun& run, const MailSession& session, int source,
   return session.AwaitWord(&session.half().mail(run.args.peers.rank, source).arrived[token]);
 }
 
-// Waits for all that `ranks` send here, as AwaitAll of a dispatch.
+// Waits for all rows that `ranks` send here, as AwaitAll of a dispatch does.
 inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ranks) {
   uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
   for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kMailThreads) {
@@ -210,7 +211,7 @@ inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ran
   return missing;
 }
 
-// As ReceiveToken: a warp a row.
+// Receives rows, one warp each, as ReceiveToken does. Returns the ranks that were missed.
 inline uint32_t ReceiveRows(MailRun& run, const MailSession& session) {
   const SmallPushArgs& args = run.args;
   const int R = run.num_ranks();
@@ -226,7 +227,7 @@ inline uint32_t ReceiveRows(MailRun& run, const MailSession& session) {
   return 0;
 }
 
-// As Receive of a dispatch.
+// Reads choices and receives rows, as Receive of a dispatch does. Returns the ranks whose rows were missed.
 inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late) {
   late |= BlockOr(TakeChoices(run, session, session.ranks()));
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
@@ -273,7 +274,7 @@ inline void MailPushKernel(MailRun& run) {
   CheckAgreement(run, MailRun::kAtEnd, session, is_open);
 }
 
-// As SendSums: teams of a few warps store rows and flag them.
+// Stores rows and flags them by teams of a few warps, as SendSums does.
 inline void SendSums(const MailRun& run, const MailSession& session, const RowTeam& team) {
   const SmallPushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank;
@@ -289,7 +290,8 @@ inline void SendSums(const MailRun& run, const MailSession& session, const RowTe
   }
 }
 
-// Waits for the rows of token t that `ranks` send here. One warp; bit r: rank r was missed.
+// Waits for the rows of token t that `ranks` send here. One warp. Returns bit r if this lane has missed rank
+// r.
 inline uint32_t AwaitSums(const MailRun& run, const MailSession& session, uint32_t ranks, int t, int lane) {
   const int me = run.args.peers.rank, R = run.num_ranks();
   if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;

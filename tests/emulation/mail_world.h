@@ -1,5 +1,5 @@
-// The ranks of a group, each with a control block and an arena, and the programs of ops through the arena
-// that they run. Checks each op when it returns.
+// The ranks of a group and their programs of ops through the arena. Each rank has a control block and an
+// arena. Each op is checked when it returns.
 #pragma once
 
 #include <deque>
@@ -12,15 +12,15 @@ using Random = std::mt19937;
 using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
 
-// One op of one rank's program, and what goes wrong with it.
+// One op of one rank's program and its faults.
 struct MailPlan {
   MailWork work;
-  uint64_t late_by = 0;  // it begins so much later than the one before has ended
-  // Or so much later than the first of the other ranks has begun this op; 0: it is no straggler.
+  uint64_t late_by = 0;  // nanoseconds from the end of the op before to the beginning of this one
+  // If not 0, the op begins this many nanoseconds after the first other rank has begun it.
   uint64_t after_others = 0;
   uint64_t freezes_at = 0, freezes_at_look = 0, freezes_for = 0;
   bool freezes_rank = false;
-  bool dies = false;  // where it freezes
+  bool dies = false;  // when it freezes
   bool wrong_rank = false;
   int list = 0;  // of the ranks in the mesh of its program
 };
@@ -28,19 +28,19 @@ struct MailPlan {
 // How an op of a rank ended.
 struct MailEnd {
   bool is_known = false, has_failed = false;
-  uint32_t ranks = 0;  // that took part, as this rank has found
+  uint32_t ranks = 0;  // that took part, according to this rank
   uint64_t at = 0, held_until = 0;
 };
 
 class MailWorld {
  public:
-  static constexpr uint64_t kNearNs = 40'000;  // of a deadline: time is counted finely there
+  static constexpr uint64_t kNearNs = 40'000;  // distance from a deadline at which time is counted finely
 
-  uint64_t coarse_ns = 20'000, fine_ns = 700;  // of a round, at most
+  uint64_t coarse_ns = 20'000, fine_ns = 700;  // longest round
   uint32_t stress_ns = 0;
   // The longest times of an op that succeeded and of one that failed, on ranks that were never held up.
   uint64_t longest_ns = 0, longest_failed_ns = 0;
-  uint64_t gates_close_at = 0;  // 0: they are not closed from outside
+  uint64_t gates_close_at = 0;  // nanoseconds from the start until all gates close; 0: they do not
   int good = 0, failed = 0, masked = 0;
   bool has_disagreed = false;
 
@@ -82,14 +82,14 @@ class MailWorld {
     }
   }
   void CutAfter(int r, int op) { ranks_[r].plans.resize(op); }
-  // Begins an op of a rank while another one is in flight there, so much later than the program.
+  // Adds an op that begins `after` nanoseconds from the start if another op of the rank is in flight then.
   void SetStray(int r, const MailWork& work, uint64_t after) {
     ranks_[r].stray.work = work;
     ranks_[r].stray.late_by = after;
     ranks_[r].has_stray = true;
   }
 
-  // As DevicePeers::Reset, which does not set `begun`.
+  // Resets all ranks as DevicePeers::Reset does.
   void Reset(uint32_t epoch) {
     if (epoch == 0xffffffffu) epoch = 1;
     for (Rank& rank : ranks_) {
@@ -105,7 +105,7 @@ class MailWorld {
       rank.report.left_out = 0;
     }
   }
-  // As new processes, with other memory.
+  // Replaces all ranks by new processes with new memory.
   void Replace(uint32_t epoch) {
     Machine::Get().Abandon();
     for (int r = 0; r < num_ranks(); ++r) {
@@ -114,14 +114,14 @@ class MailWorld {
     }
     Reset(epoch);
   }
-  // As DevicePeers::LastEpoch.
+  // Returns the largest epoch, as DevicePeers::LastEpoch does.
   uint32_t LastEpoch() const {
     uint32_t last = 0;
     for (const Rank& rank : ranks_) last = std::max(last, rank.channel().epoch);
     return last;
   }
 
-  // Runs the program of each rank, and checks all that returns.
+  // Runs the program of each rank and checks each op.
   void RunAll() {
     Machine& machine = Machine::Get();
     for (Rank& rank : ranks_) rank.since = machine.now, rank.next = 0, rank.runs.clear();
@@ -169,7 +169,7 @@ class MailWorld {
       Rank& rank = ranks_[r];
       const bool has_failed =
           std::any_of(rank.ends.begin(), rank.ends.end(), [](auto& end) { return end.has_failed; });
-      if (has_failed && rank.report.phase == 0) Die("rank %d fails, and does not say why", r);
+      if (has_failed && rank.report.phase == 0) Die("rank %d fails without a report", r);
       rank.runs.clear(), rank.has_stray = false;
     }
   }
@@ -191,7 +191,7 @@ class MailWorld {
     Arena& arena() const { return *reinterpret_cast<Arena*>(memory + sizeof(Control)); }
   };
 
-  // The zeroed memory of a rank, which is used by one world after the other.
+  // Returns zeroed memory for a rank. Worlds reuse it one after the other.
   static std::byte* Memory(int r) {
     constexpr size_t kBytes = sizeof(Control) + kArenaBytes;
     static std::byte* memory[kMaxRanks];
@@ -213,7 +213,7 @@ class MailWorld {
     const MailPlan& plan = rank.plans[rank.next];
     if (plan.after_others == 0) return rank.since + plan.late_by;
     const uint64_t begun = first_begun_[rank.next];
-    // Nobody else may come to this op.
+    // It may be that no other rank begins this op.
     return begun == 0 ? rank.since + 20 * timeout_ns_ : std::max(rank.since, begun + plan.after_others);
   }
 
@@ -234,7 +234,7 @@ class MailWorld {
     ++rank.next;
   }
 
-  // Closes the gates of all ranks, one a round, as another op of one of them does that fails.
+  // Closes the gates of all ranks, one per round, as if another op had failed on rank 0.
   void CloseGates() {
     if (gates_close_at == 0 || Machine::Get().now < began_ + gates_close_at) return;
     if (next_gate_ == num_ranks()) return;
@@ -243,7 +243,7 @@ class MailWorld {
     ++next_gate_;
   }
 
-  // Lets time pass finely near the deadlines of ops that a straggler is about to begin, and nowhere else.
+  // Counts time finely only near the deadlines of ops that a straggler is about to begin.
   void SetPace() {
     Machine& machine = Machine::Get();
     machine.next_event = 0;
@@ -293,7 +293,7 @@ class MailWorld {
       args.attendance = {run->active_ranks.data(), run->active_after.data(), work.masks, nullptr};
     }
     if (random_() % 2 == 0) args.attendance.wait_us = run->wait_us.data();
-    // Each op of each rank has as many blocks as it likes.
+    // The number of blocks differs between ops and ranks.
     args.num_senders = 1 + static_cast<int>(random_() % (work.pushes ? 2 : 4));
     args.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     const int keepers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
@@ -348,7 +348,7 @@ class MailWorld {
     }
   }
 
-  // Checks a run that returns: what is there is whole, or all 0xff.
+  // Checks the results of a run that returns: all rows, or all 0xff.
   void End(MailRun& run) {
     const int me = run.args.peers.rank;
     Rank& rank = ranks_[me];
@@ -365,7 +365,7 @@ class MailWorld {
       CheckFilled(run);
     } else {
       ++good;
-      if (run.must_fail) Die("rank %d's op goes well after the group has failed", me);
+      if (run.must_fail) Die("rank %d's op succeeds after the group has failed", me);
       end.ranks = CheckWhole(run);
     }
     if (!run.is_stray) rank.ends[rank.next - 1] = end;
@@ -377,11 +377,11 @@ class MailWorld {
       if (word != kFilled) Die("rank %d fails, and leaves %x", me, word);
     }
     for (const int32_t active : run.active_after) {
-      if (run.work.has_attendance && active != -1) Die("rank %d fails, and says who took part", me);
+      if (run.work.has_attendance && active != -1) Die("rank %d fails, and reports who took part", me);
     }
   }
 
-  // Returns the ranks that took part.
+  // Checks the results of an op that succeeded and returns the ranks that took part.
   uint32_t CheckWhole(MailRun& run) {
     const MailWork& work = run.work;
     const int me = run.args.peers.rank, R = num_ranks();
@@ -391,17 +391,18 @@ class MailWorld {
       const MailRun::View& view = run.ViewOf(block, MailRun::kAtEnd);
       if (!view.is_set || !view.is_open || view.has_failed)
         Die("rank %d's op succeeds, but a block has failed", me);
-      if (block > 0 && view.ranks != ranks) Die("blocks of rank %d go by %x and %x", me, view.ranks, ranks);
+      if (block > 0 && view.ranks != ranks)
+        Die("blocks of rank %d use ranks %x and %x", me, view.ranks, ranks);
       ranks = view.ranks;
     }
     const uint32_t self = active & 1u << me;
     const bool is_right = work.masks ? (ranks & ~active) == 0 && (ranks & self) == self : ranks == active;
-    if (!is_right) Die("rank %d goes by %x of %x", me, ranks, active);
+    if (!is_right) Die("rank %d uses ranks %x of %x", me, ranks, active);
     masked += __builtin_popcount(active & ~ranks);
     for (int r = 0; r < R; ++r) {
       const int said = ranks == 0 ? work.active >> r & 1 : ranks >> r & 1;
       if (work.has_attendance && run.active_after[r] != said)
-        Die("rank %d says that rank %d took no part", me, r);
+        Die("rank %d reports wrongly whether rank %d took part", me, r);
       for (int t = 0; t < work.tokens; ++t) {
         const bool comes = (ranks >> r & 1) != 0 && work.Sends(r, me, t, R);
         for (int w = 0; w < kWords; ++w) {

@@ -27,7 +27,7 @@ struct Outcome {
 class World {
  public:
   uint32_t stress_ns = 0;
-  uint64_t gates_close_at = 0;  // 0: they are not closed from outside
+  uint64_t gates_close_at = 0;  // nanoseconds from the start until all gates close; 0: they do not
 
   World(std::mt19937& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
       : random_(random),
@@ -237,7 +237,7 @@ class World {
     return run;
   }
 
-  // Closes all gates of the next rank, as an op does that fails on rank 0 on another stream.
+  // Closes all gates of the next rank, as if an op on another stream had failed on rank 0.
   void CloseNextGates() {
     if (next_gate_ == num_ranks_) return;
     for (Channel& channel : controls_[next_gate_]->channels) {
