@@ -118,7 +118,7 @@ def mail_program(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("faults", "50", "1"), ("held", "30", "1"), ("plain", "2000", "2")], ids=lambda a: a[0]
+    "arguments", [("faults", "40", "1"), ("held", "30", "1"), ("plain", "1500", "2")], ids=lambda a: a[0]
 )
 def test_protocol(program, arguments):
     done = run(program, *arguments)
