@@ -4,6 +4,7 @@
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/emulation -Iffi -o /tmp/protocol_stress \
 //     tests/protocol_stress.cc
 //   /tmp/protocol_stress faults 2000 1     (scenarios, first seed)
+//   /tmp/protocol_stress faults 2000 1 tail    (only scenarios with this fault)
 //   /tmp/protocol_stress held 300 1        (likewise: a rank is held up where it looks at the clock)
 //   /tmp/protocol_stress plain 100000 1    (ops without a fault, seed)
 //
@@ -90,11 +91,12 @@ enum Fault {
   kStray,
   kClash,
   kTail,
+  kGate,
   kTwo,
   kNumFaults
 };
-const char* const kNames[] = {"short",      "long",       "gone",  "late",  "never", "other call",
-                              "wrong rank", "wrong list", "stray", "clash", "tail",  "two"};
+const char* const kNames[] = {"short",      "long",  "gone",  "late", "never", "other call", "wrong rank",
+                              "wrong list", "stray", "clash", "tail", "gate",  "two"};
 
 struct Count {
   int scenarios, failed_runs, good_runs, traps, exact, weak;
@@ -158,9 +160,12 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
   }
 }
 
+int only = -1;  // a Fault, or -1: all
+
 void RunFaults() {
   Random random(seed);
-  const auto fault = static_cast<Fault>(random() % kNumFaults);
+  const auto any = static_cast<Fault>(random() % kNumFaults);
+  const auto fault = only >= 0 ? static_cast<Fault>(only) : any;
   what = kNames[fault];
   const uint64_t timeout = (3 + random() % 6) * 1'000'000;
   World world(random, 2 + random() % 3, FirstEpoch(random), timeout);
@@ -234,6 +239,9 @@ void RunFaults() {
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % first.freezes_for);
       break;
     }
+    case kGate:
+      world.gates_close_at = 1 + random() % 200'000;
+      break;
     default:
       freeze(plan, share(50, 300));
       freeze(world.plan(random() % world.num_ranks(), random() % ops), share(50, 300));
@@ -261,6 +269,7 @@ void RunFaults() {
   Count& count = counts[fault];
   ++count.scenarios;
   count.failed_runs += outcome.failed, count.good_runs += outcome.good, count.traps += outcome.traps;
+  world.gates_close_at = 0;
   // A process that was stopped, or has ended, is replaced: nothing is kept. Else what the ranks keep is
   // reset.
   if (outcome.traps > 0 || fault == kGone) {
@@ -317,6 +326,9 @@ int Main(int argc, char** argv) {
   const bool plain = argc > 1 && std::strcmp(argv[1], "plain") == 0;
   const int count = argc > 2 ? std::atoi(argv[2]) : 1000;
   seed = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1;
+  for (int i = 0; argc > 4 && i < kNumFaults; ++i) {
+    if (std::strcmp(argv[4], kNames[i]) == 0) only = i;
+  }
   if (plain) {
     RunPlain(count);
     std::printf("%d ops without a fault, seed %llu: well\n", count, static_cast<unsigned long long>(seed));

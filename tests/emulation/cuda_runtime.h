@@ -27,29 +27,65 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-
-inline int __syncthreads_or(int mine) {
-  emulation::Machine& machine = emulation::Machine::Get();
-  return machine.Wait(machine.block_barrier(), mine != 0) != 0;
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
+inline unsigned __vcmpeq2(unsigned a, unsigned b) {
+  const unsigned differs = a ^ b;
+  return ((differs & 0xffff) == 0 ? 0xffff : 0) | (differs >> 16 == 0 ? 0xffff0000 : 0);
 }
-inline void __syncthreads() { (void)__syncthreads_or(0); }
 
-inline unsigned __ballot_sync(unsigned, bool mine) {
+// Each takes the line where it is called, at which all threads that wait for each other must be.
+inline int __syncthreads_or(int mine, int line = __builtin_LINE()) {
   emulation::Machine& machine = emulation::Machine::Get();
-  return machine.Wait(machine.warp_barrier(), mine ? 1u << machine.thread_index().x % 32 : 0);
+  return machine.Wait(machine.block_barrier(), mine != 0, line) != 0;
 }
-inline void __syncwarp() { (void)__ballot_sync(~0u, false); }
+inline void __syncthreads(int line = __builtin_LINE()) { (void)__syncthreads_or(0, line); }
 
-inline unsigned __shfl_sync(unsigned, unsigned mine, int lane) {
+inline unsigned __ballot_sync(unsigned, bool mine, int line = __builtin_LINE()) {
+  emulation::Machine& machine = emulation::Machine::Get();
+  return machine.Wait(machine.warp_barrier(), mine ? 1u << machine.thread_index().x % 32 : 0, line);
+}
+inline void __syncwarp(int line = __builtin_LINE()) { (void)__ballot_sync(~0u, false, line); }
+inline int __any_sync(unsigned, bool mine, int line = __builtin_LINE()) {
+  return __ballot_sync(~0u, mine, line) != 0;
+}
+
+// Shows each lane's number to the other lanes. The result lasts until the warp meets again.
+inline const uint32_t* ShowLanes(unsigned mine, int line) {
   emulation::Machine& machine = emulation::Machine::Get();
   emulation::Barrier& warp = machine.warp_barrier();
   {
     emulation::Quiet quiet;
     warp.values[machine.thread_index().x % 32] = mine;
   }
-  (void)machine.Wait(warp, 0);
+  (void)machine.Wait(warp, 0, line);
+  return warp.shown;
+}
+inline unsigned __shfl_sync(unsigned, unsigned mine, int lane, int line = __builtin_LINE()) {
+  const uint32_t* const shown = ShowLanes(mine, line);
   emulation::Quiet quiet;
-  return warp.shown[lane];
+  return shown[lane];
+}
+inline int __shfl_xor_sync(unsigned, int mine, int mask, int line = __builtin_LINE()) {
+  const unsigned lane = emulation::Machine::Get().thread_index().x % 32;
+  return static_cast<int>(__shfl_sync(~0u, static_cast<unsigned>(mine), static_cast<int>(lane) ^ mask, line));
+}
+inline int __shfl_up_sync(unsigned, int mine, int by, int line = __builtin_LINE()) {
+  const int lane = static_cast<int>(emulation::Machine::Get().thread_index().x % 32);
+  return static_cast<int>(__shfl_sync(~0u, static_cast<unsigned>(mine), lane < by ? lane : lane - by, line));
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned mine, int line = __builtin_LINE()) {
+  const uint32_t* const shown = ShowLanes(mine, line);
+  emulation::Quiet quiet;
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; ++lane) all |= shown[lane];
+  return all;
+}
+inline int __reduce_add_sync(unsigned, int mine, int line = __builtin_LINE()) {
+  const uint32_t* const shown = ShowLanes(static_cast<unsigned>(mine), line);
+  emulation::Quiet quiet;
+  unsigned sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += shown[lane];
+  return static_cast<int>(sum);
 }
 
 inline void __nanosleep(unsigned) { emulation::Machine::Get().Access(false); }

@@ -14,6 +14,7 @@ inline uint64_t seed;          // that repeats what the program does now
 inline const char* what = "";  // it does
 
 [[noreturn]] inline void Die(const char* format, ...) {
+  std::fflush(stdout);
   std::fprintf(stderr, "%s: seed %llu (%s): ", program_invocation_short_name,
                static_cast<unsigned long long>(seed), what);
   va_list arguments;

@@ -35,11 +35,21 @@ struct Launch;
 // Threads that wait for each other: a block's, or a warp's.
 struct Barrier {
   uint64_t members = 0, arrived = 0;
+  int line = 0;           // of the source, where those that have arrived wait
   unsigned gathered = 0;  // from those that have arrived: an or, or a ballot
   unsigned result = 0;
   uint32_t values[32], shown[32];  // of a warp's lanes
   std::atomic<unsigned> order{0};  // for ThreadSanitizer
 };
+
+// Some threads of a block that wait for each other, or only arrive: bar.sync and bar.arrive of a number.
+struct NamedBarrier {
+  unsigned arrived = 0, threads = 0;
+  int work = 0;  // what those that have arrived meet for
+  uint64_t waiting = 0;
+  std::atomic<unsigned> order{0};  // for ThreadSanitizer
+};
+constexpr int kNamedBarriers = 16;
 
 struct Block {
   Launch* launch = nullptr;
@@ -47,6 +57,8 @@ struct Block {
   std::unique_ptr<Fiber[]> fibers;
   uint64_t alive = 0, ready = 0;  // threads that have not ended; those that do not wait at a barrier
   Barrier all, warps[kMostThreads / 32];
+  NamedBarrier named[kNamedBarriers];
+  unsigned stands_for[kMostThreads] = {};  // added to the thread's index: see ActAs
   std::vector<char> shared;
   uint64_t frozen_until = 0;
 };
@@ -72,6 +84,7 @@ struct Manner {
   int budget = 8;            // most accesses before another thread's turn
   int skip_percent = 0;      // of the turns that a block misses
   uint64_t most_ns = 20000;  // that a round takes, when nobody writes anything
+  uint64_t alone = 30;       // so many times as long, while no block has two threads that go on
 };
 
 class Machine {
@@ -81,6 +94,9 @@ class Machine {
   std::mt19937 random;
   uint64_t rank_frozen_until[16] = {};
   std::function<void(int rank)> on_trap;
+  // Reports threads of a block that wait for each other at different places, or for nothing.
+  std::function<void(int rank, const char* what)> on_mismatch;
+  uint64_t next_event = 0;  // a round does not pass over this time
 
   static Machine& Get() {
     static Machine machine;
@@ -99,6 +115,8 @@ class Machine {
       block->alive = block->ready = launch.block.x == 64 ? ~0ull : (1ull << launch.block.x) - 1;
       Reset(block->all, block->alive);
       for (unsigned w = 0; w < launch.block.x / 32; ++w) Reset(block->warps[w], 0xffffffffull);
+      for (NamedBarrier& named : block->named) named.arrived = 0, named.waiting = 0;
+      for (unsigned& index : block->stands_for) index = 0;
       launch.blocks.push_back(block);
       live_.push_back(block);
     }
@@ -119,6 +137,8 @@ class Machine {
     for (size_t i = 0; i < live_.size();) {
       Block* const block = live_[i];
       if (block->alive != 0) {
+        // Only threads of this block could release each other.
+        if (block->ready == 0) Report(*block, "the threads of a block wait for each other");
         ++i;
         continue;
       }
@@ -131,9 +151,10 @@ class Machine {
       }
     }
     // Where single threads wait for the time to pass (StopGpu), it passes faster.
-    const uint64_t most = is_busy_ ? manner.most_ns : 30 * manner.most_ns;
+    const uint64_t most = is_busy_ ? manner.most_ns : manner.alone * manner.most_ns;
     tick_ = wrote_ ? 500 : std::min(tick_ + tick_ / 4, most);
-    now += tick_;
+    const bool is_near = next_event > now && next_event < now + tick_;
+    now = is_near ? next_event : now + tick_;
     return ended;
   }
 
@@ -145,6 +166,7 @@ class Machine {
     }
     live_.clear();
     loaded_ = nullptr;
+    tick_ = 1000;
     for (uint64_t& until : rank_frozen_until) until = 0;
   }
 
@@ -174,12 +196,15 @@ class Machine {
     return now;
   }
 
-  // As a fiber: waits until all members have come. `mine` is added to what is gathered.
-  unsigned Wait(Barrier& barrier, unsigned mine) {
+  // As a fiber: waits until all members have come. `mine` is added to what is gathered. All must wait at the
+  // same line of the source.
+  unsigned Wait(Barrier& barrier, unsigned mine, int line) {
     const uint64_t bit = 1ull << (&barrier == &block_->all ? thread_ : thread_ % 32);
     barrier.order.fetch_add(1, std::memory_order_acq_rel);
     {
       Quiet quiet;
+      if (barrier.arrived == 0) barrier.line = line;
+      if (barrier.line != line) Report(*block_, "threads wait for each other at different places");
       barrier.gathered |= mine;
       barrier.arrived |= bit;
       if (!Complete(barrier)) {
@@ -192,9 +217,41 @@ class Machine {
     return barrier.result;
   }
 
+  // As a fiber: arrives at a named barrier that `threads` are to reach, each for the same work, and waits for
+  // them unless it `only_arrives`.
+  void Meet(int number, unsigned threads, int work, bool only_arrives = false) {
+    Access(false);
+    NamedBarrier& barrier = block_->named[number];
+    barrier.order.fetch_add(1, std::memory_order_acq_rel);
+    {
+      Quiet quiet;
+      if (barrier.arrived == 0) barrier.threads = threads, barrier.work = work;
+      if (barrier.threads != threads || barrier.work != work) {
+        Report(*block_, "threads meet at a named barrier for different work");
+      }
+      if (!only_arrives) barrier.waiting |= 1ull << thread_;
+      if (++barrier.arrived == barrier.threads) {
+        block_->ready |= barrier.waiting;
+        barrier.arrived = 0, barrier.waiting = 0;
+        wrote_ = true;
+      } else if (!only_arrives) {
+        block_->ready &= ~(1ull << thread_);
+        Pause();
+      }
+    }
+    barrier.order.load(std::memory_order_acquire);
+  }
+
+  // As a fiber: the thread's index is so much higher from now on, so that few threads can act as many, one
+  // part after the other. A multiple of a warp's threads.
+  void ActAs(unsigned higher) {
+    Quiet quiet;
+    block_->stands_for[thread_] = higher;
+  }
+
   Barrier& block_barrier() { return block_->all; }
   Barrier& warp_barrier() { return block_->warps[thread_ / 32]; }
-  Dim thread_index() const { return {static_cast<unsigned>(thread_)}; }
+  Dim thread_index() const { return {static_cast<unsigned>(thread_) + block_->stands_for[thread_]}; }
   Dim block_index() const { return block_->index; }
   Dim block_dim() const { return block_->launch->block; }
   Dim grid_dim() const { return block_->launch->grid; }
@@ -282,6 +339,12 @@ class Machine {
     barrier.arrived = barrier.gathered = 0;
     wrote_ = true;
     return true;
+  }
+
+  void Report(const Block& block, const char* what) const {
+    if (on_mismatch != nullptr) return on_mismatch(block.launch->rank, what);
+    std::fprintf(stderr, "rank %d: %s\n", block.launch->rank, what);
+    std::abort();
   }
 
   bool IsFrozen(const Block& block) const {

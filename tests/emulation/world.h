@@ -27,6 +27,7 @@ struct Outcome {
 class World {
  public:
   uint32_t stress_ns = 0;
+  uint64_t gates_close_at = 0;  // nanoseconds from the start until all gates close; 0: they do not
 
   World(std::mt19937& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
       : random_(random),
@@ -109,6 +110,8 @@ class World {
     emulation::Machine& machine = emulation::Machine::Get();
     outcome_ = {};
     has_failed_ = false;
+    next_gate_ = 0;
+    const uint64_t began = machine.now;
     struct Lane {
       std::deque<const Plan*> waiting;
       bool busy = false;
@@ -151,6 +154,7 @@ class World {
         lane.waiting.pop_front();
         lane.busy = true;
       }
+      if (gates_close_at != 0 && machine.now >= began + gates_close_at) CloseNextGates();
       for (emulation::Launch* launch : machine.Round()) {
         for (size_t i = 0; i < runs.size(); ++i) {
           if (&runs[i]->launch != launch) continue;
@@ -233,6 +237,15 @@ class World {
     return run;
   }
 
+  // Closes all gates of the next rank, as if an op on another stream had failed on rank 0.
+  void CloseNextGates() {
+    if (next_gate_ == num_ranks_) return;
+    for (Channel& channel : controls_[next_gate_]->channels) {
+      if (static_cast<uint32_t>(channel.gate) == 0) channel.gate |= Reason::Of(0, Phase::kWave, 0).word;
+    }
+    ++next_gate_;
+  }
+
   // Each beginning and end, with TRACE=1 in the environment.
   static void Trace(const Run& run, const char* what) {
     static const bool traces = std::getenv("TRACE") != nullptr;
@@ -298,6 +311,7 @@ class World {
   std::vector<int> blocks_, threads_;
   std::vector<Ended> ended_;
   bool has_failed_ = false;
+  int next_gate_ = 0;
   Outcome outcome_;
 };
 

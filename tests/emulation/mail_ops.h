@@ -1,0 +1,363 @@
+// Two ops through the arena for the emulation. They call a MailSession in the same order as SmallPushKernel
+// and SmallPullKernel. A row has a few words, which depend on the op and the ranks, so that a wrong row is
+// never mistaken for the right one.
+#pragma once
+
+#include "die.h"
+#include "kernels/protocol/mail_session.cuh"
+#include "kernels/small/route.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kMailThreads = 64;  // of a block
+constexpr int kMailWarps = kMailThreads / kWarp;
+constexpr int kWords = 4;  // of a row
+constexpr uint32_t kUntouched = 0x7ddddddd, kFilled = 0xffffffff;
+
+// An op of the program, equal on all ranks.
+struct MailWork {
+  uint32_t number;  // of the op; rows depend on it
+  Call call;
+  bool pushes;
+  int32_t tokens, top_k, row_bytes;
+  bool has_attendance;  // it is given active ranks
+  bool masks;
+  uint32_t active;  // bit r: rank r takes part
+
+  Shape shape(int num_ranks) const {
+    return {pushes ? Order::kExpert : Order::kRank, num_ranks, tokens, top_k, 2 * num_ranks, 0, 1};
+  }
+  uint32_t Hash(uint32_t a, uint32_t b) const {
+    uint32_t hash = number * 0x9e3779b1u ^ a << 20 ^ b * 0x85ebca77u;
+    hash = (hash ^ hash >> 15) * 0xc2b2ae3du;
+    return (hash ^ hash >> 13) & 0x7fffffffu;
+  }
+  // Returns word `word` of the row that rank `from` sends to rank `to` in slot `token`.
+  uint32_t Value(int from, int to, int token, int word) const {
+    return Hash(static_cast<uint32_t>(from << 4 | to), static_cast<uint32_t>(token << 8 | word));
+  }
+  // Returns the expert of a choice of rank `from` in a push, -1 if it is unused.
+  int Expert(int from, int token, int k, int num_ranks) const {
+    const uint32_t hash = Hash(static_cast<uint32_t>(256 + from), static_cast<uint32_t>(token << 8 | k));
+    return static_cast<int>(hash % static_cast<uint32_t>(2 * num_ranks + 1)) - 1;
+  }
+  // Returns whether rank `from` sends a row to rank `to` in slot `token`.
+  bool Sends(int from, int to, int token, int num_ranks) const {
+    if (!pushes)
+      return Hash(static_cast<uint32_t>(512 + from), static_cast<uint32_t>(token << 8 | to)) % 4 != 0;
+    for (int k = 0; k < top_k; ++k) {
+      const int expert = Expert(from, token, k, num_ranks);
+      if (expert >= 0 && expert / 2 == to) return true;
+    }
+    return false;
+  }
+};
+
+// One rank's part of an op: a launch with its own memory.
+struct MailRun {
+  // A thread's view of the session at one place of the kernel. The first thread of a block that comes there
+  // sets it, and the others must have the same.
+  struct View {
+    bool is_set = false;
+    bool is_open = false, has_failed = false;
+    uint32_t epoch = 0, ranks = 0, writable = 0;
+  };
+  enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
+
+  MailWork work;
+  SmallPushArgs args;  // also used for a pull
+  MeshPlace place_operand;
+  int summing_warps = 1;
+  std::vector<int32_t> topk_idx, active_ranks, active_after;
+  std::vector<float> wait_us;
+  std::vector<std::vector<int16_t>> choices;  // by block: all ranks' choices, as read there
+  std::vector<uint32_t> rows;                 // [R, T, kWords]: the rows that arrived
+  std::vector<View> views;                    // [blocks, kNumPlaces]
+  bool was_filled = false, must_fail = false, is_stray = false;
+  emulation::Launch launch;
+
+  int num_ranks() const { return args.peers.num_ranks; }
+  int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
+  View& ViewOf(unsigned block, Place place) { return views[block * kNumPlaces + place]; }
+  MailSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
+};
+
+// Called when threads of a block of a rank disagree.
+inline std::function<void(int rank, const char* what)> on_disagreement;
+
+// Checks that all threads of a block have the same view of the session. A thread may be late right after
+// Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleUnopened), which no
+// thread reads before the block synchronizes again.
+inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession& session, bool is_open) {
+  emulation::Quiet quiet;
+  MailRun::View& first = run.ViewOf(blockIdx.x, place);
+  const MailRun::View view{
+      true, is_open, session.has_failed(), session.epoch(), session.ranks(), session.writable()};
+  if (!first.is_set) first = view;
+  const int rank = run.args.peers.rank;
+  const bool is_early = place == MailRun::kAfterOpening;
+  if (view.is_open != first.is_open) on_disagreement(rank, "open");
+  if (view.writable != first.writable) on_disagreement(rank, "writable");
+  if ((is_open || !is_early) && view.epoch != first.epoch) on_disagreement(rank, "epoch");
+  if (is_early && run.work.masks) return;
+  if (view.ranks != first.ranks) on_disagreement(rank, "ranks");
+  if (view.has_failed != first.has_failed) on_disagreement(rank, "has_failed");
+}
+
+inline uint32_t* WordsOf(std::byte* slot, const MailWork& work, int word) {
+  return reinterpret_cast<uint32_t*>(slot + kSlotHeadBytes + word * work.row_bytes / kWords);
+}
+
+// Stores one word of a row in its slot, which must lie in this rank's region of the present half.
+inline void StoreRowWord(const MailRun& run, const MailSession& session, int to, int token, int word) {
+  const Peers& peers = run.args.peers;
+  const int me = peers.rank;
+  uint32_t* const there = WordsOf(session.half().slot(to, me, token), run.work, word);
+  const int64_t offset =
+      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&ArenaOf(peers, to) + 1);
+  const int64_t region = kSlotsOfHalf / run.num_ranks() / 128 * 128;
+  if (offset / kSlotsOfHalf != session.epoch() % 2 || offset % kSlotsOfHalf / region != me) {
+    Die("rank %d writes outside of its slots at rank %d", me, to);
+  }
+  emulation::Machine::Get().Access(true);
+  *there = run.work.Value(me, to, token, word);
+}
+
+inline void LoadRowWord(MailRun& run, const MailSession& session, int from, int token, int word) {
+  emulation::Machine::Get().Access(false);
+  run.rows[run.At(from, token, word)] =
+      *WordsOf(session.half().slot(run.args.peers.rank, from, token), run.work, word);
+}
+
+inline void FillMail(MailRun& run) {
+  FillResult(run.rows.data(), static_cast<int64_t>(run.rows.size()) * 4);
+  emulation::Quiet quiet;
+  run.was_filled = true;
+}
+
+// Stores rows in the first warp and flags them in the last one, as SendTokens and FlagTokens do.
+constexpr int kStored = 1, kFlagged = 3;
+
+inline void SendRows(const MailRun& run, const MailSession& session) {
+  emulation::Machine& machine = emulation::Machine::Get();
+  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.num_senders;
+  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
+    if (turn >= 2) machine.Meet(kFlagged + turn % 2, kMailThreads, turn);
+    for (int i = lane; i < R * kWords; i += kWarp) {
+      const int to = i / kWords;
+      if (!session.may_write(to) || !run.work.Sends(run.args.peers.rank, to, t, R)) continue;
+      StoreRowWord(run, session, to, t, i % kWords);
+    }
+    machine.Meet(kStored + turn % 2, kMailThreads, turn, true);
+  }
+}
+
+inline void FlagRows(const MailRun& run, const MailSession& session) {
+  emulation::Machine& machine = emulation::Machine::Get();
+  const SmallPushArgs& args = run.args;
+  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
+  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.num_senders, ++turn) {
+    machine.Meet(kStored + turn % 2, kMailThreads, turn);
+    if (lane < R && session.may_write(lane) && run.work.Sends(me, lane, t, R)) {
+      StoreWordRelease(&session.half().mail(lane, me).arrived[t], 1, session.epoch());
+    }
+    __syncwarp();
+    if (t + 2 * args.num_senders < run.work.tokens) {
+      machine.Meet(kFlagged + turn % 2, kMailThreads, turn + 2, true);
+    }
+  }
+}
+
+// Waits for the choices of `ranks` and stores them for this block. Its few threads stand for all threads of
+// a real block. Returns the ranks that this thread has missed.
+inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t ranks) {
+  const int choices = run.work.tokens * run.work.top_k;
+  std::vector<int16_t>& found = run.choices[blockIdx.x];
+  uint32_t missing = 0;
+  for (int first = 0; first < kSmallThreads; first += kMailThreads) {
+    emulation::Machine::Get().ActAs(first);
+    missing |= AwaitChoices(run.args, session, ranks, [&](int rank, int word, uint32_t two) {
+      for (int i = 2 * word; i < std::min(2 * word + 2, choices); ++i, two >>= 16)
+        found[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
+    });
+  }
+  emulation::Machine::Get().ActAs(0);
+  return missing;
+}
+
+// Returns whether a token of rank `source` comes here, according to the choices that this block has read.
+inline bool Comes(const MailRun& run, int source, int token) {
+  const int K = run.work.top_k;
+  const std::vector<int16_t>& found = run.choices[blockIdx.x];
+  for (int k = 0; k < K; ++k) {
+    const int expert = found[(source * run.work.tokens + token) * K + k];
+    if (expert >= 0 && expert / 2 == run.args.peers.rank) return true;
+  }
+  return false;
+}
+
+inline bool AwaitRow(const MailRun& run, const MailSession& session, int source, int token) {
+  return session.AwaitWord(&session.half().mail(run.args.peers.rank, source).arrived[token]);
+}
+
+// Waits for all rows that `ranks` send here, as AwaitAll of a dispatch does.
+inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ranks) {
+  uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
+  for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kMailThreads) {
+    const int source = t / run.work.tokens, token = t % run.work.tokens;
+    if (((ranks & ~missing) >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    if (!AwaitRow(run, session, source, token)) missing |= 1u << source;
+  }
+  return missing;
+}
+
+// Receives rows, one warp each, as ReceiveToken does. Returns the ranks that were missed.
+inline uint32_t ReceiveRows(MailRun& run, const MailSession& session) {
+  const SmallPushArgs& args = run.args;
+  const int R = run.num_ranks();
+  const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), 1, kMailWarps);
+  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+    const int source = i % R, token = i / R;
+    if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    const bool late = team.lane == 0 && !AwaitRow(run, session, source, token);
+    if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
+    __syncwarp();
+    if (team.lane < kWords) LoadRowWord(run, session, source, token, team.lane);
+  }
+  return 0;
+}
+
+// Reads choices and receives rows, as Receive of a dispatch does. Returns the ranks whose rows were missed.
+inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late) {
+  late |= BlockOr(TakeChoices(run, session, session.ranks()));
+  if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
+  if (!run.args.writes_metadata()) return ReceiveRows(run, session);
+  if (session.is_leader()) session.WriteActive();
+  return 0;
+}
+
+inline void MailPushKernel(MailRun& run) {
+  const SmallPushArgs& args = run.args;
+  const TopkIds ids{run.topk_idx.data(), false};
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = run.session(Op::kDispatch);
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillMail(run);
+    FillAttendance(args.attendance, args.shape.num_ranks);
+  };
+  const int words = ChoiceWords(args.shape);
+  uint32_t choices = 0;
+  if (args.writes_metadata() && FirstWord(args) < words * args.shape.num_ranks) {
+    choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
+  }
+  const bool is_open = session.Open(opening);
+  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  if (is_open) {
+    if (session.is_leader()) session.PublishCall();
+    if (args.writes_metadata()) PublishChoices(args, ids, session, choices);
+    if (args.sends() && threadIdx.x < kWarp) SendRows(run, session);
+    if (args.sends() && threadIdx.x >= kWarp) FlagRows(run, session);
+    uint32_t missing = 0;
+    if (args.attendance.masks) {
+      session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitRows(run, session, ranks); });
+    } else if (session.is_leader()) {
+      missing = session.AwaitCall(threadIdx.x, log);
+    }
+    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    if (!args.sends() && !session.has_failed()) {
+      missing = Receive(run, session, missing);
+      (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    }
+  }
+  session.Close(fill);
+  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
+}
+
+// Stores rows and flags them by teams of a few warps, as SendSums does.
+inline void SendSums(const MailRun& run, const MailSession& session, const RowTeam& team) {
+  const SmallPushArgs& args = run.args;
+  const int R = run.num_ranks(), me = args.peers.rank;
+  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+    const int to = (me + 1 + i % R) % R, token = i / R;
+    if (!run.work.Sends(me, to, token, R) || !session.may_write(to)) continue;
+    const int word = team.warp + team.lane * team.warps;
+    if (word < kWords) StoreRowWord(run, session, to, token, word);
+    emulation::Machine::Get().Meet(team.barrier, team.warps * kWarp, i);
+    if (team.warp == 0 && team.lane == 0) {
+      StoreWordRelease(&session.half().mail(to, me).arrived[token], 1, session.epoch());
+    }
+  }
+}
+
+// Waits for the rows of token t that `ranks` send here. One warp. Returns bit r if this lane has missed rank
+// r.
+inline uint32_t AwaitSums(const MailRun& run, const MailSession& session, uint32_t ranks, int t, int lane) {
+  const int me = run.args.peers.rank, R = run.num_ranks();
+  if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;
+  return AwaitRow(run, session, lane, t) ? 0 : 1u << lane;
+}
+
+inline uint32_t AddUp(MailRun& run, const MailSession& session, const Dealer& dealer, int i) {
+  const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
+  while (true) {
+    const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
+    if (t >= run.work.tokens) return 0;
+    const uint32_t missing = AwaitSums(run, session, session.ranks(), t, lane);
+    if (__any_sync(kAllLanes, missing != 0)) return missing;
+    for (int j = lane; j < R * kWords; j += kWarp) {
+      const int from = j / kWords;
+      if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
+      LoadRowWord(run, session, from, t, j % kWords);
+    }
+    i = Dealer::Show(dealer.Take(lane));
+  }
+}
+
+inline void MailPullKernel(MailRun& run) {
+  __shared__ unsigned next;
+  const SmallPushArgs& args = run.args;
+  const MailOpening opening(args.peers, args.place_operand, args.attendance);
+  const MailSession session = run.session(Op::kCombine);
+  const WaitLog log = WaitLog::From(args.attendance.wait_us);
+  const auto fill = [&] {
+    FillMail(run);
+    FillAttendance(args.attendance, args.shape.num_ranks);
+  };
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
+  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, run.summing_warps);
+  if (threadIdx.x == 0) next = kMailWarps - run.summing_warps;
+  const bool is_open = session.Open(opening);
+  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  if (is_open) {
+    if (session.is_leader()) session.PublishCall();
+    const Dealer dealer{&next};
+    int first = warp - run.summing_warps;
+    if (warp < run.summing_warps) {
+      SendSums(run, session, team);
+      first = Dealer::Show(dealer.Take(lane));
+    }
+    uint32_t missing = 0;
+    if (args.attendance.masks) {
+      session.AgreeOnRanks(log, [&](uint32_t ranks) {
+        uint32_t missed = 0;
+        for (int t = warp; t < run.work.tokens; t += kMailWarps) {
+          missed |= AwaitSums(run, session, ranks, t, lane);
+          __syncwarp();
+        }
+        return missed;
+      });
+    } else if (session.is_leader() && warp == kMailWarps - 1) {
+      missing = session.AwaitCall(lane, log);
+      __syncwarp();
+    }
+    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    if (!session.has_failed()) missing |= AddUp(run, session, dealer, first);
+    (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    if (session.is_leader()) session.WriteActive();
+  }
+  session.Close(fill);
+  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
+}
+
+}  // namespace jax_ep::cuda
