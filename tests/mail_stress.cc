@@ -22,9 +22,8 @@ T Pick(Random& random, std::initializer_list<T> from) {
   return from.begin()[random() % from.size()];
 }
 
-// Most time-outs that an op of a rank that is not held up may last. docs/protocol.md promises one for all
-// waits together, but the wait until a peer has begun (FindWritable) has a deadline of its own.
-constexpr int kMostWaits = 2;
+// Most time-outs that an op of a rank that is not held up may last.
+constexpr int kMostWaits = 1;
 // Time that an op takes otherwise, and time that a failed op waits until stores land (GiveUpMail).
 constexpr uint64_t kSlackNs = 500'000, kStoresLandNs = 1'000'000;
 
@@ -317,9 +316,7 @@ void RunFaults() {
   if (fault == kHeld) CheckHeld(world, f, at);
   count.longest = std::max(
       count.longest, static_cast<double>(std::max(world.longest_ns, world.longest_failed_ns)) / timeout);
-  // Not reported yet: a rank's own rows are late (AgreeOnRanks), or a block has mistaken the op for an
-  // earlier one (SettleUnopened).
-  if (fault != kStray && mode != kMasks && mode != kMixed) CheckReasons(world);
+  CheckReasons(world);
   const uint64_t bound = kMostWaits * timeout + kSlackNs;
   if (world.longest_ns > bound)
     Die("an op took %.2f ms, where a time-out is %.2f", world.longest_ns / 1e6, timeout / 1e6);

@@ -88,7 +88,7 @@ ARENA_MISTAKES = {
     ),
     "goes on without its own rows": (
         "two",
-        [(MAIL, "fails |= (missing >> peers_.rank & 1) != 0;", "")],
+        [(MAIL, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],
     ),
 }
 

@@ -67,7 +67,7 @@ inline void ShareWithin(Run& run) {
   __shared__ Published mine, published[kMostRanks];
   const Peers& peers = run.hop.peers;
   const Opening opening(peers, &run.place);
-  const Session session(peers, Op::kGather, false);
+  Session session(peers, Op::kGather, false);
   if (threadIdx.x == 0) mine.buffers[0] = &run, mine.weights = mine.routing = nullptr;
   bool alive = session.Open(opening);
   if (alive && blockIdx.x == 0) session.Publish(mine, 1);

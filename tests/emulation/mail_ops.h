@@ -66,7 +66,7 @@ struct MailRun {
 
   MailWork work;
   SmallPushArgs args;  // also used for a pull
-  MeshPlace place_operand;
+  MeshPosition position_operand;
   int summing_warps = 1;
   std::vector<int32_t> topk_idx, active_ranks, active_after;
   std::vector<float> wait_us;
@@ -239,8 +239,8 @@ inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late)
 inline void MailPushKernel(MailRun& run) {
   const SmallPushArgs& args = run.args;
   const TopkIds ids{run.topk_idx.data(), false};
-  const MailOpening opening(args.peers, args.place_operand, args.attendance);
-  const MailSession session = run.session(Op::kDispatch);
+  const MailOpening opening(args.peers, args.position_operand, args.attendance);
+  MailSession session = run.session(Op::kDispatch);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillMail(run);
@@ -298,7 +298,7 @@ inline uint32_t AwaitSums(const MailRun& run, const MailSession& session, uint32
   return AwaitRow(run, session, lane, t) ? 0 : 1u << lane;
 }
 
-inline uint32_t AddUp(MailRun& run, const MailSession& session, const Dealer& dealer, int i) {
+inline uint32_t AddUp(MailRun& run, const MailSession& session, const TicketCounter& tickets, int i) {
   const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
   while (true) {
     const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
@@ -310,15 +310,15 @@ inline uint32_t AddUp(MailRun& run, const MailSession& session, const Dealer& de
       if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
       LoadRowWord(run, session, from, t, j % kWords);
     }
-    i = Dealer::Show(dealer.Take(lane));
+    i = TicketCounter::Broadcast(tickets.Request(lane));
   }
 }
 
 inline void MailPullKernel(MailRun& run) {
   __shared__ unsigned next;
   const SmallPushArgs& args = run.args;
-  const MailOpening opening(args.peers, args.place_operand, args.attendance);
-  const MailSession session = run.session(Op::kCombine);
+  const MailOpening opening(args.peers, args.position_operand, args.attendance);
+  MailSession session = run.session(Op::kCombine);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillMail(run);
@@ -331,11 +331,11 @@ inline void MailPullKernel(MailRun& run) {
   CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
-    const Dealer dealer{&next};
+    const TicketCounter tickets{&next};
     int first = warp - run.summing_warps;
     if (warp < run.summing_warps) {
       SendSums(run, session, team);
-      first = Dealer::Show(dealer.Take(lane));
+      first = TicketCounter::Broadcast(tickets.Request(lane));
     }
     uint32_t missing = 0;
     if (args.attendance.masks) {
@@ -352,7 +352,7 @@ inline void MailPullKernel(MailRun& run) {
       __syncwarp();
     }
     CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
-    if (!session.has_failed()) missing |= AddUp(run, session, dealer, first);
+    if (!session.has_failed()) missing |= AddUp(run, session, tickets, first);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
     if (session.is_leader()) session.WriteActive();
   }

@@ -101,6 +101,7 @@ class MailWorld {
       }
       std::memset(static_cast<void*>(&rank.arena()), 0, sizeof(Arena));
       std::fill_n(rank.arena().heard, kMaxRanks, epoch);
+      std::fill_n(rank.arena().begun, kMaxRanks, epoch);
       rank.report.phase = 0;
       rank.report.left_out = 0;
     }
@@ -271,12 +272,12 @@ class MailWorld {
     const MailWork& work = plan.work;
     const int R = num_ranks();
     run->work = work;
-    run->place_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
+    run->position_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
     run->must_fail = has_failed_ || static_cast<uint32_t>(ranks_[r].channel().gate) != 0;
     SmallPushArgs& args = run->args;
     args = {};
     args.shape = work.shape(R);
-    args.place_operand = &run->place_operand;
+    args.position_operand = &run->position_operand;
     args.slots = SlotsOf(args.shape, work.row_bytes);
     Peers& peers = args.peers;
     peers.rank = r;

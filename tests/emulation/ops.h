@@ -166,7 +166,7 @@ inline void PushKernel(Run& run) {
   const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
   const Opening opening(peers, &run.position_operand);
-  const Session session(peers, op, true);
+  Session session(peers, op, true);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
@@ -242,7 +242,7 @@ inline void PullKernel(Run& run) {
   __shared__ Published mine, published[kMaxRanks];
   const Peers& peers = run.peers;
   const Opening opening(peers, &run.position_operand);
-  const Session session(peers, Op::kCombine, false);
+  Session session(peers, Op::kCombine, false);
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.partials[0] = &run;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
   const Opening opening(peers, params.position_operand);
-  const Session session(peers, Op::kGather, false);
+  Session session(peers, Op::kGather, false);
   if (threadIdx.x == 0) outgoing = {0, nullptr, nullptr, {params.out}, {}};
   bool alive = session.Open(opening);
   if (alive && blockIdx.x == 0) session.Publish(outgoing, 1);

@@ -58,6 +58,23 @@ __device__ inline Arena& ArenaOf(const Peers& peers, int rank) {
   return *reinterpret_cast<Arena*>(&peers.control(rank) + 1);
 }
 
+// Waits until a rank has begun op `epoch`, and returns whether it has. If ranks may be left out, this waits
+// for a part of the time only, so that this rank's rows are not late at the others. Called by one thread for
+// the rank.
+JAX_EP_RARE bool AwaitBegun(const Peers& peers, const uint32_t* begun, uint32_t epoch, bool masks) {
+  constexpr int kPart = 4;
+  const auto has_begun = [&] {
+    const bool is_there = static_cast<int32_t>(LoadAcquire(begun) - epoch) >= 0;
+    if (!is_there) __nanosleep(500);
+    return is_there;
+  };
+  if (!masks) return Await(peers, has_begun);
+  const uint64_t timeout = LoadFromHost(&peers.report->timeout_ns), now = GlobalNanoseconds();
+  BlockClock().began = now;  // the part counts as time of the op
+  return PollUntil(has_begun,
+                   [&] { return GlobalNanoseconds() - now >= timeout / kPart || IsGivenUp(peers); });
+}
+
 // The half of the ranks' arenas that an op uses.
 struct ArenaHalf {
   const Peers& peers;
@@ -96,7 +113,7 @@ class MailSession {
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
   // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
-  __device__ bool Open(const MailOpening& mail_opening) const {
+  __device__ bool Open(const MailOpening& mail_opening) {
     if (MailOpening::IsOpeningWarp()) {
       bool fails = false;
       if (Opening::IsOpeningThread()) {
@@ -119,16 +136,20 @@ class MailSession {
       }
     }
     __syncthreads();
-    return state_of_block().is_open;
+    const State& state = state_of_block();
+    epoch_ = state.epoch;
+    ranks_ = state.ranks;
+    writable_ = state.writable;
+    return state.is_open;
   }
 
-  __device__ uint32_t epoch() const { return state_of_block().epoch; }
+  __device__ uint32_t epoch() const { return epoch_; }
   // Returns the ranks that take part, as far as is known: bit r stands for rank r. Returns 0 if this rank
   // takes no part.
-  __device__ uint32_t ranks() const { return state_of_block().ranks; }
+  __device__ uint32_t ranks() const { return ranks_; }
   __device__ bool has_all_ranks() const { return ranks() == (1u << peers_.num_ranks) - 1; }
   // Returns those of them whose arenas this rank may write to.
-  __device__ uint32_t writable() const { return state_of_block().writable; }
+  __device__ uint32_t writable() const { return writable_; }
   __device__ bool may_write(int r) const { return (writable() >> r & 1) != 0; }
   // Returns whether this block has missed something that it needs.
   __device__ bool has_failed() const { return state_of_block().has_failed; }
@@ -196,7 +217,7 @@ class MailSession {
   // ranks that this thread has missed. The leader then writes its verdict, which all blocks follow.
   // Everything from the remaining ranks has arrived by then. Called by the whole block; synchronizes.
   template <typename AwaitRest>
-  __device__ void AgreeOnRanks(const WaitLog& log, AwaitRest&& await_rest) const {
+  __device__ void AgreeOnRanks(const WaitLog& log, AwaitRest&& await_rest) {
     State& state = state_of_block();
     EpochWord* const verdict = &half().head(peers_.rank).verdict;
     if (is_leader()) {
@@ -205,14 +226,17 @@ class MailSession {
       bool fails = __syncthreads_or((late & kAborted) != 0 || IsGivenUp(peers_));
       if (!fails) missing |= BlockOr(await_rest(ranks() & ~missing));
       fails |= __syncthreads_or(IsGivenUp(peers_)) != 0;
-      fails |= (missing >> peers_.rank & 1) != 0;  // without its own rows it cannot go on
+      const bool misses_own = (missing >> peers_.rank & 1) != 0;  // without its own rows it cannot go on
+      fails |= misses_own;
       if (threadIdx.x == 0) {
+        if (misses_own) RecordFailure(peers_, op_, Phase::kWave, epoch(), 1u << peers_.rank);
         state.ranks &= ~missing;
         state.has_failed = fails;
         if (missing != 0) peers_.report->left_out = 1;
         StoreWordRelease(verdict, state.ranks, epoch());
       }
       __syncthreads();
+      ranks_ = state.ranks;
       return;
     }
     if (threadIdx.x == 0) {
@@ -229,6 +253,7 @@ class MailSession {
       state.has_failed = IsGivenUp(peers_);
     }
     __syncthreads();
+    ranks_ = state.ranks;
   }
 
   // Records that the block has missed ranks. The bits are the same in all threads. Returns whether there are
@@ -255,7 +280,7 @@ class MailSession {
   // first overwrites the results. The blocks' stores are not fenced before they are counted (see GiveUpMail).
   // Called by the whole block; synchronizes.
   template <typename Fill>
-  __device__ void Close(Fill&& fill) const {
+  __device__ void Close(Fill&& fill) {
     __shared__ bool is_last, any_failed;
     Channel& own = peers_.own();
     if (!state_of_block().is_open && !SettleUnopened(fill)) return;
@@ -304,11 +329,8 @@ class MailSession {
   }
 
   // Returns the participating ranks that this rank may write to: those that it has heard from in the previous
-  // op, and others once they have begun this one. If ranks may be left out, this waits for a part of the time
-  // limit only, so that this rank's own rows are not late at the others. Called by the warp that opens the
-  // op.
+  // op, and others once they have begun this one. Called by the warp that opens the op.
   __device__ uint32_t FindWritable(uint32_t epoch, uint32_t ranks, uint32_t heard) const {
-    constexpr int kPart = 4;
     const int r = threadIdx.x % kWarp, R = peers_.num_ranks;
     // This comes before any wait for a peer to have begun, because the peer may wait for this rank.
     if (is_leader() && (ranks >> r & 1) != 0) StoreRelaxed(&ArenaOf(peers_, r).begun[peers_.rank], epoch);
@@ -319,15 +341,7 @@ class MailSession {
     if (doubtful == 0) return ranks;
     bool writable = (ranks >> r & 1) != 0;
     if ((doubtful >> r & 1) != 0) {
-      const uint32_t* const begun = &ArenaOf(peers_, peers_.rank).begun[r];
-      const auto has_begun = [&] {
-        const bool is_there = static_cast<int32_t>(LoadAcquire(begun) - epoch) >= 0;
-        if (!is_there) __nanosleep(500);
-        return is_there;
-      };
-      const uint64_t timeout = LoadFromHost(&peers_.report->timeout_ns);
-      const uint64_t until = GlobalNanoseconds() + timeout / (attendance_.masks ? kPart : 1);
-      writable = PollUntil(has_begun, [&] { return GlobalNanoseconds() >= until || IsGivenUp(peers_); });
+      writable = AwaitBegun(peers_, &ArenaOf(peers_, peers_.rank).begun[r], epoch, attendance_.masks);
     }
     __syncwarp();
     return __ballot_sync(kAllLanes, writable);
@@ -337,15 +351,17 @@ class MailSession {
   // Returns true if this rank has opened the op after all; the op has then failed. Called by the whole block;
   // synchronizes.
   template <typename Fill>
-  __device__ bool SettleUnopened(Fill&& fill) const {
+  __device__ bool SettleUnopened(Fill&& fill) {
     __shared__ bool is_opened;
     if (threadIdx.x == 0) {
       // The gate is also closed if this block has only taken the op for an earlier one, because the op must
       // not be opened any more.
-      (void)CloseGate(peers_, Reason::Of(peers_.rank, Phase::kGivenUp, 0));
+      const uint32_t user = NumberOf(LoadRelaxed(&peers_.own().opened)) - 1;
+      RecordFailure(peers_, op_, Phase::kChannel, epoch(), 1u << peers_.rank, Call{0, user}.WithBlocks(0));
       is_opened = HasOpened(peers_, &state_of_block().epoch);
     }
     __syncthreads();
+    epoch_ = state_of_block().epoch;
     if (is_opened) return true;
     // No block of this op has written anything.
     if (is_leader()) EndUnopened(peers_, op_, epoch(), fill);
@@ -356,6 +372,8 @@ class MailSession {
   Op op_;
   const Attendance& attendance_;
   const Slots& slots_;
+  // Of all threads, read from the state when the block synchronized.
+  uint32_t epoch_ = 0, ranks_ = 0, writable_ = 0;
 };
 
 }  // namespace jax_ep::cuda

@@ -175,7 +175,7 @@ class Session {
       : peers_(peers), op_(op), counts_ends_(counts_ends) {}
 
   // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
-  __device__ bool Open(const Opening& opening) const {
+  __device__ bool Open(const Opening& opening) {
     if (Opening::IsOpeningThread()) {
       BlockClock().began = 0;
       BlockClock().limit = 0;
@@ -183,10 +183,11 @@ class Session {
       state_of_block() = {opening.epoch(), opening.CallOf(peers_), failed};
     }
     __syncthreads();
+    epoch_ = state_of_block().epoch;
     return !has_failed();
   }
 
-  __device__ uint32_t epoch() const { return state_of_block().epoch; }
+  __device__ uint32_t epoch() const { return epoch_; }
   // Returns whether the block cannot do its part of the op. Valid for the whole block once it has
   // synchronized.
   __device__ bool has_failed() const { return state_of_block().has_failed; }
@@ -364,10 +365,11 @@ class Session {
   __device__ __noinline__ static void AbortBlock(const Peers& peers, Op op, bool counts_ends, Fill&& fill,
                                                  TakeBack&& take_back) {
     __shared__ bool is_opened;
-    const Session session(peers, op, counts_ends);
+    Session session(peers, op, counts_ends);
     __syncthreads();
     if (threadIdx.x == 0) is_opened = HasOpened(peers, &state_of_block().epoch);
     __syncthreads();
+    session.epoch_ = state_of_block().epoch;
     if (is_opened) {
       session.Leave();
       session.Close(fill);
@@ -447,6 +449,7 @@ class Session {
   const Peers& peers_;
   Op op_;
   bool counts_ends_;
+  uint32_t epoch_ = 0;  // of all threads, read from the state when the op was opened
 };
 
 }  // namespace jax_ep::cuda

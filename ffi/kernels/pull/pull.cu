@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
   __shared__ Published outgoing, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
   const Opening opening(args.peers, args.position_operand);
-  const Session session(args.peers, Op::kCombine, false);
+  Session session(args.peers, Op::kCombine, false);
   Ring ring(args.ring, memory, shared);
   if constexpr (kByRing) ring.Init();
   if (threadIdx.x == 0) DescribeBuffers(args, outgoing);

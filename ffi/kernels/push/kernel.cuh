@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   std::byte* const bytes = shared + BytesBeforeStages(args);
 
   const Opening opening(peers, args.position_operand);
-  const Session session(peers, op, true);
+  Session session(peers, op, true);
   const Batch batch = args.batches.Find(shape, args.waves, blockIdx.x);  // the first batch of this block
   Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
                 reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +

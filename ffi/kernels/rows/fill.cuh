@@ -16,6 +16,7 @@ __device__ inline void FillBytes(std::byte* data, int64_t bytes, unsigned char v
   for (int64_t i = thread; i < vectors; i += threads) {
     reinterpret_cast<uint4*>(data)[i] = make_uint4(word, word, word, word);
   }
+#pragma unroll 1
   for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) data[i] = std::byte{value};
 }
 

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
   __shared__ unsigned next;
   const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  const MailSession session = args.session();
+  MailSession session = args.session();
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {

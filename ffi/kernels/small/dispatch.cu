@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
   const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  const MailSession session = args.session();
+  MailSession session = args.session();
   const Shape& shape = args.shape;
   const RoutingTable table(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);

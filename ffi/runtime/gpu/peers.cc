@@ -70,6 +70,7 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
   // write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
   std::fill_n(fresh_arena->heard, kMaxRanks, epoch);
+  std::fill_n(fresh_arena->begun, kMaxRanks, epoch);
   std::string text = on_all_devices("waiting for the group's ops",
                                     [](const RankMemory&) { return cudaDeviceSynchronize(); });
   if (text.empty()) {
