@@ -129,7 +129,7 @@ __device__ inline void DescribeBuffers(const PushArgs& args, Published& outgoing
 // Opens the op, and exchanges buffers and counts with the peers. `first` is the block's first token, which
 // determines the chunks before it. Returns false if not all ranks arrive at the same op in time. Called by
 // the whole block; synchronizes.
-__device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, const Session& session,
+__device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, Session& session,
                                  bool sends, int first, BinCounts& counts, Published& outgoing,
                                  Published* published) {
   const bool routes = args.routes(), local = args.is_local();
