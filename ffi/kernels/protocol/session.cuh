@@ -291,27 +291,7 @@ class Session {
   // Waits until every block of every rank has left, and the other blocks of this rank have ended. Returns
   // false if that did not happen in time, or if a block has not done its part. Called by the last block,
   // after it has left; synchronizes.
-  __device__ bool AwaitLeft(const Published* all) const {
-    const Channel& own = peers_.own();
-    const uint32_t now = epoch();
-    uint32_t missing = 0;
-    int stride = 1;
-    for (int r = 0; r < peers_.num_ranks; ++r) stride = max(stride, Call::BlocksOf(all[r].call));
-    for (int i = threadIdx.x; i < peers_.num_ranks * stride && missing == 0; i += blockDim.x) {
-      const int r = i / stride, block = i % stride;
-      if (block >= Call::BlocksOf(all[r].call)) continue;
-      EpochWord seen;
-      if (!Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), now); })) {
-        missing = 1u << r;
-      } else if (NumberOf(seen) != kWhole) {
-        missing = kAborted;
-      }
-    }
-    if (counts_ends_ && threadIdx.x == blockDim.x - 1 && missing == 0) {
-      missing = AwaitOtherBlocks(own) ? kAborted : 0;
-    }
-    return Agree(Phase::kLeave, missing);
-  }
+  __device__ bool AwaitLeft(const Published* all) const { return AwaitLeftOf(*this, all); }
 
   // Ends the block. The last block of this rank, once all others have left and ended, frees the channel. If
   // any block has failed, fill() first overwrites the results; by then no other block and no peer writes to
@@ -377,6 +357,30 @@ class Session {
     }
     take_back();
     if (blockIdx.x == gridDim.x - 1) EndUnopened(peers, op, session.epoch(), fill);
+  }
+
+  // Waits as AwaitLeft does. Kept out of the kernels' own code, which needs the registers.
+  __device__ __noinline__ static bool AwaitLeftOf(const Session session, const Published* all) {
+    const Peers& peers = session.peers_;
+    const Channel& own = peers.own();
+    const uint32_t now = session.epoch();
+    uint32_t missing = 0;
+    int stride = 1;
+    for (int r = 0; r < peers.num_ranks; ++r) stride = max(stride, Call::BlocksOf(all[r].call));
+    for (int i = threadIdx.x; i < peers.num_ranks * stride && missing == 0; i += blockDim.x) {
+      const int r = i / stride, block = i % stride;
+      if (block >= Call::BlocksOf(all[r].call)) continue;
+      EpochWord seen;
+      if (!session.Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), now); })) {
+        missing = 1u << r;
+      } else if (NumberOf(seen) != kWhole) {
+        missing = kAborted;
+      }
+    }
+    if (session.counts_ends_ && threadIdx.x == blockDim.x - 1 && missing == 0) {
+      missing = AwaitOtherBlocks(own) ? kAborted : 0;
+    }
+    return session.Agree(Phase::kLeave, missing);
   }
 
   // Returns true if no thread of the block has missed a rank. Bit r of `missing` means that this thread has

@@ -229,11 +229,12 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   OutputSlice slice{};
   if (warp < kSummingWarps) {
     first_sum = ComputeFirstSum<T, N>(args, team);
-  } else {
+  } else if (warp < kSmallWarps - 1) {  // the last warp opens the op
     slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   }
   if (threadIdx.x == 0) next = kSmallWarps - kSummingWarps;
   if (!session.Open(opening)) return session.Close(fill);
+  if (warp == kSmallWarps - 1) slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   if (session.is_leader()) session.PublishCall();
   const TicketCounter tickets{&next};
   if (warp < kSummingWarps) {
