@@ -28,7 +28,7 @@ if host := os.environ.get("JAX_EP_TEST_HOST"):  # processes of one host that are
     _processes.host_id = lambda: host
 per_node = int(os.environ.get("JAX_EP_TEST_RANKS_PER_NODE", "0")) or None
 
-R, T, K, H = len(jax.devices()), 64, 4, 512
+R, T, K, H = len(jax.devices()), int(os.environ.get("JAX_EP_TEST_TOKENS", "64")), 4, 512
 E = 16 * R
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 spec = NamedSharding(mesh, P("ep"))

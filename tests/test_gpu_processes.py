@@ -26,9 +26,10 @@ def need_gpus(count):
     skip_or_fail("GPUs", count, COUNT)
 
 
-def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
+def run(task, processes, *, hide=False, apart=False, may_die=(), last=None, **environment):
     """Starts the processes, all GPUs of the host shared among them; their outputs.
 
+    `last`: what else is in the environment of the last process.
     `apart`: each is to think that it is on a host of its own, and NCCL, too, which then uses sockets.
     """
     need_gpus(1)
@@ -43,6 +44,7 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), **environment):
         if apart:
             host = f"host {process}"
             environments[-1] |= {"JAX_EP_TEST_HOST": host, "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+    environments[-1] |= last or {}
     try:
         return run_all(commands, environments, timeout=110, may_die=may_die)
     except AssertionError as error:
@@ -66,6 +68,13 @@ def test_results_are_the_same_in_every_process_model():
     assert digests(run("digests", COUNT, hide=True)) == together
     if COUNT > 2:
         assert digests(run("digests", 2)) == together
+
+
+def test_ranks_that_copy_in_unlike_ways_agree_on_waves():
+    """300 tokens make as many waves by batches of bulk copies as by those of plain ones, but other waves."""
+    shape = {"JAX_EP_NO_ARENA": "1", "JAX_EP_TEST_TOKENS": "300"}
+    unlike = run("digests", 2, last={"JAX_EP_PLAIN_COPIES": "1"}, **shape)
+    assert digests(unlike) == digests(run("digests", 2, **shape))
 
 
 @pytest.mark.timeout(400)

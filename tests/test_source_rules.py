@@ -15,7 +15,7 @@ RULES = [
     (("core",), r'#include "(?!core/)', "it stands on nothing else of the extension"),
     (("kernels",), r'#include "(host|handlers|runtime)/', "kernels stand on core alone"),
     (("core", "host"), r"cuda\w*\.h|__global__", "they build where there is no CUDA"),
-    (("handlers", "runtime", "host", "core"), r"<<<|cudaLaunch", "kernels are launched by kernels/launch/launch.h"),
+    (("handlers", "runtime", "host", "core"), r"<<<|cudaLaunch", "kernels/launch/launch.h launches kernels"),
     (("kernels",), r"<<<|cudaPeekAtLastError", "kernels are launched by launch.h, which tells its own error"),
     (EVERYWHERE, r"\b(abort|assert|terminate|_?[eE]xit|quick_exit)\(", "an error is returned"),
     (EVERYWHERE, r"\btrap;", "nothing traps"),

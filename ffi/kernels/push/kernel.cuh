@@ -129,9 +129,8 @@ __device__ inline void DescribeBuffers(const PushArgs& args, Published& outgoing
 // Opens the op, and exchanges buffers and counts with the peers. `first` is the block's first token, which
 // determines the chunks before it. Returns false if not all ranks arrive at the same op in time. Called by
 // the whole block; synchronizes.
-__device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, Session& session,
-                                 bool sends, int first, BinCounts& counts, Published& outgoing,
-                                 Published* published) {
+__device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, Session& session, bool sends,
+                                 int first, BinCounts& counts, Published& outgoing, Published* published) {
   const bool routes = args.routes(), local = args.is_local();
   const WaitLog log = WaitLog::From(blockIdx.x == 0 ? args.attendance.wait_us : nullptr);
   if (!local && !session.Open(opening)) return false;
