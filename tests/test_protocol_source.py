@@ -17,21 +17,16 @@ SESSION, MAIL = "kernels/protocol/session.cuh", "kernels/protocol/mail_session.c
 MISTAKES = {
     "frees the channel before all blocks have ended": (
         "tail",
-        [(SESSION, "if (!ended.is_last) return;", "if (blockIdx.x != gridDim.x - 1) return;")],
+        [(SESSION, "LoadAcquire(&own.ended)) == gridDim.x - 1;", "LoadAcquire(&own.ended)) < gridDim.x;")],
     ),
     "sends a batch that belongs to two waves": (
         "short",
         [
             (
                 WAVES,
-                "const int begin = first + (later < 0 ? number : later % in_wave) * tokens;",
-                "const int begin = number * tokens;",
-            ),
-            (
-                WAVES,
-                "const int first = waves.First(shape, wave), last = waves.First(shape, wave + 1);",
-                "const int last = shape.num_tokens;",
-            ),
+                "Cut(waves.First(shape, wave) + i * tokens, waves.First(shape, wave + 1),",
+                "(void)i, Cut(number * tokens, shape.num_tokens,",
+            )
         ],
     ),
     "forgets that it has missed a wave": (
@@ -53,14 +48,11 @@ ARENA_MISTAKES = {
     "decides in each warp which ranks it may write to": (
         "long",
         [
-            (MAIL, "return state_of_block().writable;", "return writable_;"),
-            (MAIL, "const Slots& slots_;\n};", "const Slots& slots_;\n  mutable uint32_t writable_ = 0;\n};"),
             (
                 MAIL,
-                "    return state_of_block().is_open;\n",
-                "    const uint32_t* const heard = ArenaOf(peers_, peers_.rank).heard;\n"
-                "    writable_ = FindWritable(epoch(), ranks(), heard[threadIdx.x % kMaxRanks]);\n"
-                "    return state_of_block().is_open;\n",
+                "writable_ = state.writable;",
+                "writable_ = FindWritable(epoch_, ranks_, "
+                "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kMaxRanks]);",
             ),
         ],
     ),
@@ -82,8 +74,8 @@ ARENA_MISTAKES = {
     "counts the ended blocks of several ops together": (
         "late",
         [
-            (MAIL, "if (ended.is_last) own.ended = 0;", ""),
-            (SESSION, "before % kFailed == gridDim.x - 1", "before % gridDim.x == gridDim.x - 1"),
+            (MAIL, "if (is_last) own.ended = 0;", ""),
+            (MAIL, "CountEnded(ended) == gridDim.x;", "CountEnded(ended) % gridDim.x == 0;"),
         ],
     ),
     "goes on without its own rows": (

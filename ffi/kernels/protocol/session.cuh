@@ -393,7 +393,8 @@ class Session {
     if (missing != 0) atomicOr(&all, missing);
     __syncthreads();
     if (threadIdx.x == 0) {
-      RecordFailure(peers_, op_, phase, epoch(), all & ~kAborted);
+      // Where only a peer has failed, its reason is about to reach this rank.
+      if (all != kAborted) RecordFailure(peers_, op_, phase, epoch(), all & ~kAborted);
       state_of_block().has_failed = true;
     }
     return false;
