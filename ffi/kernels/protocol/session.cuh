@@ -9,6 +9,9 @@
 //   AwaitLeft  the last block waits until all blocks of all ranks have left, and its rank's others have ended
 //   Close      this block ends; the last block frees the channel
 //
+// The first and the last block are those with the lowest and the highest number. FinishShare and AwaitWave
+// may be called from Open to Close, because they only use control blocks.
+//
 // A block that cannot go on calls Abort in place of Leave and Close. The state of the session is in shared
 // memory, so that the warps of a block cannot disagree. docs/protocol.md describes what each step guarantees.
 #pragma once

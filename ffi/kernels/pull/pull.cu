@@ -122,7 +122,7 @@ __device__ void DescribeBuffers(const PullArgs& args, Published& outgoing) {
 //           | of them; then return the weights                  |
 //   leave   | each block reports to the peers that it no longer accesses their memory
 //   wait    | the last block waits until all blocks have left
-//   close   | each block counts itself; the one that ends last frees the channel for the next op
+//   close   | the last block frees the channel for the next op
 template <typename T, SumEngine kEngine>
 __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
   constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kTwoRanks;

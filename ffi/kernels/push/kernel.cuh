@@ -176,7 +176,7 @@ struct PushBlock {
 //           | warps do so, unless rows are scaled. Rings scale long rows, in the memory of the stages
 //   wait    | -                                               | last block: waits until all blocks have left;
 //           |                                                 | by rank it counts the source that was cut
-//   close   | each block counts itself; the one that ends last frees the channel for the next op
+//   close   | each block counts its end; the last block waits for the others, and frees the channel
 //
 // Along a handle, nothing is counted. A permute has no peers: it does not leave, spread or close. If an op
 // fails, its results are NaN and -1 (FillResults).
