@@ -79,6 +79,16 @@ struct Launch {
   std::atomic<int> order{0};  // for ThreadSanitizer
 };
 
+// Shows where the blocks of a launch stand that does not return.
+inline void ShowBlocks(const Launch& launch) {
+  for (const Block* block : launch.blocks) {
+    if (block->launch != &launch) continue;
+    std::fprintf(stderr, "  block %u: threads left %llx, not at a barrier %llx\n", block->index.x,
+                 static_cast<unsigned long long>(block->alive),
+                 static_cast<unsigned long long>(block->ready));
+  }
+}
+
 // How the scheduler behaves.
 struct Manner {
   int budget = 8;            // most accesses before another thread's turn

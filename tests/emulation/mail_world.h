@@ -341,12 +341,7 @@ class MailWorld {
                  run.args.peers.rank, run.work.number, run.work.pushes ? "push" : "pull",
                  run.work.masks ? ", masks" : "", static_cast<unsigned long long>(own.gate),
                  static_cast<unsigned long long>(own.opened), own.epoch, own.ended);
-    for (const emulation::Block* block : run.launch.blocks) {
-      if (block->launch != &run.launch) continue;
-      std::fprintf(stderr, "  block %u: threads left %llx, not at a barrier %llx\n", block->index.x,
-                   static_cast<unsigned long long>(block->alive),
-                   static_cast<unsigned long long>(block->ready));
-    }
+    emulation::ShowBlocks(run.launch);
   }
 
   // Checks the results of a run that returns: all rows, or all 0xff.

@@ -263,12 +263,7 @@ class World {
                  run.peers.rank, run.work.number, run.work.call.site, run.work.pushes ? "push" : "pull",
                  run.work.in_waves ? " in waves" : "", static_cast<unsigned long long>(own.gate),
                  static_cast<unsigned long long>(own.opened), own.epoch, own.ended);
-    for (const emulation::Block* block : run.launch.blocks) {
-      if (block->launch != &run.launch) continue;
-      std::fprintf(stderr, "  block %u: threads left %llx, not at a barrier %llx\n", block->index.x,
-                   static_cast<unsigned long long>(block->alive),
-                   static_cast<unsigned long long>(block->ready));
-    }
+    emulation::ShowBlocks(run.launch);
   }
 
   // A run returns: nobody may touch its memory from now on, and what is there is whole, or all 0xff.

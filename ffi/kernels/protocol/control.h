@@ -153,7 +153,7 @@ struct Report {
   int32_t phase;     // Phase
   int32_t op;        // Op
   int32_t rank;      // the rank that reports
-  uint32_t missing;  // bit r: rank r caused the failure, as `phase` defines
+  uint32_t missing;  // bit r: rank r caused the failure, as `phase` defines; kRank: the program's rank
   uint32_t epoch;
   uint32_t reason;      // Phase::kGivenUp: the Reason that was found
   uint64_t call;        // Call::WithBlocks(0)

@@ -44,7 +44,7 @@ __device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoc
     Delay(kStoresLand);
   }
   __syncthreads();
-  EndUnopened(peers, op, epoch, fill);
+  FailEverywhere(peers, op, epoch, fill);
 }
 
 // Fills the ranks that took part, and the times that they were waited for, if an op has failed. Called by one
@@ -364,7 +364,7 @@ class MailSession {
     epoch_ = state_of_block().epoch;
     if (is_opened) return true;
     // No block of this op has written anything.
-    if (is_leader()) EndUnopened(peers_, op_, epoch(), fill);
+    if (is_leader()) FailEverywhere(peers_, op_, epoch(), fill);
     return false;
   }
 

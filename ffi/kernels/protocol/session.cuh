@@ -162,9 +162,10 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, b
   fill();
 }
 
-// Ends an op that this rank has not opened. No peer has its addresses. Called by one block.
+// Fails an op on all ranks, reports it, and fills the results. No peer may have addresses of this rank.
+// Called by one block.
 template <typename Fill>
-__device__ __noinline__ void EndUnopened(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+__device__ __noinline__ void FailEverywhere(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
   CloseAllGates(peers, threadIdx.x, blockDim.x);
   if (threadIdx.x == 0) RecordGivenUp(peers, op, epoch);
   fill();
@@ -177,7 +178,8 @@ class Session {
   __device__ Session(const Peers& peers, Op op, bool counts_ends)
       : peers_(peers), op_(op), counts_ends_(counts_ends) {}
 
-  // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
+  // Opens the op. Returns false if the block must not go on with it. In blocks other than the first, true
+  // does not yet mean that the op is open (see AwaitOpened). Called by the whole block; synchronizes.
   __device__ bool Open(const Opening& opening) {
     if (Opening::IsOpeningThread()) {
       BlockClock().began = 0;
@@ -359,7 +361,7 @@ class Session {
       return;
     }
     take_back();
-    if (blockIdx.x == gridDim.x - 1) EndUnopened(peers, op, session.epoch(), fill);
+    if (blockIdx.x == gridDim.x - 1) FailEverywhere(peers, op, session.epoch(), fill);
   }
 
   // Waits as AwaitLeft does. Kept out of the kernels' own code, which needs the registers.
