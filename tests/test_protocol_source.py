@@ -17,7 +17,7 @@ SESSION, MAIL = "kernels/protocol/session.cuh", "kernels/protocol/mail_session.c
 MISTAKES = {
     "frees the channel before all blocks have ended": (
         "tail",
-        [(SESSION, "LoadAcquire(&own.ended)) == gridDim.x - 1;", "LoadAcquire(&own.ended)) < gridDim.x;")],
+        [(SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed >= gridDim.x - 1,")],
     ),
     "sends a batch that belongs to two waves": (
         "short",
@@ -74,8 +74,8 @@ ARENA_MISTAKES = {
     "counts the ended blocks of several ops together": (
         "late",
         [
-            (MAIL, "if (is_last) own.ended = 0;", ""),
-            (MAIL, "CountEnded(ended) == gridDim.x;", "CountEnded(ended) % gridDim.x == 0;"),
+            (SESSION, "if (end.is_last) own.ended = 0;", ""),
+            (SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed % gridDim.x == 0,"),
         ],
     ),
     "goes on without its own rows": (

@@ -102,7 +102,7 @@ struct Channel {
   uint32_t epoch;    // of the last op whose blocks on this rank have all ended
   // The counters below are 0 between ops. wave_shares wrap by themselves; the block that frees the channel
   // resets the others.
-  uint32_t ended;                   // blocks of this rank that have ended (kEndedWell)
+  uint32_t ended;                   // blocks of this rank that have ended (CountEnd)
   uint32_t wave_shares[kMaxWaves];  // shares of each wave that are finished
   uint32_t sent[kMaxPayloads];      // tickets taken for tokens to send or to pull, for each array of a pull
   uint32_t spread;                  // tickets taken for rows to spread

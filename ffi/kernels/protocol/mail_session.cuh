@@ -36,9 +36,6 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
 // synchronizes.
 template <typename Fill>
 __device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
-  // Time in nanoseconds after which the stores of blocks that have ended are in this device's memory, so that
-  // fill() overwrites them. They are ordered by time, because a fence in each block would slow down every op.
-  constexpr uint64_t kStoresLand = 1'000'000;
   if (threadIdx.x == 0) {
     (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
     Delay(kStoresLand);
@@ -281,21 +278,13 @@ class MailSession {
   // Called by the whole block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) {
-    __shared__ bool is_last, any_failed;
     Channel& own = peers_.own();
     if (!state_of_block().is_open && !SettleUnopened(fill)) return;
     Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
-    if (threadIdx.x == 0) {
-      const uint32_t added = has_failed() ? kEndedFailed : kEndedWell;
-      const uint32_t ended = atomicAdd(&own.ended, added) + added;
-      is_last = CountEnded(ended) == gridDim.x;
-      any_failed = HasAnyFailed(ended);
-      if (is_last) own.ended = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    if (any_failed) GiveUpMail(peers_, op_, epoch(), fill);
+    const BlockEnd end = CountEnd(own, has_failed());
+    if (!end.is_last) return;
+    if (end.any_failed) GiveUpMail(peers_, op_, epoch(), fill);
     if (threadIdx.x == 0) FreeChannel(own, epoch());
   }
 

@@ -6,8 +6,8 @@
 //   Publish    the first block publishes the call and the addresses of this rank's arrays
 //   Meet       all ranks have published the same call, so peers' arrays may be accessed
 //   Leave      this block no longer accesses them
-//   AwaitLeft  the last block waits until all blocks of all ranks have left, and its rank's others have ended
-//   Close      this block ends; the last block frees the channel
+//   AwaitLeft  the last block waits until all blocks of all ranks have left
+//   Close      this block ends; the block of this rank that ends last frees the channel
 //
 // The first and the last block are those with the lowest and the highest number. FinishShare and AwaitWave
 // may be called from Open to Close, because they only use control blocks.
@@ -110,23 +110,30 @@ JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
   }
 }
 
-// The number that a block adds to Channel::ended: one, and in the upper half another one if it has failed.
-constexpr uint32_t kEndedWell = 1, kEndedFailed = 1u << 16 | 1;
-__device__ inline uint32_t CountEnded(uint32_t ended) { return ended & 0xffff; }
-__device__ inline bool HasAnyFailed(uint32_t ended) { return ended >> 16 != 0; }
+// Returned to all threads of a block when its end has been counted.
+struct BlockEnd {
+  bool is_last;     // all blocks of this rank have ended
+  bool any_failed;  // this one or one that ended before it
+};
 
-// Waits until the other blocks of this rank have ended, and returns whether any has failed. They end by
-// themselves, because all of their waits have a time-out. Called by one thread of the last block.
-__device__ inline bool AwaitOtherBlocks(const Channel& own) {
-  uint32_t ended;
-  const auto are_there = [&] {
-    const bool there = CountEnded(ended = LoadAcquire(&own.ended)) == gridDim.x - 1;
-    if (!there) __nanosleep(100);
-    return there;
-  };
-  PollUntil(are_there, [] { return false; });
-  return HasAnyFailed(ended);
+// Counts the end of a block. Its stores are not fenced before that (see kStoresLand). Called by the whole
+// block, which has synchronized; synchronizes.
+__device__ inline BlockEnd CountEnd(Channel& own, bool failed) {
+  constexpr uint32_t kFailed = 1u << 16;  // counts failed blocks, above those that have ended
+  __shared__ BlockEnd end;
+  if (threadIdx.x == 0) {
+    const uint32_t added = failed ? kFailed + 1 : 1;
+    const uint32_t ended = atomicAdd(&own.ended, added) + added;
+    end = {ended % kFailed == gridDim.x, ended >= kFailed};
+    if (end.is_last) own.ended = 0;
+  }
+  __syncthreads();
+  return end;
 }
+
+// Time in nanoseconds after which the stores of blocks that have ended are in this device's memory, so that
+// fill() overwrites them. They are ordered by time, because a fence in each block would slow down every op.
+constexpr uint64_t kStoresLand = 1'000'000;
 
 // Frees the channel for the next op. Called by one thread of the block that ends last.
 __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
@@ -139,7 +146,7 @@ __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
 }
 
 // Ends an op that was opened and has failed. fill() overwrites the results once nothing else writes to them.
-// Called by the last block of this rank; synchronizes.
+// Called by the block of this rank that ends last; synchronizes.
 template <typename Fill>
 __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, bool counts_ends,
                                     Fill&& fill) {
@@ -153,8 +160,7 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, b
   __syncthreads();
   RevokeAccess(peers, op, epoch);
   if (threadIdx.x == 0) {
-    // Also for this rank's other blocks, which end by themselves.
-    if (counts_ends) (void)AwaitOtherBlocks(peers.own());
+    if (counts_ends) Delay(kStoresLand);
     if (!counts_ends) PollUntil([&] { return HasLeft(peers, peers.rank, epoch); }, [] { return false; });
     RecordGivenUp(peers, op, epoch);
   }
@@ -173,8 +179,8 @@ __device__ __noinline__ void FailEverywhere(const Peers& peers, Op op, uint32_t 
 
 class Session {
  public:
-  // `counts_ends`: blocks work on this rank's results after they have left, so the last block waits for their
-  // ends, too.
+  // `counts_ends`: blocks work on this rank's results after they have left, so their ends are counted. If
+  // they do not, the last block ends last, because it waits until all blocks have left.
   __device__ Session(const Peers& peers, Op op, bool counts_ends)
       : peers_(peers), op_(op), counts_ends_(counts_ends) {}
 
@@ -293,27 +299,24 @@ class Session {
                      has_failed() ? kBroken : kWhole, epoch());
   }
 
-  // Waits until every block of every rank has left, and the other blocks of this rank have ended. Returns
-  // false if that did not happen in time, or if a block has not done its part. Called by the last block,
-  // after it has left; synchronizes.
+  // Waits until every block of every rank has left. Returns false if that did not happen in time, or if a
+  // block has not done its part. Called by the last block, after it has left; synchronizes.
   __device__ bool AwaitLeft(const Published* all) const { return AwaitLeftOf(*this, all); }
 
-  // Ends the block. The last block of this rank, once all others have left and ended, frees the channel. If
-  // any block has failed, fill() first overwrites the results; by then no other block and no peer writes to
-  // them. Called by the whole block; synchronizes.
+  // Ends the block. The block of this rank that ends last frees the channel. If any block has failed, fill()
+  // first overwrites the results; by then no other block and no peer writes to them. Called by the whole
+  // block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) const {
     Channel& own = peers_.own();
     __syncthreads();
-    if (blockIdx.x < gridDim.x - 1) {
-      const uint32_t end = has_failed() ? kEndedFailed : kEndedWell;
-      if (counts_ends_ && threadIdx.x == 0) AddRelease(&own.ended, end);
-      return;
-    }
-    if (has_failed()) GiveUp(peers_, op_, epoch(), counts_ends_, fill);
+    const BlockEnd end =
+        counts_ends_ ? CountEnd(own, has_failed()) : BlockEnd{blockIdx.x == gridDim.x - 1, has_failed()};
+    if (!end.is_last) return;
+    if (end.any_failed) GiveUp(peers_, op_, epoch(), counts_ends_, fill);
     if (threadIdx.x != 0) return;
     for (uint32_t& tickets : own.sent) tickets = 0;
-    own.spread = own.cleared = own.ended = 0;
+    own.spread = own.cleared = 0;
     FreeChannel(own, epoch());
   }
 
@@ -381,9 +384,6 @@ class Session {
       } else if (NumberOf(seen) != kWhole) {
         missing = kAborted;
       }
-    }
-    if (session.counts_ends_ && threadIdx.x == blockDim.x - 1 && missing == 0) {
-      missing = AwaitOtherBlocks(own) ? kAborted : 0;
     }
     return session.Agree(Phase::kLeave, missing);
   }
