@@ -229,12 +229,11 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
   OutputSlice slice{};
   if (warp < kSummingWarps) {
     first_sum = ComputeFirstSum<T, N>(args, team);
-  } else if (warp < kSmallWarps - 1) {  // the last warp opens the op
+  } else {
     slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   }
   if (threadIdx.x == 0) next = kSmallWarps - kSummingWarps;
   if (!session.Open(opening)) return session.Close(fill);
-  if (warp == kSmallWarps - 1) slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   if (session.is_leader()) session.PublishCall();
   const TicketCounter tickets{&next};
   if (warp < kSummingWarps) {
@@ -284,7 +283,7 @@ cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const 
   args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::min(tokens, MaxBlocks(device));
+  args.num_senders = std::clamp(tokens, 1, MaxBlocks(device));
   args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
   return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
     return Launch(kernel, args.num_senders, kSmallThreads, 0, stream, true, args);

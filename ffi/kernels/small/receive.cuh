@@ -198,6 +198,7 @@ __device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession&
     if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
   }
   if (!shape.has_row_per_choice()) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < L; i += kSmallThreads) args.tokens_per_expert[i] = table.totals[me * L + i];
   }
   session.WriteActive();
