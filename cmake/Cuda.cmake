@@ -1,6 +1,8 @@
-# Finds a CUDA compiler as JAX_EP_CUDA asks for, and sets JAX_EP_CUDA_FOUND.
+# Finds a CUDA compiler if JAX_EP_CUDA requires or allows one, and sets JAX_EP_CUDA_FOUND.
 #
-# Looked for: CUDACXX, the PATH, /usr/local/cuda, then NVIDIA's packages from PyPI in the Python that builds.
+# AUTO compiles for CUDA only if this machine has a GPU, or if architectures were requested: the kernels take minutes.
+# The compiler is searched in CUDACXX, the PATH, /usr/local/cuda, then NVIDIA's packages from PyPI in the Python that
+# builds.
 set(JAX_EP_CUDA_FOUND OFF)
 if(NOT JAX_EP_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "jax_ep: JAX_EP_CUDA must be AUTO, ON or OFF, got '${JAX_EP_CUDA}'")
@@ -28,6 +30,14 @@ if(NOT CMAKE_CUDA_COMPILER)
       link_directories("${JAX_EP_CUDA_WHEEL}/lib")
     endif()
   endif()
+endif()
+
+# The device files of NVIDIA's driver, on Linux and on WSL. The Makefile looks for the same ones.
+if(JAX_EP_CUDA STREQUAL "AUTO" AND CMAKE_CUDA_COMPILER AND "${CMAKE_CUDA_ARCHITECTURES}$ENV{CUDAARCHS}" STREQUAL ""
+    AND NOT EXISTS /dev/nvidiactl AND NOT EXISTS /dev/dxg)
+  message(STATUS "jax_ep: CUDA part: off, this machine has no GPU. To compile it with ${CMAKE_CUDA_COMPILER}, set "
+    "JAX_EP_CUDA=ON, or set CUDAARCHS to the architectures, such as 90")
+  return()
 endif()
 
 # A compiler that does not work counts as none, unless it was asked for: then its own error is shown.
