@@ -2,16 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# AUTO, ON or OFF (docs/building.md). CUDA is empty if the CUDA part is left out. Its conditions are those of
+# cmake/Cuda.cmake.
+JAX_EP_CUDA ?= AUTO
+CUDA_ON := ON
+CUDA_AUTO := $(CUDAARCHS)$(wildcard /dev/nvidiactl /dev/dxg)
+CUDA := $(CUDA_$(JAX_EP_CUDA))
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -type f)
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
 .PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs wheels clean
+.NOTPARALLEL:  # two pips cannot install into one environment
 
-demo: $(VENV)/.built
+demo: $(VENV)/.group-demo $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
 
-test: $(VENV)/.built
+test: $(addprefix $(VENV)/.group-,demo test bench examples) $(VENV)/.built
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
@@ -27,13 +34,13 @@ test-gpu:
 	JAX_EP_NO_ARENA=1 JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py dispatch_fp8.py \
 		combine.py combine_gradient.py permute.py intranode.py gradients.py) -k "not eager" $(ARGS)
 
-lint: $(VENV)/.built
+lint: $(addprefix $(VENV)/.group-,demo bench lint) $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
 
-format: $(VENV)/.built
+format: $(VENV)/.group-lint
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cc' '*.h' '*.cu' '*.cuh')
@@ -57,41 +64,40 @@ faults-gpu:
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/faults.py $(ARGS)
 
 # The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
-sanitize: $(VENV)/.built
+sanitize: $(VENV)/.group-test $(VENV)/.built
 	tests/sanitize.sh $(BIN)/python
 
 # The documentation as a site, in build/site; a warning is an error.
-docs: $(VENV)/.docs
+docs: $(VENV)/.group-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 # Wheels in dist/, CPU and CUDA in one, each tried in a fresh environment. That of 3.12 serves all newer Pythons.
-wheels: $(VENV)/.wheels
+wheels: $(VENV)/.group-wheels
 	BIN=$(BIN) release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
 
 # What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
-bench: $(VENV)/.built
+bench: $(VENV)/.group-bench $(VENV)/.built
 	$(BIN)/python -m jax_ep.bench.cpu $(ARGS)
 
-$(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --group build --group test --group lint --group demo --group bench \
-		--group examples
-	touch $@
+$(VENV)/.created:
+	@echo "Creating the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
 
-$(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --group docs
-	touch $@
-
-$(VENV)/.wheels: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --group wheels
-	touch $@
+# Installs one of the dependency groups of pyproject.toml.
+$(VENV)/.group-%: $(VENV)/.created pyproject.toml
+	@echo "Installing the dependency group $* into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --group $*
+	@touch $@
 
 # The package itself is linked in, so that edited Python files count at once.
-$(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $@
+$(VENV)/.built: $(VENV)/.group-build $(if $(CUDA),$(VENV)/.group-cuda) $(SOURCES)
+	@echo "Compiling the CPU handlers$(if $(CUDA), and the CUDA kernels (several minutes), (half a minute))"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps \
+		--config-settings=cmake.define.JAX_EP_CUDA=$(JAX_EP_CUDA) --editable .
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist
