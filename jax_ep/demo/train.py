@@ -38,7 +38,11 @@ class Trainer:
         self.params = jax.device_put(model.init(config, jax.random.key(0)), shardings)
         schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(10, steps), max(steps, 11), 4e-4)
         optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
-        self.state = optimiser.init(self.params)
+        replicated = NamedSharding(mesh, P())
+        # A step returns its counters on all devices. If they began on one, the second step would compile again.
+        self.state = jax.tree.map(
+            lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, replicated), optimiser.init(self.params)
+        )
         loss = jax.shard_map(
             lambda params, batch: model.loss(config, params, batch),
             mesh=mesh,
@@ -118,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             other = {"ffi": "xla", "xla": "ffi"}[used]
             steps = min(COMPARED_STEPS, options.steps)
+            console.print(f"repeating the first {steps} steps with {other!r}")
             twin = Trainer(make_config(options, group, other), mesh, options.steps)
             batches = data.batches(text, sequences, config.window, 0)
             twin_losses = [float(twin.step(next(batches))["loss"]) for _ in range(steps)]
