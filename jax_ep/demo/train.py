@@ -39,7 +39,7 @@ class Trainer:
         schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(10, steps), max(steps, 11), 4e-4)
         optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
         replicated = NamedSharding(mesh, P())
-        # A step returns its counters on all devices. If they began on one, the second step would compile again.
+        # A step returns its counters on all devices. If they began on one, the second step would recompile.
         self.state = jax.tree.map(
             lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, replicated), optimiser.init(self.params)
         )
