@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
+from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
 from jax_ep import _ffi
@@ -19,7 +20,6 @@ from jax_ep._batch import takes_no_batch
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
-from jax_ep._jaxprs import constants_of, evaluate, without_constants
 from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
 
 # XLA's name of the stream that its own collectives run on.
@@ -122,12 +122,12 @@ def _begin(run: Callable[[], jax.Array]) -> jax.Array:
     # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
     # function that is called in it, too.
     traced = jax.make_jaxpr(run)()
-    program = without_constants(traced)
+    program = traced.jaxpr  # without its constants: they may be tracers, and this is kept for longer
 
     @takes_no_batch  # for XLA does not compile a loop in a call that is apart
     def apart(*operands: jax.Array) -> jax.Array:
-        compute = lambda *operands: evaluate(program, operands, ())[0]
+        compute = lambda *operands: eval_jaxpr(program, operands)[0]
         memory = jax.memory.Space.Device
         return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
 
-    return apart(*constants_of(traced))
+    return apart(*traced.consts)

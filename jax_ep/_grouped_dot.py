@@ -153,12 +153,7 @@ def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotan
         1: ((0, cotangent, others), (2, cotangent, rows)),
         2: ((1, others, cotangent), (0, rows, cotangent)),
     }
-    d_rows, d_others = (
-        weight_product(num_sms, one, other, group_sizes)
-        if way == 2
-        else _product(way, num_sms, one, other, group_sizes)
-        for way, one, other in ways[product]
-    )
+    d_rows, d_others = (_product(way, num_sms, one, other, group_sizes) for way, one, other in ways[product])
     if jax.sharding.get_abstract_mesh().explicit_axes:
         d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
         d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
@@ -166,27 +161,6 @@ def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotan
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-
-
-_OF_WEIGHTS = "jax_ep_weight_product_num_sms_"
-
-
-def weight_product(num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Product 2 of `_product`, as an equation that `is_weight_product` finds in a jaxpr."""
-    product = lambda *operands: _product(2, num_sms, *operands)
-    product.__name__ = f"{_OF_WEIGHTS}{num_sms}"
-    return jax.jit(product)(rows, others, group_sizes)
-
-
-def is_weight_product(equation: Any) -> bool:
-    """Whether an equation of a jaxpr is `weight_product`, and not what vmap or a gradient has made of it."""
-    dimensions = [len(atom.aval.shape) for atom in (*equation.invars, *equation.outvars)]
-    return str(equation.params.get("name", "")).startswith(_OF_WEIGHTS) and dimensions == [2, 2, 1, 3]
-
-
-def weight_product_sms(equation: Any) -> int:
-    """The `num_sms` of such an equation."""
-    return int(equation.params["name"].removeprefix(_OF_WEIGHTS))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -79,7 +79,7 @@ def test_products_and_layers(tmp_path):
     ways = [f"{what} {way}" for what in ("up", "down") for way in ("forward", "dgrad", "wgrad")]
     both = [
         f"{part} {way}"
-        for part in ("communication", "products", "layer", "layer in 2 chunks", "layer in 4 chunks")
+        for part in ("communication", "products", "layer")
         for way in ("forward", "forward + backward")
     ]
     products = {(op, by) for op in ways for by in ("dense", "grouped_dot")}

@@ -33,10 +33,6 @@ def layer(x, ids, weights, matrices, how):
     return jax_ep.moe(x, ids, weights, lambda sent: products(sent, matrices), num_experts=E, **how)
 
 
-def in_chunks(x, ids, weights, matrices, how):
-    return layer(x, ids, weights, matrices, {**how, "num_chunks": 2})
-
-
 def by_rank(x, ids, weights, matrices, how):
     implementation = how["implementation"]
     sent = jax_ep.dispatch(x, ids, weights, order="rank", num_experts=E, **how)
@@ -87,7 +83,7 @@ def as_fp8(x, ids, weights, matrices, how):
     return layer(x, ids, weights, matrices, {**how, "quantize": "fp8_dequantize"})
 
 
-LAYERS = {f.__name__: f for f in (layer, in_chunks, by_rank, in_steps, as_fp8)}
+LAYERS = {f.__name__: f for f in (layer, by_rank, in_steps, as_fp8)}
 
 
 def inputs():
