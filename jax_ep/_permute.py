@@ -17,7 +17,7 @@ from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import backend, move_bits
 from jax_ep._quantize import QuantizedArray
 from jax_ep._results import Permutation
-from jax_ep._reverse_mode import reverse_mode
+from jax_ep._reverse_mode import custom_vjp
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +92,7 @@ def permute(
     )
 
 
-@reverse_mode("permute", 0)
+@custom_vjp(0)
 def _permute(
     how: tuple[Implementation, int, int, int],
     leaves: tuple[jax.Array, ...],
@@ -140,7 +140,7 @@ def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
 
-@reverse_mode("the gradient of unpermute", 0, 1)
+@custom_vjp(0, 1)
 def _repermute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
@@ -163,7 +163,7 @@ def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, co
 _repermute.defvjp(_repermute_forward, _repermute_backward)
 
 
-@reverse_mode("the gradient of unpermute", 0)
+@custom_vjp(0)
 def _repermute_scaled(
     implementation: Implementation,
     row_map: jax.Array,
@@ -263,7 +263,7 @@ def unpermute(
         return _unpermute(chosen, summed, *operands).astype(out_dtype)
 
 
-@reverse_mode("unpermute (also as the gradient of permute)", 0, 1)
+@custom_vjp(0, 1)
 def _unpermute(
     implementation: Implementation,
     out_dtype: Any,

@@ -18,7 +18,7 @@ from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_ex
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Attendance, Leaves, Routed
-from jax_ep._reverse_mode import reverse_mode, without_gradient
+from jax_ep._reverse_mode import custom_vjp, without_gradient
 from jax_ep._two_hops import TwoHops
 
 
@@ -97,7 +97,7 @@ def attach(
     return routed._replace(rows=rows, weights=weights)
 
 
-@reverse_mode("dispatch", 0)
+@custom_vjp(0)
 def _attach(
     implementation: Implementation,
     handle: Handle,
@@ -133,7 +133,7 @@ def _attach_backward(implementation: Implementation, handle: Handle, cotangents:
 _attach.defvjp(_attach_forward, _attach_backward)
 
 
-@reverse_mode("redispatch (also as the gradient of combine)", 0)
+@custom_vjp(0)
 def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -155,7 +155,7 @@ def _push_backward(implementation: Implementation, handle: Handle, cotangents: A
 push.defvjp(_push_forward, _push_backward)
 
 
-@reverse_mode("combine (also as the gradient of dispatch)", 0)
+@custom_vjp(0)
 def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -177,7 +177,7 @@ def _pull_backward(implementation: Implementation, handle: Handle, cotangents: A
 pull.defvjp(_pull_forward, _pull_backward)
 
 
-@reverse_mode("combine", 0)
+@custom_vjp(0)
 def pull_scaled(
     implementation: Implementation,
     handle: Handle,
@@ -228,7 +228,7 @@ def pull_attended(
     return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
-@reverse_mode("the gradient of combine", 0)
+@custom_vjp(0)
 def push_scaled(
     implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> tuple[Leaves, jax.Array]:

@@ -11,7 +11,6 @@ import numpy as np
 from jax_ep import _check
 from jax_ep._manual import axes_of
 from jax_ep._numbers import integer
-from jax_ep._reverse_mode import no_forward_mode
 
 FP8 = jnp.float8_e4m3fn
 SCALE = np.float32(1 / 448)
@@ -142,8 +141,6 @@ def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tupl
 
     def backward(saved: None, cotangents: Any) -> Any:
         raise TypeError(error)
-
-    operands = no_forward_mode(error, operands)
 
     fixed = jax.custom_vjp(function)
     fixed.defvjp(lambda *operands: (function(*operands), None), backward)
