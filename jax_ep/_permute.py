@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jax_ep import _check, _extension
 from jax_ep._dispatch import worst_case_capacity
@@ -130,9 +129,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
     rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
-    # Where an Explicit mesh axis shards a batch of the rows, but not of the values, JAX asks for this.
-    whole = P(None, None) if jax.sharding.get_abstract_mesh().explicit_axes else None
-    return values.at[rows].get(mode="fill", fill_value=0, out_sharding=whole)
+    return values.at[rows].get(mode="fill", fill_value=0)
 
 
 def _flat(rows: jax.Array, dtype: Any) -> jax.Array:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _apart, _check, _ffi, _reference
-from jax_ep._batch import ShardByShard
 from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
@@ -24,18 +23,13 @@ from jax_ep._two_hops import TwoHops
 
 def backend(implementation: Implementation) -> Any:
     """The module whose functions do the work."""
-    return {"ffi": _ffi, "ffi apart": _apart, "xla": _unbatched(_reference)}[implementation]
+    return {"ffi": _ffi, "ffi apart": _apart, "xla": _reference}[implementation]
 
 
 def mover(implementation: Implementation, routing: Routing) -> Any:
     """Whose functions move the rows of a routing."""
     module = backend(implementation)
-    return _unbatched(TwoHops(module)) if routing.makes_two_hops else module
-
-
-def _unbatched(module: Any) -> Any:
-    """Where an Explicit axis shards a batch, many of XLA's ops cannot tell how their results are sharded."""
-    return ShardByShard(module) if jax.sharding.get_abstract_mesh().explicit_axes else module
+    return TwoHops(module) if routing.makes_two_hops else module
 
 
 def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
