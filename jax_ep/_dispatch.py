@@ -6,12 +6,18 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
-from jax_ep._dtypes import as_reals, as_sent
 from jax_ep._fp8_rows import Quantize, check_quantize, route_fp8
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
-from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
+from jax_ep._push_pull import (
+    attach,
+    for_tokens,
+    open_handle,
+    push,
+    refuse_complex_gradients,
+    route,
+)
 from jax_ep._quantize import QuantizedArray
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import OnTimeout
@@ -189,7 +195,8 @@ def dispatch(
 
     Args:
       x: [T, ...] array or pytree of such arrays, of any dtype; an empty pytree routes only. Rows are moved
-        bit for bit. Floating leaves of 16 bits or more, and complex ones, are differentiable. T may be 0.
+        bit for bit. Floating leaves of 16 bits or more are differentiable; a gradient of complex ones is an
+        error. T may be 0.
       topk_idx: int32 or int64 [T, K] expert ids. -1, and any id out of range, means unused. An id that
         a token repeats is a choice of its own.
       topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
@@ -280,14 +287,15 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = _check.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = whole(statistics)
-    operands = whole((tuple(map(as_reals, leaves)), ids, weights, attendance.active_ranks))
+    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
     sources, ids, weights, active = vary_alike(operands, group._axes)
     sent = (sources, ids, weights, attendance._replace(active_ranks=active))
     with jax.named_scope("jax_ep.dispatch"):
         chosen = for_tokens(chosen, routing)
         if quantize is None:
             out = attach(chosen, route(chosen, routing, *sent), sources, weights)
-            rows = as_sent(name_all(out.rows, CHECKPOINT_ROWS), leaves, tree)
+            rows = refuse_complex_gradients("dispatch", sources, out.rows)
+            rows = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
         else:
             rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
@@ -341,10 +349,11 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _check.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not leaves and weights is None:
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    operands = vary_alike(whole((handle, tuple(map(as_reals, leaves)), weights)), routing.group._axes)
+    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)
-    out = in_slots(routing, as_sent(name_all(rows, CHECKPOINT_ROWS), leaves, tree))
+        rows = refuse_complex_gradients("redispatch", operands[1], rows)
+    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
     if topk_weights is None:
         return out
     return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))

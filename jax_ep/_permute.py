@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jax_ep import _check, _extension
 from jax_ep._dispatch import worst_case_capacity
-from jax_ep._dtypes import SUMMED, as_reals, as_sent, is_differentiable, sum_dtype
+from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike, whole
-from jax_ep._push_pull import backend, move_bits
+from jax_ep._push_pull import backend, move_bits, refuse_complex_gradients
 from jax_ep._quantize import QuantizedArray
 from jax_ep._results import Permutation
 from jax_ep._reverse_mode import custom_vjp
@@ -52,7 +52,7 @@ def permute(
 
     Args:
       x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
-        bits or more, and complex ones, are differentiable.
+        bits or more are differentiable; a gradient of complex ones is an error.
       topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
       num_local_experts: L.
       topk_weights: floating [C, K] of 16 bits or more, or None. Differentiable.
@@ -77,12 +77,13 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    operands = vary_alike(whole((tuple(map(as_reals, leaves)), ids, weights)))
+    operands = vary_alike(whole((tuple(leaves), ids, weights)))
     with jax.named_scope("jax_ep.permute"):
         how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
         out = _permute(how, *operands)
+        rows = refuse_complex_gradients("permute", operands[0], out.rows)
     return Permuted(
-        x=as_sent(out.rows, leaves, tree),
+        x=jax.tree.unflatten(tree, rows),
         row_map=out.row_map,
         group_sizes=out.group_sizes,
         tokens_per_expert=out.tokens_per_expert,

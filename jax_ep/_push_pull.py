@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _apart, _check, _ffi, _reference
-from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
+from jax_ep._dtypes import as_reals, bits_of, from_reals, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
 from jax_ep._manual import require_manual
@@ -275,20 +275,37 @@ def _pull_cotangents(
     return tuple(gradients), d_weights
 
 
+def refuse_complex_gradients(op: str, leaves: Leaves, rows: Leaves) -> Leaves:
+    """Returns the rows that were made of the leaves. A gradient of complex ones is a TypeError."""
+
+    def refuse(leaf: jax.Array, row: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return row
+        error = (
+            f"{op}: complex rows have no gradient, got {jax.typeof(leaf)}; pass their real and imaginary "
+            "parts as two leaves (jnp.real, jnp.imag), or jax.lax.stop_gradient of them"
+        )
+        # A gradient of other leaves must not raise it.
+        return without_gradient(error, leaf, jax.lax.stop_gradient(row))
+
+    return tuple(refuse(leaf, row) for leaf, row in zip(leaves, rows, strict=True))
+
+
 def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
-    What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so where it moves
-    rows floats travel as integers of their width.
+    Complex numbers travel as their parts, and what is narrower than a byte as whole bytes. XLA may quiet a
+    NaN on its way, so where it moves rows floats travel as integers of their width.
     """
-    carriers = [_carrier(module not in (_ffi, _apart), leaf.dtype) for leaf in leaves]
+    reals = [as_reals(leaf) for leaf in leaves]
+    carriers = [_carrier(module not in (_ffi, _apart), real.dtype) for real in reals]
     sent = [
-        _with_bits(leaf, bits).astype(carrier) for leaf, (bits, carrier) in zip(leaves, carriers, strict=True)
+        _with_bits(real, bits).astype(carrier) for real, (bits, carrier) in zip(reals, carriers, strict=True)
     ]
     moved, *rest = move(module, tuple(sent))
     rows = [
-        _with_bits(row.astype(bits), leaf.dtype)
-        for row, leaf, (bits, _) in zip(moved, leaves, carriers, strict=True)
+        from_reals(_with_bits(row.astype(bits), real.dtype), leaf.dtype)
+        for row, real, leaf, (bits, _) in zip(moved, reals, leaves, carriers, strict=True)
     ]
     return (tuple(rows), *rest)
 
@@ -303,6 +320,8 @@ def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
 
 def _where_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
     """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
+    if jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        return from_reals(_where_bits(kept[..., None], as_reals(rows)), rows.dtype)
     bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
     found = _with_bits(rows, bits)
     return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)
