@@ -69,9 +69,9 @@ docs: $(VENV)/.docs
 wheels: $(VENV)/.wheels
 	BIN=$(BIN) release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
 
-# What the CPU handlers must reach; `python -m jax_ep bench` times all ops on whatever devices are there.
+# Times the ops on the devices that are here; ARGS=--peers also times implementation="xla" and JAX's collectives.
 bench: $(VENV)/.built
-	$(BIN)/python -m jax_ep.bench.cpu $(ARGS)
+	$(BIN)/python -m jax_ep bench $(ARGS)
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
