@@ -18,7 +18,6 @@ from jax_ep._push_pull import (
     refuse_complex_gradients,
     route,
 )
-from jax_ep._quantize import QuantizedArray
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import OnTimeout
 from jax_ep._statistics import DispatchStatistics, add_to, check_statistics
@@ -251,7 +250,6 @@ def dispatch(
     chosen = group._resolve(implementation)
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
-    _check.no_result("dispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
@@ -265,7 +263,6 @@ def dispatch(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
         )
-    _check.boolean("dispatch", "round_scale", round_scale)
     if round_scale and quantize is None:
         raise ValueError(
             "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
@@ -340,7 +337,6 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     """
     handle, chosen = open_handle("redispatch", handle, implementation)
     routing = handle.routing
-    _check.no_result("redispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     leaves = _check.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
     weights = None

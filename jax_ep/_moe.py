@@ -135,7 +135,6 @@ def moe(
         raise TypeError(
             f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
         )
-    _check.boolean("moe", "return_stats", return_stats)
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
     sent = dispatch(
         x,
@@ -163,7 +162,6 @@ def moe(
 def _check_result(y: Any, rows: int) -> None:
     """Of expert_fn: floating arrays of one row for each that it was given."""
     returned = "what expert_fn returns"
-    _check.no_result("moe", returned, y)
     leaves = [_check.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
     if not leaves:
         raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")

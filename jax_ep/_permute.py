@@ -14,7 +14,6 @@ from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike, whole
 from jax_ep._push_pull import backend, move_bits, refuse_complex_gradients
-from jax_ep._quantize import QuantizedArray
 from jax_ep._results import Permutation
 from jax_ep._reverse_mode import custom_vjp
 
@@ -66,7 +65,6 @@ def permute(
       TypeError: a leaf of x is of a kind that cannot be moved.
     """
     chosen = _extension.local_implementation(implementation)
-    _check.no_result("permute", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("permute", topk_idx)
     leaves = _check.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")

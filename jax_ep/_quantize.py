@@ -65,7 +65,6 @@ def quantize_fp8(
     """
     x = _check.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
-    _check.boolean("quantize_fp8", "round_scale", round_scale)
     if not _check.is_float(x.dtype):
         raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
     if jnp.finfo(x.dtype).bits < 16:

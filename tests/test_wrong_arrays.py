@@ -85,6 +85,10 @@ NO_SCALES = {
         lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8"),
         "moe: what expert_fn returns",
     ),
+    "combine of a QuantizedArray": (
+        lambda x: jax_ep.combine(dispatch(wide(x), quantize="fp8").x, dispatch(x).handle),
+        "combine: y",
+    ),
     "unpermute": (lambda x: jax_ep.unpermute(values(x), IDS), "unpermute: y"),
     "bias of unpermute": (
         lambda x: jax_ep.unpermute(wide(x), IDS, bias=values(x), topk_idx=IDS),
@@ -131,14 +135,6 @@ def test_rows_that_are_quantised_already():
         TypeError, match=r"quantize_fp8: x must be floating of 16 bits or more, got float8_e4m3"
     ):
         traced(lambda x: jax_ep.quantize_fp8(values(x)).values)
-
-
-def test_a_ref():
-    """JAX's mutable array, which is not read by itself."""
-    with pytest.raises(
-        TypeError, match=r"every leaf of x must be an array, got Ref\{float32\[4,3\].*ref\[\.\.\.\]"
-    ):
-        traced(lambda x: dispatch(jax.new_ref(x)).num_tokens)
 
 
 @pytest.mark.parametrize("nothing", [None, (), {"x": []}])
