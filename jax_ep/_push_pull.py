@@ -42,7 +42,7 @@ def for_tokens(implementation: Implementation, routing: Routing) -> Implementati
 def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle, Implementation]:
     """The handle that an op goes along, checked, and the implementation that its group uses here."""
     handle = _check.handle(op, value)
-    group = handle.routing.group._open_equal()
+    group = handle.routing.group
     require_manual(op, group)
     return handle, for_tokens(group._resolve(implementation), handle.routing)
 

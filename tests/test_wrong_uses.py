@@ -1,7 +1,5 @@
 """Uses that are wrong in other ways than by shape: no arrays at all, other axes, numbers too large."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from wrong import GROUPS, IDS, MATRICES, OBJECTS, E, H, R, T, W, X, combine, dispatch, moe, traced
 
 import jax_ep
-from jax_ep import _extension
 
 NO_ARRAYS = {
     "ids": (lambda x: dispatch(x, None), "dispatch: topk_idx .* got NoneType"),
@@ -193,16 +190,3 @@ def test_numbers_of_a_group():
         jax_ep.Group(mesh, "ep", num_sms=2**70)
     with jax_ep.Group(mesh, "ep", timeout_s=10**400) as group:  # as infinity, ten years
         group.check()
-
-
-def test_a_warning_points_at_the_line_that_called():
-    _extension.warn_once.cache_clear()
-    mesh = make_mesh((R, 2), ("ep", "dp"))
-    with jax_ep.Group(mesh, "ep") as group:
-        call = lambda x: jax_ep.dispatch(x, IDS[:T], group=group, num_experts=E).x
-        mapped = jax.shard_map(call, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            jax.jit(mapped).trace(X)
-    (warning,) = [w for w in caught if "automatic sharding" in str(w.message)]
-    assert warning.filename == __file__
