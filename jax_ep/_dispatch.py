@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
+from jax_ep._apart import plain
 from jax_ep._fp8_rows import Quantize, check_quantize, route_fp8
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
@@ -247,7 +248,7 @@ def dispatch(
         dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
-    chosen = group._resolve(implementation)
+    chosen = group._resolve(plain(implementation))
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     leaves, tree = jax.tree.flatten(x)
@@ -288,7 +289,7 @@ def dispatch(
     sources, ids, weights, active = vary_alike(operands, group._axes)
     sent = (sources, ids, weights, attendance._replace(active_ranks=active))
     with jax.named_scope("jax_ep.dispatch"):
-        chosen = for_tokens(chosen, routing)
+        chosen = for_tokens(chosen, routing, implementation)
         if quantize is None:
             out = attach(chosen, route(chosen, routing, *sent), sources, weights)
             rows = refuse_complex_gradients("dispatch", sources, out.rows)

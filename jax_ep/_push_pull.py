@@ -32,19 +32,23 @@ def mover(implementation: Implementation, routing: Routing) -> Any:
     return TwoHops(module) if routing.makes_two_hops else module
 
 
-def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
+def for_tokens(
+    implementation: Implementation, routing: Routing, requested: str | _apart.Asynchronous | None
+) -> Implementation:
     """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
     if not (routing.num_tokens and routing.capacity):
         return "xla"
-    return _apart.if_started(implementation, routing.group)
+    return _apart.if_asynchronous(implementation, routing.group, requested)
 
 
-def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle, Implementation]:
+def open_handle(
+    op: str, value: Any, implementation: str | _apart.Asynchronous | None
+) -> tuple[Handle, Implementation]:
     """The handle that an op goes along, checked, and the implementation that its group uses here."""
     handle = _check.handle(op, value)
     group = handle.routing.group
     require_manual(op, group)
-    return handle, for_tokens(group._resolve(implementation), handle.routing)
+    return handle, for_tokens(group._resolve(_apart.plain(implementation)), handle.routing, implementation)
 
 
 _MISSED = (
