@@ -6,12 +6,12 @@ handler's call and nothing else: JAX sees no gradient in them, and the gradients
 file, too.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
 from jax_ep import _ffi
@@ -19,14 +19,27 @@ from jax_ep._batch import takes_no_batch
 from jax_ep._extension import Implementation
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Routing
-from jax_ep._jaxprs import constants_of, evaluate, without_constants
 from jax_ep._results import EVERYBODY, Attendance, Attended, Leaves, Routed
 
 # XLA's name of the stream that its own collectives run on.
 _STREAM = "gpu_stream:collective"
 # The function has had either name. A context manager of the second name annotates every op by itself.
 _run_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-_asked = contextvars.ContextVar("asked", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous:
+    """The implementation of an op that runs as a start and a done, where that is available.
+
+    `dispatch_start` and `combine_start` pass it to the op in the place of `implementation`.
+    """
+
+    implementation: str | None
+
+
+def plain(implementation: str | Asynchronous | None) -> str | None:
+    """Returns the implementation as users name it."""
+    return implementation.implementation if isinstance(implementation, Asynchronous) else implementation
 
 
 def route(
@@ -85,19 +98,12 @@ def _pull_one(handle: Handle, row: jax.Array, row_weights: jax.Array | None, bia
     return _begin(lambda: _ffi.pull(handle, (row,), row_weights, biases, None)[0][0])
 
 
-@contextlib.contextmanager
-def started() -> Iterator[None]:
-    """The ops that are called meanwhile are to be apart."""
-    before = _asked.set(True)
-    try:
-        yield
-    finally:
-        _asked.reset(before)
-
-
-def if_started(implementation: Implementation, group: Group) -> Implementation:
-    """That of an op which is apart, if that was asked for and can be had."""
-    return "ffi apart" if _asked.get() and has_stream(group, implementation) else implementation
+def if_asynchronous(
+    implementation: Implementation, group: Group, requested: str | Asynchronous | None
+) -> Implementation:
+    """Returns the asynchronous backend if it was requested and is available."""
+    requests = isinstance(requested, Asynchronous)
+    return "ffi apart" if requests and has_stream(group, implementation) else implementation
 
 
 def has_stream(group: Any, implementation: str | None) -> bool:
@@ -122,12 +128,12 @@ def _begin(run: Callable[[], jax.Array]) -> jax.Array:
     # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
     # function that is called in it, too.
     traced = jax.make_jaxpr(run)()
-    program = without_constants(traced)
+    program = traced.jaxpr  # without its constants: they may be tracers, and this is kept for longer
 
     @takes_no_batch  # for XLA does not compile a loop in a call that is apart
     def apart(*operands: jax.Array) -> jax.Array:
-        compute = lambda *operands: evaluate(program, operands, ())[0]
+        compute = lambda *operands: eval_jaxpr(program, operands)[0]
         memory = jax.memory.Space.Device
         return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
 
-    return apart(*constants_of(traced))
+    return apart(*traced.consts)

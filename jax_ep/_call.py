@@ -77,16 +77,11 @@ def _primitive(target: str) -> Primitive:
         communicates = "group" in dict(how["attributes"])
         assert not (communicates and is_batched[0]), "a device's place is the same for a whole batch"
         counted = may_differ_along(moved[0]) if communicates else set()
-
-        def prepare(operands: Sequence[Any]) -> Sequence[Any]:
-            operands = vary_alike(operands)
-            if not communicates:
-                return operands
-            # Axes along which the batch is spread were not known where the place was computed.
-            axes = may_differ_along(operands[0]) - counted
-            return [in_lists_along(axes, operands[0]), *operands[1:]]
-
-        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched, prepare)
+        moved = vary_alike(moved)
+        if communicates:
+            # Axes along which `spmd_axis_name` spreads the batch were not known where the place was computed.
+            moved[0] = in_lists_along(may_differ_along(moved[0]) - counted, moved[0])
+        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched)
         return outs, [0] * len(outs)
 
     mlir.register_lowering(primitive, lowering)

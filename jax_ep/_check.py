@@ -30,10 +30,6 @@ def shape_text(array: Any) -> str:
 
 def array(op: str, name: str, value: Any) -> jax.Array:
     """The value as an array; TypeError if there is none, ValueError for integers that do not fit into it."""
-    if isinstance(value, jax.Ref):
-        raise TypeError(
-            f"{op}: {name} must be an array, got {jax.typeof(value)}; read what it holds: ref[...]"
-        )
     if value is not None:
         try:
             given = jnp.asarray(value)
@@ -194,24 +190,6 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
             f"expert_alignment = {alignment} rows; pass a larger capacity or a smaller expert_alignment"
         )
     return rows
-
-
-def no_result(op: str, name: str, value: Any, allowed: type | None = None) -> None:
-    """TypeError if a pytree of rows holds what an op returned as a whole, whose arrays are not all rows."""
-
-    def is_result(node: Any) -> bool:
-        is_own = any(kind.__module__.startswith("jax_ep.") for kind in type(node).__mro__)
-        return is_own and (allowed is None or not isinstance(node, allowed))
-
-    for node in filter(is_result, jax.tree.leaves(value, is_leaf=is_result)):
-        kind = type(node).__name__
-        instead = "jax_ep.dequantize_fp8 of it" if kind == "QuantizedArray" else "the rows in it"
-        raise TypeError(f"{op}: {name} must be arrays, got {kind}; use {instead}")
-
-
-def boolean(op: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{op}: {name} must be True or False, got {value!r}")
 
 
 def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:

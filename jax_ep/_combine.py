@@ -60,7 +60,6 @@ def combine(
     """
     handle, chosen = open_handle("combine", handle, implementation)
     routing = handle.routing
-    _check.no_result("combine", "y", y)
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
         raise ValueError("combine: y holds no array")
@@ -100,7 +99,6 @@ def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) 
         return ()
     if not jax.tree_util.treedef_is_leaf(tree):
         raise ValueError("combine: bias needs y to be one array, not a pytree")
-    _check.no_result("combine", "bias", bias)
     biases = [
         _check.array("combine", "bias", array)
         for array in (bias if isinstance(bias, tuple | list) else (bias,))

@@ -6,13 +6,19 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_ep import _check
-from jax_ep._dtypes import as_reals, as_sent
+from jax_ep._apart import plain
 from jax_ep._fp8_rows import Quantize, check_quantize, route_fp8
 from jax_ep._group import Group
 from jax_ep._handle import Handle, Order, Routing, in_slots, row_experts
 from jax_ep._manual import require_manual, vary_alike, whole
-from jax_ep._push_pull import attach, for_tokens, open_handle, push, route
-from jax_ep._quantize import QuantizedArray
+from jax_ep._push_pull import (
+    attach,
+    for_tokens,
+    open_handle,
+    push,
+    refuse_complex_gradients,
+    route,
+)
 from jax_ep._remat import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._results import OnTimeout
 from jax_ep._statistics import DispatchStatistics, add_to, check_statistics
@@ -189,7 +195,8 @@ def dispatch(
 
     Args:
       x: [T, ...] array or pytree of such arrays, of any dtype; an empty pytree routes only. Rows are moved
-        bit for bit. Floating leaves of 16 bits or more, and complex ones, are differentiable. T may be 0.
+        bit for bit. Floating leaves of 16 bits or more are differentiable; a gradient of complex ones is an
+        error. T may be 0.
       topk_idx: int32 or int64 [T, K] expert ids. -1, and any id out of range, means unused. An id that
         a token repeats is a choice of its own.
       topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
@@ -241,10 +248,9 @@ def dispatch(
         dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
-    chosen = group._resolve(implementation)
+    chosen = group._resolve(plain(implementation))
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
-    _check.no_result("dispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
@@ -258,7 +264,6 @@ def dispatch(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
         )
-    _check.boolean("dispatch", "round_scale", round_scale)
     if round_scale and quantize is None:
         raise ValueError(
             "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
@@ -280,14 +285,15 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = _check.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = whole(statistics)
-    operands = whole((tuple(map(as_reals, leaves)), ids, weights, attendance.active_ranks))
+    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
     sources, ids, weights, active = vary_alike(operands, group._axes)
     sent = (sources, ids, weights, attendance._replace(active_ranks=active))
     with jax.named_scope("jax_ep.dispatch"):
-        chosen = for_tokens(chosen, routing)
+        chosen = for_tokens(chosen, routing, implementation)
         if quantize is None:
             out = attach(chosen, route(chosen, routing, *sent), sources, weights)
-            rows = as_sent(name_all(out.rows, CHECKPOINT_ROWS), leaves, tree)
+            rows = refuse_complex_gradients("dispatch", sources, out.rows)
+            rows = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
         else:
             rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
@@ -332,7 +338,6 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     """
     handle, chosen = open_handle("redispatch", handle, implementation)
     routing = handle.routing
-    _check.no_result("redispatch", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     leaves = _check.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
     weights = None
@@ -341,10 +346,11 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _check.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not leaves and weights is None:
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    operands = vary_alike(whole((handle, tuple(map(as_reals, leaves)), weights)), routing.group._axes)
+    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         rows, arrived = push(chosen, *operands)
-    out = in_slots(routing, as_sent(name_all(rows, CHECKPOINT_ROWS), leaves, tree))
+        rows = refuse_complex_gradients("redispatch", operands[1], rows)
+    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
     if topk_weights is None:
         return out
     return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))

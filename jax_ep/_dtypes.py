@@ -13,21 +13,15 @@ SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
 def as_reals(array: jax.Array) -> jax.Array:
-    """Complex numbers [...] as their real and imaginary parts [..., 2], which have gradients."""
+    """Returns complex numbers [...] as their real and imaginary parts [..., 2]; other arrays as they are."""
     if not jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array
     return jnp.stack([jnp.real(array), jnp.imag(array)], axis=-1)
 
 
 def from_reals(array: jax.Array, dtype: Any) -> jax.Array:
-    """What `as_reals` made of an array of the dtype, as it was."""
+    """Undoes `as_reals` of an array of the dtype."""
     return jax.lax.complex(array[..., 0], array[..., 1]) if array.dtype != dtype else array
-
-
-def as_sent(rows: Sequence[jax.Array], leaves: Sequence[jax.Array], tree: Any) -> Any:
-    """Rows that arrived as `as_reals` makes them, of the dtypes and in the structure of the payload."""
-    pairs = zip(rows, leaves, strict=True)
-    return jax.tree.unflatten(tree, (from_reals(row, leaf.dtype) for row, leaf in pairs))
 
 
 def sum_dtype(dtype: Any) -> Any:

@@ -8,7 +8,6 @@ compared first.
 import functools
 import importlib
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,13 +139,4 @@ def warn_of_falling_back(platform: str, reason: str) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=_users_level())
-
-
-def _users_level() -> int:
-    """The `stacklevel` of the line that called into this package, past what JAX calls in between."""
-    inside = (str(Path(__file__).parent), str(Path(jax.__file__).parent))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import threading
-import weakref
 from types import TracebackType
 from typing import Any
 
@@ -91,7 +90,6 @@ class Group:
         self._set_up(devices, timeout_s, num_sms, reason)
         if self._within is not None and self._platform == "gpu":
             self._without_rails = self._open_rails(self._within, devices, timeout_s)
-        _open_groups[id(self)] = self
 
     @staticmethod
     def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
@@ -247,7 +245,6 @@ class Group:
         if self._closed:
             return
         self._closed = True
-        _open_groups.pop(id(self), None)
         module = _extension.extension()
         if module is None:
             return
@@ -295,16 +292,6 @@ class Group:
         if self._closed:
             raise RuntimeError(f"{op}: {self!r} is closed; make a new Group")
 
-    def _open_equal(self) -> "Group":
-        """An equal group that is open, if there is one.
-
-        A handle may bring a closed group: jit gives results with that of its first call. Equal groups share
-        all that they are made of.
-        """
-        if not self._closed:
-            return self
-        return next((group for group in list(_open_groups.values()) if group == self), self)
-
     def _resolve(self, implementation: str | None) -> _extension.Implementation:
         """The implementation that an op of this group uses."""
         _extension.check_implementation(implementation)
@@ -334,5 +321,3 @@ class Group:
 _IndexGroups = tuple[tuple[int, ...], ...]
 # Group key -> what only one thread at a time does.
 _locks: dict[str, threading.Lock] = {}
-# All open groups, by identity: equal ones are several here.
-_open_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()

@@ -1,6 +1,5 @@
 """grouped_dot: each expert's rows times that expert's matrix, in time that grows with the rows alone."""
 
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax_ep._batch import takes_no_batch
 from jax_ep._dtypes import is_differentiable
 from jax_ep._manual import axes_of, vary_alike
 from jax_ep._quantize import BLOCK, QuantizedArray, block_of, dequantize_fp8
-from jax_ep._reverse_mode import no_forward_mode, reverse_mode
+from jax_ep._reverse_mode import custom_vjp
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
@@ -60,7 +59,7 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
         operands = [rows.values, w.values, rows.scales, w.scales, group_sizes]
-        return _fp8_product(num_sms, *no_forward_mode(_NO_GRADIENT, vary_alike(operands)))
+        return _fp8_product(num_sms, *vary_alike(operands))
     rows, w = (
         _check.array("grouped_dot", "rows", rows),
         _check.array("grouped_dot", "w", w),
@@ -121,7 +120,7 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-@reverse_mode("grouped_dot", 0, 1)
+@custom_vjp(0, 1)
 def _product(
     product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
@@ -153,12 +152,7 @@ def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotan
         1: ((0, cotangent, others), (2, cotangent, rows)),
         2: ((1, others, cotangent), (0, rows, cotangent)),
     }
-    d_rows, d_others = (
-        weight_product(num_sms, one, other, group_sizes)
-        if way == 2
-        else _product(way, num_sms, one, other, group_sizes)
-        for way, one, other in ways[product]
-    )
+    d_rows, d_others = (_product(way, num_sms, one, other, group_sizes) for way, one, other in ways[product])
     if jax.sharding.get_abstract_mesh().explicit_axes:
         d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
         d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
@@ -168,28 +162,7 @@ def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotan
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-_OF_WEIGHTS = "jax_ep_weight_product_num_sms_"
-
-
-def weight_product(num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Product 2 of `_product`, as an equation that `is_weight_product` finds in a jaxpr."""
-    product = lambda *operands: _product(2, num_sms, *operands)
-    product.__name__ = f"{_OF_WEIGHTS}{num_sms}"
-    return jax.jit(product)(rows, others, group_sizes)
-
-
-def is_weight_product(equation: Any) -> bool:
-    """Whether an equation of a jaxpr is `weight_product`, and not what vmap or a gradient has made of it."""
-    dimensions = [len(atom.aval.shape) for atom in (*equation.invars, *equation.outvars)]
-    return str(equation.params.get("name", "")).startswith(_OF_WEIGHTS) and dimensions == [2, 2, 1, 3]
-
-
-def weight_product_sms(equation: Any) -> int:
-    """The `num_sms` of such an equation."""
-    return int(equation.params["name"].removeprefix(_OF_WEIGHTS))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
     """`operands`: values [C, M] and [L, M, N], their scales [C, M / 128] and [L, M / 128, N / 128], sizes."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jax_ep import _extension, _rails
-from jax_ep._cli import require_devices
 from jax_ep._group import Group
 
 
@@ -92,7 +91,6 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def run(as_json: bool) -> int:
-    require_devices("info")
     report = collect()
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
     return 0

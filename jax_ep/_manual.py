@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jax_ep._batch import rejects_sharded_batch
 from jax_ep._extension import warn_once
 from jax_ep._group import Group
 
@@ -36,12 +37,14 @@ def whole(arrays: Tree) -> Tree:
     """Gathers the arrays of a pytree over Explicit axes of the mesh: an op needs all rows, and whole ones.
 
     Its results are then not sharded over these axes, and gradients have the types that JAX expects.
+    A batch of `jax.vmap` cannot be gathered here, so it must not be sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.explicit_axes:
         return arrays
 
     def gather(array: jax.Array) -> jax.Array:
+        array = rejects_sharded_batch(array)
         spec = jax.typeof(array).sharding.spec
         return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
 

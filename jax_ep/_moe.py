@@ -5,18 +5,13 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import _check
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, dispatch
-from jax_ep._dtypes import as_reals, from_reals, is_differentiable
-from jax_ep._fp8_rows import NO_GRADIENT, Quantize, check_quantize
+from jax_ep._fp8_rows import Quantize
 from jax_ep._group import Group
-from jax_ep._manual import require_manual
-from jax_ep._moe_chunks import in_chunks
 from jax_ep._quantize import QuantizedArray
-from jax_ep._reverse_mode import without_gradient
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +41,6 @@ def moe(
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
-    num_chunks: int = 1,
     return_stats: Literal[False] = False,
     implementation: str | None = None,
 ) -> jax.Array: ...
@@ -64,7 +58,6 @@ def moe(
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
-    num_chunks: int = 1,
     return_stats: Literal[True],
     implementation: str | None = None,
 ) -> tuple[jax.Array, MoEStats]: ...
@@ -81,7 +74,6 @@ def moe(
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
-    num_chunks: int = 1,
     return_stats: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
@@ -110,12 +102,6 @@ def moe(
       quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
       num_valid_tokens: int32 scalar, at most T (times the leading axes): later tokens count as absent, and
         their sums are zero. None: all.
-      num_chunks: in how many chunks of consecutive tokens the layer works, the last of which may have fewer,
-        so that on GPUs the communication of some runs beside the experts of others. `expert_fn` is traced
-        once, and sees the rows of one chunk at a time; what it computes leaves it by its result alone. Each
-        chunk gets an equal share of the capacity, rounded up to a multiple of expert_alignment, and of
-        host_capacity, so that other rows may be dropped than in one chunk.
-        Gradients of weights by `grouped_dot` are products of the rows of all chunks, taken once.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 
@@ -127,7 +113,7 @@ def moe(
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
         of rows, or no shard_map binds the group's axis.
       TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
-        floating; with num_chunks > 1, it uses a `jax.Ref` from outside.
+        floating.
     """
     if isinstance(x, QuantizedArray):
         raise TypeError(
@@ -149,104 +135,33 @@ def moe(
         raise TypeError(
             f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
         )
-    _check.boolean("moe", "return_stats", return_stats)
-    num_chunks = _check.at_least_one("moe", "num_chunks", num_chunks)
-    if num_chunks > 1 and any(map(jax.export.is_symbolic_dim, tokens)):
-        raise ValueError(
-            "moe: num_chunks divides the tokens, so their number must be known when a program is traced, got "
-            f"{list(tokens)}; leave num_chunks out, or export a program for each number of tokens"
-        )
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
-    options: dict[str, Any] = {
-        "group": group,
-        "num_experts": num_experts,
-        "expert_alignment": expert_alignment,
-        "quantize": quantize,
-        "implementation": implementation,
-    }
-
-    def experts(sent: DispatchedByExpert) -> Any:
-        with jax.named_scope("jax_ep.experts"):
-            y = expert_fn(sent)
-        _check_result(y, sent.handle.routing.capacity)
-        return y
-
-    if min(num_chunks, x.shape[0]) > 1:
-        out, counts = _in_chunks(
-            (x, topk_idx, topk_weights),
-            experts,
-            num_chunks,
-            capacity,
-            host_capacity,
-            num_valid_tokens,
-            **options,
-        )
-    else:
-        sent = dispatch(
-            x,
-            topk_idx,
-            topk_weights,
-            capacity=capacity,
-            host_capacity=host_capacity,
-            num_valid_tokens=num_valid_tokens,
-            **options,
-        )
-        y = experts(sent)
-        out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
-        counts = sent.tokens_per_expert, sent.num_tokens, sent.num_dropped
+    sent = dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        host_capacity=host_capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        num_valid_tokens=num_valid_tokens,
+        implementation=implementation,
+    )
+    with jax.named_scope("jax_ep.experts"):
+        y = expert_fn(sent)
+    _check_result(y, sent.handle.routing.capacity)
+    out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
-    return (out, MoEStats(*counts)) if return_stats else out
-
-
-def _in_chunks(
-    tokens: tuple[jax.Array, jax.Array, jax.Array],
-    experts: Callable[[DispatchedByExpert], Any],
-    num_chunks: int,
-    capacity: int | None,
-    host_capacity: int | None,
-    num_valid_tokens: Any,
-    **options: Any,
-) -> tuple[Any, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Sums, and counts of rows, as `MoEStats` has them."""
-    x, ids, weights = tokens
-    require_manual("moe", options["group"])
-    ids = _check.topk_idx("moe", ids)
-    if num_valid_tokens is not None:
-        ids = _check.valid_tokens("moe", num_valid_tokens, ids)
-    weights = _check.weights("moe", "topk_weights", weights, ids.shape, "[..., T, K]")
-    if options["quantize"] is not None:
-        check_quantize(options["quantize"], x, [x])
-    size = -(-x.shape[0] // num_chunks)
-    count = -(-x.shape[0] // size)
-    if capacity is not None:
-        alignment = _check.at_least_one("moe", "expert_alignment", options["expert_alignment"])
-        rows = _check.capacity("moe", capacity, capacity, alignment)
-        capacity = -(-rows // (count * alignment)) * alignment
-    if host_capacity is not None:
-        rows = _check.at_least_one("moe", "host_capacity", host_capacity)
-        host_capacity = -(-rows // count)
-        hosts = options["group"].size // options["group"].ranks_per_node
-        if host_capacity < hosts:
-            raise ValueError(
-                f"moe: host_capacity counts the rows that a rank takes from all {hosts} hosts in all {count} "
-                f"chunks, as many from each, so it must be more than {(hosts - 1) * count}, got {rows}"
-            )
-    if options["quantize"] == "fp8":
-        x = without_gradient(NO_GRADIENT, x, x)
-    dtype, run = x.dtype, experts
-    if jnp.issubdtype(dtype, jnp.complexfloating) and options["quantize"] is None:
-        x = as_reals(x)
-        experts = lambda sent: run(dataclasses.replace(sent, x=from_reals(sent.x, dtype)))
-    send = lambda *chunk: dispatch(*chunk, capacity=capacity, host_capacity=host_capacity, **options)
-    has_rows = options["quantize"] != "fp8" and is_differentiable(x.dtype)
-    where = {"group": options["group"], "implementation": options["implementation"]}
-    return in_chunks((x, ids, weights), send, experts, size=size, has_rows=has_rows, **where)
+    if not return_stats:
+        return out
+    return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
 
 
 def _check_result(y: Any, rows: int) -> None:
     """Of expert_fn: floating arrays of one row for each that it was given."""
     returned = "what expert_fn returns"
-    _check.no_result("moe", returned, y)
     leaves = [_check.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
     if not leaves:
         raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")

@@ -7,17 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from jax_ep import _check, _extension
 from jax_ep._dispatch import worst_case_capacity
-from jax_ep._dtypes import SUMMED, as_reals, as_sent, is_differentiable, sum_dtype
+from jax_ep._dtypes import SUMMED, is_differentiable, sum_dtype
 from jax_ep._extension import Implementation
 from jax_ep._manual import vary_alike, whole
-from jax_ep._push_pull import backend, move_bits
-from jax_ep._quantize import QuantizedArray
+from jax_ep._push_pull import backend, move_bits, refuse_complex_gradients
 from jax_ep._results import Permutation
-from jax_ep._reverse_mode import reverse_mode
+from jax_ep._reverse_mode import custom_vjp
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +51,7 @@ def permute(
 
     Args:
       x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
-        bits or more, and complex ones, are differentiable.
+        bits or more are differentiable; a gradient of complex ones is an error.
       topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
       num_local_experts: L.
       topk_weights: floating [C, K] of 16 bits or more, or None. Differentiable.
@@ -67,7 +65,6 @@ def permute(
       TypeError: a leaf of x is of a kind that cannot be moved.
     """
     chosen = _extension.local_implementation(implementation)
-    _check.no_result("permute", "x", x, QuantizedArray)
     leaves, tree = jax.tree.flatten(x)
     ids = _check.topk_idx("permute", topk_idx)
     leaves = _check.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")
@@ -78,12 +75,13 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _check.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    operands = vary_alike(whole((tuple(map(as_reals, leaves)), ids, weights)))
+    operands = vary_alike(whole((tuple(leaves), ids, weights)))
     with jax.named_scope("jax_ep.permute"):
         how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
         out = _permute(how, *operands)
+        rows = refuse_complex_gradients("permute", operands[0], out.rows)
     return Permuted(
-        x=as_sent(out.rows, leaves, tree),
+        x=jax.tree.unflatten(tree, rows),
         row_map=out.row_map,
         group_sizes=out.group_sizes,
         tokens_per_expert=out.tokens_per_expert,
@@ -92,7 +90,7 @@ def permute(
     )
 
 
-@reverse_mode("permute", 0)
+@custom_vjp(0)
 def _permute(
     how: tuple[Implementation, int, int, int],
     leaves: tuple[jax.Array, ...],
@@ -130,9 +128,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
     rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
-    # Where an Explicit mesh axis shards a batch of the rows, but not of the values, JAX asks for this.
-    whole = P(None, None) if jax.sharding.get_abstract_mesh().explicit_axes else None
-    return values.at[rows].get(mode="fill", fill_value=0, out_sharding=whole)
+    return values.at[rows].get(mode="fill", fill_value=0)
 
 
 def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
@@ -140,7 +136,7 @@ def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
 
-@reverse_mode("the gradient of unpermute", 0, 1)
+@custom_vjp(0, 1)
 def _repermute(
     implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
 ) -> jax.Array:
@@ -163,7 +159,7 @@ def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, co
 _repermute.defvjp(_repermute_forward, _repermute_backward)
 
 
-@reverse_mode("the gradient of unpermute", 0)
+@custom_vjp(0)
 def _repermute_scaled(
     implementation: Implementation,
     row_map: jax.Array,
@@ -263,7 +259,7 @@ def unpermute(
         return _unpermute(chosen, summed, *operands).astype(out_dtype)
 
 
-@reverse_mode("unpermute (also as the gradient of permute)", 0, 1)
+@custom_vjp(0, 1)
 def _unpermute(
     implementation: Implementation,
     out_dtype: Any,

@@ -11,46 +11,44 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _apart, _check, _ffi, _reference
-from jax_ep._batch import ShardByShard
-from jax_ep._dtypes import bits_of, is_differentiable, sum_dtype, sum_of_all
+from jax_ep._dtypes import as_reals, bits_of, from_reals, is_differentiable, sum_dtype, sum_of_all
 from jax_ep._extension import Implementation
 from jax_ep._handle import Handle, Routing, flat_real_rows, for_backward, row_experts
 from jax_ep._manual import require_manual
 from jax_ep._remat import CHECKPOINT_HANDLE, name_all
 from jax_ep._results import Attendance, Leaves, Routed
-from jax_ep._reverse_mode import reverse_mode, without_gradient
+from jax_ep._reverse_mode import custom_vjp, without_gradient
 from jax_ep._two_hops import TwoHops
 
 
 def backend(implementation: Implementation) -> Any:
     """The module whose functions do the work."""
-    return {"ffi": _ffi, "ffi apart": _apart, "xla": _unbatched(_reference)}[implementation]
+    return {"ffi": _ffi, "ffi apart": _apart, "xla": _reference}[implementation]
 
 
 def mover(implementation: Implementation, routing: Routing) -> Any:
     """Whose functions move the rows of a routing."""
     module = backend(implementation)
-    return _unbatched(TwoHops(module)) if routing.makes_two_hops else module
+    return TwoHops(module) if routing.makes_two_hops else module
 
 
-def _unbatched(module: Any) -> Any:
-    """Where an Explicit axis shards a batch, many of XLA's ops cannot tell how their results are sharded."""
-    return ShardByShard(module) if jax.sharding.get_abstract_mesh().explicit_axes else module
-
-
-def for_tokens(implementation: Implementation, routing: Routing) -> Implementation:
+def for_tokens(
+    implementation: Implementation, routing: Routing, requested: str | _apart.Asynchronous | None
+) -> Implementation:
     """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
     if not (routing.num_tokens and routing.capacity):
         return "xla"
-    return _apart.if_started(implementation, routing.group)
+    return _apart.if_asynchronous(implementation, routing.group, requested)
 
 
-def open_handle(op: str, value: Any, implementation: str | None) -> tuple[Handle, Implementation]:
+def open_handle(
+    op: str, value: Any, implementation: str | _apart.Asynchronous | None
+) -> tuple[Handle, Implementation]:
     """The handle that an op goes along, checked, and the implementation that its group uses here."""
     handle = _check.handle(op, value)
-    group = handle.routing.group._open_equal()
+    group = handle.routing.group
     require_manual(op, group)
-    return handle, for_tokens(group._resolve(implementation), handle.routing)
+    return handle, for_tokens(group._resolve(_apart.plain(implementation)), handle.routing, implementation)
 
 
 _MISSED = (
@@ -97,7 +95,7 @@ def attach(
     return routed._replace(rows=rows, weights=weights)
 
 
-@reverse_mode("dispatch", 0)
+@custom_vjp(0)
 def _attach(
     implementation: Implementation,
     handle: Handle,
@@ -133,7 +131,7 @@ def _attach_backward(implementation: Implementation, handle: Handle, cotangents:
 _attach.defvjp(_attach_forward, _attach_backward)
 
 
-@reverse_mode("redispatch (also as the gradient of combine)", 0)
+@custom_vjp(0)
 def push(
     implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -155,7 +153,7 @@ def _push_backward(implementation: Implementation, handle: Handle, cotangents: A
 push.defvjp(_push_forward, _push_backward)
 
 
-@reverse_mode("combine (also as the gradient of dispatch)", 0)
+@custom_vjp(0)
 def pull(
     implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
@@ -177,7 +175,7 @@ def _pull_backward(implementation: Implementation, handle: Handle, cotangents: A
 pull.defvjp(_pull_forward, _pull_backward)
 
 
-@reverse_mode("combine", 0)
+@custom_vjp(0)
 def pull_scaled(
     implementation: Implementation,
     handle: Handle,
@@ -228,7 +226,7 @@ def pull_attended(
     return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
-@reverse_mode("the gradient of combine", 0)
+@custom_vjp(0)
 def push_scaled(
     implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> tuple[Leaves, jax.Array]:
@@ -281,20 +279,37 @@ def _pull_cotangents(
     return tuple(gradients), d_weights
 
 
+def refuse_complex_gradients(op: str, leaves: Leaves, rows: Leaves) -> Leaves:
+    """Returns the rows that were made of the leaves. A gradient of complex ones is a TypeError."""
+
+    def refuse(leaf: jax.Array, row: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return row
+        error = (
+            f"{op}: complex rows have no gradient, got {jax.typeof(leaf)}; pass their real and imaginary "
+            "parts as two leaves (jnp.real, jnp.imag), or jax.lax.stop_gradient of them"
+        )
+        # A gradient of other leaves must not raise it.
+        return without_gradient(error, leaf, jax.lax.stop_gradient(row))
+
+    return tuple(refuse(leaf, row) for leaf, row in zip(leaves, rows, strict=True))
+
+
 def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
     """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
 
-    What is narrower than a byte travels as whole bytes. XLA may quiet a NaN on its way, so where it moves
-    rows floats travel as integers of their width.
+    Complex numbers travel as their parts, and what is narrower than a byte as whole bytes. XLA may quiet a
+    NaN on its way, so where it moves rows floats travel as integers of their width.
     """
-    carriers = [_carrier(module not in (_ffi, _apart), leaf.dtype) for leaf in leaves]
+    reals = [as_reals(leaf) for leaf in leaves]
+    carriers = [_carrier(module not in (_ffi, _apart), real.dtype) for real in reals]
     sent = [
-        _with_bits(leaf, bits).astype(carrier) for leaf, (bits, carrier) in zip(leaves, carriers, strict=True)
+        _with_bits(real, bits).astype(carrier) for real, (bits, carrier) in zip(reals, carriers, strict=True)
     ]
     moved, *rest = move(module, tuple(sent))
     rows = [
-        _with_bits(row.astype(bits), leaf.dtype)
-        for row, leaf, (bits, _) in zip(moved, leaves, carriers, strict=True)
+        from_reals(_with_bits(row.astype(bits), real.dtype), leaf.dtype)
+        for row, real, leaf, (bits, _) in zip(moved, reals, leaves, carriers, strict=True)
     ]
     return (tuple(rows), *rest)
 
@@ -309,6 +324,8 @@ def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
 
 def _where_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
     """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
+    if jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        return from_reals(_where_bits(kept[..., None], as_reals(rows)), rows.dtype)
     bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
     found = _with_bits(rows, bits)
     return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)

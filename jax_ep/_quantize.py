@@ -11,7 +11,6 @@ import numpy as np
 from jax_ep import _check
 from jax_ep._manual import axes_of
 from jax_ep._numbers import integer
-from jax_ep._reverse_mode import no_forward_mode
 
 FP8 = jnp.float8_e4m3fn
 SCALE = np.float32(1 / 448)
@@ -66,7 +65,6 @@ def quantize_fp8(
     """
     x = _check.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
-    _check.boolean("quantize_fp8", "round_scale", round_scale)
     if not _check.is_float(x.dtype):
         raise TypeError(f"quantize_fp8: x must be floating, got {_check.shape_text(x)}")
     if jnp.finfo(x.dtype).bits < 16:
@@ -142,8 +140,6 @@ def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tupl
 
     def backward(saved: None, cotangents: Any) -> Any:
         raise TypeError(error)
-
-    operands = no_forward_mode(error, operands)
 
     fixed = jax.custom_vjp(function)
     fixed.defvjp(lambda *operands: (function(*operands), None), backward)

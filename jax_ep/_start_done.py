@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
 
-from jax_ep._apart import started
+from jax_ep._apart import Asynchronous
 from jax_ep._combine import combine
 from jax_ep._dispatch import DispatchedByExpert, DispatchedByRank, dispatch
 from jax_ep._group import Group
@@ -92,17 +92,17 @@ def dispatch_start(
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
-    with started():
-        sent = dispatch(
-            x,
-            topk_idx,
-            topk_weights,
-            group=group,
-            num_experts=num_experts,
-            order=order,
-            implementation=implementation,
-            **options,
-        )
+    asynchronous: Any = Asynchronous(implementation)
+    sent = dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        order=order,
+        implementation=asynchronous,
+        **options,
+    )
     return PendingDispatch(sent)
 
 
@@ -142,8 +142,8 @@ def combine_start(
     Raises:
       ValueError, TypeError: as `combine`.
     """
-    with started():
-        return PendingCombine(combine(y, handle, implementation=implementation, **options))
+    asynchronous: Any = Asynchronous(implementation)
+    return PendingCombine(combine(y, handle, implementation=asynchronous, **options))
 
 
 def combine_done(pending: PendingCombine[Result]) -> Result:

@@ -111,20 +111,6 @@ want = np.where(routed >= 0, w, 0).sum(axis=-1, keepdims=True) * np.ones(H)
 for rank, gradient in local(jax.jit(jax.grad(loss))(spread(x), spread(ids), spread(w))).items():
     np.testing.assert_allclose(gradient, want[rank], rtol=1e-5, atol=1e-5)
 
-
-def in_chunks(num_chunks):
-    layer = lambda *a: jax_ep.moe(
-        *a, lambda sent: jnp.tanh(sent.x), group=group, num_experts=E, num_chunks=num_chunks
-    )
-    chunked = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    function = jax.jit(jax.grad(lambda x, ids, w: jnp.sum(chunked(x, ids, w) ** 2), argnums=(0, 2)))
-    return function(spread(x), spread(ids), spread(w))
-
-
-for got, once in zip(in_chunks(2), in_chunks(1), strict=True):
-    for rank, rows in local(got).items():
-        np.testing.assert_allclose(rows, local(once)[rank], rtol=1e-5, atol=1e-5)
-
 # Ranks in another order than their hosts: one exchange among all of them, as before, and why.
 mixed = Mesh(np.array(jax.devices()).reshape(2, -1).T.reshape(-1), ("ep",))
 with warnings.catch_warnings(record=True) as caught:

@@ -34,21 +34,10 @@ def test_a_short_run_learns_and_agrees(tmp_path, options):
     assert "on 2 cpu devices" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--experts", "3", "--devices", "2"], "--experts must be a multiple of the 2 devices, got 3"),
-        (["--experts", "2", "--top-k", "3", "--devices", "2"], "--top-k must be at most --experts 2, got 3"),
-        (["--steps", "0"], "must be at least 1, got 0"),
-        (["--capacity", "-1"], "must be 0 for the worst case, or at most 1000, got -1"),
-        (["--platform", "cuda"], "JAX finds no NVIDIA GPU here"),
-        (["--text", "/nowhere/at/all", "--devices", "1"], "no text found at /nowhere/at/all"),
-    ],
-)
-def test_options_are_checked(options, text):
-    done = run("-m", "jax_ep", "demo", *options)
+def test_rejects_missing_text():
+    done = run("-m", "jax_ep", "demo", "--text", "/nowhere/at/all", "--devices", "1")
     assert done.returncode != 0
-    assert text in done.stderr
+    assert "no text found at /nowhere/at/all" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -181,3 +181,32 @@ def test_local_ops_on_arrays_that_are_sharded_over_an_explicit_axis(implementati
         got = there_and_back(put(rows), put(ids))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(there_and_back(rows, ids)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_vmap_on_explicit_mesh(implementation):
+    """Over a batch that no axis shards."""
+    mesh = make_mesh((OUTER, INNER), ("dp", "ep"), AxisType.Explicit)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 8 * INNER, 2)).astype(np.float32)
+    ids = rng.integers(0, 2 * INNER, (3, 8 * INNER, 3)).astype(np.int32)
+    weights = rng.random((3, 8 * INNER, 3), np.float32)
+
+    with jax_ep.Group(mesh, "ep") as group, jax.set_mesh(mesh):
+
+        def layer(x, ids, weights):
+            options = {"group": group, "num_experts": 2 * INNER, "implementation": implementation}
+            return jax_ep.moe(x, ids, weights, lambda sent: sent.x, **options)
+
+        def gradient_of(function, batch):
+            spec = P(*batch, "ep")
+            mapped = jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={"ep"})
+            loss = lambda x, weights, ids: jnp.sum(mapped(x, ids, weights) ** 2)
+            put = lambda array: jax.device_put(array, NamedSharding(mesh, spec))
+            return lambda *arrays: jax.jit(jax.grad(loss, (0, 1)))(*map(put, arrays))
+
+        got = gradient_of(jax.vmap(layer), [None])(x, weights, ids)
+        for i in range(3):
+            wanted = gradient_of(layer, [])(x[i], weights[i], ids[i])
+            for one, want in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(one[i], want, rtol=1e-5, atol=1e-6)

@@ -74,23 +74,13 @@ ways = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", ["moe_with_shared_expert", "layer_in_order", "two_chunks"])
+@pytest.mark.parametrize("name", ["moe_with_shared_expert", "layer_in_order", "two_halves"])
 @ways
 def test_programs_of_the_page(name, gradient, around):
     function = functions_of_the_page()[name]
-    takes_shared = name != "two_chunks"
+    takes_shared = name != "two_halves"
     layer = function if takes_shared else lambda own, _, x: function(own, x)
     assert pairs_of(layer, gradient, around) == []
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("num_chunks", [2, 3])
-@ways
-def test_layers_in_chunks(num_chunks, gradient, around):
-    """Two of them, each under a checkpoint of its own."""
-    chunked = functions_of_the_page()["chunked_layer"]
-    one = around(lambda own, x: x + chunked(own, x, num_chunks))
-    assert pairs_of(lambda own, _, x: one(own, one(own, x)), gradient) == []
 
 
 def test_what_is_not_in_order_is_found():

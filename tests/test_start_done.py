@@ -88,6 +88,17 @@ def test_results_are_the_same(annotated, implementation, order, quantize):
     assert_same(run("apart"), run("together"))
 
 
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_start_leaves_no_tracers(on_gpus, gpu_group):
+    group = gpu_group if on_gpus else ranks(R).group
+    shard = lambda *a: layer("apart", group, *a, order="rank")
+    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    x, *rest = arrays()
+    with jax.checking_leaks():
+        traced = jax.jit(jax.grad(lambda x: jnp.sum(function(x, *rest)))).trace(x)
+        traced.lower(lowering_platforms=("cuda",) if on_gpus else None)
+
+
 def plainly(step):
     return step
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ranks
 from wrong import GROUPS, IDS, MATRICES, E, K, R, T, W, X, dispatch, moe, traced, wide
 
 import jax_ep
@@ -86,9 +85,9 @@ NO_SCALES = {
         lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8"),
         "moe: what expert_fn returns",
     ),
-    "moe in chunks": (
-        lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8", num_chunks=2),
-        "moe: what expert_fn returns",
+    "combine of a QuantizedArray": (
+        lambda x: jax_ep.combine(dispatch(wide(x), quantize="fp8").x, dispatch(x).handle),
+        "combine: y",
     ),
     "unpermute": (lambda x: jax_ep.unpermute(values(x), IDS), "unpermute: y"),
     "bias of unpermute": (
@@ -109,9 +108,6 @@ NARROW_WEIGHTS = {
     "dispatch: topk_weights": lambda x, w: dispatch(x, weights=w(T, K)).row_weights,
     "redispatch: topk_weights": lambda x, w: jax_ep.redispatch(x, dispatch(x).handle, topk_weights=w(T, K)),
     "combine: row_weights": lambda x, w: jax_ep.combine(dispatch(x).x, dispatch(x).handle, row_weights=w(16)),
-    "moe: topk_weights": lambda x, w: jax_ep.moe(
-        x, IDS[:T], w(T, K), lambda sent: sent.x, group=ranks(R).group, num_experts=E, num_chunks=2
-    ),
     "permute: topk_weights": lambda x, w: jax_ep.permute(
         x, IDS[:T], num_local_experts=E, topk_weights=w(T, K)
     ),
@@ -141,20 +137,6 @@ def test_rows_that_are_quantised_already():
         traced(lambda x: jax_ep.quantize_fp8(values(x)).values)
 
 
-def test_chunks_of_rows_that_cannot_be_quantised():
-    """The shape is that of the call, not that of a chunk."""
-    with pytest.raises(ValueError, match=r"is a multiple of 128, got float32\[4, 3\]; pad them"):
-        traced(lambda x: moe(x, lambda sent: sent.x, quantize="fp8_dequantize", num_chunks=2))
-
-
-def test_a_ref():
-    """JAX's mutable array, which is not read by itself."""
-    with pytest.raises(
-        TypeError, match=r"every leaf of x must be an array, got Ref\{float32\[4,3\].*ref\[\.\.\.\]"
-    ):
-        traced(lambda x: dispatch(jax.new_ref(x)).num_tokens)
-
-
 @pytest.mark.parametrize("nothing", [None, (), {"x": []}])
 def test_a_redispatch_of_nothing(nothing):
     with pytest.raises(ValueError, match=r"redispatch: x holds no array, got .* pass rows, or topk_weights"):
@@ -165,14 +147,3 @@ def test_a_redispatch_of_nothing(nothing):
 def test_sizes_of_groups_that_are_known(sizes):
     with pytest.raises(ValueError, match=rf"group_sizes .* there are 8, got {re.escape(str(sizes))}"):
         jax_ep.grouped_dot(X, MATRICES, np.array(sizes, np.int32))
-
-
-def test_a_share_of_a_host_capacity():
-    """Moe names what it was given, not what a chunk got of it."""
-    group = ranks(R, 1).group
-    layer = lambda x, **options: moe(x, lambda sent: sent.x, group=group, **options)
-    with pytest.raises(
-        ValueError, match=r"moe: host_capacity .* 2 hosts in all 4 chunks, .* more than 4, got 4"
-    ):
-        traced(lambda x: layer(x, host_capacity=4, num_chunks=9))  # of four tokens
-    traced(lambda x: layer(x, host_capacity=5, num_chunks=9))

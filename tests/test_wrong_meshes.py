@@ -1,14 +1,14 @@
 """Programs that run on another mesh than that of their group."""
 
-import contextlib
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import floats
 from conftest import make_mesh
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -106,35 +106,29 @@ def test_lists_of_equal_rows():
 
 
 def compile_batch(group, mesh, check_vma):
-    """A batch of layers, spread over "other" in the way that the mesh has for it; and what they compute."""
+    """A batch of layers, spread over "other" by `spmd_axis_name`; and what they compute."""
 
     def layer(x, ids):
         sent = jax_ep.dispatch(x, ids, group=group, num_experts=8, order="expert")
         factor = 1 + jax.lax.axis_index("mine")
         return jax_ep.combine(sent.x * factor.astype(x.dtype), sent.handle)
 
-    is_explicit = AxisType.Explicit in mesh.axis_types
     options = {"mesh": mesh, "in_specs": P("mine"), "out_specs": P("mine"), "check_vma": check_vma}
-    if is_explicit:
-        options |= {"axis_names": {"mine"}}
-    run = jax.jit(jax.vmap(jax.shard_map(layer, **options), spmd_axis_name=None if is_explicit else "other"))
+    run = jax.jit(jax.vmap(jax.shard_map(layer, **options), spmd_axis_name="other"))
     x, ids = floats((2, 8, 3)), np.arange(32, dtype=np.int32).reshape(2, 8, 2) * 3 % 8
 
     def call():
-        with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
-            spec = jax.sharding.NamedSharding(mesh, P("other", "mine"))
-            return np.asarray(run(*(jax.device_put(array, spec) for array in (x, ids))))
+        spec = jax.sharding.NamedSharding(mesh, P("other", "mine"))
+        return np.asarray(run(*(jax.device_put(array, spec) for array in (x, ids))))
 
     return call, x * (1 + ids // 4).sum(axis=-1, keepdims=True).astype(np.float32)
 
 
 @CHECK_VMA
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_lists_along_which_a_batch_is_spread(kind, check_vma):
+def test_lists_along_which_a_batch_is_spread(check_vma):
     """`jax.vmap` lets rows vary along an axis that nobody knew of where the layer was traced."""
-    devices = make_mesh((2, 2), ("other", "mine")).devices
-    mesh = Mesh(devices, ("other", "mine"), axis_types=(kind, kind))
-    turned = Mesh(devices[[[0, 1], [1, 0]], [0, 1]], mesh.axis_names, axis_types=(kind, kind))
+    mesh = make_mesh((2, 2), ("other", "mine"))
+    turned = Mesh(mesh.devices[[[0, 1], [1, 0]], [0, 1]], mesh.axis_names)
     with jax_ep.Group(mesh, "mine", timeout_s=TIMEOUT_S) as group:
         run, expected = compile_batch(group, mesh, check_vma)
         np.testing.assert_array_equal(run(), expected)
@@ -160,3 +154,41 @@ def test_lists_along_an_axis_of_an_outer_shard_map(check_vma):
         right = compile_layer(group, mesh, mesh.axis_names, "expert", check_vma)()
         np.testing.assert_array_equal(compile_on(mesh)(), right)
         check_refused(group, compile_on(turned), "another list of ranks")
+
+
+LOCAL_OPS = {
+    "permute": lambda x, ids: jax_ep.permute(x, ids, num_local_experts=8).x,
+    "unpermute": lambda x, ids: jax_ep.unpermute(x, ids),
+    "get_dispatch_layout": lambda x, ids: jax_ep.get_dispatch_layout(ids, num_experts=8, num_ranks=2),
+    "grouped_dot": lambda x, ids: jax_ep.grouped_dot(x, x[None], jnp.array([8], jnp.int32)),
+}
+LAYERS = ["dispatch", "dispatch of a batch of batches", "shard_map in vmap"]
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("name", [*LAYERS, *LOCAL_OPS])
+def test_rejects_batch_that_explicit_axis_shards(name, implementation):
+    mesh = make_mesh((2, 2), ("other", "mine"), AxisType.Explicit)
+    with jax_ep.Group(mesh, "mine") as group, jax.set_mesh(mesh):
+
+        def layer(x, ids):
+            sent = jax_ep.dispatch(x, ids, group=group, num_experts=8, implementation=implementation)
+            return jax_ep.combine(sent.x, sent.handle, implementation=implementation)
+
+        of_ranks = lambda function, *batch: jax.shard_map(
+            function, in_specs=P(*batch, "mine"), out_specs=P(*batch, "mine"), axis_names={"mine"}
+        )
+        run = {
+            "dispatch": of_ranks(jax.vmap(layer), None),
+            "dispatch of a batch of batches": of_ranks(jax.vmap(jax.vmap(layer)), None, None),
+            "shard_map in vmap": jax.vmap(of_ranks(layer)),
+        }.get(name) or jax.vmap(LOCAL_OPS[name])
+        batches = ["other"] + [None] * ("batches" in name)
+        shape = [2] * len(batches)
+
+        def put(dtype):
+            rows = "mine" if name in LAYERS else None
+            return jax.device_put(jnp.zeros((*shape, 8, 8), dtype), NamedSharding(mesh, P(*batches, rows)))
+
+        with pytest.raises(ValueError, match=r"no Explicit mesh axis may .* over 'other'; make"):
+            jax.jit(run)(put(jnp.float32), put(jnp.int32))

@@ -4,16 +4,7 @@ import argparse
 
 import jax
 
-from jax_ep._cli import (
-    at_least,
-    capacity_factor,
-    device_count,
-    output_file,
-    positive,
-    require_devices,
-    set_up_virtual_devices,
-)
-from jax_ep._numbers import MOST_SMS
+from jax_ep._cli import output_file, set_up_virtual_devices
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 
@@ -52,32 +43,26 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time round trips only"
     )
-    parser.add_argument(
-        "--devices", type=device_count, help="ranks (default: all GPUs, or 8 virtual CPU devices)"
-    )
+    parser.add_argument("--devices", type=int, help="ranks (default: all GPUs, or 8 virtual CPU devices)")
     parser.add_argument(
         "--ranks-per-node",
         nargs="+",
-        type=positive,
+        type=int,
         default=[],
         metavar="N",
         help="time the ops in two hops too, as if each host had N ranks, and show the bytes of each hop",
     )
-    parser.add_argument("--processes", type=positive, default=1, help="that share the GPUs (default: one)")
+    parser.add_argument("--processes", type=int, default=1, help="that share the GPUs (default: one)")
     parser.add_argument(
         "--capacity",
-        type=capacity_factor(zero_too=False),
+        type=float,
         metavar="FACTOR",
         help="of a receiver, relative to the rows it gets under uniform routing, also between hosts "
         "(default: the worst case, which padded experts always have)",
     )
-    parser.add_argument(
-        "--num-sms", type=at_least(2, MOST_SMS), help="of an op on GPUs (default: chosen from the shapes)"
-    )
+    parser.add_argument("--num-sms", type=int, help="of an op on GPUs (default: chosen from the shapes)")
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--repeats", type=positive, default=5, help="runs of each program (default: %(default)s)"
-    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each program (default: %(default)s)")
     parser.add_argument(
         "--json", type=output_file(".json"), metavar="FILE", help="write the results there too"
     )
@@ -91,15 +76,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def set_up_devices(options: argparse.Namespace) -> None:
     """Where there are no GPUs, virtual CPU devices; to be called before anything asks JAX for devices."""
-    if options.sweep and options.parts and "layer" in options.parts:
-        raise SystemExit("bench: --sweep varies communication only; leave out --parts layer")
-    if options.sweep == "sms" and options.num_sms:
-        raise SystemExit("bench: --sweep sms varies what --num-sms sets; leave one of them out")
-    if options.parts == ["layer"] and (options.orders or options.peers or options.ranks_per_node):
-        raise SystemExit(
-            "bench: --orders, --peers and --ranks-per-node are for the communication, which --parts layer "
-            "leaves out; leave them out too, or add communication to --parts"
-        )
     if options.plot and not options.sweep:
         raise SystemExit("bench: --plot draws a sweep: say what to vary with --sweep")
     if options.join:
@@ -107,5 +83,3 @@ def set_up_devices(options: argparse.Namespace) -> None:
         jax.distributed.initialize(address, options.processes, int(process))
         return
     set_up_virtual_devices(options.devices or 8)
-    if options.processes == 1:  # else the processes that are started look for them
-        require_devices("bench")

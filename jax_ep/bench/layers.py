@@ -1,13 +1,11 @@
 """A layer's expert products, each beside a dense product of equal work, and the whole layer beside its parts.
 
-The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up. A layer
-in chunks runs communication and products side by side.
+The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up.
 """
 
 import argparse
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,8 +18,6 @@ from jax_ep.bench import measure, processes
 from jax_ep.bench.shapes import Shape
 
 CALLS = 8
-CHUNKS = (2, 4)
-PRODUCT_KERNELS = ("cutlass", "SetUpKernel", "RowsKernel", "WeightsKernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +34,7 @@ class Work:
     device_us: float | None
     end_to_end_us: float
     flop: float  # of one rank, if all receive as many rows
-    share: (
-        float | None
-    )  # of a dense product's rate, of a layer's time its slower part, of products' time alone
+    share: float | None  # of a dense product's rate; of a layer's time, its slower part
 
     @property
     def us(self) -> float:
@@ -55,8 +49,6 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     beside: tuple[tuple[str, str], ...] = ()  # the ops that its time is compared with
-    kernels: tuple[str, ...] = ()  # those that count, if not all do
-    overlaps: bool = False  # kernels run side by side
 
 
 def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -115,22 +107,11 @@ def products(
     yield Program(op, "grouped_dot, FP8", flop, fp8, (quantised, kept, sizes), ((op, "dense"),))
 
 
-def whole(
-    local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float, chunks: Sequence[int], on_gpu: bool
-) -> Iterator[Program]:
+def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
     """The layer, and its communication and its products alone; forward, and with the backward pass."""
 
-    def layer(num_chunks: int, *arguments: jax.Array) -> jax.Array:
-        x, ids, weights, up, down = arguments
-        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes)
-        return moe(x, ids, weights, experts, num_chunks=num_chunks)
-
-    def apart(num_chunks: int, *arguments: jax.Array) -> jax.Array:
-        """The same chunks one after the other, nothing beside their products."""
-        *tokens, up, down = arguments
-        experts = lambda sent: swiglu(up, down, sent.x, sent.group_sizes)
-        parts = zip(*(jnp.split(array, num_chunks) for array in tokens), strict=True)
-        return jnp.concatenate([moe(*part, experts, share=num_chunks) for part in parts])
+    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
 
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
@@ -146,26 +127,17 @@ def whole(
         return run
 
     of = lambda *names: tuple(arrays[name] for name in names)
-    all_of = of("x", "ids", "weights", "up", "down")
     parts: dict[str, Any] = {
         "communication": (communication, of("x", "ids", "weights"), 0.0),
         "products": (lambda r, s, u, d: swiglu(u, d, r, s), of("rows", "sizes", "up", "down"), flop),
-        "layer": (functools.partial(layer, 1), all_of, flop),
+        "layer": (layer, of("x", "ids", "weights", "up", "down"), flop),
     }
-    parts |= {f"layer in {n} chunks": (functools.partial(layer, n), all_of, flop) for n in chunks}
     for way, factor in (("forward", 1), ("forward + backward", 3)):
         for part, (function, arguments, work) in parts.items():
             timed = local(function if factor == 1 else both(function))
             beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi"))
-            more: Any = {"beside": beside, "overlaps": "chunks" in part} if "layer" in part else {}
-            yield Program(f"{part} {way}", "ffi", factor * work, timed, arguments, **more)
-    for n in chunks if on_gpu else ():  # elsewhere no profile shows kernels
-        op = f"products of {n} chunks forward"
-        alone = local(functools.partial(apart, n))
-        yield Program(op, "alone", flop, alone, all_of, kernels=PRODUCT_KERNELS)
-        among = local(functools.partial(layer, n))
-        compared = ((op, "alone"),)
-        yield Program(op, "in the layer", flop, among, all_of, beside=compared, kernels=PRODUCT_KERNELS)
+            beside = beside if part == "layer" else ()
+            yield Program(f"{part} {way}", "ffi", factor * work, timed, arguments, beside)
 
 
 def programs(
@@ -182,9 +154,8 @@ def programs(
         mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(mapped)
 
-    def moe(*arguments: Any, num_chunks: int = 1, share: int = 1) -> jax.Array:
-        rows = None if capacity is None else -(-capacity // share)
-        return jax_ep.moe(*arguments, capacity=rows, num_chunks=num_chunks, **shared)
+    def moe(*arguments: Any) -> jax.Array:
+        return jax_ep.moe(*arguments, capacity=capacity, **shared)
 
     def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
         sent = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
@@ -200,9 +171,7 @@ def programs(
     yield from products(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments
     arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
-    chunks = [n for n in CHUNKS if shape.tokens % n == 0]
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
-    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner, chunks, on_gpu)
+    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner)
 
 
 def time_programs(
@@ -217,11 +186,7 @@ def time_programs(
             return program.function(*arguments)
 
         end_to_end = measure.end_to_end_us(run, program.arguments, CALLS, options.repeats)
-        device = None
-        if on_gpu and program.overlaps:
-            device = measure.busy_us(run, program.arguments, CALLS)
-        elif on_gpu:
-            device = measure.kernels_us(run, program.arguments, CALLS, program.kernels)
+        device = measure.kernels_us(run, program.arguments, CALLS, ()) if on_gpu else None
         yield program, processes.slowest(device), processes.slowest(end_to_end) or end_to_end
 
 

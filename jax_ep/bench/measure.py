@@ -38,18 +38,6 @@ def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple
     return max(totals, default=0.0) or None
 
 
-def busy_us(run: Callable[..., Any], arguments: Any, steps: int) -> float | None:
-    """The same where kernels run side by side: microseconds of one step in which any kernel runs."""
-    totals = []
-    for kernels in _kernels(run, arguments):
-        total, until = 0.0, 0.0
-        for _, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
-            total += max(end - max(begin, until), 0.0)
-            until = max(until, end)
-        totals.append(total / 1e3 / steps)
-    return max(totals, default=0.0) or None
-
-
 def _kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:
     """Of each device its kernels in a profile: name, begin and end in nanoseconds."""
     with tempfile.TemporaryDirectory() as folder:
