@@ -51,7 +51,10 @@ class Opening {
     const MeshPosition position = *position_operand;
     if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
     last_ = *epoch;
-    gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, 1) : LoadRelaxed(&own.gate);
+    // As far as the compiler can tell, this number differs between lanes. Otherwise it would add once for all
+    // lanes, and wait here for the old value.
+    const uint32_t one = threadIdx.x + 2 - blockDim.x;
+    gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, one) : LoadRelaxed(&own.gate);
     position_ = position;
   }
 

@@ -62,10 +62,6 @@ __device__ inline uint64_t AddRelaxed(uint64_t* address, uint64_t number) {
                : "memory");
   return old;
 }
-// Adds to a word that the blocks of one device share. Nothing waits for it.
-__device__ inline void AddRelease(uint32_t* address, uint32_t number) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(number) : "memory");
-}
 
 // Stops the GPU; used only by StopGpu. If a peer may still write to memory that XLA would reuse, no error
 // could keep a program from continuing with that memory.

@@ -46,10 +46,6 @@ inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t wa
   return atomicCAS(address, expected, wanted);
 }
 inline uint64_t AddRelaxed(uint64_t* address, uint64_t number) { return atomicAdd(address, number); }
-inline void AddRelease(uint32_t* address, uint32_t number) {
-  emulation::Machine::Get().Access(true);
-  __atomic_fetch_add(address, number, __ATOMIC_RELEASE);
-}
 inline void Trap() { emulation::Machine::Get().Trap(); }
 
 template <typename T>
