@@ -4,9 +4,9 @@ import argparse
 import sys
 
 import jax_ep
-from jax_ep import _info
-from jax_ep._cli import run_all
 from jax_ep.bench import arguments as bench_arguments
+from jax_ep.command import info
+from jax_ep.command.options import run_all
 from jax_ep.demo import arguments as demo_arguments
 
 
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model")
     demo_arguments.add_to(demo)
     demo.set_defaults(run=run_demo)
-    info = commands.add_parser("info", help="show versions, devices and what the ops will run on")
-    info.add_argument("--json", action="store_true", help="as JSON")
-    info.set_defaults(run=lambda options: _info.run(options.json))
+    info_command = commands.add_parser("info", help="show versions, devices and what the ops will run on")
+    info_command.add_argument("--json", action="store_true", help="as JSON")
+    info_command.set_defaults(run=lambda options: info.run(options.json))
     bench = commands.add_parser("bench", help="time the ops on the devices that are here")
     bench_arguments.add_to(bench)
     bench.set_defaults(run=run_bench)

@@ -22,7 +22,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jax_ep
-from jax_ep import _apart, _extension, _ffi
+from jax_ep import _extension
+from jax_ep._transport import ffi, stream
 
 processes.join()
 
@@ -99,7 +100,7 @@ def gpu_group(open_group: Callable[..., jax_ep.Group], monkeypatch: pytest.Monke
     group = open_group(make_mesh((most_ranks(),), ("ep",)), "ep")
     monkeypatch.setattr(group, "_platform", "gpu")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    monkeypatch.setattr(_ffi, "goes_through_arena", lambda *rows, **options: False)
+    monkeypatch.setattr(ffi, "goes_through_arena", lambda *rows, **options: False)
     return group
 
 
@@ -110,5 +111,5 @@ def annotated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         if jax.default_backend() == "gpu":
             pytest.skip("annotated anyway")
         by_handlers = lambda group, implementation: group._resolve(implementation) == "ffi"
-        monkeypatch.setattr(_apart, "has_stream", by_handlers)
+        monkeypatch.setattr(stream, "has_stream", by_handlers)
     return request.param

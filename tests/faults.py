@@ -145,7 +145,7 @@ def run_set(
 
     None: it had to be killed.
     """
-    from jax_ep._cli import free_address
+    from jax_ep.command.options import free_address
 
     address = free_address()
     limits = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}", "JAX_PLATFORMS": "cuda"}

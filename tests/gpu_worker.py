@@ -22,10 +22,10 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_ep  # noqa: E402
-from jax_ep import _processes  # noqa: E402
+from jax_ep._group import handshake  # noqa: E402
 
 if host := os.environ.get("JAX_EP_TEST_HOST"):  # processes of one host that are to think they are on several
-    _processes.host_id = lambda: host
+    handshake.host_id = lambda: host
 per_node = int(os.environ.get("JAX_EP_TEST_RANKS_PER_NODE", "0")) or None
 
 R, T, K, H = len(jax.devices()), int(os.environ.get("JAX_EP_TEST_TOKENS", "64")), 4, 512

@@ -141,8 +141,8 @@ def shares(processes: int, gpus: list[str]) -> list[dict[str, str]]:
 
 def main(processes: int, arguments: list[str], limit_s: float = 1800) -> int:
     """The largest exit status. All are killed when one fails, or the time is up."""
-    from jax_ep._cli import free_address
     from jax_ep.bench.processes import visible_gpus
+    from jax_ep.command.options import free_address
 
     if not visible_gpus():
         raise SystemExit("needs a GPU; nvidia-smi lists none, or CUDA_VISIBLE_DEVICES hides them")

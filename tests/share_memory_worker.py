@@ -19,7 +19,7 @@ jax.distributed.initialize(address, num_processes=2, process_id=process)
 
 import numpy as np  # noqa: E402
 
-from jax_ep import _processes, _sockets  # noqa: E402
+from jax_ep._group import handshake, memory  # noqa: E402
 
 BASE, BYTES, BOARD_BYTES = 0x10000, 0x1000, 0x2000
 SIZE = 4
@@ -70,7 +70,7 @@ def watch_process(other: int, descriptor: int) -> None:
     watched[other] = descriptor
 
 
-def open_device_group(key: str, ranks: list[_processes.Rank], num_ranks: int, board: int) -> str:
+def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, board: int) -> str:
     status = os.fstat(board)
     assert (num_ranks, status.st_size) == (SIZE, BOARD_BYTES)
     opened.append(key)
@@ -105,7 +105,7 @@ module: Any = SimpleNamespace(
     reset_device_group=reset_device_group,
 )
 
-drain = _processes.drain
+drain = handshake.drain
 
 
 def drain_and_log(local: Any, limit_s: float) -> None:
@@ -113,9 +113,9 @@ def drain_and_log(local: Any, limit_s: float) -> None:
     log.append([device.id for device in local])
 
 
-_processes.drain = drain_and_log
+handshake.drain = drain_and_log
 devices = list(np.array(jax.devices()).reshape(2, -1).T.flat)  # two groups, each of both processes' devices
-_processes.exchange(devices, {}, 60, "a first word")  # which opens connections that stay
+handshake.exchange(devices, {}, 60, "a first word")  # which opens connections that stay
 before = len(os.listdir("/proc/self/fd"))
 
 
@@ -123,15 +123,15 @@ def make(key: str) -> None:
     """Makes a group; an error is printed."""
     began = time.monotonic()
     try:
-        _processes.open_group(module, key, devices, SIZE, hold, 0.5)
-    except (_processes.SetupError, _processes.SetupTimeout, RuntimeError) as error:
+        memory.open_group(module, key, devices, SIZE, hold, 0.5)
+    except (handshake.SetupError, handshake.SetupTimeout, RuntimeError) as error:
         kind = type(error).__name__
         print(f"{kind} after {time.monotonic() - began:.1f} s: {error}", flush=True)
 
 
 def count_descriptors() -> None:
     """None is open but the memory itself, and one for each end of a watch."""
-    expected = before + len(files) + len(watched) + len(_sockets._kept)
+    expected = before + len(files) + len(watched) + len(memory._kept)
     assert len(os.listdir("/proc/self/fd")) == expected
     print("descriptors closed", flush=True)
 
@@ -143,23 +143,23 @@ def end() -> None:
 
 
 if task.endswith("never comes"):
-    _processes.LEAST_S = 3.0
+    handshake.LEAST_S = 3.0
     name = task.split(":")[0]
     if process == 1:
-        original = getattr(_processes._Setup, name)
+        original = getattr(memory._Setup, name)
 
         def late(*arguments: Any) -> Any:
             time.sleep(10)
             return original(*arguments)
 
-        setattr(_processes._Setup, name, late)
+        setattr(memory._Setup, name, late)
     make("key")
     end()
 if task == "one dies":
     if process == 1:
         time.sleep(1)  # the other may not have read the first word yet
         os.kill(os.getpid(), signal.SIGKILL)
-    _processes.LEAST_S = 5.0  # gloo of the newest jax says nothing of its end
+    handshake.LEAST_S = 5.0  # gloo of the newest jax says nothing of its end
     make("key")
     end()
 if task == "other groups":

@@ -15,8 +15,8 @@ from conftest import most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi
-from jax_ep._handle import row_experts
+from jax_ep._transport import ffi
+from jax_ep._transport.routing import row_experts
 
 R, T, K, E, H = min(most_ranks(), 4), 6, 3, 8, 16
 L, SLOTS = E // R, R * T
@@ -198,7 +198,7 @@ def test_shapes_that_combine_does_not_take(y, row_weights, text):
 
 def poison_empty_slots(monkeypatch):
     """What GPUs may leave in slots that no row fills, on every platform."""
-    route = _ffi.route
+    route = ffi.route
 
     def poisoned(routing, *arguments, **options):
         out = route(routing, *arguments, **options)
@@ -211,7 +211,7 @@ def poison_empty_slots(monkeypatch):
 
         return out._replace(rows=tuple(map(poison, out.rows)))
 
-    monkeypatch.setattr(_ffi, "route", poisoned)
+    monkeypatch.setattr(ffi, "route", poisoned)
 
 
 @pytest.mark.parametrize("rematerialised", [False, True])

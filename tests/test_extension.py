@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from jax_ep import _extension
-from jax_ep._extension_types import Extension
+from jax_ep._extension import Extension
 
 
 def test_types():

@@ -15,8 +15,8 @@ import pytest
 from conftest import skip_or_fail
 from processes import GPUS, run_all, shares
 
-from jax_ep._cli import free_address
 from jax_ep.bench.processes import visible_gpus
+from jax_ep.command.options import free_address
 
 WORKER = pathlib.Path(__file__).with_name("gpu_worker.py")
 COUNT = len(visible_gpus())

@@ -11,8 +11,8 @@ from cases import BF16, FP8, floats, ranks, routing, weights_of
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _reference
-from jax_ep._handle import Routing
+from jax_ep._transport import xla
+from jax_ep._transport.routing import Routing
 
 R, T, K, E, H = 4, 7, 3, 8, 5
 
@@ -87,13 +87,13 @@ def test_closed_form_of_dispatch(order, capacity, implementation):
 
 def reference_layer(routing_, x, ids, w):
     """The xla implementation without its custom rules: plain JAX differentiates it."""
-    d = _reference.route(routing_, (x,), ids, w)
+    d = xla.route(routing_, (x,), ids, w)
     y = jnp.tanh(d.rows[0])
     if routing_.order == "expert":
-        (out,), _, _ = _reference.pull(d.handle, (y,), d.weights, (), None)
+        (out,), _, _ = xla.pull(d.handle, (y,), d.weights, (), None)
         return out
     y = y * jnp.sum(d.weights, axis=1, keepdims=True)
-    return _reference.pull(d.handle, (y,), None, (), None)[0][0]
+    return xla.pull(d.handle, (y,), None, (), None)[0][0]
 
 
 def layer(order, capacity, implementation, x, ids, w):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _control_blocks, _processes
+from jax_ep._group import handshake, memory
 
 
 def doubled(group, mesh):
@@ -127,8 +127,8 @@ def fake_gpus(monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("pretends on the CPU")
     fake = FakeGpus()
-    monkeypatch.setattr(_control_blocks, "_reserving", fake.reserving)
-    monkeypatch.setattr(_control_blocks, "_controls", {})
+    monkeypatch.setattr(memory, "_reserving", fake.reserving)
+    monkeypatch.setattr(memory, "_controls", {})
     return fake
 
 
@@ -172,7 +172,7 @@ def test_a_failed_group_is_reset_after_what_was_launched_before(fake_gpus, monke
     mesh = make_mesh((2,), ("ep",))
     devices = list(mesh.devices)
     drain = lambda devices, limit_s: fake_gpus.log.append(("drain", len(devices)))
-    monkeypatch.setattr(_processes, "drain", drain)
+    monkeypatch.setattr(handshake, "drain", drain)
     fake_gpus.failed = True
     with jax_ep.Group(mesh, "ep") as group:
         assert group._open_on_gpus(fake_gpus.module, devices) == ""
@@ -182,20 +182,20 @@ def test_a_failed_group_is_reset_after_what_was_launched_before(fake_gpus, monke
 def test_a_wait_that_ends():
     release = threading.Event()
     with pytest.raises(
-        _processes.SetupTimeout, match=r"Group: knocking did not end within 0\.1 s in process 0"
+        handshake.SetupTimeout, match=r"Group: knocking did not end within 0\.1 s in process 0"
     ):
-        _processes.within(0.1, "knocking", release.wait)
+        handshake.within(0.1, "knocking", release.wait)
     release.set()
-    assert _processes.within(60, "knocking", lambda: 5) == 5
+    assert handshake.within(60, "knocking", lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        _processes.within(60, "knocking", lambda: 1 // 0)
+        handshake.within(60, "knocking", lambda: 1 // 0)
 
 
 def test_what_cannot_end_is_told_by_name(fake_gpus, monkeypatch):
     def stuck(devices, limit_s):
-        raise _processes.SetupTimeout("Group: waiting for earlier programs did not end")
+        raise handshake.SetupTimeout("Group: waiting for earlier programs did not end")
 
-    monkeypatch.setattr(_processes, "drain", stuck)
+    monkeypatch.setattr(handshake, "drain", stuck)
     fake_gpus.failed = True
     mesh = make_mesh((2,), ("ep",))
     with (

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ep import _extension, _hosts, _processes
+from jax_ep import _extension
+from jax_ep._group import handshake, hosts
 
 
 def device(number, process, platform="gpu"):
@@ -25,10 +26,10 @@ def host_of(monkeypatch):
     hosts = {}
 
     def exchange(devices, message, limit_s, step):
-        assert message == {"host": _processes.host_id()}
+        assert message == {"host": handshake.host_id()}
         return {d.process_index: {"host": hosts[d.process_index]} for d in devices}
 
-    monkeypatch.setattr(_processes, "exchange", exchange)
+    monkeypatch.setattr(handshake, "exchange", exchange)
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     return hosts
 
@@ -45,7 +46,7 @@ def host_of(monkeypatch):
     ],
 )
 def test_a_process_is_a_host_of_cpus(processes, per_host):
-    assert _hosts.find_ranks_per_host(grid(processes, "cpu"), 1) == (per_host, "")
+    assert hosts.find_ranks_per_host(grid(processes, "cpu"), 1) == (per_host, "")
 
 
 @pytest.mark.parametrize(
@@ -59,16 +60,16 @@ def test_a_process_is_a_host_of_cpus(processes, per_host):
 )
 def test_gpus_of_several_processes_say_which_host_they_are_on(hosts, per_host, host_of):
     host_of.update(enumerate(hosts))
-    assert _hosts.find_ranks_per_host(grid([[0, 1, 2, 3]]), 1) == (per_host, "")
+    assert hosts.find_ranks_per_host(grid([[0, 1, 2, 3]]), 1) == (per_host, "")
 
 
 def test_one_process_asks_nobody(host_of):
-    assert _hosts.find_ranks_per_host(grid([[0, 0, 0, 0]]), 1) == (4, "")
+    assert hosts.find_ranks_per_host(grid([[0, 0, 0, 0]]), 1) == (4, "")
 
 
 def test_gpus_without_kernels_ask_nobody(host_of, monkeypatch):
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "no CUDA part")
-    assert _hosts.find_ranks_per_host(grid([[0, 1]]), 1) == (2, "")
+    assert hosts.find_ranks_per_host(grid([[0, 1]]), 1) == (2, "")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_gpus_without_kernels_ask_nobody(host_of, monkeypatch):
     ],
 )
 def test_ranks_that_are_laid_out_otherwise(processes):
-    per_host, reason = _hosts.find_ranks_per_host(grid(processes, "cpu"), 1)
+    per_host, reason = hosts.find_ranks_per_host(grid(processes, "cpu"), 1)
     assert per_host == len(processes[0])
     assert "not consecutive, or not as many on each" in reason
     assert str(processes) in reason
@@ -99,6 +100,6 @@ def test_ranks_that_are_laid_out_otherwise(processes):
 def test_only_processes_of_the_same_groups_are_asked(processes, me, found, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: me)
     devices = list(grid(processes))
-    assert [d.id for d in _processes.neighbours(devices, 2)] == found
+    assert [d.id for d in handshake.neighbours(devices, 2)] == found
     others = any(processes[i] != me for i in found)
-    assert _processes.has_peers_elsewhere(devices, 2) == others
+    assert handshake.has_peers_elsewhere(devices, 2) == others

@@ -7,7 +7,8 @@ import sys
 import jax
 
 import jax_ep
-from jax_ep import _extension, _info
+from jax_ep import _extension
+from jax_ep.command import info
 
 
 def test_as_json(tmp_path):
@@ -30,7 +31,7 @@ def test_as_json(tmp_path):
 
 
 def test_as_text(capsys):
-    assert _info.run(as_json=False) == 0
+    assert info.run(as_json=False) == 0
     out = capsys.readouterr().out
     assert f"jax         {jax.__version__}" in out
     assert "ops run as  implementation='ffi'" in out
@@ -39,14 +40,14 @@ def test_as_text(capsys):
 
 def test_without_the_extension(monkeypatch, capsys):
     monkeypatch.setattr(_extension, "_load", lambda: (None, "nobody built it"))
-    assert _info.run(as_json=False) == 0
+    assert info.run(as_json=False) == 0
     out = capsys.readouterr().out
     assert "extension   none" in out
     assert "not 'ffi': nobody built it" in out
 
 
 def test_links_are_a_matrix():
-    report = _info.collect() | {"links": [["self", "nvlink"], ["nvlink", "self"]]}
-    lines = [line.rstrip() for line in _info._lines(report)]
+    report = info.collect() | {"links": [["self", "nvlink"], ["nvlink", "self"]]}
+    lines = [line.rstrip() for line in info._lines(report)]
     assert "links       self   nvlink" in lines
     assert "            nvlink self" in lines

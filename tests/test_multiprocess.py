@@ -11,7 +11,7 @@ import tempfile
 import pytest
 from processes import GPUS, run_all, shares
 
-from jax_ep._cli import free_address
+from jax_ep.command.options import free_address
 
 HERE = pathlib.Path(__file__).parent
 

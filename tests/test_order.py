@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ordered import unordered
 
 import jax_ep
-from jax_ep import _apart
+from jax_ep._transport import ffi, stream
 
 R, T, K, E, H, F = 4, 8, 2, 8, 128, 64
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "howto" / "overlap.md"
@@ -21,11 +21,11 @@ SPECS = {"router": P(), "up": P("ep"), "down": P("ep")}
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch):
     """As if there were a stream for communication, and many tokens."""
-    real = _apart.has_stream
+    real = stream.has_stream
     pretend = lambda group, implementation: real(_Gpu(group), implementation)
-    monkeypatch.setattr(_apart, "has_stream", pretend)
-    monkeypatch.setattr(_apart, "Group", _Gpu)
-    monkeypatch.setattr(_apart._ffi, "goes_through_arena", lambda *_: False)
+    monkeypatch.setattr(stream, "has_stream", pretend)
+    monkeypatch.setattr(stream, "Group", _Gpu)
+    monkeypatch.setattr(ffi, "goes_through_arena", lambda *_: False)
 
 
 class _Gpu:

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from layers import R, inputs, layer
 
 import jax_ep
-from jax_ep import _extension, _info, _processes, _rails
+from jax_ep import _extension
+from jax_ep._group import handshake, nccl
+from jax_ep.command import info
 
 STEPS = ["connect", "allocate", "register", "join", "try", "publish"]
 
@@ -82,15 +84,15 @@ def others(monkeypatch):
             theirs = {**theirs, "ids": {"9": "theirs"}}
         return {process: message if process == 0 else theirs for process in processes}
 
-    monkeypatch.setattr(_processes, "exchange", exchange)
-    monkeypatch.setattr(_processes, "drain", lambda devices, limit_s: None)
-    monkeypatch.setattr(_rails, "_settled", {})
+    monkeypatch.setattr(handshake, "exchange", exchange)
+    monkeypatch.setattr(handshake, "drain", lambda devices, limit_s: None)
+    monkeypatch.setattr(nccl, "_settled", {})
     return answers
 
 
 def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), reason="", per_host=2, limit_s=1.0):
     monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
-    return _rails.open_rails(grid(processes), per_host, reason, limit_s)
+    return nccl.open_rails(grid(processes), per_host, reason, limit_s)
 
 
 def test_each_index_has_a_rail(others, monkeypatch):
@@ -123,7 +125,7 @@ def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
         ({"version": ("", "NCCL 2.27.7 is loaded")}, {}, "process 0: NCCL 2.27.7 is loaded", []),
         ({}, {"NCCL is loaded": {"error": "NCCL 2.27.7 is loaded"}}, "process 1: NCCL 2.27.7", []),
         ({}, {"NCCL is loaded": {"version": "2.32.3"}}, "different versions of NCCL: 2.30.7, 2.32.3", []),
-        ({}, {"NCCL is loaded": {"protocol": 0}}, f"different versions of jax_ep: 0, {_rails.PROTOCOL}", []),
+        ({}, {"NCCL is loaded": {"protocol": 0}}, f"different versions of jax_ep: 0, {nccl.PROTOCOL}", []),
         ({}, {"group is made": {"key": "other"}}, "different groups at the same time", []),
         ({}, {"group is made": {"state": ""}}, "ended in some of the processes only", []),
         ({}, {"group is made": {"state": "it did not end"}}, "it did not end", []),
@@ -190,7 +192,7 @@ def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
     ends = threading.Event()
     module = Module(**{"connect:": lambda: ends.wait(60) and ""})
     with pytest.raises(
-        _processes.SetupTimeout, match=r"connecting hosts by NCCL did not end within 0.2 s.*NCCL"
+        handshake.SetupTimeout, match=r"connecting hosts by NCCL did not end within 0.2 s.*NCCL"
     ):
         open_rails(module, monkeypatch, limit_s=0.2)
     assert "an earlier set-up did not end" in open_rails(Module(), monkeypatch)
@@ -206,10 +208,10 @@ def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
     ],
 )
 def test_info_says_what_hosts_would_use(module, expected, monkeypatch):
-    report = _info.collect()
+    report = info.collect()
     monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
-    lines = _info._lines(report | {"rails": _rails.describe()})
+    lines = info._lines(report | {"rails": nccl.describe()})
     assert any(re.search(f"between hosts: {re.escape(expected)}", line) for line in lines)
 
 
@@ -241,11 +243,11 @@ def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
     module = SimpleNamespace(close_group=closed.append)
 
     def stuck(*_):
-        raise _processes.SetupTimeout("connecting hosts did not end")
+        raise handshake.SetupTimeout("connecting hosts did not end")
 
     within = two_hosts.group._within
     with monkeypatch.context() as patched:
-        patched.setattr(_rails, "open_rails", stuck)
+        patched.setattr(nccl, "open_rails", stuck)
         patched.setattr(_extension, "extension", lambda: module)
         with pytest.raises(jax_ep.PeerTimeoutError, match="did not end"):
             two_hosts.group._open_rails(within, grid([[0, 0, 1, 1]]), 1.0)

@@ -1,11 +1,13 @@
-"""What the parts of the extension may know of each other, read from their sources."""
+"""Which parts of the package and of the extension may use which others, read from their sources."""
 
+import ast
 import pathlib
 import re
 
 import pytest
 
 FFI = pathlib.Path(__file__).parents[1] / "ffi"
+PACKAGE = FFI.parent / "jax_ep"
 
 EVERYWHERE = ("core", "host", "handlers", "kernels", "runtime")
 
@@ -35,3 +37,61 @@ def test_rule(folders, pattern, why):
     found = {str(path.relative_to(FFI)) for path in sources if re.search(pattern, code_of(path))}
     found -= EXCEPTIONS if folders == EVERYWHERE else set()
     assert not found, f"{pattern!r} stands in {found}: {why}"
+
+
+# The rooms of the package form a stair: each imports only from rooms on floors below its own.
+FLOORS = (
+    ("_checks", "_extension"),
+    ("_jax",),
+    ("_group",),
+    ("_transport",),
+    ("_ops",),
+    ("command", "bench", "demo"),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Ops that are made of other ops.
+COMPOSED = {"moe": {"dispatch", "combine"}, "overlap": {"dispatch", "combine"}, "dispatch": {"statistics"}}
+
+
+def modules_of(room):
+    paths = [PACKAGE / f"{room}.py", *(PACKAGE / room).rglob("*.py")]
+    return [path for path in paths if path.exists()]
+
+
+def imports_of(path):
+    """Returns what a module imports from the package, as ("_ops", "dispatch", "DispatchedByExpert")."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [node for node in nodes if node.module is not None and node.module.split(".")[0] == "jax_ep"]
+    return [(*node.module.split(".")[1:], alias.name) for node in nodes for alias in node.names]
+
+
+def test_every_module_has_a_room():
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert names - {"__init__", "__main__", "__pycache__"} == set(FLOOR_OF)
+
+
+@pytest.mark.parametrize("room", FLOOR_OF)
+def test_room_imports_only_from_floors_below(room):
+    for path in modules_of(room):
+        others = {found[0] for found in imports_of(path)} & set(FLOOR_OF) - {room}
+        above = {other for other in others if FLOOR_OF[other] >= FLOOR_OF[room]}
+        assert not above or room in FLOORS[-1], f"{path.relative_to(PACKAGE)} imports {above}"
+
+
+def test_ops_do_not_import_each_other():
+    for path in modules_of("_ops"):
+        others = {found[1] for found in imports_of(path) if found[0] == "_ops"}
+        others -= {"arguments", *COMPOSED.get(path.stem, ())}
+        assert not others, f"{path.name} imports {others}"
+
+
+def test_only_groups_have_state():
+    """Elsewhere state makes a program depend on what the process did before."""
+    for room in FLOOR_OF:
+        for path in modules_of(room):
+            assert "ContextVar" not in path.read_text()
+            values = [
+                ast.unparse(getattr(node, "value", None) or node) for node in ast.parse(path.read_text()).body
+            ]
+            state = [value for value in values if value in ("{}", "[]", "set()")]
+            assert not state or room == "_group", f"{path.relative_to(PACKAGE)} has state"

@@ -16,7 +16,7 @@ from conftest import most_ranks, need_gpu, skip_or_fail
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _apart
+from jax_ep._transport import ffi
 
 R, T, K, E, H = most_ranks(), 8, 3, 16, 128
 L = E // R
@@ -231,7 +231,7 @@ def test_what_is_apart(gpu_group):
 
 def test_few_tokens_are_not_apart(gpu_group, monkeypatch):
     """But for their sums."""
-    monkeypatch.setattr(_apart._ffi, "goes_through_arena", lambda *rows: True)
+    monkeypatch.setattr(ffi, "goes_through_arena", lambda *rows: True)
     lowered = lowered_for_gpus(gpu_group, "ffi")
     assert count_calls(lowered.as_text("hlo")) == {"route": 1, "push": 1, "pull": 2}
     assert lowered.as_text().count("_xla_stream_annotation") == 2

@@ -28,8 +28,9 @@ from jax.sharding import PartitionSpec as P
 from processes import num_processes
 
 import jax_ep
-from jax_ep import _extension, _ffi, _two_hops
-from jax_ep._layout import get_dispatch_layout
+from jax_ep import _extension
+from jax_ep._ops.layout import get_dispatch_layout
+from jax_ep._transport import ffi, two_hops
 
 R = most_ranks()
 PER_HOST = [n for n in (1, 2, 4) if n < R]
@@ -259,7 +260,7 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
-        came = _two_hops.send(_ffi, handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
+        came = two_hops.send(ffi, handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
         layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
         mine = jax.lax.axis_index("ep") // (size // hosts)
         elsewhere = jnp.arange(hosts)[:, None] != mine

@@ -12,8 +12,8 @@ from cases import floats, ranks, routing, weights_of
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _ffi
-from jax_ep._collectives import host, rank
+from jax_ep._transport import ffi
+from jax_ep._transport.collectives import host, rank
 
 R, PER_HOST, T, K, E, H = 4, 2, 16, 2, 8, 8
 NEVER = 10**9
@@ -28,8 +28,8 @@ class Failures:
         # Host -> the op after which none of its ops goes well; if it is a hop, its first rank fails of that.
         self.down = None
         for name in ("route", "push", "push_scaled", "pull"):
-            monkeypatch.setattr(_ffi, name, self._within(getattr(_ffi, name)))
-        monkeypatch.setattr(_ffi, "between_hosts", self._between(_ffi.between_hosts))
+            monkeypatch.setattr(ffi, name, self._within(getattr(ffi, name)))
+        monkeypatch.setattr(ffi, "between_hosts", self._between(ffi.between_hosts))
 
     def _within(self, op):
         def run(*args, **options):

@@ -4,9 +4,9 @@ import argparse
 
 import jax
 
-from jax_ep._cli import output_file, set_up_virtual_devices
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
+from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
 PARTS = ("communication", "layer")

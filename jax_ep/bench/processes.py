@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_ep._cli import run_all
+from jax_ep.command.options import run_all
 
 
 def start(count: int) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jax_ep import _info
 from jax_ep.bench.layers import Work
 from jax_ep.bench.shapes import Shape
+from jax_ep.command import info
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def write_json(path: Path, results: list[Result], work: list[Work]) -> None:
     """With versions and hardware, so that the figures can be compared later."""
     report = {
         "date": datetime.date.today().isoformat(),
-        "environment": _info.collect(),
+        "environment": info.collect(),
         "results": [dataclasses.asdict(result) for result in results],
         "layers": [dataclasses.asdict(result) for result in work],
     }

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jax_ep import _extension
-from jax_ep._dispatch import worst_case_capacity
-from jax_ep._group import Group
+from jax_ep._group.group import Group
+from jax_ep._transport.routing import worst_case_capacity
 from jax_ep.bench.shapes import Shape
 
 # Kernels of a step that carry rows over the links.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep._cli import set_up_virtual_devices
+from jax_ep.command.options import set_up_virtual_devices
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

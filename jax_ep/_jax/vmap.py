@@ -1,0 +1,73 @@
+"""Functions that `jax.vmap` calls once per batch element."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Function = Callable[..., Any]  # of arrays
+
+
+def takes_no_batch(function: Function) -> Function:
+    """The function, which `jax.vmap` then calls for one element after the other."""
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def _(size: int, is_batched: list[bool], *operands: Any) -> Any:
+        out = one_by_one(function, operands, is_batched)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function
+
+
+def one_by_one(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
+    """Returns the results [B, ...] of function(*operands) for each element of the batched operands."""
+    batched = [array for array, b in zip(operands, is_batched, strict=True) if b]
+    for array in batched:
+        _check_batch(array, 0)
+
+    def one(elements: Any) -> Any:
+        rest = iter(elements)
+        return function(*(next(rest) if b else a for a, b in zip(operands, is_batched, strict=True)))
+
+    return jax.lax.map(one, batched)
+
+
+def rejects_sharded_batch(array: jax.Array) -> jax.Array:
+    """Returns the array. A batch of it that an Explicit mesh axis shards is a ValueError."""
+    return _rejects_sharded_batch.bind(array)
+
+
+def _check_batch(array: jax.Array, dimension: int) -> None:
+    axis = jax.typeof(array).sharding.spec[dimension]
+    if axis is not None:
+        raise ValueError(
+            "jax_ep: no Explicit mesh axis may shard a batch that jax.vmap maps over, got "
+            f"{jax.typeof(array)}, whose batch is sharded over {axis!r}; make this axis manual (name it in "
+            "the axis_names and in_specs of jax.shard_map), or use an axis of type Auto"
+        )
+
+
+def _batch(arrays: Sequence[jax.Array], dimensions: Sequence[int]) -> Any:
+    _check_batch(arrays[0], dimensions[0])
+    return rejects_sharded_batch(arrays[0]), dimensions[0]
+
+
+_rejects_sharded_batch = Primitive("jax_ep_rejects_sharded_batch")
+
+
+_rejects_sharded_batch.def_impl(lambda array: array)
+
+
+_rejects_sharded_batch.def_abstract_eval(lambda array: array)
+
+
+ad.deflinear2(_rejects_sharded_batch, lambda cotangent, _: [rejects_sharded_batch(cotangent)])
+
+
+batching.primitive_batchers[_rejects_sharded_batch] = _batch
+
+
+mlir.register_lowering(_rejects_sharded_batch, lambda _, array: [array])

@@ -1,0 +1,165 @@
+"""Checks of arguments that need a Group, a Routing or a Handle."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from jax_ep._checks import array, at_least_one, on_device, shape_text
+from jax_ep._extension import Implementation, warn_once
+from jax_ep._group.group import Group
+from jax_ep._transport import stream
+from jax_ep._transport.backend import Attendance
+from jax_ep._transport.push_pull import for_tokens
+from jax_ep._transport.routing import Handle
+
+
+def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
+    """The ids [T, K], -1 for tokens from `count` on."""
+    given = array(op, "num_valid_tokens", count)
+    if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: num_valid_tokens must be this rank's number of tokens, an integer scalar or [1], got "
+            f"{shape_text(given)}; shard an array of all ranks' numbers over the group's axis"
+        )
+    if not isinstance(count, Tracer):
+        number = int(np.asarray(count).reshape(()))
+        if not 0 <= number <= ids.shape[0]:
+            raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(tokens < given.reshape(()).astype(jnp.int32), ids, jnp.asarray(-1, ids.dtype))
+
+
+def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits: bool = False) -> Attendance:
+    """Who takes part in an op; `active_ranks` is None there where nobody may be missing."""
+    if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
+        raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
+    masks, num_ranks = on_timeout == "mask", group.size
+    if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
+        raise ValueError(
+            f"{op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, for JAX's "
+            f"collectives between hosts wait for all ranks, got {group!r}; leave them out, or choose ranks "
+            "of one host"
+        )
+    if active_ranks is None:
+        return Attendance(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, waits)
+    given = array(op, "active_ranks", active_ranks)
+    kinds = (jnp.integer, jnp.bool_)
+    if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
+        raise ValueError(
+            f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
+            f"{shape_text(given)}"
+        )
+    is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
+    if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
+        raise ValueError(
+            f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, not "
+            f"their numbers, got {np.asarray(active_ranks).tolist()}"
+        )
+    return Attendance(given.astype(bool).astype(jnp.int32), masks, waits)
+
+
+def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:
+    """The rows that a rank takes from each host in hop 1, no more than a rank has tokens; 0 of one host."""
+    hosts = group.size // group.ranks_per_node
+    rows = hosts * num_tokens
+    if host_capacity is not None:
+        rows = at_least_one(op, "host_capacity", host_capacity)
+    if hosts == 1:
+        return 0
+    if 0 < rows < hosts:
+        raise ValueError(
+            f"{op}: host_capacity counts the rows that a rank takes from all {hosts} hosts, as many from "
+            f"each, so it must be at least {hosts}, got {rows}"
+        )
+    return min(rows // hosts, num_tokens)
+
+
+def handle(op: str, value: Any) -> Handle:
+    """The handle, whose arrays must fit its routing."""
+    if not isinstance(value, Handle):
+        raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
+    routing = value.routing
+    if routing.makes_two_hops:
+        handle(op, value.within)
+    expected = {
+        "topk_idx": (routing.num_tokens, routing.top_k),
+        "sent_rows": (routing.num_tokens, routing.rows_per_token),
+        "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
+        "expert_counts": (routing.num_local_experts,),
+    }
+    if routing.has_row_per_choice:
+        expected["received_rows"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
+    for name, shape in expected.items():
+        array = getattr(value, name)
+        if array is None or array.shape != shape or array.dtype != jnp.int32:
+            got = None if array is None else shape_text(array)
+            raise ValueError(
+                f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {got}; pass the handle "
+                "as dispatch returned it, sharded as it came out of shard_map"
+            )
+        on_device(op, f"handle.{name}", array)
+    return value
+
+
+def require_group(op: str, group: Any) -> None:
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"{op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
+            f"jax_ep.Group(mesh, axis_name); got {type(group).__name__}"
+        )
+
+
+def require_manual(op: str, group: Group) -> None:
+    """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
+    require_group(op, group)
+    group._require_open(op)
+    try:
+        size = jax.lax.axis_size(group.axis_name)
+    except NameError:
+        raise ValueError(
+            f"{op} communicates, so it must be called inside jax.shard_map over the axis "
+            f"{group.axis_name!r}; {_unbound(group)}"
+        ) from None
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(group._axes) <= set(mesh.manual_axes):
+        raise ValueError(
+            f"{op} communicates, so it must be called inside jax.shard_map over the axis "
+            f"{group.axis_name!r}; here an axis of that name is bound by something else, jax.vmap for example"
+        )
+    if size != group.size:
+        raise ValueError(
+            f"{op}: the axis {group.axis_name!r} of this shard_map has size {size}, but the group has "
+            f"{group.size} ranks; make the Group from the mesh of the shard_map"
+        )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    others = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
+    if others:
+        warn_once(
+            f"jax_ep: this shard_map leaves the mesh axes {others} to automatic sharding. All devices along "
+            "them then get the same tokens and do the same work, however the arguments are sharded; name "
+            "these axes in its axis_names and in_specs, unless the tokens are the same along them anyway"
+        )
+
+
+def _unbound(group: Group) -> str:
+    """Which axes of the group no shard_map binds, one at least."""
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    missing = [axis for axis in group._axes if axis not in bound]
+    if len(missing) == len(group._axes):
+        return "no such axis is bound here"
+    here, others = (", ".join(map(repr, axes)) for axes in (bound, missing))
+    return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
+
+
+def open_handle(
+    op: str, value: Any, implementation: str | stream.Asynchronous | None
+) -> tuple[Handle, Implementation]:
+    """The handle that an op goes along, checked, and the implementation that its group uses here."""
+    along = handle(op, value)
+    group = along.routing.group
+    require_manual(op, group)
+    return along, for_tokens(group._resolve(stream.plain(implementation)), along.routing, implementation)

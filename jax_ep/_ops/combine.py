@@ -1,0 +1,116 @@
+"""combine: the experts' rows back to their tokens, summed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_ep import _checks
+from jax_ep._jax.sharding import vary_alike, whole
+from jax_ep._ops import arguments
+from jax_ep._ops.arguments import open_handle
+from jax_ep._transport.backend import OnTimeout
+from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
+from jax_ep._transport.routing import Handle
+
+
+def combine(
+    y: Any,
+    handle: Handle,
+    *,
+    row_weights: Any = None,
+    bias: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: str | None = None,
+) -> Any:
+    """Sums each token's rows and returns them to the token's rank. Call it inside `jax.shard_map`.
+
+    The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
+    rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
+    rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows. Where ranks span
+    hosts, a host's part of any sum is rounded to y's dtype before it travels, and hosts are added in order.)
+    Padding, tail, empty slots and dropped rows are never read and get zero gradient.
+
+    Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
+    that it then applies no weights: by rank, multiply y by them before.
+
+    Args:
+      y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
+        [L, R * T, ...] of padded experts.
+      handle: of the dispatch; it says which ranks these are.
+      row_weights: floating [C] or [L, R * T] of 16 bits or more, as `DispatchedByExpert` has them: each row
+        of every leaf is multiplied by its weight in float32. Differentiable.
+      bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
+        rounding. Differentiable.
+      active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank
+        that is itself marked 0 gets the sums of no rows. As there, no gradient goes through a combine with
+        active_ranks or on_timeout="mask", it must not be rematerialised, and on GPUs it takes few tokens, in
+        one array that is not float64.
+      on_timeout: "raise" or "mask", as for `dispatch`: nothing comes from a rank that is too late.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      [T, ...] of y's structure and dtypes. With active_ranks, or on_timeout="mask", `(sums, active_ranks)`:
+      those and int32 [R], 1 for each rank that took part, as this rank knows.
+
+    Raises:
+      ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias with a pytree, or
+        no shard_map binds the axis of the handle's group.
+      TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
+        a combine that ranks may miss.
+    """
+    handle, chosen = open_handle("combine", handle, implementation)
+    routing = handle.routing
+    leaves, tree = jax.tree.flatten(y)
+    if not leaves:
+        raise ValueError("combine: y holds no array")
+    axes = "C" if routing.slots is None else "L, R * T"
+    leaves = _checks.leaves("combine", "y", leaves, routing.buffer, axes, "the capacity of the handle")
+    leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in leaves]
+    _checks.floating("combine", "y", leaves)
+    weights = None
+    if row_weights is not None:
+        if not routing.has_row_per_choice:
+            raise ValueError(
+                "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
+                "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
+            )
+        weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{axes}]")
+        weights = weights.reshape(routing.capacity)
+    biases = _biases(bias, tree, leaves, routing.num_tokens)
+
+    attendance = arguments.attendance("combine", active_ranks, on_timeout, routing.group)
+
+    operands = whole((handle, tuple(leaves), weights, biases, attendance.active_ranks))
+    handle, rows, weights, biases, active = vary_alike(operands, routing.group._axes)
+    attendance = attendance._replace(active_ranks=active)
+    with jax.named_scope("jax_ep.combine"):
+        if active is not None:
+            sums, active = pull_attended(chosen, handle, rows, weights, biases, attendance)
+        elif weights is None and not biases:
+            sums, _ = pull(chosen, handle, rows, None)
+        else:
+            sums = pull_scaled(chosen, handle, rows, weights, biases)
+    result = jax.tree.unflatten(tree, sums)
+    return result if active is None else (result, active)
+
+
+def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:
+    if bias is None:
+        return ()
+    if not jax.tree_util.treedef_is_leaf(tree):
+        raise ValueError("combine: bias needs y to be one array, not a pytree")
+    biases = [
+        _checks.array("combine", "bias", array)
+        for array in (bias if isinstance(bias, tuple | list) else (bias,))
+    ]
+    _checks.floating("combine", "bias", biases)
+    shape = (num_tokens, *leaves[0].shape[1:])
+    for array in biases:
+        if array.shape != shape:
+            raise ValueError(
+                f"combine: bias must have the shape of the result {list(shape)}, "
+                f"got {_checks.shape_text(array)}"
+            )
+    return tuple(biases)

@@ -1,0 +1,349 @@
+"""dispatch and redispatch: tokens to the ranks, or the experts, that they chose."""
+
+import dataclasses
+from typing import Any, Literal, overload
+
+import jax
+
+from jax_ep import _checks
+from jax_ep._group.group import Group
+from jax_ep._jax.sharding import vary_alike, whole
+from jax_ep._ops import arguments
+from jax_ep._ops.arguments import open_handle, require_manual
+from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
+from jax_ep._transport.backend import OnTimeout
+from jax_ep._transport.checkpoint import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._transport.fp8_rows import Quantize, check_quantize, route_fp8
+from jax_ep._transport.push_pull import attach, for_tokens, push, refuse_complex_gradients, route
+from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_experts, worst_case_capacity
+from jax_ep._transport.stream import plain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchedByRank:
+    """What arrived at this rank, one row a token. C rows of capacity, K choices, L experts on this rank."""
+
+    x: Any
+    """[C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail. A
+    `QuantizedArray` with quantize="fp8"."""
+    topk_idx: jax.Array
+    """int32 [C, K] local ids of the experts here that the token chose, -1 elsewhere and in the tail."""
+    topk_weights: jax.Array | None
+    """float32 [C, K] weights of these choices, 0 where the id is -1; None if no weights were passed."""
+    tokens_per_expert: jax.Array
+    """int32 [L] kept (row, k) pairs of each expert."""
+    num_tokens: jax.Array
+    """int32 [1] rows kept at this rank."""
+    num_dropped: jax.Array
+    """int32 [1] rows dropped at this rank for want of capacity."""
+    handle: Handle
+    """Where everything went: for `combine` and `redispatch`."""
+    active_ranks: jax.Array | None
+    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
+    on_timeout="mask"."""
+    statistics: DispatchStatistics | None
+    """Those that were passed, and this dispatch's added; None if none were."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchedByExpert:
+    """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank.
+
+    With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
+    On GPUs what x holds in empty slots is anything, also NaN, unless a gradient goes through the dispatch
+    to its rows or weights (then they are zero, but for FP8). `is_row` is the mask, and `row_weights` are 0
+    there.
+    """
+
+    x: Any
+    """[C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
+    k; zero in padding and tail (of padded experts see above). A `QuantizedArray` with quantize="fp8"."""
+    row_weights: jax.Array | None
+    """float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were passed."""
+    group_sizes: jax.Array
+    """int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes them; of padded
+    experts the slots that are filled, which come first."""
+    tokens_per_expert: jax.Array
+    """int32 [L] kept rows of each expert, without padding."""
+    num_tokens: jax.Array
+    """int32 [1] rows kept at this rank, without padding."""
+    num_dropped: jax.Array
+    """int32 [1] rows dropped at this rank for want of capacity."""
+    handle: Handle
+    """Where everything went: for `combine` and `redispatch`."""
+    active_ranks: jax.Array | None
+    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
+    on_timeout="mask"."""
+    statistics: DispatchStatistics | None
+    """Those that were passed, and this dispatch's added; None if none were."""
+
+    def row_experts(self) -> jax.Array:
+        """int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
+
+        Computed at each call, of one rank's shard: inside the shard_map of the dispatch.
+        """
+        handle = arguments.handle("row_experts", self.handle)
+        return in_slots(handle.routing, row_experts(handle))
+
+    def is_row(self) -> jax.Array:
+        """Bool [C] or [L, R * T]: which rows hold a token, not padding or tail. Computed at each call."""
+        return self.row_experts() >= 0
+
+
+@overload
+def dispatch(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["expert", "expert_padded"] = "expert",
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: str | None = None,
+) -> DispatchedByExpert: ...
+
+
+@overload
+def dispatch(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["rank"],
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: str | None = None,
+) -> DispatchedByRank: ...
+
+
+@overload
+def dispatch(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Order,
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: str | None = None,
+) -> DispatchedByRank | DispatchedByExpert: ...
+
+
+def dispatch(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Order = "expert",
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: Any = None,
+    active_ranks: Any = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: str | None = None,
+) -> DispatchedByRank | DispatchedByExpert:
+    """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
+
+    Shapes are one rank's shard: T tokens on this rank, K choices a token, R ranks, E experts in all,
+    L = E / R of them on each rank (expert e on rank e // L).
+
+    Args:
+      x: [T, ...] array or pytree of such arrays, of any dtype; an empty pytree routes only. Rows are moved
+        bit for bit. Floating leaves of 16 bits or more are differentiable; a gradient of complex ones is an
+        error. T may be 0.
+      topk_idx: int32 or int64 [T, K] expert ids. -1, and any id out of range, means unused. An id that
+        a token repeats is a choice of its own.
+      topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
+      group: the ranks.
+      num_experts: E, a multiple of R.
+      order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
+        "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
+        in an array [L, R * T, ...] with R * T slots for each expert, for products that take a mask, of few
+        tokens; without a capacity. On GPUs empty slots are not cleared: what x holds there may be NaN.
+      capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
+        a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
+        stated order and carry no gradient; `num_dropped` counts them. At least a.
+      host_capacity: where ranks span hosts, rows that this rank can take in the hop between hosts, as many
+        from each host, its own included. None means the worst case, T from each. Further ones are dropped in
+        the order of tokens: as if their choices on that host were -1, but counted there in `num_dropped`.
+      expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
+      quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
+        they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
+        takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
+        gradients of a dispatch that did not quantise ("straight through"; a cotangent is not rounded to FP8).
+      round_scale: the scales are rounded up to powers of two. (A number within 1/32 of the largest one of
+        x's dtype may then come back as infinity.)
+      num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
+        for a batch that has fewer tokens than the shapes of the program. None: T.
+      active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is
+        skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and nobody
+        waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
+        dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
+        other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a
+        group with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does
+        not wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks
+        nor on_timeout="mask" (ValueError).
+      on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
+        the others go on without it, and it is marked 0 in the result, which the next op should be given; a
+        rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had
+        sent before they gave up. It then counts these ranks as present, and its next op marks them.) The
+        collectives of "xla" wait for every rank, however long, and give active_ranks back as they were.
+      statistics: what earlier dispatches added up, or None.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      `DispatchedByExpert` or `DispatchedByRank`, as `order` says.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
+        group's axis.
+      TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, statistics are
+        no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8" or through a
+        dispatch that ranks may miss.
+    """
+    require_manual("dispatch", group)
+    chosen = group._resolve(plain(implementation))
+    if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
+        raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
+    leaves, tree = jax.tree.flatten(x)
+    ids = _checks.topk_idx("dispatch", topk_idx)
+    num_tokens, top_k = ids.shape
+    leaves = _checks.leaves("dispatch", "x", leaves, (num_tokens,), "T", "of topk_idx")
+    num_experts = _checks.num_experts("dispatch", num_experts, group.size)
+    alignment = _checks.at_least_one("dispatch", "expert_alignment", expert_alignment)
+    if order == "rank" and alignment != 1:
+        raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
+    if order == "expert_padded" and (alignment != 1 or capacity is not None):
+        raise ValueError(
+            "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
+            f"nor an expert_alignment, got {capacity} and {alignment}"
+        )
+    if round_scale and quantize is None:
+        raise ValueError(
+            "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
+        )
+    if quantize is not None:
+        check_quantize(quantize, x, leaves)
+    if num_valid_tokens is not None:
+        ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
+    worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
+    capacity = _checks.capacity("dispatch", capacity, worst, alignment)
+    if order == "expert_padded":
+        alignment = max(group.size * num_tokens, 1)
+    weights = None
+    if topk_weights is not None:
+        weights = _checks.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
+    host_rows = arguments.host_rows("dispatch", host_capacity, group, num_tokens)
+    routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
+    if statistics is not None:
+        check_statistics(statistics, routing)
+    attendance = arguments.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
+    statistics = whole(statistics)
+    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
+    sources, ids, weights, active = vary_alike(operands, group._axes)
+    sent = (sources, ids, weights, attendance._replace(active_ranks=active))
+    with jax.named_scope("jax_ep.dispatch"):
+        chosen = for_tokens(chosen, routing, implementation)
+        if quantize is None:
+            out = attach(chosen, route(chosen, routing, *sent), sources, weights)
+            rows = refuse_complex_gradients("dispatch", sources, out.rows)
+            rows = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
+        else:
+            rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
+        arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
+    rows, arrived = in_slots(routing, (rows, arrived))
+    if statistics is not None:
+        statistics = add_to(statistics, out)
+    counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped)
+    rest = (*counts, out.handle, out.attended.active_ranks, statistics)
+    if out.topk_idx is not None:
+        return DispatchedByRank(rows, out.topk_idx, arrived, *rest)
+    assert out.group_sizes is not None  # by expert
+    return DispatchedByExpert(rows, arrived, out.group_sizes, *rest)
+
+
+@overload
+def redispatch(
+    x: Any, handle: Handle, *, topk_weights: None = None, implementation: str | None = None
+) -> Any: ...
+
+
+@overload
+def redispatch(
+    x: Any, handle: Handle, *, topk_weights: jax.typing.ArrayLike, implementation: str | None = None
+) -> tuple[Any, jax.Array]: ...
+
+
+def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementation: str | None = None) -> Any:
+    """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
+
+    Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
+    and empty slots are zero. It is the transpose of an unweighted `combine`.
+
+    Args:
+      x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
+      handle: of the dispatch.
+      topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      The rows [C, ...], or [L, R * T, ...] of padded experts, as x is made; with topk_weights
+      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, R * T] by expert.
+
+    Raises:
+      ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.
+      TypeError: a leaf of x, or the handle, is of a kind that cannot be sent.
+    """
+    handle, chosen = open_handle("redispatch", handle, implementation)
+    routing = handle.routing
+    leaves, tree = jax.tree.flatten(x)
+    leaves = _checks.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
+    weights = None
+    if topk_weights is not None:
+        shape = (routing.num_tokens, routing.top_k)
+        weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
+    if not leaves and weights is None:
+        raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
+    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
+    with jax.named_scope("jax_ep.redispatch"):
+        rows, arrived = push(chosen, *operands)
+        rows = refuse_complex_gradients("redispatch", operands[1], rows)
+    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
+    if topk_weights is None:
+        return out
+    return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))

@@ -1,0 +1,28 @@
+"""What `jax.export` must know of this package's handlers, and what it must not make of them."""
+
+import jax
+
+_TARGETS = (
+    "layout",
+    "route",
+    "push",
+    "pull",
+    "hop",
+    "rail_hop",
+    "permute",
+    "repermute",
+    "unpermute",
+    "grouped_dot",
+    "grouped_dot_fp8",
+)
+
+
+DISABLE_JAX_EXPORT_CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(f"jax_ep_{target}") for target in _TARGETS
+)
+"""For `jax.export.export(..., disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)`: the handlers of all ops.
+
+`jax.export` refuses custom calls that it does not know, for their meaning could change from one version to
+the next. An exported program runs with the version of jax_ep that it was exported with, after the process
+has made an equal `Group`: the same axis names, devices of the same ids in the same order, as many on a host.
+"""

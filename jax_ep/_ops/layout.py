@@ -1,0 +1,70 @@
+"""get_dispatch_layout: how many tokens go where."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jax_ep import _checks, _extension
+from jax_ep._jax.sharding import whole
+from jax_ep._ops import arguments
+from jax_ep._transport.push_pull import backend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchLayout:
+    """Counts of one rank's tokens. R ranks, E experts, T tokens."""
+
+    num_tokens_per_rank: jax.Array
+    """int32 [R]; a token counts once for a rank, however many of its experts live there."""
+    num_tokens_per_node: jax.Array | None
+    """int32 [R / ranks_per_node], each token once a node; None if `ranks_per_node` was not given."""
+    num_tokens_per_expert: jax.Array
+    """int32 [E]."""
+    is_token_in_rank: jax.Array
+    """bool [T, R]."""
+
+
+def get_dispatch_layout(
+    topk_idx: Any,
+    *,
+    num_experts: int,
+    num_ranks: int,
+    ranks_per_node: int | None = None,
+    num_valid_tokens: Any = None,
+    implementation: str | None = None,
+) -> DispatchLayout:
+    """Counts where tokens go. Local: no communication, needs no shard_map.
+
+    The counts and their names are those of DeepEP's `get_dispatch_layout`.
+
+    Args:
+      topk_idx: int32 or int64 [T, K] expert ids; -1 and ids out of range are unused. An id that a token
+        repeats counts again for its expert, but not for its rank.
+      num_experts: E, a multiple of R.
+      num_ranks: R.
+      ranks_per_node: divides R; None if the nodes do not matter.
+      num_valid_tokens: int32 scalar, at most T: tokens from it on count nowhere. None: T.
+      implementation: None, "ffi" or "xla".
+
+    Raises:
+      ValueError: an argument is out of range or does not divide as it must.
+    """
+    op = "get_dispatch_layout"
+    implementation = _extension.local_implementation(implementation)
+    ids = _checks.topk_idx(op, topk_idx)
+    num_ranks = _checks.at_least_one(op, "num_ranks", num_ranks, _checks.MOST_EXPERTS)
+    num_experts = _checks.num_experts(op, num_experts, num_ranks)
+    per_node = 1 if ranks_per_node is None else _checks.at_least_one(op, "ranks_per_node", ranks_per_node)
+    if num_ranks % per_node != 0:
+        raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
+    if num_valid_tokens is not None:
+        ids = arguments.valid_tokens(op, num_valid_tokens, ids)
+    counts = backend(implementation).layout(whole(ids), num_experts, num_ranks, per_node)
+    return DispatchLayout(
+        counts.num_tokens_per_rank,
+        None if ranks_per_node is None else counts.num_tokens_per_node,
+        counts.num_tokens_per_expert,
+        counts.is_token_in_rank,
+    )

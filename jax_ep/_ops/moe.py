@@ -1,0 +1,183 @@
+"""moe: the whole expert-parallel layer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax
+
+from jax_ep import _checks
+from jax_ep._group.group import Group
+from jax_ep._ops.combine import combine
+from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
+from jax_ep._transport.fp8 import QuantizedArray
+from jax_ep._transport.fp8_rows import Quantize
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
+    """What one layer's routing brought to this rank. L experts on this rank."""
+
+    tokens_per_expert: jax.Array
+    """int32 [L] kept rows of each expert."""
+    num_tokens: jax.Array
+    """int32 [1] rows kept at this rank."""
+    num_dropped: jax.Array
+    """int32 [1] rows dropped at this rank for want of capacity."""
+
+
+@overload
+def moe(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
+    return_stats: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def moe(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
+    return_stats: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, MoEStats]: ...
+
+
+def moe(
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    num_valid_tokens: Any = None,
+    return_stats: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, MoEStats]:
+    """A Mixture-of-Experts layer: tokens to their experts, the experts, the weighted sum back.
+
+    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights. It is
+    `dispatch`, `expert_fn` and `combine`; call those for what they offer besides: other orders, ranks that
+    may be missing, statistics, rounded scales.
+
+    Args:
+      x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
+      topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
+      topk_weights: floating [..., T, K] of 16 bits or more.
+      expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
+        those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
+        product (on NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every
+        matrix). What it returns, floating, for padding and tail rows does not matter. The weights are
+        applied afterwards, by `combine`.
+      group: the ranks.
+      num_experts: E, in all.
+      capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
+        `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
+        expert_alignment.
+      host_capacity: rows that this rank can take in the hop between hosts, as for `dispatch`.
+      expert_alignment: each expert's rows start at a multiple of it.
+      quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
+      num_valid_tokens: int32 scalar, at most T (times the leading axes): later tokens count as absent, and
+        their sums are zero. None: all.
+      return_stats: also return how many rows came, and how many were dropped.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), in the dtype of expert_fn's result;
+      with return_stats `(sums, MoEStats)`.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
+        of rows, or no shard_map binds the group's axis.
+      TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
+        floating.
+    """
+    if isinstance(x, QuantizedArray):
+        raise TypeError(
+            "moe: x must be an array of tokens, got QuantizedArray; pass the tokens as they are, with "
+            "quantize='fp8' or 'fp8_dequantize', or call dispatch, which takes a QuantizedArray, and combine"
+        )
+    x = _checks.array("moe", "x", x)
+    topk_idx, topk_weights = (
+        _checks.array("moe", "topk_idx", topk_idx),
+        _checks.array("moe", "topk_weights", topk_weights),
+    )
+    tokens = x.shape[:-1]
+    if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            "moe: x must be [..., T, H], topk_idx and topk_weights [..., T, K], with the same leading axes; "
+            f"got {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        )
+    if not callable(expert_fn):
+        raise TypeError(
+            f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
+        )
+    x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
+    sent = dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        host_capacity=host_capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        num_valid_tokens=num_valid_tokens,
+        implementation=implementation,
+    )
+    with jax.named_scope("jax_ep.experts"):
+        y = expert_fn(sent)
+    _check_result(y, sent.handle.routing.capacity)
+    out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
+    out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
+    if not return_stats:
+        return out
+    return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+
+
+def _check_result(y: Any, rows: int) -> None:
+    """Of expert_fn: floating arrays of one row for each that it was given."""
+    returned = "what expert_fn returns"
+    leaves = [_checks.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
+    if not leaves:
+        raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")
+    for leaf in leaves:
+        if leaf.ndim < 1 or leaf.shape[0] != rows:
+            raise ValueError(
+                f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
+                f"got an array of shape {list(leaf.shape)}"
+            )
+    _checks.floating("moe", returned, leaves)
+
+
+def _merge_leading(array: jax.Array) -> jax.Array:
+    """[..., T, n] as [tokens, n]."""
+    return array if array.ndim == 2 else jax.lax.collapse(array, 0, array.ndim - 1)

@@ -1,0 +1,317 @@
+"""permute and unpermute: rank order to expert order and back, on one device."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks, _extension
+from jax_ep._extension import Implementation
+from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.sharding import vary_alike, whole
+from jax_ep._transport.backend import Permutation
+from jax_ep._transport.payload import SUMMED, is_differentiable, move_bits, sum_dtype
+from jax_ep._transport.push_pull import backend, refuse_complex_gradients
+from jax_ep._transport.routing import worst_case_capacity
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """Rows by expert, then by row, then by k. P rows, L experts; C rows and K choices came in."""
+
+    x: Any
+    """[P, ...] rows, an array or pytree as passed in; zero in padding and tail."""
+    row_map: jax.Array
+    """int32 [C, K]: the row of each (row, k), -1 none or dropped."""
+    group_sizes: jax.Array
+    """int32 [L] rows of each expert's block, padding included, clipped to P."""
+    tokens_per_expert: jax.Array
+    """int32 [L] rows of each expert, without padding, clipped to P."""
+    row_weights: jax.Array | None
+    """float32 [P] weight of each row's choice, zero in padding and tail; None if no weights were passed."""
+    num_dropped: jax.Array
+    """int32 [1] (row, k) pairs that found no place."""
+
+
+def permute(
+    x: Any,
+    topk_idx: Any,
+    *,
+    num_local_experts: int,
+    topk_weights: Any = None,
+    expert_alignment: int = 1,
+    capacity: int | None = None,
+    implementation: str | None = None,
+) -> Permuted:
+    """Brings rows into expert order, one copy for each choice of a row. Local.
+
+    Args:
+      x: [C, ...] array or pytree of such arrays, of any dtype, moved bit for bit. Floating leaves of 16
+        bits or more are differentiable; a gradient of complex ones is an error.
+      topk_idx: int32 or int64 [C, K] local expert ids, as a rank-order dispatch returns them.
+      num_local_experts: L.
+      topk_weights: floating [C, K] of 16 bits or more, or None. Differentiable.
+      expert_alignment: each expert's block starts at a multiple of it; padding rows are zero.
+      capacity: P, rows of the result; None means the worst case of distinct ids. Rows past it are dropped,
+        and `num_dropped` counts them. At least expert_alignment.
+      implementation: None, "ffi" or "xla".
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others.
+      TypeError: a leaf of x is of a kind that cannot be moved.
+    """
+    chosen = _extension.local_implementation(implementation)
+    leaves, tree = jax.tree.flatten(x)
+    ids = _checks.topk_idx("permute", topk_idx)
+    leaves = _checks.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")
+    experts = _checks.at_least_one("permute", "num_local_experts", num_local_experts, _checks.MOST_EXPERTS)
+    alignment = _checks.at_least_one("permute", "expert_alignment", expert_alignment)
+    worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
+    capacity = _checks.capacity("permute", capacity, worst, alignment)
+    weights = None
+    if topk_weights is not None:
+        weights = _checks.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
+    operands = vary_alike(whole((tuple(leaves), ids, weights)))
+    with jax.named_scope("jax_ep.permute"):
+        how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
+        out = _permute(how, *operands)
+        rows = refuse_complex_gradients("permute", operands[0], out.rows)
+    return Permuted(
+        x=jax.tree.unflatten(tree, rows),
+        row_map=out.row_map,
+        group_sizes=out.group_sizes,
+        tokens_per_expert=out.tokens_per_expert,
+        row_weights=out.row_weights,
+        num_dropped=out.num_dropped,
+    )
+
+
+@custom_vjp(0)
+def _permute(
+    how: tuple[Implementation, int, int, int],
+    leaves: tuple[jax.Array, ...],
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+) -> Permutation:
+    implementation, *sizes = how
+    out = move_bits(
+        backend(implementation),
+        lambda module, bits: module.permute(bits, topk_idx, topk_weights, *sizes),
+        leaves,
+    )
+    return Permutation(*out)
+
+
+def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
+    out = _permute(how, leaves, topk_idx, topk_weights)
+    return out, out.row_map
+
+
+def _permute_backward(how: tuple[Implementation, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
+    gradients = tuple(
+        _unpermute(how[0], row.dtype, row, row_map, None, None, None)
+        if is_differentiable(row.dtype)
+        else None
+        for row in cotangents.rows
+    )
+    weights = cotangents.row_weights
+    return gradients, None, None if weights is None else _at_rows(weights, row_map)
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
+    """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
+    rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
+    return values.at[rows].get(mode="fill", fill_value=0)
+
+
+def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
+    """[n, ...] as [n, m] of another dtype."""
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
+
+
+@custom_vjp(0, 1)
+def _repermute(
+    implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
+) -> jax.Array:
+    (moved,) = move_bits(
+        backend(implementation),
+        lambda module, bits: ((module.repermute(row_map, bits[0], num_permuted),),),
+        (leaf,),
+    )
+    return moved[0]
+
+
+def _repermute_forward(implementation: Any, num_permuted: int, leaf: Any, row_map: Any) -> Any:
+    return _repermute(implementation, num_permuted, leaf, row_map), row_map
+
+
+def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
+    return _unpermute(implementation, cotangent.dtype, cotangent, row_map, None, None, None), None
+
+
+_repermute.defvjp(_repermute_forward, _repermute_backward)
+
+
+@custom_vjp(0)
+def _repermute_scaled(
+    implementation: Implementation,
+    row_map: jax.Array,
+    leaf: jax.Array,
+    topk_weights: jax.Array,
+    factors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    return backend(implementation).repermute_scaled(row_map, leaf, topk_weights, factors)
+
+
+def _repermute_scaled_forward(implementation: Any, *operands: Any) -> Any:
+    return _repermute_scaled(implementation, *operands), operands
+
+
+def _repermute_scaled_backward(implementation: Any, operands: Any, cotangents: Any) -> Any:
+    """What is scaled is linear in rows and weights, a dot product in both rows: gradients are such again."""
+    row_map, leaf, weights, factors = operands
+    scaled, dots = cotangents
+    of_scaled = _unpermute(implementation, leaf.dtype, scaled, row_map, weights, None, None)
+    of_dots = _unpermute(implementation, leaf.dtype, factors, row_map, dots, None, None)
+    d_factors, d_weights = _repermute_scaled(implementation, row_map, leaf, dots, scaled)
+    return None, of_scaled + of_dots, d_weights, d_factors
+
+
+_repermute_scaled.defvjp(_repermute_scaled_forward, _repermute_scaled_backward)
+
+
+def unpermute(
+    y: Any,
+    row_map: Any,
+    *,
+    topk_weights: Any = None,
+    bias: Any = None,
+    topk_idx: Any = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Brings rows back from expert order: the weighted sum of each row's copies. Local.
+
+    For each row the sum over k, in that order, of weight * (y row + bias of its expert), in float32
+    (of float64 rows in float64), rounded once.
+
+    Args:
+      y: floating [P, ...] rows in expert order. Differentiable.
+      row_map: int32 [C, K], as `permute` returned it; -1 is skipped.
+      topk_weights: floating [C, K] of 16 bits or more; None means 1. Differentiable.
+      bias: floating [L, ...], one row an expert; needs topk_idx. Differentiable.
+      topk_idx: int32 or int64 [C, K], as passed to `permute`.
+      out_dtype: a floating dtype; None means y's.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      [C, ...].
+
+    Raises:
+      ValueError: shapes do not fit, or a bias came without topk_idx.
+      TypeError: y is several arrays, y, bias or out_dtype is not floating, or y or bias is FP8.
+    """
+    op = "unpermute"
+    if isinstance(y, tuple | list) and any(hasattr(part, "dtype") for part in y):
+        raise TypeError(f"{op}: y must be one array, got {type(y).__name__}; call it for each array")
+    chosen = _extension.local_implementation(implementation)
+    y, row_map = _checks.array(op, "y", y), _checks.array(op, "row_map", row_map)
+    if y.ndim < 1:
+        raise ValueError(f"{op}: y must be [P, ...], got {_checks.shape_text(y)}")
+    if row_map.ndim != 2 or row_map.dtype != jnp.int32 or row_map.shape[1] < 1:
+        raise ValueError(
+            f"{op}: row_map must be int32 [C, K] as permute returned it, got {_checks.shape_text(row_map)}"
+        )
+    _checks.floating(op, "y", [y])
+    out_dtype = _checks.floating_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype)
+    weights = None
+    if topk_weights is not None:
+        weights = _checks.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
+    ids = None
+    if topk_idx is not None:
+        ids = _checks.topk_idx(op, topk_idx)
+        if ids.shape != row_map.shape:
+            raise ValueError(
+                f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
+                f"got {_checks.shape_text(ids)}"
+            )
+    if bias is not None:
+        bias = _checks.array(op, "bias", bias)
+        _checks.floating(op, "bias", [bias])
+        if ids is None:
+            raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
+        if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
+            raise ValueError(
+                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
+                f"got {_checks.shape_text(bias)}"
+            )
+    summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
+    operands = vary_alike(whole((y, row_map, weights, bias, ids)))
+    with jax.named_scope("jax_ep.unpermute"):
+        chosen = chosen if row_map.shape[0] and y.shape[0] else "xla"
+        return _unpermute(chosen, summed, *operands).astype(out_dtype)
+
+
+@custom_vjp(0, 1)
+def _unpermute(
+    implementation: Implementation,
+    out_dtype: Any,
+    y: jax.Array,
+    row_map: jax.Array,
+    topk_weights: jax.Array | None,
+    bias: jax.Array | None,
+    topk_idx: jax.Array | None,
+) -> jax.Array:
+    return backend(implementation).unpermute(y, row_map, topk_weights, bias, topk_idx, out_dtype)
+
+
+def _unpermute_forward(
+    implementation: Any, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
+) -> Any:
+    out = _unpermute(implementation, out_dtype, y, row_map, weights, bias, ids)
+    # The rows are needed for the gradient of the weights only; else just their number and dtype.
+    kept = y if weights is not None or y.ndim == 1 else y[:, :0]
+    return out, (kept, row_map, weights, bias, ids)
+
+
+def _unpermute_backward(
+    implementation: Implementation, out_dtype: Any, residuals: Any, cotangent: jax.Array
+) -> Any:
+    """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
+    y, row_map, weights, bias, ids = residuals
+    wide = sum_dtype(y.dtype)
+    num_permuted = y.shape[0]
+    if weights is None:
+        d_y, d_weights = _repermute(implementation, num_permuted, cotangent, row_map), None
+    else:
+        both = y.dtype if cotangent.dtype == y.dtype else wide
+        d_y, d_weights = _repermute_scaled(
+            implementation, row_map, cotangent.astype(both), weights, y.astype(both)
+        )
+    d_y = d_y.astype(y.dtype)
+    d_bias = None
+    if bias is not None:
+        experts = bias.shape[0]
+        used = (row_map >= 0) & (row_map < num_permuted)
+        chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
+        is_chosen = jax.nn.one_hot(chosen, experts, dtype=bool)  # [C, K, L], none where -1
+        # Sums that no row went into need not have a finite cotangent. (Those of others must: one that is not
+        # finite spoils the gradient of each expert's bias.)
+        flat = jnp.where(jnp.any(chosen >= 0, axis=1)[:, None], _flat(cotangent, wide), 0)
+        product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        if d_weights is not None:  # what other experts' biases would give need not be finite
+            with_each = product("ch,lh->cl", flat, _flat(bias, wide))
+            d_weights += jnp.sum(jnp.where(is_chosen, with_each[:, None], 0), axis=-1).astype(jnp.float32)
+        scaled = jnp.where(is_chosen, 1 if weights is None else weights.astype(wide)[..., None], 0)
+        d_bias = product("ckl,ch->lh", scaled.astype(wide), flat).astype(bias.dtype).reshape(bias.shape)
+    return d_y, None, d_weights, d_bias, None
+
+
+_unpermute.defvjp(_unpermute_forward, _unpermute_backward)

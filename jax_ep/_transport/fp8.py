@@ -1,0 +1,229 @@
+"""FP8 with a scale for each block of elements: how it is made, and undone."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _checks
+from jax_ep._checks import integer
+from jax_ep._jax.sharding import axes_of
+
+FP8 = jnp.float8_e4m3fn
+
+
+SCALE = np.float32(1 / 448)
+"""448 is the largest number of FP8 (e4m3). A factor, for XLA may or may not round a quotient right."""
+
+
+FLOOR = 1e-4
+"""What counts at least as the largest magnitude in a block, so that no scale is 0."""
+
+
+BLOCK = 128
+"""Elements along a dimension that share a scale in what kernels take."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """An array in FP8: each element is its value times the scale of its block.
+
+    Attributes:
+      values: float8_e4m3fn [..., H].
+      scales: float32 [..., H / block]. A block of `quantize_fp8(x, block=(m, n))` is m x n elements of the
+        last two dimensions: [..., M / m, N / n].
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        return self.values.shape
+
+
+def quantize_fp8(
+    x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
+) -> QuantizedArray:
+    """An array in FP8 (e4m3), with a float32 scale for each block.
+
+    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448): 448 is the largest number
+    of e4m3. An element times 1 / scale is rounded to nearest, ties to even; so it is off by at most 2^-4 of
+    its magnitude, or by 2^-10 of the scale where that is more. A block that holds a NaN, an infinity or a
+    number that is too large for float32 is NaN throughout. (The scheme of DeepSeek-V3, arXiv:2412.19437,
+    section 3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
+
+    Args:
+      x: floating [..., H], of 16 bits or more.
+      block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
+        (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
+      round_scale: scales are rounded up to powers of two, which UE8M0 can hold. A number within 1/32 of the
+        largest one of x's dtype may then come back as infinity in that dtype.
+
+    Raises:
+      ValueError: x has too few dimensions, or the blocks do not divide them.
+      TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
+    """
+    x = _checks.array("quantize_fp8", "x", x)
+    rows, columns = _pair(block)
+    if not _checks.is_float(x.dtype):
+        raise TypeError(f"quantize_fp8: x must be floating, got {_checks.shape_text(x)}")
+    if jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"quantize_fp8: x must be floating of 16 bits or more, got {_checks.shape_text(x)}, which needs "
+            "the scales that it has already; pass jax_ep.dequantize_fp8 of the QuantizedArray"
+        )
+    least = 1 if rows == 1 else 2
+    if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
+        raise ValueError(
+            f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
+            f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
+        )
+
+    def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = _in_blocks(x.astype(jnp.float32), rows, columns)
+        # Of bits without the sign, which are ordered like magnitudes, with NaN above all: XLA:CPU (jax 0.10)
+        # may lose a NaN in the maximum of many floats.
+        bits = jax.lax.bitcast_convert_type(parts, jnp.int32) & 0x7FFFFFFF
+        largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=(-3, -1)), jnp.float32)
+        scales = jnp.maximum(largest, FLOOR) * SCALE
+        if round_scale:
+            scales = _next_power_of_two(scales)
+        factors, scales = (
+            jnp.where(jnp.isfinite(largest), array, jnp.nan) for array in (_reciprocal(scales), scales)
+        )
+        values = (parts * factors[..., :, None, :, None]).reshape(x.shape).astype(FP8)
+        return values, scales if x.ndim > 1 else scales[0]
+
+    per_block = (rows, columns) if x.ndim > 1 else (columns,)
+    blocks = (
+        *x.shape[: -len(per_block)],
+        *(n // size for n, size in zip(x.shape[-2:], per_block, strict=True)),
+    )
+    return QuantizedArray(*_run("quantize_fp8", quantize, (x,), x, x.shape, blocks))
+
+
+def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """The numbers that q stands for, in a floating dtype: value times scale in float32, rounded once.
+
+    Args:
+      q: values [..., M, N] and scales [..., M / m, N / n], of blocks of any size.
+      dtype: of the result.
+
+    Raises:
+      TypeError: q is no QuantizedArray, dtype is not floating, or a gradient was asked for.
+      ValueError: the shapes of its values and scales do not fit each other.
+    """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
+    dtype = _checks.floating_dtype("dequantize_fp8", "dtype", dtype)
+    rows, columns = block_of("dequantize_fp8", q)
+
+    def dequantize(values: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
+        scales = scales if values.ndim > 1 else scales[None]
+        parts = _in_blocks(values.astype(jnp.float32), rows, columns)
+        return ((parts * scales[..., :, None, :, None]).reshape(values.shape).astype(dtype),)
+
+    (wide,) = _run("dequantize_fp8", dequantize, (q.values, q.scales), q.values, q.shape)
+    return wide
+
+
+def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]) -> Any:
+    """function(*operands), results of these shapes. A gradient is an error: it would pass through FP8.
+
+    Under Explicit sharding JAX cannot say how blocks are sharded: as the elements of `like` are.
+    """
+    error = (
+        f"{name} has no gradient, for it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
+        "argument, or define the gradient yourself (jax.custom_vjp). To train with rows that travel as "
+        "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
+    )
+
+    def backward(saved: None, cotangents: Any) -> Any:
+        raise TypeError(error)
+
+    fixed = jax.custom_vjp(function)
+    fixed.defvjp(lambda *operands: (function(*operands), None), backward)
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return fixed(*operands)
+    spec = jax.typeof(like).sharding.spec
+    specs = tuple(jax.sharding.PartitionSpec(*_fitting(spec, shape)) for shape in shapes)
+    automatic: Any = jax.sharding.auto_axes(fixed, axes=explicit, out_sharding=specs)
+    return automatic(*operands)
+
+
+def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
+    """A spec for an array of blocks: of dimensions that the axes do not divide, nothing is sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    entries = [*spec, *[None] * len(shape)][: len(shape)]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
+    return [entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True)]
+
+
+def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
+    """The rows and columns of q's blocks."""
+    if not all(hasattr(part, "dtype") for part in (q.values, q.scales)):
+        kinds = [type(part).__name__ for part in (q.values, q.scales)]
+        raise TypeError(f"{op}: a QuantizedArray must hold two arrays, got {kinds[0]} and {kinds[1]}")
+    values, scales = q.values.shape, q.scales.shape
+    fits = len(values) == len(scales) > 0 and values[:-2] == scales[:-2]
+    fits = fits and q.values.dtype == FP8 and q.scales.dtype == jnp.float32
+    sizes = [_ratio(v, s) for v, s in zip(values[-2:], scales[-2:], strict=False)]
+    if not fits or None in sizes:
+        raise ValueError(
+            f"{op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
+            f"[..., M / m, N / n]; got {_checks.shape_text(q.values)} and {_checks.shape_text(q.scales)}"
+        )
+    _checks.on_device(op, "the values of a QuantizedArray", q.values)
+    _checks.on_device(op, "the scales of a QuantizedArray", q.scales)
+    rows, columns = [1, *sizes][-2:]
+    return rows, columns
+
+
+def _ratio(size: int, blocks: int) -> int | None:
+    """The elements in a block, None if that is no whole number."""
+    if size == blocks:
+        return 1
+    return size // blocks if blocks > 0 and size % blocks == 0 else None
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x in float32, rounded to nearest, of numbers from 2^-120 to 2^120.
+
+    On GPUs XLA's quotients may be off in the last two places. They are mended here, so that values are the
+    same bits everywhere: with x = m * 2^(e - 23), the quotient 2^47 / m is an integer of 24 bits, and what it
+    lacks is told by int32, which takes 2^47 for 0.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    m = (bits & 0x7FFFFF) | 0x800000
+    q = (np.float32(2.0**47) / m.astype(jnp.float32)).astype(jnp.int32)
+    lacks = -(q * m)
+    for halves in (1, 3):
+        q += (2 * lacks > halves * m).astype(jnp.int32) - (2 * lacks < -halves * m).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(((253 - (bits >> 23)) << 23) + (q - 0x800000), jnp.float32)
+
+
+def _next_power_of_two(x: jax.Array) -> jax.Array:
+    """The least power of two that is not below a positive x."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+
+
+def _pair(block: Any) -> tuple[int, int]:
+    sizes = block if isinstance(block, tuple) else (1, block)
+    rows, columns = map(integer, sizes) if len(sizes) == 2 else (None, None)
+    if rows is None or columns is None or rows < 1 or columns < 1:
+        raise ValueError(f"quantize_fp8: block must be a positive int or a pair of them, got {block!r}")
+    return rows, columns
+
+
+def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """[..., M, N] as [..., M / rows, rows, N / columns, columns]."""
+    height = x.shape[-2] if x.ndim > 1 else 1
+    return x.reshape(*x.shape[:-2], height // rows, rows, x.shape[-1] // columns, columns)

@@ -1,0 +1,114 @@
+"""Rows that travel as FP8, and who packs them: XLA, or the kernel that sends them."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks
+from jax_ep._extension import Implementation
+from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._transport import ffi
+from jax_ep._transport.backend import Attendance, Leaves, Routed
+from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
+from jax_ep._transport.payload import is_differentiable
+from jax_ep._transport.push_pull import attach, backend, route
+from jax_ep._transport.routing import Routing
+
+Quantize = Literal["fp8", "fp8_dequantize"]
+
+
+NO_GRADIENT = (
+    "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
+    "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
+)
+
+
+def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
+    if not isinstance(quantize, str) or quantize not in ("fp8", "fp8_dequantize"):
+        raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
+    if isinstance(x, QuantizedArray):
+        raise ValueError(
+            f"dispatch: quantize={quantize!r} is for x that is not quantised, and a QuantizedArray travels "
+            "as it is; leave quantize out"
+        )
+    if not jax.tree_util.all_leaves([x]) or not leaves:
+        raise ValueError(f"dispatch: quantize={quantize!r} needs x to be one array, not a pytree")
+    (x,) = leaves
+    if not is_differentiable(x.dtype):
+        raise TypeError(
+            f"dispatch: quantize={quantize!r} needs floating rows of 16 bits or more, got "
+            f"{_checks.shape_text(x)}"
+        )
+    if x.ndim < 2 or x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"dispatch: quantize={quantize!r} needs rows whose last dimension is a multiple of {BLOCK}, got "
+            f"{_checks.shape_text(x)}; pad them with zeros"
+        )
+
+
+def route_fp8(
+    implementation: Implementation,
+    routing: Routing,
+    leaves: Leaves,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    attendance: Attendance,
+    quantize: Quantize,
+    round_scale: bool,
+) -> tuple[Any, Routed]:
+    """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
+    (x,) = leaves
+    if _packs(implementation, routing, x):
+        sent = _route_as_fp8(implementation, routing, x, topk_idx, topk_weights, round_scale, attendance)
+    else:
+        sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
+    packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
+    if quantize == "fp8":
+        out = attach(implementation, sent._replace(rows=()), (), topk_weights)
+        return without_gradient(NO_GRADIENT, x, packed), out
+    # With the weights under their name, too, the rows are unpacked again without a route.
+    wide = dequantize_fp8(packed, x.dtype)
+    named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
+    out = attach(implementation, named, leaves, topk_weights)
+    return out.rows[0], out
+
+
+def _packs(implementation: Implementation, routing: Routing, x: jax.Array) -> bool:
+    """Whether the kernel that sends rows makes FP8 of them.
+
+    Rows that are apart go along a handle, which takes them as they are, unless they are few.
+    """
+    if implementation == "xla" or routing.makes_two_hops or not ffi.quantizes(routing, x):
+        return False
+    return implementation != "ffi apart" or ffi.goes_through_arena(routing, (x,), quantize=1)
+
+
+def _route_as_fp8(
+    implementation: Implementation,
+    routing: Routing,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    round_scale: bool,
+    attendance: Attendance,
+) -> Routed:
+    """`route` of rows that the kernel packs while it sends them."""
+    x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
+    (values, scales), weights, *indices = backend(implementation).route(
+        routing, (x,), topk_idx, topk_weights, attendance, quantize=2 if round_scale else 1
+    )
+    rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
+    return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+
+
+def _pack(x: jax.Array, round_scale: bool) -> Leaves:
+    """What travels: the values, and the scales as integers, which have no gradients."""
+    q = quantize_fp8(jax.lax.stop_gradient(x), round_scale=round_scale)
+    return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
+
+
+def _unpack(rows: Leaves) -> QuantizedArray:
+    values, scales = rows
+    return QuantizedArray(values, jax.lax.bitcast_convert_type(scales, jnp.float32))

@@ -1,0 +1,88 @@
+"""A payload's leaves on the wire and back: narrow dtypes, bit patterns, dtypes of sums."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._transport import ffi, stream
+from jax_ep._transport.backend import Leaves
+
+# What the handlers sum. Sums in other floats are rounded to them from float32.
+SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+
+def as_reals(array: jax.Array) -> jax.Array:
+    """Returns complex numbers [...] as their real and imaginary parts [..., 2]; other arrays as they are."""
+    if not jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return array
+    return jnp.stack([jnp.real(array), jnp.imag(array)], axis=-1)
+
+
+def from_reals(array: jax.Array, dtype: Any) -> jax.Array:
+    """Undoes `as_reals` of an array of the dtype."""
+    return jax.lax.complex(array[..., 0], array[..., 1]) if array.dtype != dtype else array
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which rows of a dtype are summed."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def sum_of_all(terms: Sequence[jax.Array]) -> jax.Array:
+    """The sum of arrays of one shape, in the widest dtype among them."""
+    widest = jnp.float64 if any(term.dtype == jnp.float64 for term in terms) else jnp.float32
+    return functools.reduce(operator.add, [term.astype(widest) for term in terms])
+
+
+def bits_of(dtype: Any) -> Any:
+    """The unsigned integers that are as wide as a dtype."""
+    return jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
+
+
+def is_differentiable(dtype: Any) -> bool:
+    """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
+    """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
+
+    Complex numbers travel as their parts, and what is narrower than a byte as whole bytes. XLA may quiet a
+    NaN on its way, so where it moves rows floats travel as integers of their width.
+    """
+    reals = [as_reals(leaf) for leaf in leaves]
+    carriers = [_carrier(module not in (ffi, stream), real.dtype) for real in reals]
+    sent = [
+        _with_bits(real, bits).astype(carrier) for real, (bits, carrier) in zip(reals, carriers, strict=True)
+    ]
+    moved, *rest = move(module, tuple(sent))
+    rows = [
+        from_reals(_with_bits(row.astype(bits), real.dtype), leaf.dtype)
+        for row, real, leaf, (bits, _) in zip(moved, reals, leaves, carriers, strict=True)
+    ]
+    return (tuple(rows), *rest)
+
+
+def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
+    """The dtype that has the bits of another one, and the dtype of whole bytes that carries those."""
+    size, bits = jax.dtypes.itemsize_bits(dtype), dtype
+    if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or by_xla):
+        bits = bits_of(dtype)
+    return bits, jnp.dtype(jnp.int8) if size < 8 else bits
+
+
+def _where_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
+    """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
+    if jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        return from_reals(_where_bits(kept[..., None], as_reals(rows)), rows.dtype)
+    bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
+    found = _with_bits(rows, bits)
+    return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)
+
+
+def _with_bits(array: jax.Array, dtype: Any) -> jax.Array:
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)

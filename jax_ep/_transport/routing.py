@@ -1,0 +1,164 @@
+"""A routing, where its blocks start, and the handle that records it."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._group.group import Group
+
+Order = Literal["rank", "expert", "expert_padded"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The static part of a routing: equal on all ranks, known at trace time."""
+
+    group: Group
+    order: Order
+    num_tokens: int  # T, tokens on this rank
+    top_k: int  # K
+    num_experts: int  # E, in all
+    capacity: int  # C, rows of a receive buffer
+    expert_alignment: int  # padded, the rows of each expert's block
+    host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.size
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.group.size
+
+    @property
+    def num_hosts(self) -> int:
+        return self.group.size // self.group.ranks_per_node
+
+    @property
+    def makes_two_hops(self) -> bool:
+        """Whether rows go to hosts first, and to ranks from there. (Nobody sends where there is no row.)"""
+        return self.num_hosts > 1 and self.num_tokens > 0 and self.capacity > 0
+
+    @property
+    def within(self) -> "Routing":
+        """That of hop 2, among the ranks of a host: their tokens are the rows that hop 1 brings them."""
+        assert self.group._within is not None
+        return dataclasses.replace(
+            self,
+            group=self.group._within,
+            num_tokens=self.num_hosts * self.host_rows,
+            num_experts=self.num_experts // self.num_hosts,
+            host_rows=0,
+        )
+
+    @property
+    def has_row_per_choice(self) -> bool:
+        """Whether a token has a row for each of its choices, or else for each rank that it goes to."""
+        return self.order != "rank"
+
+    @property
+    def slots(self) -> int | None:
+        """Rows of each expert's block, where all have as many: buffers are [L, slots, ...], else [C, ...]."""
+        return self.capacity // self.num_local_experts if self.order == "expert_padded" else None
+
+    @property
+    def buffer(self) -> tuple[int, ...]:
+        """The first dimensions of what a dispatch delivers."""
+        return (self.capacity,) if self.slots is None else (self.num_local_experts, self.slots)
+
+    @property
+    def rows_per_token(self) -> int:
+        """Columns of `sent_rows`."""
+        return self.top_k if self.has_row_per_choice else self.num_ranks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """Where every row of a dispatch lies. A pytree of int32 arrays, made by `dispatch`.
+
+    `combine` and `redispatch` need nothing else, whichever implementation they use. It holds no
+    addresses, so it may be kept, saved for the backward pass or passed through jit.
+
+    R ranks, T tokens a rank, K choices a token, L experts a rank; one rank's shard:
+    """
+
+    topk_idx: jax.Array
+    """[T, K] expert of each choice, -1 where the choice is unused."""
+    sent_rows: jax.Array
+    """By rank [T, R], by expert [T, K]: the token's row in the receiver's buffer, -1 none or dropped."""
+    rank_prefix_matrix: jax.Array
+    """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank that takes
+    part."""
+    expert_counts: jax.Array
+    """[L] choices of all ranks' tokens that fell on each expert of this rank, before drops."""
+    received_rows: jax.Array | None
+    """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
+    -1 none here, or dropped. By rank None."""
+    within: "Handle | None"
+    """Of a group that spans hosts: the handle of hop 2, whose tokens are the rows that hop 1 brought. In the
+    arrays above, the choices of tokens that hop 1 dropped are unused. Else None."""
+    routing: Routing = dataclasses.field(metadata={"static": True})
+    """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
+
+
+def for_backward(handle: Handle) -> Handle:
+    """What a backward pass needs of a handle. A scan keeps all of it, and so computes all of it.
+
+    Between hosts, what this rank's own array says of rows here is known to the handle of hop 2.
+    """
+    return handle if handle.within is None else dataclasses.replace(handle, received_rows=None)
+
+
+def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
+    """The rows of the blocks of experts that have `counts` rows."""
+    if routing.slots is not None:
+        return jnp.full(counts.shape, routing.slots, counts.dtype)
+    return -(-counts // routing.expert_alignment) * routing.expert_alignment
+
+
+def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """By expert, of a rank with these counts: how many rows of each expert [L] are kept, and of its block."""
+    blocks = block_sizes(routing, expert_counts)
+    begin = jnp.cumsum(blocks) - blocks
+    clipped = jnp.minimum(begin, routing.capacity)
+    end = begin + blocks if routing.slots is not None else routing.capacity
+    kept = jnp.minimum(begin + expert_counts, end) - clipped
+    if routing.slots is not None:
+        return kept, kept
+    return kept, jnp.minimum(begin + blocks, routing.capacity) - clipped
+
+
+def in_slots(routing: Routing, arrays: Any) -> Any:
+    """Buffers [C, ...] as users see them: where all experts have as many slots [L, slots, ...]."""
+    return jax.tree.map(lambda array: array.reshape(*routing.buffer, *array.shape[1:]), arrays)
+
+
+def row_experts(handle: Handle) -> jax.Array:
+    """By expert int32 [C]: the local expert of each row, -1 in padding and tail."""
+    blocks = block_sizes(handle.routing, handle.expert_counts)
+    starts = jnp.cumsum(blocks) - blocks
+    row = jnp.arange(handle.routing.capacity, dtype=jnp.int32)
+    block = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+    return jnp.where(row < starts[block] + handle.expert_counts[block], block, -1)
+
+
+def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
+    """An expert-order buffer [C, ...] as [C, n] of another dtype, zero where a row holds no token."""
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return jnp.where(row_experts(handle)[:, None] >= 0, flat, 0).astype(dtype)
+
+
+def worst_case_capacity(
+    order: Order, rows: int, top_k: int, num_local_experts: int, expert_alignment: int
+) -> int:
+    """Rows that hold any routing of `rows` tokens (R * T) at one receiver, each with distinct choices."""
+    if order == "rank":
+        return rows
+    if order == "expert_padded":
+        return rows * num_local_experts
+    padded = rows * min(top_k, num_local_experts) + num_local_experts * (expert_alignment - 1)
+    return padded // expert_alignment * expert_alignment

@@ -1,0 +1,331 @@
+"""Groups that span hosts: rows go once to each host that needs them, and from there to their ranks.
+
+Hop 1 brings a token's row, with its ids and the places of its rows, to the rank of the same index on each
+host that has one of its experts. The source has found these places out, so hop 2 is a push along a handle
+among the ranks of a host: rows come to lie where one hop would bring them, in the order of their sources,
+not of the ranks that hand them on. A pull goes the same way back. A host sums a token's rows, and one sum
+travels.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, Leaves, Routed
+from jax_ep._transport.collectives import host, rank
+from jax_ep._transport.payload import sum_dtype
+from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
+from jax_ep._transport.xla import invert, routed_experts, take
+
+
+class Places(NamedTuple):
+    sent_rows: jax.Array  # [T, R] by rank, [T, K] by expert; -1 none or dropped
+    rows_between: jax.Array  # [R, R] from rank s to rank d, before drops
+    expert_counts: jax.Array  # [L]
+    tokens_per_expert: jax.Array | None  # [L] by expert; by rank it takes the ids that arrive
+    group_sizes: jax.Array | None  # [L] by expert
+    num_tokens: jax.Array  # [1]
+    num_dropped: jax.Array  # [1]
+
+
+def find_places(
+    module: ModuleType,
+    routing: Routing,
+    ids: jax.Array,
+    wanted: jax.Array,
+    gather: Callable[[jax.Array], jax.Array],
+) -> Places:
+    """Of this rank's choices `ids` [T, K], -1 unused; `wanted` are those before hop 1 dropped some.
+
+    `gather` brings the numbers [n] of all ranks [R, n].
+    """
+    ranks, experts = routing.num_ranks, routing.num_local_experts
+    me = rank(routing.group)
+    layout = module.layout(ids, routing.num_experts, ranks, 1)
+    counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
+    if wanted is not ids:
+        of_wanted = module.layout(wanted, routing.num_experts, ranks, 1)
+        counts.append(
+            _per_rank(routing, of_wanted.num_tokens_per_expert)
+            if routing.has_row_per_choice
+            else of_wanted.num_tokens_per_rank
+        )
+    everywhere = gather(jnp.concatenate(counts))
+    by_rank, by_expert, *of_wanted = jnp.split(everywhere, [ranks, ranks + routing.num_experts], axis=1)
+    earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
+    expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)
+    mine = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
+    if routing.has_row_per_choice:
+        before = jnp.sum(jnp.where(earlier, by_expert, 0), axis=0, dtype=jnp.int32)
+        blocks = block_sizes(routing, expert_counts).reshape(ranks, experts)
+        starts = (jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks).reshape(-1)
+        sent_rows = _rows_by_expert(module, routing, ids, starts + before)
+        rows_between = jnp.sum(by_expert.reshape(ranks, ranks, experts), axis=-1, dtype=jnp.int32)
+        tokens_per_expert, group_sizes = fill_of_blocks(routing, mine)
+        num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
+    else:
+        before = jnp.sum(jnp.where(earlier, by_rank, 0), axis=0, dtype=jnp.int32)
+        goes = layout.is_token_in_rank.astype(jnp.int32)
+        rows = before[None] + jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
+        sent_rows = jnp.where((goes > 0) & (rows < routing.capacity), rows, -1)
+        rows_between, tokens_per_expert, group_sizes = by_rank, None, None
+        arrive = jnp.sum(jnp.take(by_rank, me, axis=1), keepdims=True, dtype=jnp.int32)
+        num_tokens = jnp.minimum(arrive, routing.capacity)
+    to_me = jnp.take(of_wanted[0] if wanted is not ids else rows_between, me, axis=1)
+    num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
+    return Places(sent_rows, rows_between, mine, tokens_per_expert, group_sizes, num_tokens, num_dropped)
+
+
+def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
+    return jnp.sum(by_expert.reshape(routing.num_ranks, -1), axis=1, dtype=jnp.int32)
+
+
+def _rows_by_expert(module: ModuleType, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
+    """[T, K], where `first` [E] is the row of this rank's first choice of each expert at its receiver."""
+    # What this rank's choices would be ordered by on one device; from there they shift expert by expert.
+    alone = module.permute((), ids, None, routing.num_experts, 1, ids.size)
+    counts = alone.tokens_per_expert
+    shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
+    rows = alone.row_map + jnp.take(shift, jnp.maximum(ids, 0))
+    end = routing.capacity
+    if routing.slots is not None:
+        end = (ids % routing.num_local_experts + 1) * routing.slots
+    return jnp.where((ids >= 0) & (rows < end), rows, -1)
+
+
+def exchange_within(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
+    """[ranks of a host, n]: block r goes to rank r of this host, and what it sends takes its place."""
+    within = routing.within
+    ranks = within.num_ranks
+    # A dispatch by rank, in which each rank has a token for each: they arrive by source.
+    one_each = Routing(within.group, "rank", ranks, 1, ranks, ranks, 1)
+    ids = jnp.arange(ranks, dtype=jnp.int32)[:, None]
+    return module.route(one_each, (blocks,), ids, None).rows[0]
+
+
+def exchange(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
+    """[R, n]: block r goes to rank r, and what it sends takes its place."""
+    hosts, per_host = routing.num_hosts, routing.within.num_ranks
+    came = module.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+    came = exchange_within(module, routing, came.swapaxes(0, 1).reshape(per_host, -1))
+    return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
+
+
+def gather_numbers(module: ModuleType, routing: Routing, numbers: jax.Array) -> jax.Array:
+    """[R, n] from every rank's numbers [n]."""
+    hosts, per_host = routing.num_hosts, routing.within.num_ranks
+    came = module.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+    came = exchange_within(module, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
+    return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHops:
+    """Those functions of `ffi.py` and `xla.py` that communicate. `within` has them for hop 2."""
+
+    within: ModuleType
+
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> Routed:
+        wanted = routed_experts(topk_idx, routing.num_experts)
+        ids = without_dropped(routing, wanted)
+        gather = lambda numbers: gather_numbers(self.within, routing, numbers)
+        places = find_places(self.within, routing, ids, wanted, gather)
+        # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
+        places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
+        told = _tell(self.within, routing, ids, places, topk_weights)
+        rows = [send(self.within, routing, ids, leaf) for leaf in leaves]
+        told, rows = jax.lax.optimization_barrier((told, rows))
+        handle, weights = _make_handle(self.within, routing, ids, places, told)
+        assert handle.within is not None
+        waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
+        counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
+        if places.tokens_per_expert is not None:
+            moved, arrived_weights = self.within.push(handle.within, rows, weights)
+            return Routed(moved, arrived_weights, None, places.tokens_per_expert, *counts)
+        # By rank the ids go with the rows.
+        moved, arrived_weights = self.within.push(handle.within, [*rows, handle.within.topk_idx], weights)
+        arrived_idx = _local_ids(routing, moved[-1], places.num_tokens)
+        layout = self.within.layout(arrived_idx, routing.num_local_experts, 1, 1)
+        return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
+
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[Leaves, jax.Array | None]:
+        weights = (
+            None if topk_weights is None else send(self.within, handle.routing, handle.topk_idx, topk_weights)
+        )
+        return self.within.push(
+            handle.within,
+            [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
+            weights,
+        )
+
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[Leaves, jax.Array]:
+        rows = [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
+        return self.within.push_scaled(handle.within, rows, factors, row_weights)
+
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        partials, returned, _ = self.within.pull(handle.within, rows, row_weights, (), weights)
+        sums = []
+        for partial in partials:
+            wide = sum_dtype(partial.dtype)
+            total: Any = 0.0
+            for part in take_back(self.within, handle, partial):
+                total = total + part.astype(wide)
+            for bias in biases:
+                total = total + bias.astype(wide)
+            sums.append(total.astype(partial.dtype))
+        if returned is None:
+            return tuple(sums), None, Attended(None, None)
+        hosts = _host_of(handle.routing, handle.topk_idx)
+        total = jnp.zeros_like(returned, shape=hosts.shape)
+        for number, part in enumerate(take_back(self.within, handle, returned)):
+            total = jnp.where(hosts == number, part, total)
+        return tuple(sums), total, Attended(None, None)
+
+
+def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
+    """The host of each expert; -1 where the choice is unused."""
+    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_hosts))
+
+
+def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
+    """[T, hosts]: the row of each token among those that its rank sends to a host, -1 none or dropped."""
+    numbers = jnp.arange(routing.num_hosts, dtype=jnp.int32)[None, None]
+    goes = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
+    slots = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
+    return jnp.where((goes > 0) & (slots < routing.host_rows), slots, -1)
+
+
+def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
+    """The ids [T, K], -1 also for the choices on hosts that have no room for the token in hop 1."""
+    if routing.host_rows == routing.num_tokens:
+        return ids
+    slots = jnp.take_along_axis(_slots(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
+    return jnp.where(slots < 0, -1, ids)
+
+
+def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
+    """[hosts * rows of hop 1]: which token goes there, as token * hosts + host; -1 none."""
+    slots = _slots(routing, ids)
+    first = routing.host_rows * jnp.arange(routing.num_hosts, dtype=jnp.int32)
+    return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
+
+
+def _through_hop_1(module: ModuleType, routing: Routing, rows: jax.Array) -> jax.Array:
+    """Rows [hosts * rows of hop 1, ...] that lie by the host that they go to: those that come, by host."""
+    blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
+    return module.between_hosts(routing.group, blocks).reshape(rows.shape)
+
+
+def send(module: ModuleType, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+    """Hop 1 of a payload [T, ...]: [hosts * rows of hop 1, ...], zero where no token came."""
+    senders = _senders(routing, ids)
+    return _through_hop_1(module, routing, take(array, _tokens(routing, senders)))
+
+
+def take_back(module: ModuleType, handle: Handle, rows: jax.Array) -> list[jax.Array]:
+    """Hop 1 the other way: from each host what it has for this rank's tokens [T, ...], zero where nothing."""
+    routing = handle.routing
+    blocks = _through_hop_1(module, routing, rows).reshape(
+        routing.num_hosts, routing.host_rows, *rows.shape[1:]
+    )
+    slots = _slots(routing, handle.topk_idx)
+    return [take(blocks[number], slots[:, number]) for number in range(routing.num_hosts)]
+
+
+def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
+    return jnp.where(senders < 0, -1, senders // routing.num_hosts)
+
+
+def _tell(
+    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
+) -> jax.Array:
+    """Hop 1 of what hop 2 must know of a token: ids, places and the bits of weights; -1 where none came."""
+    senders = _senders(routing, ids)
+    tokens = _tokens(routing, senders)
+    if routing.has_row_per_choice:
+        sent_rows = take(places.sent_rows, tokens)
+    else:  # those of a host's ranks only
+        sent_rows = take(places.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
+    integers = [take(ids, tokens), sent_rows]
+    if topk_weights is not None:
+        integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
+    told = jnp.concatenate(integers, axis=1)
+    return _through_hop_1(module, routing, jnp.where(senders[:, None] < 0, -1, told))
+
+
+def _make_handle(
+    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
+) -> tuple[Handle, jax.Array | None]:
+    """The handle of both hops, and the weights of the tokens of hop 2, if they were told."""
+    sizes = (routing.top_k, routing.within.rows_per_token)
+    global_ids, rows, bits = jnp.split(told, [sizes[0], sum(sizes)], axis=1)
+    here = _host_of(routing, global_ids) == host(routing.group)
+    within_ids = jnp.where(here, global_ids - host(routing.group) * routing.within.num_experts, -1)
+    if routing.has_row_per_choice:
+        rows = jnp.where(here, rows, -1)
+    weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
+    within = _within(module, routing, within_ids, rows, places)
+    prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
+    received = None
+    if routing.has_row_per_choice:
+        received = exchange(module, routing, _by_owner(routing, ids, places.sent_rows))
+        received = received.reshape(-1, routing.top_k)
+    handle = Handle(ids, places.sent_rows, prefix, places.expert_counts, received, within, routing)
+    return handle, weights
+
+
+def _within(module: ModuleType, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
+    """The handle of hop 2."""
+    within, hosts = routing.within, routing.num_hosts
+    per_host = within.num_ranks
+    between = places.rows_between.reshape(hosts, per_host, hosts, per_host)
+    between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
+    prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
+    received = None
+    if routing.has_row_per_choice:
+        received = exchange_within(module, routing, _by_owner(within, ids, rows))
+        received = received.reshape(-1, routing.top_k)
+    return Handle(ids, rows, prefix, places.expert_counts, received, None, within)
+
+
+def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:
+    """[R, T * K]: what this rank must tell each of the places of its choices there, -1 elsewhere."""
+    number = jnp.arange(routing.num_ranks, dtype=jnp.int32)[:, None, None]
+    owners = jnp.where(ids < 0, -1, ids // routing.num_local_experts)
+    rows = jnp.where(owners[None] == number, sent_rows[None], -1)
+    return rows.reshape(routing.num_ranks, -1)
+
+
+def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """By rank [C, K]: of the ids within the host that came with the rows those of experts here, else -1."""
+    first = rank(routing.within.group) * routing.num_local_experts
+    here = (ids >= first) & (ids < first + routing.num_local_experts)
+    is_row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None] < num_tokens[None]
+    return jnp.where(here & is_row, ids - first, -1)

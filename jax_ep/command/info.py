@@ -1,0 +1,97 @@
+"""What `python -m jax_ep info` says: versions, devices and what the ops will run on."""
+
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from jax_ep import _extension
+from jax_ep._group import nccl
+from jax_ep._group.group import Group
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def collect() -> dict[str, Any]:
+    """The report, of values that JSON knows."""
+    devices = jax.local_devices()
+    module = _extension.extension()
+    on_gpu = devices[0].platform == "gpu"
+    report: dict[str, Any] = {
+        "versions": {
+            "jax_ep": _version("jax_ep"),
+            "jax": jax.__version__,
+            "jaxlib": _version("jaxlib"),
+            "python": platform.python_version(),
+            "platform": devices[0].client.platform_version.splitlines()[0],
+            "xla_ffi": ".".join(map(str, _extension.runtime_ffi_version())),
+        },
+        "build": None if module is None else dict(module.build_info()),
+        "processes": jax.process_count(),
+        "devices": [
+            {"id": d.id, "process": d.process_index, "platform": d.platform, "kind": d.device_kind}
+            for d in devices
+        ],
+    }
+    if on_gpu and not _extension.reason_against_ffi("gpu") and module is not None:
+        samples = _extension.sample_addresses(devices)
+        found = module.describe_gpus([d.local_hardware_id for d in devices], samples)
+        for device, gpu in zip(report["devices"], found["gpus"], strict=True):
+            device.update(gpu)
+        report["links"] = found["links"]
+    mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    with Group(mesh, "ep") as group:
+        stats = group.stats()
+    report["implementation"] = stats.implementation
+    report["why_not_ffi"] = "" if stats.implementation == "ffi" else stats.reason
+    report["ranks_per_node"] = stats.ranks_per_node
+    report["rails"] = nccl.describe() if on_gpu else None
+    report["device_bytes_of_a_group"] = stats.device_bytes
+    return report
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    lines = [f"{name:12s}{version}" for name, version in report["versions"].items()]
+    build = report["build"]
+    if build is None:
+        lines.append("extension   none")
+    else:
+        ffi = ".".join(map(str, build["ffi_api_version"]))
+        lines.append(f"extension   for XLA FFI {ffi}, compiler {build['compiler']}")
+        if "cuda" in build:
+            major, minor = build["cuda"] // 1000, build["cuda"] % 1000 // 10
+            lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
+            lines.append(f"{'':12s}grouped_dot by CUTLASS {build.get('cutlass', 'nowhere: not built')}")
+        else:
+            lines.append(f"{'':12s}without CUDA")
+    for device in report["devices"]:
+        text = f"{device['platform']} {device['id']}: {device['kind']}"
+        if "memory" in device:
+            text += (
+                f", sm_{device['compute_capability']}, {device['sms']} SMs, memory from {device['memory']}"
+            )
+        lines.append(f"{'device':12s}{text}")
+    for i, row in enumerate(report.get("links", [])):
+        lines.append(f"{'links' if i == 0 else '':12s}" + " ".join(f"{link:6s}" for link in row))
+    lines.append(f"ops run as  implementation={report['implementation']!r}")
+    if report["why_not_ffi"]:
+        lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
+    lines.append(f"hosts       {report['ranks_per_node']} of {len(report['devices'])} ranks share one")
+    if report["rails"] is not None:
+        lines.append(f"{'':12s}between hosts: {report['rails']}")
+    own = report["device_bytes_of_a_group"]
+    lines.append(f"a group     takes {own} bytes of JAX's memory on each device, and none besides")
+    return lines
+
+
+def run(as_json: bool) -> int:
+    report = collect()
+    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
+    return 0
