@@ -20,4 +20,5 @@ def test_types():
     for name, function in offered.items():
         signature = function.__doc__.splitlines()[0].replace("collections.abc.", "")
         said = str(inspect.signature(typed[name])).replace("'", "").replace("dict[str, Any]", "dict")
+        said = said.replace("collections.abc.", "")
         assert signature == name + said.replace("(self, ", "(").replace("(self)", "()")

@@ -50,7 +50,7 @@ def test_a_process_is_a_host_of_cpus(processes, per_host):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host"),
+    ("names", "per_host"),
     [
         (["a", "a", "a", "a"], 4),
         (["a", "a", "b", "b"], 2),
@@ -58,8 +58,8 @@ def test_a_process_is_a_host_of_cpus(processes, per_host):
         (["a", "b", "c", "d"], 1),
     ],
 )
-def test_gpus_of_several_processes_say_which_host_they_are_on(hosts, per_host, host_of):
-    host_of.update(enumerate(hosts))
+def test_gpus_of_several_processes_say_which_host_they_are_on(names, per_host, host_of):
+    host_of.update(enumerate(names))
     assert hosts.find_ranks_per_host(grid([[0, 1, 2, 3]]), 1) == (per_host, "")
 
 

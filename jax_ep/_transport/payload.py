@@ -61,10 +61,10 @@ def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
     ]
     moved, *rest = move(module, tuple(sent))
     rows = [
-        from_reals(_with_bits(row.astype(bits), real.dtype), leaf.dtype)
-        for row, real, leaf, (bits, _) in zip(moved, reals, leaves, carriers, strict=True)
+        _with_bits(row.astype(bits), real.dtype)
+        for row, real, (bits, _) in zip(moved, reals, carriers, strict=True)
     ]
-    return (tuple(rows), *rest)
+    return (tuple(from_reals(row, leaf.dtype) for row, leaf in zip(rows, leaves, strict=True)), *rest)
 
 
 def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:

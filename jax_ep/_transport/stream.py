@@ -8,13 +8,12 @@ file, too.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
-from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi
@@ -65,14 +64,16 @@ def route(
 
 
 def push(handle: Handle, leaves: Leaves, topk_weights: jax.Array | None) -> tuple[Leaves, jax.Array | None]:
-    weights = None
-    if topk_weights is not None:
-        weights = _begin(lambda: cast(jax.Array, ffi.push(handle, (), topk_weights)[1]))
-    return tuple(_push_one(handle, leaf) for leaf in leaves), weights
+    weights = None if topk_weights is None else _begin(_push_weights, handle, topk_weights)
+    return tuple(_begin(_push_row, handle, leaf) for leaf in leaves), weights
 
 
-def _push_one(handle: Handle, leaf: jax.Array) -> jax.Array:
-    return _begin(lambda: ffi.push(handle, (leaf,), None)[0][0])
+def _push_weights(handle: Handle, topk_weights: jax.Array) -> Any:
+    return ffi.push(handle, (), topk_weights)[1]
+
+
+def _push_row(handle: Handle, leaf: jax.Array) -> jax.Array:
+    return ffi.push(handle, (leaf,), None)[0][0]
 
 
 push_scaled = ffi.push_scaled  # rows and dot products are two results
@@ -88,24 +89,18 @@ def pull(
 ) -> tuple[Leaves, jax.Array | None, Attended]:
     if attendance.active_ranks is not None:
         return ffi.pull(handle, rows, row_weights, biases, weights, attendance)
-    returned = None
-    if weights is not None:
-        returned = _begin(lambda: cast(jax.Array, ffi.pull(handle, (), None, (), weights)[1]))
+    returned = None if weights is None else _begin(_pull_weights, handle, weights)
     # There are biases of a single array only.
-    sums = tuple(_pull_one(handle, row, row_weights, biases) for row in rows)
+    sums = tuple(_begin(_pull_row, handle, row_weights, row, biases) for row in rows)
     return sums, returned, Attended(None, None)
 
 
-def _pull_one(handle: Handle, row: jax.Array, row_weights: jax.Array | None, biases: Leaves) -> jax.Array:
-    return _begin(lambda: ffi.pull(handle, (row,), row_weights, biases, None)[0][0])
+def _pull_weights(handle: Handle, weights: jax.Array) -> Any:
+    return ffi.pull(handle, (), None, (), weights)[1]
 
 
-def if_asynchronous(
-    implementation: Implementation, group: Group, requested: str | Asynchronous | None
-) -> Implementation:
-    """Returns the asynchronous backend if it was requested and is available."""
-    requests = isinstance(requested, Asynchronous)
-    return "ffi apart" if requests and has_stream(group, implementation) else implementation
+def _pull_row(handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves) -> jax.Array:
+    return ffi.pull(handle, (row,), row_weights, biases, None)[0][0]
 
 
 def has_stream(group: Any, implementation: str | None) -> bool:
@@ -121,21 +116,21 @@ def has_stream(group: Any, implementation: str | None) -> bool:
     return on_gpus and not others and group._resolve(implementation) == "ffi"
 
 
-def _begin(run: Callable[[], jax.Array]) -> jax.Array:
-    """What run() returns, computed on the stream for communication.
+def _begin(function: Callable[..., Any], *operands: Any) -> jax.Array:
+    """Returns function(*operands), computed on the stream for communication.
 
-    XLA waits for a call before the first thing that uses its results, as late as that allows. Picking one
-    result of several is such a thing, which XLA does at once: so this is for one array.
+    XLA waits for a call before the first use of its results, as late as that allows. Selecting one of several
+    results is such a use, which XLA does at once, so the function returns one array.
     """
-    # Traced before, so that only the call as a whole is annotated: XLA would make start and done of each
-    # function that is called in it, too.
-    traced = jax.make_jaxpr(run)()
-    program = traced.jaxpr  # without its constants: they may be tracers, and this is kept for longer
+    leaves, tree = jax.tree.flatten(operands)
+    # Traced before, so that only the call as a whole is annotated. Otherwise XLA would make a start and a
+    # done of each function that is called in it.
+    program = jax.make_jaxpr(lambda *leaves: function(*jax.tree.unflatten(tree, leaves)))(*leaves)
 
-    @takes_no_batch  # for XLA does not compile a loop in a call that is apart
-    def apart(*operands: jax.Array) -> jax.Array:
-        compute = lambda *operands: eval_jaxpr(program, operands)[0]
+    @takes_no_batch  # because XLA does not compile a loop in an asynchronous call
+    def asynchronous(*leaves: jax.Array) -> jax.Array:
+        compute = lambda *leaves: eval_jaxpr(program.jaxpr, program.consts, *leaves)[0]
         memory = jax.memory.Space.Device
-        return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*operands)
+        return _run_on(compute, compute_type=_STREAM, out_memory_spaces=memory)(*leaves)
 
-    return apart(*traced.consts)
+    return asynchronous(*leaves)
