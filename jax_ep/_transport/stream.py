@@ -14,6 +14,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi
@@ -101,6 +102,14 @@ def _pull_weights(handle: Handle, weights: jax.Array) -> Any:
 
 def _pull_row(handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves) -> jax.Array:
     return ffi.pull(handle, (row,), row_weights, biases, None)[0][0]
+
+
+def if_asynchronous(
+    implementation: Implementation, group: Group, requested: str | Asynchronous | None
+) -> Implementation:
+    """Returns the asynchronous backend if it was requested and is available."""
+    requests = isinstance(requested, Asynchronous)
+    return "ffi apart" if requests and has_stream(group, implementation) else implementation
 
 
 def has_stream(group: Any, implementation: str | None) -> bool:
