@@ -198,10 +198,10 @@ def test_shapes_that_combine_does_not_take(y, row_weights, text):
 
 def poison_empty_slots(monkeypatch):
     """What GPUs may leave in slots that no row fills, on every platform."""
-    route = ffi.route
+    route = ffi.Ffi.route
 
-    def poisoned(routing, *arguments, **options):
-        out = route(routing, *arguments, **options)
+    def poisoned(self, routing, *arguments, **options):
+        out = route(self, routing, *arguments, **options)
         real = row_experts(out.handle) >= 0
 
         def poison(row):
@@ -211,7 +211,7 @@ def poison_empty_slots(monkeypatch):
 
         return out._replace(rows=tuple(map(poison, out.rows)))
 
-    monkeypatch.setattr(ffi, "route", poisoned)
+    monkeypatch.setattr(ffi.Ffi, "route", poisoned)
 
 
 @pytest.mark.parametrize("rematerialised", [False, True])

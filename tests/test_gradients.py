@@ -87,13 +87,13 @@ def test_closed_form_of_dispatch(order, capacity, implementation):
 
 def reference_layer(routing_, x, ids, w):
     """The xla implementation without its custom rules: plain JAX differentiates it."""
-    d = xla.route(routing_, (x,), ids, w)
+    d = xla.Xla().route(routing_, (x,), ids, w)
     y = jnp.tanh(d.rows[0])
     if routing_.order == "expert":
-        (out,), _, _ = xla.pull(d.handle, (y,), d.weights, (), None)
+        (out,), _, _ = xla.Xla().pull(d.handle, (y,), d.weights, (), None)
         return out
     y = y * jnp.sum(d.weights, axis=1, keepdims=True)
-    return xla.pull(d.handle, (y,), None, (), None)[0][0]
+    return xla.Xla().pull(d.handle, (y,), None, (), None)[0][0]
 
 
 def layer(order, capacity, implementation, x, ids, w):

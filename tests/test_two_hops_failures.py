@@ -28,8 +28,8 @@ class Failures:
         # Host -> the op after which none of its ops goes well; if it is a hop, its first rank fails of that.
         self.down = None
         for name in ("route", "push", "push_scaled", "pull"):
-            monkeypatch.setattr(ffi, name, self._within(getattr(ffi, name)))
-        monkeypatch.setattr(ffi, "between_hosts", self._between(ffi.between_hosts))
+            monkeypatch.setattr(ffi.Ffi, name, self._within(getattr(ffi.Ffi, name)))
+        monkeypatch.setattr(ffi.Ffi, "between_hosts", self._between(ffi.Ffi.between_hosts))
 
     def _within(self, op):
         def run(*args, **options):
@@ -41,12 +41,12 @@ class Failures:
         return run
 
     def _between(self, hop):
-        def run(group, blocks):
+        def run(backend, group, blocks):
             self.ops += 1
             self.hops.append(self.ops)
             fails = self.down[host(group)] == self.ops
             fails &= rank(group) % PER_HOST == 0
-            out = hop(group, blocks)
+            out = hop(backend, group, blocks)
             return jnp.where(fails | (self.down.min() < self.ops), _filled(out), out)
 
         return run

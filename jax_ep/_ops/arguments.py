@@ -9,11 +9,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from jax_ep._checks import array, at_least_one, on_device, shape_text
-from jax_ep._extension import Implementation, warn_once
+from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
-from jax_ep._transport import stream
-from jax_ep._transport.backend import Attendance
-from jax_ep._transport.push_pull import for_tokens
+from jax_ep._transport.backend import Attendance, Backend
+from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
 
 
@@ -155,11 +154,8 @@ def _unbound(group: Group) -> str:
     return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
 
 
-def open_handle(
-    op: str, value: Any, implementation: str | stream.Asynchronous | None
-) -> tuple[Handle, Implementation]:
-    """The handle that an op goes along, checked, and the implementation that its group uses here."""
-    along = handle(op, value)
-    group = along.routing.group
-    require_manual(op, group)
-    return along, for_tokens(group._resolve(stream.plain(implementation)), along.routing, implementation)
+def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
+    """Returns the handle that an op goes along, checked, and the op's backend."""
+    checked = handle(op, value)
+    require_manual(op, checked.routing.group)
+    return checked, choose(checked.routing, implementation)

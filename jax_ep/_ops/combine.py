@@ -60,7 +60,7 @@ def combine(
       TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
         a combine that ranks may miss.
     """
-    handle, chosen = open_handle("combine", handle, implementation)
+    handle, backend = open_handle("combine", handle, implementation)
     routing = handle.routing
     leaves, tree = jax.tree.flatten(y)
     if not leaves:
@@ -87,11 +87,11 @@ def combine(
     attendance = attendance._replace(active_ranks=active)
     with jax.named_scope("jax_ep.combine"):
         if active is not None:
-            sums, active = pull_attended(chosen, handle, rows, weights, biases, attendance)
+            sums, active = pull_attended(backend, handle, rows, weights, biases, attendance)
         elif weights is None and not biases:
-            sums, _ = pull(chosen, handle, rows, None)
+            sums, _ = pull(backend, handle, rows, None)
         else:
-            sums = pull_scaled(chosen, handle, rows, weights, biases)
+            sums = pull_scaled(backend, handle, rows, weights, biases)
     result = jax.tree.unflatten(tree, sums)
     return result if active is None else (result, active)
 

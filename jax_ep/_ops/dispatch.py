@@ -13,10 +13,10 @@ from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
 from jax_ep._transport.backend import OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._transport.choice import choose, plain
 from jax_ep._transport.fp8_rows import Quantize, check_quantize, route_fp8
-from jax_ep._transport.push_pull import attach, for_tokens, push, refuse_complex_gradients, route
+from jax_ep._transport.push_pull import attach, push, refuse_complex_gradients, route
 from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_experts, worst_case_capacity
-from jax_ep._transport.stream import plain
 
 
 @jax.tree_util.register_dataclass
@@ -237,7 +237,7 @@ def dispatch(
         dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
-    chosen = group._resolve(plain(implementation))
+    group._resolve(plain(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     leaves, tree = jax.tree.flatten(x)
@@ -278,13 +278,13 @@ def dispatch(
     sources, ids, weights, active = vary_alike(operands, group._axes)
     sent = (sources, ids, weights, attendance._replace(active_ranks=active))
     with jax.named_scope("jax_ep.dispatch"):
-        chosen = for_tokens(chosen, routing, implementation)
+        backend = choose(routing, implementation)
         if quantize is None:
-            out = attach(chosen, route(chosen, routing, *sent), sources, weights)
+            out = attach(backend, route(backend, routing, *sent), sources, weights)
             rows = refuse_complex_gradients("dispatch", sources, out.rows)
             rows = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
         else:
-            rows, out = route_fp8(chosen, routing, *sent, quantize, round_scale)
+            rows, out = route_fp8(backend, routing, *sent, quantize, round_scale)
         arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
     rows, arrived = in_slots(routing, (rows, arrived))
     if statistics is not None:
@@ -329,7 +329,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
       ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.
       TypeError: a leaf of x, or the handle, is of a kind that cannot be sent.
     """
-    handle, chosen = open_handle("redispatch", handle, implementation)
+    handle, backend = open_handle("redispatch", handle, implementation)
     routing = handle.routing
     leaves, tree = jax.tree.flatten(x)
     leaves = _checks.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
@@ -341,7 +341,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
     operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
-        rows, arrived = push(chosen, *operands)
+        rows, arrived = push(backend, *operands)
         rows = refuse_complex_gradients("redispatch", operands[1], rows)
     out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
     if topk_weights is None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jax_ep import _checks, _extension
+from jax_ep import _checks
 from jax_ep._jax.sharding import whole
 from jax_ep._ops import arguments
-from jax_ep._transport.push_pull import backend
+from jax_ep._transport.choice import choose_local
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ def get_dispatch_layout(
       ValueError: an argument is out of range or does not divide as it must.
     """
     op = "get_dispatch_layout"
-    implementation = _extension.local_implementation(implementation)
+    backend = choose_local(implementation)
     ids = _checks.topk_idx(op, topk_idx)
     num_ranks = _checks.at_least_one(op, "num_ranks", num_ranks, _checks.MOST_EXPERTS)
     num_experts = _checks.num_experts(op, num_experts, num_ranks)
@@ -61,7 +61,7 @@ def get_dispatch_layout(
         raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
-    counts = backend(implementation).layout(whole(ids), num_experts, num_ranks, per_node)
+    counts = backend.layout(whole(ids), num_experts, num_ranks, per_node)
     return DispatchLayout(
         counts.num_tokens_per_rank,
         None if ranks_per_node is None else counts.num_tokens_per_node,

@@ -13,8 +13,8 @@ import jax
 from jax_ep._group.group import Group
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, dispatch
+from jax_ep._transport.choice import Asynchronous
 from jax_ep._transport.routing import Handle, Order
-from jax_ep._transport.stream import Asynchronous
 
 Result = TypeVar("Result")
 

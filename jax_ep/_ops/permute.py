@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks, _extension
-from jax_ep._extension import Implementation
+from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import vary_alike, whole
-from jax_ep._transport.backend import Permutation
+from jax_ep._transport.backend import LocalBackend, Permutation
+from jax_ep._transport.choice import choose_local
 from jax_ep._transport.payload import SUMMED, is_differentiable, move_bits, sum_dtype
-from jax_ep._transport.push_pull import backend, refuse_complex_gradients
+from jax_ep._transport.push_pull import refuse_complex_gradients
 from jax_ep._transport.routing import worst_case_capacity
+from jax_ep._transport.xla import routed_experts
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +65,7 @@ def permute(
       ValueError: an argument is out of range or does not fit the others.
       TypeError: a leaf of x is of a kind that cannot be moved.
     """
-    chosen = _extension.local_implementation(implementation)
+    choose_local(implementation)  # raises before the other checks
     leaves, tree = jax.tree.flatten(x)
     ids = _checks.topk_idx("permute", topk_idx)
     leaves = _checks.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")
@@ -77,7 +78,8 @@ def permute(
         weights = _checks.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
     operands = vary_alike(whole((tuple(leaves), ids, weights)))
     with jax.named_scope("jax_ep.permute"):
-        how = (chosen if ids.shape[0] and capacity else "xla", experts, alignment, capacity)
+        backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
+        how = (backend, experts, alignment, capacity)
         out = _permute(how, *operands)
         rows = refuse_complex_gradients("permute", operands[0], out.rows)
     return Permuted(
@@ -92,18 +94,14 @@ def permute(
 
 @custom_vjp(0)
 def _permute(
-    how: tuple[Implementation, int, int, int],
+    how: tuple[LocalBackend, int, int, int],
     leaves: tuple[jax.Array, ...],
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
 ) -> Permutation:
-    implementation, *sizes = how
-    out = move_bits(
-        backend(implementation),
-        lambda module, bits: module.permute(bits, topk_idx, topk_weights, *sizes),
-        leaves,
-    )
-    return Permutation(*out)
+    backend, *sizes = how
+    move = lambda bits: backend.permute(bits, topk_idx, topk_weights, *sizes)
+    return Permutation(*move_bits(backend, move, leaves))
 
 
 def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
@@ -111,7 +109,7 @@ def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: A
     return out, out.row_map
 
 
-def _permute_backward(how: tuple[Implementation, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
+def _permute_backward(how: tuple[LocalBackend, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
     gradients = tuple(
         _unpermute(how[0], row.dtype, row, row_map, None, None, None)
         if is_differentiable(row.dtype)
@@ -137,23 +135,18 @@ def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 @custom_vjp(0, 1)
-def _repermute(
-    implementation: Implementation, num_permuted: int, leaf: jax.Array, row_map: jax.Array
-) -> jax.Array:
-    (moved,) = move_bits(
-        backend(implementation),
-        lambda module, bits: ((module.repermute(row_map, bits[0], num_permuted),),),
-        (leaf,),
-    )
-    return moved[0]
+def _repermute(backend: LocalBackend, num_permuted: int, leaf: jax.Array, row_map: jax.Array) -> jax.Array:
+    move = lambda bits: ((backend.repermute(row_map, bits[0], num_permuted),),)
+    ((moved,),) = move_bits(backend, move, (leaf,))
+    return moved
 
 
-def _repermute_forward(implementation: Any, num_permuted: int, leaf: Any, row_map: Any) -> Any:
-    return _repermute(implementation, num_permuted, leaf, row_map), row_map
+def _repermute_forward(backend: LocalBackend, num_permuted: int, leaf: Any, row_map: Any) -> Any:
+    return _repermute(backend, num_permuted, leaf, row_map), row_map
 
 
-def _repermute_backward(implementation: Any, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
-    return _unpermute(implementation, cotangent.dtype, cotangent, row_map, None, None, None), None
+def _repermute_backward(backend: LocalBackend, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
+    return _unpermute(backend, cotangent.dtype, cotangent, row_map, None, None, None), None
 
 
 _repermute.defvjp(_repermute_forward, _repermute_backward)
@@ -161,26 +154,26 @@ _repermute.defvjp(_repermute_forward, _repermute_backward)
 
 @custom_vjp(0)
 def _repermute_scaled(
-    implementation: Implementation,
+    backend: LocalBackend,
     row_map: jax.Array,
     leaf: jax.Array,
     topk_weights: jax.Array,
     factors: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    return backend(implementation).repermute_scaled(row_map, leaf, topk_weights, factors)
+    return backend.repermute_scaled(row_map, leaf, topk_weights, factors)
 
 
-def _repermute_scaled_forward(implementation: Any, *operands: Any) -> Any:
-    return _repermute_scaled(implementation, *operands), operands
+def _repermute_scaled_forward(backend: LocalBackend, *operands: Any) -> Any:
+    return _repermute_scaled(backend, *operands), operands
 
 
-def _repermute_scaled_backward(implementation: Any, operands: Any, cotangents: Any) -> Any:
+def _repermute_scaled_backward(backend: LocalBackend, operands: Any, cotangents: Any) -> Any:
     """What is scaled is linear in rows and weights, a dot product in both rows: gradients are such again."""
     row_map, leaf, weights, factors = operands
     scaled, dots = cotangents
-    of_scaled = _unpermute(implementation, leaf.dtype, scaled, row_map, weights, None, None)
-    of_dots = _unpermute(implementation, leaf.dtype, factors, row_map, dots, None, None)
-    d_factors, d_weights = _repermute_scaled(implementation, row_map, leaf, dots, scaled)
+    of_scaled = _unpermute(backend, leaf.dtype, scaled, row_map, weights, None, None)
+    of_dots = _unpermute(backend, leaf.dtype, factors, row_map, dots, None, None)
+    d_factors, d_weights = _repermute_scaled(backend, row_map, leaf, dots, scaled)
     return None, of_scaled + of_dots, d_weights, d_factors
 
 
@@ -221,7 +214,7 @@ def unpermute(
     op = "unpermute"
     if isinstance(y, tuple | list) and any(hasattr(part, "dtype") for part in y):
         raise TypeError(f"{op}: y must be one array, got {type(y).__name__}; call it for each array")
-    chosen = _extension.local_implementation(implementation)
+    choose_local(implementation)  # raises before the other checks
     y, row_map = _checks.array(op, "y", y), _checks.array(op, "row_map", row_map)
     if y.ndim < 1:
         raise ValueError(f"{op}: y must be [P, ...], got {_checks.shape_text(y)}")
@@ -255,13 +248,13 @@ def unpermute(
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
     operands = vary_alike(whole((y, row_map, weights, bias, ids)))
     with jax.named_scope("jax_ep.unpermute"):
-        chosen = chosen if row_map.shape[0] and y.shape[0] else "xla"
-        return _unpermute(chosen, summed, *operands).astype(out_dtype)
+        backend = choose_local(implementation, is_empty=not (row_map.shape[0] and y.shape[0]))
+        return _unpermute(backend, summed, *operands).astype(out_dtype)
 
 
 @custom_vjp(0, 1)
 def _unpermute(
-    implementation: Implementation,
+    backend: LocalBackend,
     out_dtype: Any,
     y: jax.Array,
     row_map: jax.Array,
@@ -269,38 +262,34 @@ def _unpermute(
     bias: jax.Array | None,
     topk_idx: jax.Array | None,
 ) -> jax.Array:
-    return backend(implementation).unpermute(y, row_map, topk_weights, bias, topk_idx, out_dtype)
+    return backend.unpermute(y, row_map, topk_weights, bias, topk_idx, out_dtype)
 
 
 def _unpermute_forward(
-    implementation: Any, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
+    backend: LocalBackend, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
 ) -> Any:
-    out = _unpermute(implementation, out_dtype, y, row_map, weights, bias, ids)
+    out = _unpermute(backend, out_dtype, y, row_map, weights, bias, ids)
     # The rows are needed for the gradient of the weights only; else just their number and dtype.
     kept = y if weights is not None or y.ndim == 1 else y[:, :0]
     return out, (kept, row_map, weights, bias, ids)
 
 
-def _unpermute_backward(
-    implementation: Implementation, out_dtype: Any, residuals: Any, cotangent: jax.Array
-) -> Any:
+def _unpermute_backward(backend: LocalBackend, out_dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
     """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
     wide = sum_dtype(y.dtype)
     num_permuted = y.shape[0]
     if weights is None:
-        d_y, d_weights = _repermute(implementation, num_permuted, cotangent, row_map), None
+        d_y, d_weights = _repermute(backend, num_permuted, cotangent, row_map), None
     else:
         both = y.dtype if cotangent.dtype == y.dtype else wide
-        d_y, d_weights = _repermute_scaled(
-            implementation, row_map, cotangent.astype(both), weights, y.astype(both)
-        )
+        d_y, d_weights = _repermute_scaled(backend, row_map, cotangent.astype(both), weights, y.astype(both))
     d_y = d_y.astype(y.dtype)
     d_bias = None
     if bias is not None:
         experts = bias.shape[0]
         used = (row_map >= 0) & (row_map < num_permuted)
-        chosen = jnp.where(used, backend("xla").routed_experts(ids, experts), -1)
+        chosen = jnp.where(used, routed_experts(ids, experts), -1)
         is_chosen = jax.nn.one_hot(chosen, experts, dtype=bool)  # [C, K, L], none where -1
         # Sums that no row went into need not have a finite cotangent. (Those of others must: one that is not
         # finite spoils the gradient of each expert's bias.)

@@ -1,36 +1,42 @@
-"""What a backend returns, and the choice of one."""
+"""What executes the actions on one rank, and what it returns.
 
-from typing import Literal, NamedTuple
+`Ffi` (ffi.py) and `Xla` (xla.py) are such backends. `TwoHops` (two_hops.py) and `Stream` (stream.py) wrap
+one. `choose` (choice.py) chooses the backend of an op, once.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 
-from jax_ep._transport.routing import Handle
+from jax_ep._group.group import Group
+from jax_ep._transport.routing import Handle, Routing
 
 Leaves = tuple[jax.Array, ...]
-
-
 OnTimeout = Literal["raise", "mask"]
 
 
-class LayoutCounts(NamedTuple):
-    num_tokens_per_rank: jax.Array  # [R]
-    num_tokens_per_node: jax.Array  # [R / ranks_per_node]
-    num_tokens_per_expert: jax.Array  # [E]
-    is_token_in_rank: jax.Array  # bool [T, R]
+class Packing(enum.IntEnum):
+    """How `route` converts rows while it sends them. Quantize in ffi/core/params.h has the same numbers."""
+
+    NONE = 0
+    FP8 = 1
+    FP8_ROUNDED = 2  # with scales rounded up to powers of two
 
 
 class Attendance(NamedTuple):
     """Which ranks take part in an op that some may miss."""
 
     active_ranks: jax.Array | None = None  # int32 [R], 0: as if it were not there. None: all must come
-    masks: bool = False  # a rank that does not come in time is left out; or else the op fails
+    masks: bool = False  # a rank that does not come in time is left out; otherwise the op fails
     waits: bool = False  # measure how long each rank was waited for
 
 
 class Attended(NamedTuple):
-    """What an op found out about that."""
+    """Which ranks took part, and how long they were waited for."""
 
-    active_ranks: jax.Array | None  # int32 [R], 0 also for ranks that did not come; None if none came in
+    active_ranks: jax.Array | None  # int32 [R], 0 also for ranks that did not come; None if none was passed
     wait_us: jax.Array | None  # float32 [R] microseconds until each rank had come, if measured
 
 
@@ -38,6 +44,8 @@ EVERYBODY = Attendance()
 
 
 class Routed(NamedTuple):
+    """Results of `route`."""
+
     rows: Leaves  # [C, ...] each
     weights: jax.Array | None  # by rank [C, K], by expert [C]
     topk_idx: jax.Array | None  # by rank [C, K]
@@ -49,10 +57,125 @@ class Routed(NamedTuple):
     handle: Handle
 
 
+class LayoutCounts(NamedTuple):
+    """Results of `layout`."""
+
+    num_tokens_per_rank: jax.Array  # [R]
+    num_tokens_per_node: jax.Array  # [R / ranks_per_node]
+    num_tokens_per_expert: jax.Array  # [E]
+    is_token_in_rank: jax.Array  # bool [T, R]
+
+
 class Permutation(NamedTuple):
+    """Results of `permute`."""
+
     rows: Leaves  # [P, ...] each
     row_map: jax.Array  # [C, K]
     row_weights: jax.Array | None  # [P]
     group_sizes: jax.Array  # [L]
     tokens_per_expert: jax.Array  # [L]
     num_dropped: jax.Array  # [1]
+
+
+class Backend(Protocol):
+    """The actions that move rows between ranks. Hashable, because rules for gradients keep it."""
+
+    keeps_bits: ClassVar[bool]
+    """Whether rows arrive bit for bit. Otherwise NaNs may change, unless floats are sent as integers."""
+
+    def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
+        """Returns whether `route` can convert rows like those of x to FP8 while it sends them."""
+        ...
+
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+        packing: Packing = Packing.NONE,
+    ) -> Routed:
+        """Computes a handle, and sends rows [T, ...] and weights [T, K] along it."""
+        ...
+
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[Leaves, jax.Array | None]:
+        """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
+        ...
+
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[Leaves, jax.Array]:
+        """Sends rows [T, ...] to [C, ...], each times its weight [C], by expert.
+
+        Also returns the dot products [C] of the rows, before they are scaled, with the factors [C, ...].
+        """
+        ...
+
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        """Sums each token's rows [C, ...] times their weights [C], and biases [T, ...], to [T, ...].
+
+        Also returns `weights` ([C, K] by rank, [C] by expert) to their tokens: [T, K].
+        """
+        ...
+
+
+class LocalBackend(Protocol):
+    """The ops of one rank, without communication."""
+
+    keeps_bits: ClassVar[bool]
+
+    def layout(
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+    ) -> LayoutCounts: ...
+    def permute(
+        self,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        num_local_experts: int,
+        expert_alignment: int,
+        capacity: int,
+    ) -> Permutation: ...
+    def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array: ...
+    def repermute_scaled(
+        self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Copies rows [C, ...], times the weight [C, K] of each choice, to the choice's row.
+
+        Also returns the dot products [C, K] of the rows, before they are scaled, with the factors [P, ...] at
+        the choices' rows.
+        """
+        ...
+
+    def unpermute(
+        self,
+        y: jax.Array,
+        row_map: jax.Array,
+        topk_weights: jax.Array | None,
+        bias: jax.Array | None,
+        topk_idx: jax.Array | None,
+        out_dtype: Any,
+    ) -> jax.Array: ...
+
+
+class InnerBackend(Backend, LocalBackend, Protocol):
+    """A backend that `TwoHops` can wrap."""
+
+    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
+        """Hop 1: sends block h of [hosts, ...] to the rank of this one's index on host h."""
+        ...

@@ -4,9 +4,10 @@ Nothing else calls the targets of ops. `xla.py` has the same functions from `jax
 and results, except for `gather`, which the benchmark measures the links with, on GPUs only.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax_ep._transport.backend import (
     Attended,
     LayoutCounts,
     Leaves,
+    Packing,
     Permutation,
     Routed,
 )
@@ -33,7 +35,9 @@ from jax_ep._transport.routing import Handle, Routing
 INT = jnp.int32
 
 
-def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0) -> dict[str, Any]:
+def _routing_attributes(
+    routing: Routing, masks: bool = False, packing: Packing = Packing.NONE
+) -> dict[str, Any]:
     return {
         "group": routing.group._key,
         "order": np.int64(("rank", "expert", "expert_padded").index(routing.order)),
@@ -42,7 +46,7 @@ def _routing_attributes(routing: Routing, masks: bool = False, quantize: int = 0
         "capacity": np.int64(routing.capacity),
         "alignment": np.int64(routing.expert_alignment),
         "masks": np.int64(masks),
-        "quantize": np.int64(quantize),
+        "quantize": np.int64(packing),
     }
 
 
@@ -72,12 +76,14 @@ def quantizes(routing: Routing, x: jax.Array) -> bool:
     return routing.group._platform == "gpu" and _extension.extension() is not None and not is_wide
 
 
-def goes_through_arena(routing: Routing, leaves: Sequence[jax.Array], quantize: int = 0) -> bool:
+def goes_through_arena(
+    routing: Routing, leaves: Sequence[jax.Array], packing: Packing = Packing.NONE
+) -> bool:
     """Whether `route` brings these rows by way of the arena: on GPUs, of few tokens."""
     module = _extension.extension()
     if routing.group._platform != "gpu" or module is None:
         return False
-    parts = leaves if quantize == 0 else _as_fp8(*leaves)
+    parts = leaves if packing is Packing.NONE else _as_fp8(*leaves)
     row_bytes = sum(-(-math.prod(part.shape[1:]) * _bits(part) // 128) * 16 for part in parts)
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
     return module.fits_arena(routing.group._key, False, routing.has_row_per_choice, sizes, row_bytes)
@@ -102,18 +108,31 @@ def _active_ranks(attendance: Attendance) -> jax.Array:
     return jnp.zeros((0,), INT) if attendance.active_ranks is None else attendance.active_ranks
 
 
-def _attended(routing: Routing, attendance: Attendance) -> list[Result]:
+def _attended(routing: Routing, attendance: Attendance) -> dict[str, Result]:
     ranks = routing.num_ranks
-    return [
-        ((0 if attendance.active_ranks is None else ranks,), INT),
-        ((ranks if attendance.waits else 0,), jnp.float32),
-    ]
+    return {
+        "active_ranks": ((0 if attendance.active_ranks is None else ranks,), INT),
+        "wait_us": ((ranks if attendance.waits else 0,), jnp.float32),
+    }
 
 
-def _as_attended(attendance: Attendance, active_ranks: jax.Array, wait_us: jax.Array) -> Attended:
+def _as_attended(attendance: Attendance, named: dict[str, jax.Array]) -> Attended:
     return Attended(
-        None if attendance.active_ranks is None else active_ranks, wait_us if attendance.waits else None
+        None if attendance.active_ranks is None else named["active_ranks"],
+        named["wait_us"] if attendance.waits else None,
     )
+
+
+def _call_named(
+    target: str,
+    operands: Sequence[Any],
+    results: dict[str, Result],
+    rows: Sequence[Result],
+    attributes: dict[str, Any],
+) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    """Calls a handler. Returns its results by name, and the rows, which come last."""
+    arrays = call(target, operands, [*results.values(), *rows], **attributes)
+    return dict(zip(results, arrays, strict=False)), arrays[len(results) :]
 
 
 def _scratch(tokens: int, num_experts: int, num_ranks: int, extra: int = 0) -> Result:
@@ -122,93 +141,6 @@ def _scratch(tokens: int, num_experts: int, num_ranks: int, extra: int = 0) -> R
     assert module is not None  # or no handler would be called
     chunks = -(-tokens // module.build_info()["tokens_per_chunk"])
     return (chunks * (num_experts + num_ranks) + extra,), INT
-
-
-def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
-    results = [
-        ((num_ranks,), INT),
-        ((num_ranks // ranks_per_node,), INT),
-        ((num_experts,), INT),
-        ((topk_idx.shape[0], num_ranks), jnp.bool_),
-    ]
-    return LayoutCounts(*call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
-
-
-def route(
-    routing: Routing,
-    leaves: Sequence[jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-    quantize: int = 0,
-) -> Routed:
-    """`quantize` is Quantize in ffi/core/params.h: the one leaf then arrives as values and scales."""
-    ranks, experts, tokens, k = (
-        routing.num_ranks,
-        routing.num_local_experts,
-        routing.num_tokens,
-        routing.top_k,
-    )
-    by_rank = not routing.has_row_per_choice
-    results = [
-        ((tokens, k), INT),
-        ((tokens, routing.rows_per_token), INT),
-        ((ranks, ranks), INT),
-        ((experts,), INT),
-        ((0 if by_rank else ranks * tokens, k), INT),
-        _arrived_weights(routing, topk_weights is not None),
-        ((routing.capacity, k) if by_rank else (0,), INT),
-        ((experts,), INT),
-        ((0,) if by_rank else (experts,), INT),
-        ((1,), INT),
-        ((1,), INT),
-        _scratch(tokens, routing.num_experts, ranks),
-        *_attended(routing, attendance),
-        *_rows_like(leaves if quantize == 0 else _as_fp8(*leaves), routing.capacity),
-    ]
-    operands = [topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves]
-    out = call(
-        "route",
-        [_place(routing.group, operands), *operands],
-        results,
-        **_routing_attributes(routing, attendance.masks, quantize),
-    )
-    idx, sent_rows, prefix, counts, received_rows, weights, arrived_idx, *out = out
-    tokens_per_expert, sizes, num_tokens, num_dropped, _, active_ranks, wait_us, *moved = out
-    return Routed(
-        rows=tuple(moved),
-        weights=None if topk_weights is None else weights,
-        topk_idx=arrived_idx if by_rank else None,
-        tokens_per_expert=tokens_per_expert,
-        group_sizes=None if by_rank else sizes,
-        num_tokens=num_tokens,
-        num_dropped=num_dropped,
-        attended=_as_attended(attendance, active_ranks, wait_us),
-        handle=Handle(idx, sent_rows, prefix, counts, None if by_rank else received_rows, None, routing),
-    )
-
-
-def push(
-    handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-) -> tuple[Leaves, jax.Array | None]:
-    weights, moved = _push(handle, topk_weights, None, leaves, ())
-    return tuple(moved), None if topk_weights is None else weights
-
-
-def push_scaled(
-    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], row_weights: jax.Array
-) -> tuple[Leaves, jax.Array]:
-    scaled: list[jax.Array] = list(leaves)
-    all_dots: Any = 0
-    # A call takes leaves of one dtype, which they nearly always are.
-    for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
-        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        mine, theirs = [leaves[i] for i in places], [factors[i] for i in places]
-        dots, moved = _push(handle, None, row_weights, mine, theirs)
-        all_dots = all_dots + dots
-        for i, rows in zip(places, moved, strict=True):
-            scaled[i] = rows
-    return tuple(scaled), all_dots
 
 
 def _push(
@@ -229,118 +161,6 @@ def _push(
         **_routing_attributes(routing),
     )
     return weights, moved
-
-
-def pull(
-    handle: Handle,
-    rows: Sequence[jax.Array],
-    row_weights: jax.Array | None,
-    biases: Sequence[jax.Array],
-    weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-) -> tuple[Leaves, jax.Array | None, Attended]:
-    routing = handle.routing
-    returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
-    # By expert the kernels first sum each token's rows where they lie.
-    folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
-    partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
-    operands = [
-        *_handle_arrays(handle),
-        _or_empty(row_weights),
-        _or_empty(weights),
-        _active_ranks(attendance),
-        *rows,
-        *biases,
-    ]
-    topk_weights, active_ranks, wait_us, *sums = call(
-        "pull",
-        [_place(routing.group, operands), *operands],
-        [
-            (returned, jnp.float32),
-            *_attended(routing, attendance),
-            *_rows_like(rows, routing.num_tokens),
-            *_rows_like(rows, partial_sums),
-        ],
-        **_routing_attributes(routing, attendance.masks),
-    )
-    returned_weights = None if weights is None else topk_weights
-    return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, active_ranks, wait_us)
-
-
-def permute(
-    leaves: Sequence[jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    num_local_experts: int,
-    expert_alignment: int,
-    capacity: int,
-) -> Permutation:
-    results = [
-        (topk_idx.shape, INT),
-        ((0,) if topk_weights is None else (capacity,), jnp.float32),
-        ((num_local_experts,), INT),
-        ((num_local_experts,), INT),
-        ((1,), INT),
-        _scratch(topk_idx.shape[0], num_local_experts, 1, extra=topk_idx.size),
-        *_rows_like(leaves, capacity),
-    ]
-    row_map, weights, group_sizes, tokens_per_expert, num_dropped, _, *moved = call(
-        "permute",
-        [topk_idx, _or_empty(topk_weights), *leaves],
-        results,
-        num_experts=np.int64(num_local_experts),
-        capacity=np.int64(capacity),
-        alignment=np.int64(expert_alignment),
-    )
-    weights = None if topk_weights is None else weights
-    return Permutation(tuple(moved), row_map, weights, group_sizes, tokens_per_expert, num_dropped)
-
-
-def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
-    results = [*_rows_like([leaf], num_permuted), ((0,), jnp.float32), ((num_permuted,), jnp.uint8)]
-    return call("repermute", [row_map, leaf, _or_empty(None), _or_empty(None)], results)[0]
-
-
-def repermute_scaled(
-    row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    num_permuted = factors.shape[0]
-    results = [
-        *_rows_like([leaf], num_permuted),
-        (row_map.shape, jnp.float32),
-        ((num_permuted,), jnp.uint8),
-    ]
-    scaled, dots, _ = call("repermute", [row_map, leaf, topk_weights, factors], results)
-    return scaled, dots
-
-
-def unpermute(
-    y: jax.Array,
-    row_map: jax.Array,
-    topk_weights: jax.Array | None,
-    bias: jax.Array | None,
-    topk_idx: jax.Array | None,
-    out_dtype: Any,
-) -> jax.Array:
-    operands = [
-        y,
-        row_map,
-        _or_empty(topk_weights),
-        _or_empty(bias),
-        row_map if topk_idx is None else topk_idx,
-    ]
-    (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
-    return out
-
-
-def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
-    """Hop 1, by puts of a kernel over NCCL's device API where the group has rails."""
-    within = group._within
-    if within is None or not group._has_rails:
-        return collectives.between_hosts(group, blocks)
-    options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
-    (out,) = call("rail_hop", [_place(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)
-    return out
 
 
 def gather(group: Group, x: jax.Array) -> jax.Array:
@@ -390,3 +210,219 @@ def grouped_dot_fp8(
 def _products_scratch(group_sizes: jax.Array) -> Result:
     """As GroupedDotScratchBytes in ffi/core/params.h."""
     return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8
+
+
+@dataclasses.dataclass(frozen=True)
+class Ffi:
+    """Backend "ffi": this package's handlers, on CPUs and on GPUs."""
+
+    keeps_bits: ClassVar[bool] = True
+
+    def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
+        return quantizes(routing, x)
+
+    def layout(
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+    ) -> LayoutCounts:
+        results = [
+            ((num_ranks,), INT),
+            ((num_ranks // ranks_per_node,), INT),
+            ((num_experts,), INT),
+            ((topk_idx.shape[0], num_ranks), jnp.bool_),
+        ]
+        return LayoutCounts(*call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
+
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+        packing: Packing = Packing.NONE,
+    ) -> Routed:
+        """With a packing the only leaf arrives as two: values and scales."""
+        ranks, experts, tokens, k = (
+            routing.num_ranks,
+            routing.num_local_experts,
+            routing.num_tokens,
+            routing.top_k,
+        )
+        by_rank = not routing.has_row_per_choice
+        results: dict[str, Result] = {
+            "topk_idx": ((tokens, k), INT),
+            "sent_rows": ((tokens, routing.rows_per_token), INT),
+            "rank_prefix_matrix": ((ranks, ranks), INT),
+            "expert_counts": ((experts,), INT),
+            "received_rows": ((0 if by_rank else ranks * tokens, k), INT),
+            "weights": _arrived_weights(routing, topk_weights is not None),
+            "arrived_idx": ((routing.capacity, k) if by_rank else (0,), INT),
+            "tokens_per_expert": ((experts,), INT),
+            "group_sizes": ((0,) if by_rank else (experts,), INT),
+            "num_tokens": ((1,), INT),
+            "num_dropped": ((1,), INT),
+            "scratch": _scratch(tokens, routing.num_experts, ranks),
+            **_attended(routing, attendance),
+        }
+        operands = [topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves]
+        named, rows = _call_named(
+            "route",
+            [_place(routing.group, operands), *operands],
+            results,
+            _rows_like(leaves if packing is Packing.NONE else _as_fp8(*leaves), routing.capacity),
+            _routing_attributes(routing, attendance.masks, packing),
+        )
+        handle = Handle(
+            topk_idx=named["topk_idx"],
+            sent_rows=named["sent_rows"],
+            rank_prefix_matrix=named["rank_prefix_matrix"],
+            expert_counts=named["expert_counts"],
+            received_rows=None if by_rank else named["received_rows"],
+            within=None,
+            routing=routing,
+        )
+        return Routed(
+            rows=tuple(rows),
+            weights=None if topk_weights is None else named["weights"],
+            topk_idx=named["arrived_idx"] if by_rank else None,
+            tokens_per_expert=named["tokens_per_expert"],
+            group_sizes=None if by_rank else named["group_sizes"],
+            num_tokens=named["num_tokens"],
+            num_dropped=named["num_dropped"],
+            attended=_as_attended(attendance, named),
+            handle=handle,
+        )
+
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[Leaves, jax.Array | None]:
+        weights, moved = _push(handle, topk_weights, None, leaves, ())
+        return tuple(moved), None if topk_weights is None else weights
+
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[Leaves, jax.Array]:
+        scaled: list[jax.Array] = list(leaves)
+        all_dots: Any = 0
+        # A call takes leaves of one dtype, which they nearly always are.
+        for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
+            places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            mine, theirs = [leaves[i] for i in places], [factors[i] for i in places]
+            dots, moved = _push(handle, None, row_weights, mine, theirs)
+            all_dots = all_dots + dots
+            for i, rows in zip(places, moved, strict=True):
+                scaled[i] = rows
+        return tuple(scaled), all_dots
+
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        routing = handle.routing
+        returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
+        # By expert the kernels first sum each token's rows where they lie.
+        folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
+        partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
+        operands = [
+            *_handle_arrays(handle),
+            _or_empty(row_weights),
+            _or_empty(weights),
+            _active_ranks(attendance),
+            *rows,
+            *biases,
+        ]
+        named, sums = _call_named(
+            "pull",
+            [_place(routing.group, operands), *operands],
+            {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)},
+            [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
+            _routing_attributes(routing, attendance.masks),
+        )
+        returned_weights = None if weights is None else named["topk_weights"]
+        return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
+
+    def permute(
+        self,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        num_local_experts: int,
+        expert_alignment: int,
+        capacity: int,
+    ) -> Permutation:
+        results: dict[str, Result] = {
+            "row_map": (topk_idx.shape, INT),
+            "row_weights": ((0,) if topk_weights is None else (capacity,), jnp.float32),
+            "group_sizes": ((num_local_experts,), INT),
+            "tokens_per_expert": ((num_local_experts,), INT),
+            "num_dropped": ((1,), INT),
+            "scratch": _scratch(topk_idx.shape[0], num_local_experts, 1, extra=topk_idx.size),
+        }
+        attributes = {
+            "num_experts": np.int64(num_local_experts),
+            "capacity": np.int64(capacity),
+            "alignment": np.int64(expert_alignment),
+        }
+        operands = [topk_idx, _or_empty(topk_weights), *leaves]
+        named, rows = _call_named("permute", operands, results, _rows_like(leaves, capacity), attributes)
+        return Permutation(
+            rows=tuple(rows),
+            row_map=named["row_map"],
+            row_weights=None if topk_weights is None else named["row_weights"],
+            group_sizes=named["group_sizes"],
+            tokens_per_expert=named["tokens_per_expert"],
+            num_dropped=named["num_dropped"],
+        )
+
+    def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+        results = [*_rows_like([leaf], num_permuted), ((0,), jnp.float32), ((num_permuted,), jnp.uint8)]
+        return call("repermute", [row_map, leaf, _or_empty(None), _or_empty(None)], results)[0]
+
+    def repermute_scaled(
+        self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        num_permuted = factors.shape[0]
+        results = [
+            *_rows_like([leaf], num_permuted),
+            (row_map.shape, jnp.float32),
+            ((num_permuted,), jnp.uint8),
+        ]
+        scaled, dots, _ = call("repermute", [row_map, leaf, topk_weights, factors], results)
+        return scaled, dots
+
+    def unpermute(
+        self,
+        y: jax.Array,
+        row_map: jax.Array,
+        topk_weights: jax.Array | None,
+        bias: jax.Array | None,
+        topk_idx: jax.Array | None,
+        out_dtype: Any,
+    ) -> jax.Array:
+        operands = [
+            y,
+            row_map,
+            _or_empty(topk_weights),
+            _or_empty(bias),
+            row_map if topk_idx is None else topk_idx,
+        ]
+        (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
+        return out
+
+    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
+        """Hop 1, by puts of a kernel over NCCL's device API where the group has rails."""
+        within = group._within
+        if within is None or not group._has_rails:
+            return collectives.between_hosts(group, blocks)
+        options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
+        (out,) = call("rail_hop", [_place(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)
+        return out

@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import without_gradient
-from jax_ep._transport import ffi
-from jax_ep._transport.backend import Attendance, Leaves, Routed
+from jax_ep._transport.backend import Attendance, Backend, Leaves, Packing, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
 from jax_ep._transport.payload import is_differentiable
-from jax_ep._transport.push_pull import attach, backend, route
+from jax_ep._transport.push_pull import attach, route
 from jax_ep._transport.routing import Routing
 
 Quantize = Literal["fp8", "fp8_dequantize"]
@@ -49,7 +47,7 @@ def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
 
 
 def route_fp8(
-    implementation: Implementation,
+    backend: Backend,
     routing: Routing,
     leaves: Leaves,
     topk_idx: jax.Array,
@@ -58,35 +56,25 @@ def route_fp8(
     quantize: Quantize,
     round_scale: bool,
 ) -> tuple[Any, Routed]:
-    """The rows that arrive of the one leaf, as `quantize` says, and what else a route finds out."""
+    """Routes rows that travel as FP8. Returns the rows that arrive, as `quantize` specifies, and the rest."""
     (x,) = leaves
-    if _packs(implementation, routing, x):
-        sent = _route_as_fp8(implementation, routing, x, topk_idx, topk_weights, round_scale, attendance)
+    if backend.packs_fp8(routing, x):
+        sent = _route_as_fp8(backend, routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
-        sent = route(implementation, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
+        sent = route(backend, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
-        out = attach(implementation, sent._replace(rows=()), (), topk_weights)
+        out = attach(backend, sent._replace(rows=()), (), topk_weights)
         return without_gradient(NO_GRADIENT, x, packed), out
-    # With the weights under their name, too, the rows are unpacked again without a route.
+    # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
-    out = attach(implementation, named, leaves, topk_weights)
+    out = attach(backend, named, leaves, topk_weights)
     return out.rows[0], out
 
 
-def _packs(implementation: Implementation, routing: Routing, x: jax.Array) -> bool:
-    """Whether the kernel that sends rows makes FP8 of them.
-
-    Rows that are apart go along a handle, which takes them as they are, unless they are few.
-    """
-    if implementation == "xla" or routing.makes_two_hops or not ffi.quantizes(routing, x):
-        return False
-    return implementation != "ffi apart" or ffi.goes_through_arena(routing, (x,), quantize=1)
-
-
 def _route_as_fp8(
-    implementation: Implementation,
+    backend: Backend,
     routing: Routing,
     x: jax.Array,
     topk_idx: jax.Array,
@@ -94,10 +82,11 @@ def _route_as_fp8(
     round_scale: bool,
     attendance: Attendance,
 ) -> Routed:
-    """`route` of rows that the kernel packs while it sends them."""
+    """Routes rows that the kernel packs while it sends them."""
     x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
-    (values, scales), weights, *indices = backend(implementation).route(
-        routing, (x,), topk_idx, topk_weights, attendance, quantize=2 if round_scale else 1
+    packing = Packing.FP8_ROUNDED if round_scale else Packing.FP8
+    (values, scales), weights, *indices = backend.route(
+        routing, (x,), topk_idx, topk_weights, attendance, packing
     )
     rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._transport import ffi, stream
-from jax_ep._transport.backend import Leaves
+from jax_ep._transport.backend import Backend, Leaves, LocalBackend
 
 # What the handlers sum. Sums in other floats are rounded to them from float32.
 SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -48,18 +47,18 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-def move_bits(module: Any, move: Any, leaves: Leaves) -> Any:
-    """Calls move(module, leaves), whose first result are the moved leaves, bit for bit.
+def move_bits(backend: Backend | LocalBackend, move: Any, leaves: Leaves) -> Any:
+    """Calls move(leaves), whose first result is the moved leaves, so that they arrive bit for bit.
 
     Complex numbers travel as their parts, and what is narrower than a byte as whole bytes. XLA may quiet a
     NaN on its way, so where it moves rows floats travel as integers of their width.
     """
     reals = [as_reals(leaf) for leaf in leaves]
-    carriers = [_carrier(module not in (ffi, stream), real.dtype) for real in reals]
+    carriers = [_carrier(not backend.keeps_bits, real.dtype) for real in reals]
     sent = [
         _with_bits(real, bits).astype(carrier) for real, (bits, carrier) in zip(reals, carriers, strict=True)
     ]
-    moved, *rest = move(module, tuple(sent))
+    moved, *rest = move(tuple(sent))
     rows = [
         _with_bits(row.astype(bits), real.dtype)
         for row, real, (bits, _) in zip(moved, reals, carriers, strict=True)
@@ -75,10 +74,10 @@ def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
     return bits, jnp.dtype(jnp.int8) if size < 8 else bits
 
 
-def _where_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
+def keep_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
     """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
     if jnp.issubdtype(rows.dtype, jnp.complexfloating):
-        return from_reals(_where_bits(kept[..., None], as_reals(rows)), rows.dtype)
+        return from_reals(keep_bits(kept[..., None], as_reals(rows)), rows.dtype)
     bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
     found = _with_bits(rows, bits)
     return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)

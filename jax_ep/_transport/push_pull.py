@@ -10,35 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
-from jax_ep._transport import ffi, stream, xla
-from jax_ep._transport.backend import Attendance, Leaves, Routed
+from jax_ep._transport.backend import Attendance, Backend, Leaves, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, name_all
-from jax_ep._transport.payload import _where_bits, is_differentiable, move_bits, sum_dtype, sum_of_all
+from jax_ep._transport.payload import is_differentiable, keep_bits, move_bits, sum_dtype, sum_of_all
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, for_backward, row_experts
-from jax_ep._transport.two_hops import TwoHops
-
-
-def backend(implementation: Implementation) -> Any:
-    """The module whose functions do the work."""
-    return {"ffi": ffi, "ffi apart": stream, "xla": xla}[implementation]
-
-
-def mover(implementation: Implementation, routing: Routing) -> Any:
-    """Whose functions move the rows of a routing."""
-    module = backend(implementation)
-    return TwoHops(module) if routing.makes_two_hops else module
-
-
-def for_tokens(
-    implementation: Implementation, routing: Routing, requested: str | stream.Asynchronous | None
-) -> Implementation:
-    """Where no rank has a token, or room for one, nothing is sent: XLA makes the empty results."""
-    if not (routing.num_tokens and routing.capacity):
-        return "xla"
-    return stream.if_asynchronous(implementation, routing.group, requested)
-
 
 _MISSED = (
     "with active_ranks or on_timeout='mask' it has no gradient, for the ranks that take part in the backward "
@@ -47,7 +23,7 @@ _MISSED = (
 
 
 def route(
-    implementation: Implementation,
+    backend: Backend,
     routing: Routing,
     leaves: Leaves,
     topk_idx: jax.Array,
@@ -61,24 +37,19 @@ def route(
     weights get theirs after it, for they are residuals of what comes next.
     """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
-    rows, weights, *indices = move_bits(
-        mover(implementation, routing),
-        lambda module, bits: module.route(routing, bits, topk_idx, fixed_weights, attendance),
-        fixed,
-    )
+    send = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
+    rows, weights, *indices = move_bits(backend, send, fixed)
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
 
-def attach(
-    implementation: Implementation, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None
-) -> Routed:
+def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None) -> Routed:
     """The same, its rows and weights with the gradients of a push of `leaves` and `topk_weights`.
 
     A push that ranks may miss has none.
     """
     arrived = (routed.rows, routed.weights)
     if routed.attended.active_ranks is None:
-        rows, weights = _attach(implementation, routed.handle, leaves, topk_weights, *arrived)
+        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *arrived)
     else:
         rows, weights = without_gradient(f"dispatch: {_MISSED}", (leaves, topk_weights), arrived)
     return routed._replace(rows=rows, weights=weights)
@@ -86,7 +57,7 @@ def attach(
 
 @custom_vjp(0)
 def _attach(
-    implementation: Implementation,
+    backend: Backend,
     handle: Handle,
     leaves: Leaves,
     topk_weights: jax.Array | None,
@@ -98,7 +69,7 @@ def _attach(
 
 
 def _attach_forward(
-    implementation: Implementation,
+    backend: Backend,
     handle: Handle,
     leaves: Leaves,
     topk_weights: Any,
@@ -108,12 +79,12 @@ def _attach_forward(
     if handle.routing.slots is not None:
         # What lies in empty slots may be NaN, which in a gradient of weights would not vanish times zero.
         real = row_experts(handle) >= 0
-        rows = tuple(_where_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
-    return _attach(implementation, handle, leaves, topk_weights, rows, weights), for_backward(handle)
+        rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
+    return _attach(backend, handle, leaves, topk_weights, rows, weights), for_backward(handle)
 
 
-def _attach_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
-    leaves, topk_weights = _pull_cotangents(implementation, handle, *cotangents)
+def _attach_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
+    leaves, topk_weights = _pull_cotangents(backend, handle, *cotangents)
     return None, leaves, topk_weights, None, None
 
 
@@ -122,21 +93,18 @@ _attach.defvjp(_attach_forward, _attach_backward)
 
 @custom_vjp(0)
 def push(
-    implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
+    backend: Backend, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
-    move = lambda module, bits: module.push(handle, bits, topk_weights)
-    return move_bits(mover(implementation, handle.routing), move, leaves)
+    return move_bits(backend, lambda bits: backend.push(handle, bits, topk_weights), leaves)
 
 
-def _push_forward(
-    implementation: Implementation, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
-) -> Any:
-    return push(implementation, handle, leaves, topk_weights), for_backward(handle)
+def _push_forward(backend: Backend, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None) -> Any:
+    return push(backend, handle, leaves, topk_weights), for_backward(handle)
 
 
-def _push_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
-    return None, *_pull_cotangents(implementation, handle, *cotangents)
+def _push_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
+    return None, *_pull_cotangents(backend, handle, *cotangents)
 
 
 push.defvjp(_push_forward, _push_backward)
@@ -144,21 +112,19 @@ push.defvjp(_push_forward, _push_backward)
 
 @custom_vjp(0)
 def pull(
-    implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
+    backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Sums each token's rows [C, ...] to [T, ...], and takes the weights back to [T, K]."""
-    sums, returned, _ = mover(implementation, handle.routing).pull(handle, rows, None, (), weights)
+    sums, returned, _ = backend.pull(handle, rows, None, (), weights)
     return sums, returned
 
 
-def _pull_forward(
-    implementation: Implementation, handle: Handle, rows: Leaves, weights: jax.Array | None
-) -> Any:
-    return pull(implementation, handle, rows, weights), for_backward(handle)
+def _pull_forward(backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None) -> Any:
+    return pull(backend, handle, rows, weights), for_backward(handle)
 
 
-def _pull_backward(implementation: Implementation, handle: Handle, cotangents: Any) -> Any:
-    return None, *push(implementation, handle, *cotangents)
+def _pull_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
+    return None, *push(backend, handle, *cotangents)
 
 
 pull.defvjp(_pull_forward, _pull_backward)
@@ -166,34 +132,34 @@ pull.defvjp(_pull_forward, _pull_backward)
 
 @custom_vjp(0)
 def pull_scaled(
-    implementation: Implementation,
+    backend: Backend,
     handle: Handle,
     rows: Leaves,
     row_weights: jax.Array | None,
     biases: Leaves,
 ) -> Leaves:
     """`pull` of rows that are multiplied by their weights [C] first; biases [T, ...] are added to the sum."""
-    return mover(implementation, handle.routing).pull(handle, rows, row_weights, biases, None)[0]
+    return backend.pull(handle, rows, row_weights, biases, None)[0]
 
 
 def _pull_scaled_forward(
-    implementation: Implementation, handle: Handle, rows: Leaves, row_weights: Any, biases: Leaves
+    backend: Backend, handle: Handle, rows: Leaves, row_weights: Any, biases: Leaves
 ) -> Any:
-    sums = pull_scaled(implementation, handle, rows, row_weights, biases)
+    sums = pull_scaled(backend, handle, rows, row_weights, biases)
     # The rows are needed for the gradient of the weights only.
     scaled = None if row_weights is None else (rows, row_weights)
     return sums, (for_backward(handle), scaled, [bias[:0] for bias in biases])
 
 
-def _pull_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Leaves) -> Any:
+def _pull_scaled_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
     """Row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
     handle, scaled, biases = residuals
     d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
     if scaled is None:
-        sent, _ = push(implementation, handle, cotangents, None)
+        sent, _ = push(backend, handle, cotangents, None)
         return None, sent, None, d_biases
     rows, row_weights = scaled
-    d_rows, d_weights = push_scaled(implementation, handle, cotangents, rows, row_weights)
+    d_rows, d_weights = push_scaled(backend, handle, cotangents, rows, row_weights)
     return None, d_rows, d_weights, d_biases
 
 
@@ -201,7 +167,7 @@ pull_scaled.defvjp(_pull_scaled_forward, _pull_scaled_backward)
 
 
 def pull_attended(
-    implementation: Implementation,
+    backend: Backend,
     handle: Handle,
     rows: Leaves,
     row_weights: jax.Array | None,
@@ -211,33 +177,33 @@ def pull_attended(
     """`pull_scaled` that ranks may miss, without gradients; and which ranks took part."""
     sources = (rows, row_weights, biases)
     fixed = jax.lax.stop_gradient(sources)
-    sums, _, attended = mover(implementation, handle.routing).pull(handle, *fixed, None, attendance)
+    sums, _, attended = backend.pull(handle, *fixed, None, attendance)
     return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
 
 
 @custom_vjp(0)
 def push_scaled(
-    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
+    backend: Backend, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> tuple[Leaves, jax.Array]:
     """By expert: pushes rows [T, ...] to [C, ...], each times its weight [C].
 
     Also gives the dot products [C] of the rows, not scaled, with the factors [C, ...]. Together they are
     the gradient of `pull_scaled`.
     """
-    return mover(implementation, handle.routing).push_scaled(handle, leaves, factors, row_weights)
+    return backend.push_scaled(handle, leaves, factors, row_weights)
 
 
 def _push_scaled_forward(
-    implementation: Implementation, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
+    backend: Backend, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> Any:
-    out = push_scaled(implementation, handle, leaves, factors, row_weights)
+    out = push_scaled(backend, handle, leaves, factors, row_weights)
     return out, (for_backward(handle), leaves, factors, row_weights)
 
 
-def _push_scaled_backward(implementation: Implementation, residuals: Any, cotangents: Any) -> Any:
+def _push_scaled_backward(backend: Backend, residuals: Any, cotangents: Any) -> Any:
     handle, leaves, factors, row_weights = residuals
     d_scaled, d_dots = cotangents
-    sent, _ = push(implementation, handle, leaves, None)
+    sent, _ = push(backend, handle, leaves, None)
     d_sent, d_factors, d_weights = [], [], []
     for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
         wide = sum_dtype(row.dtype)
@@ -247,7 +213,7 @@ def _push_scaled_backward(implementation: Implementation, residuals: Any, cotang
         d_sent.append((weight * d_token + d_dot * other).astype(row.dtype).reshape(row.shape))
         d_factors.append((d_dot * token).astype(row.dtype).reshape(row.shape))
         d_weights.append(jnp.sum(d_token * token, axis=1))
-    d_leaves, _ = pull(implementation, handle, tuple(d_sent), None)
+    d_leaves, _ = pull(backend, handle, tuple(d_sent), None)
     return None, d_leaves, tuple(d_factors), sum_of_all(d_weights).astype(jnp.float32)
 
 
@@ -255,14 +221,14 @@ push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
 
 
 def _pull_cotangents(
-    implementation: Implementation, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
+    backend: Backend, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
     """`pull` for the cotangents of a push; payloads without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
     gradients: list[jax.Array | None] = [None] * len(rows)
     if not summed and weights is None:
         return tuple(gradients), None
-    sums, d_weights = pull(implementation, handle, tuple(rows[i] for i in summed), weights)
+    sums, d_weights = pull(backend, handle, tuple(rows[i] for i in summed), weights)
     for i, total in zip(summed, sums, strict=True):
         gradients[i] = total
     return tuple(gradients), d_weights

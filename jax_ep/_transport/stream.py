@@ -1,24 +1,21 @@
-"""Ops on XLA's stream for communication, each as a start and a done, with room for other work between them.
+"""Ops on XLA's stream for communication: XLA makes a start and a done of each, with other work in between.
 
-Those functions of `ffi.py` that move rows, with the same arguments and results: each array comes by a call
-of its own, and all such calls are on one stream, so that no two of them are in flight at once. They are a
-handler's call and nothing else: JAX sees no gradient in them, and the gradients of these ops are ops of this
-file, too.
+Each array has a call of its own, and all such calls are on one stream, so that no two of them are in flight
+at the same time. A call contains only that of a handler. The gradients of these ops are such ops, too.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
-from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi
-from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, Leaves, Routed
+from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, Leaves, Packing, Routed
 from jax_ep._transport.routing import Handle, Routing
 
 # XLA's name of the stream that its own collectives run on.
@@ -30,93 +27,89 @@ _run_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asynchronous:
-    """The implementation of an op that runs as a start and a done, where that is available.
+class Stream:
+    """The backend of asynchronous ops. `inner` makes the calls."""
 
-    `dispatch_start` and `combine_start` pass it to the op in the place of `implementation`.
-    """
+    inner: ffi.Ffi
+    keeps_bits: ClassVar[bool] = True
 
-    implementation: str | None
+    def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
+        """Returns whether `route` is one op, because rows that follow along a handle are sent as they are."""
+        return self.inner.packs_fp8(routing, x) and ffi.goes_through_arena(routing, (x,), Packing.FP8)
 
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+        packing: Packing = Packing.NONE,
+    ) -> Routed:
+        """Computes the handle first, and sends the rows asynchronously after it.
 
-def plain(implementation: str | Asynchronous | None) -> str | None:
-    """Returns the implementation as users name it."""
-    return implementation.implementation if isinstance(implementation, Asynchronous) else implementation
+        For few tokens one op through the arena is faster than two. If ranks may miss the op, its handle is
+        for one other op only.
+        """
+        few = packing is not Packing.NONE or ffi.goes_through_arena(routing, leaves)
+        if few or routing.slots is not None or attendance.active_ranks is not None:
+            return self.inner.route(routing, leaves, topk_idx, topk_weights, attendance, packing)
+        routed = self.inner.route(routing, (), topk_idx, topk_weights, attendance)
+        return routed._replace(rows=self.push(routed.handle, leaves, None)[0])
 
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[Leaves, jax.Array | None]:
+        weights = None if topk_weights is None else _begin(self._push_weights, handle, topk_weights)
+        return tuple(_begin(self._push_row, handle, leaf) for leaf in leaves), weights
 
-def route(
-    routing: Routing,
-    leaves: Leaves,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-    quantize: int = 0,
-) -> Routed:
-    """Where everything goes is found out before; the rows follow, apart.
+    def _push_weights(self, handle: Handle, topk_weights: jax.Array) -> Any:
+        return self.inner.push(handle, (), topk_weights)[1]
 
-    Not so of few tokens, whose one op by way of the arena is faster than two; nor if ranks may miss the op,
-    whose handle is then for one other op only.
-    """
-    few = quantize != 0 or ffi.goes_through_arena(routing, leaves)
-    if few or routing.slots is not None or attendance.active_ranks is not None:
-        return ffi.route(routing, leaves, topk_idx, topk_weights, attendance, quantize)
-    routed = ffi.route(routing, (), topk_idx, topk_weights, attendance)
-    return routed._replace(rows=push(routed.handle, leaves, None)[0])
+    def _push_row(self, handle: Handle, leaf: jax.Array) -> jax.Array:
+        return self.inner.push(handle, (leaf,), None)[0][0]
 
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[Leaves, jax.Array]:
+        """Is not asynchronous, because rows and dot products are two results."""
+        return self.inner.push_scaled(handle, leaves, factors, row_weights)
 
-def push(handle: Handle, leaves: Leaves, topk_weights: jax.Array | None) -> tuple[Leaves, jax.Array | None]:
-    weights = None if topk_weights is None else _begin(_push_weights, handle, topk_weights)
-    return tuple(_begin(_push_row, handle, leaf) for leaf in leaves), weights
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        if attendance.active_ranks is not None:
+            return self.inner.pull(handle, rows, row_weights, biases, weights, attendance)
+        returned = None if weights is None else _begin(self._pull_weights, handle, weights)
+        # If there are biases, there is only one array.
+        sums = tuple(_begin(self._pull_row, handle, row_weights, row, tuple(biases)) for row in rows)
+        return sums, returned, Attended(None, None)
 
+    def _pull_weights(self, handle: Handle, weights: jax.Array) -> Any:
+        return self.inner.pull(handle, (), None, (), weights)[1]
 
-def _push_weights(handle: Handle, topk_weights: jax.Array) -> Any:
-    return ffi.push(handle, (), topk_weights)[1]
-
-
-def _push_row(handle: Handle, leaf: jax.Array) -> jax.Array:
-    return ffi.push(handle, (leaf,), None)[0][0]
-
-
-push_scaled = ffi.push_scaled  # rows and dot products are two results
-
-
-def pull(
-    handle: Handle,
-    rows: Leaves,
-    row_weights: jax.Array | None,
-    biases: Leaves,
-    weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-) -> tuple[Leaves, jax.Array | None, Attended]:
-    if attendance.active_ranks is not None:
-        return ffi.pull(handle, rows, row_weights, biases, weights, attendance)
-    returned = None if weights is None else _begin(_pull_weights, handle, weights)
-    # There are biases of a single array only.
-    sums = tuple(_begin(_pull_row, handle, row_weights, row, biases) for row in rows)
-    return sums, returned, Attended(None, None)
-
-
-def _pull_weights(handle: Handle, weights: jax.Array) -> Any:
-    return ffi.pull(handle, (), None, (), weights)[1]
-
-
-def _pull_row(handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves) -> jax.Array:
-    return ffi.pull(handle, (row,), row_weights, biases, None)[0][0]
-
-
-def if_asynchronous(
-    implementation: Implementation, group: Group, requested: str | Asynchronous | None
-) -> Implementation:
-    """Returns the asynchronous backend if it was requested and is available."""
-    requests = isinstance(requested, Asynchronous)
-    return "ffi apart" if requests and has_stream(group, implementation) else implementation
+    def _pull_row(
+        self, handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves
+    ) -> jax.Array:
+        return self.inner.pull(handle, (row,), row_weights, biases, None)[0][0]
 
 
 def has_stream(group: Any, implementation: str | None) -> bool:
-    """With "xla" the collectives are XLA's own, which it starts apart by itself.
+    """Returns whether an op of the group can run asynchronously.
 
-    Where a mesh axis is left to automatic or explicit sharding, XLA cannot partition a call that asks for its
-    rank: the op then runs as it is. So does one between hosts, which is no single call.
+    With "xla" the collectives are XLA's own, which XLA starts asynchronously by itself. If a mesh axis is
+    left to automatic or explicit sharding, XLA cannot partition a call that uses its rank. An op between
+    hosts is not a single call.
     """
     on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
     mesh = jax.sharding.get_abstract_mesh()

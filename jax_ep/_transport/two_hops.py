@@ -9,13 +9,20 @@ travels.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, Leaves, Routed
+from jax_ep._transport.backend import (
+    EVERYBODY,
+    Attendance,
+    Attended,
+    InnerBackend,
+    Leaves,
+    Packing,
+    Routed,
+)
 from jax_ep._transport.collectives import host, rank
 from jax_ep._transport.payload import sum_dtype
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
@@ -33,7 +40,7 @@ class Places(NamedTuple):
 
 
 def find_places(
-    module: ModuleType,
+    inner: InnerBackend,
     routing: Routing,
     ids: jax.Array,
     wanted: jax.Array,
@@ -45,10 +52,10 @@ def find_places(
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.group)
-    layout = module.layout(ids, routing.num_experts, ranks, 1)
+    layout = inner.layout(ids, routing.num_experts, ranks, 1)
     counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
     if wanted is not ids:
-        of_wanted = module.layout(wanted, routing.num_experts, ranks, 1)
+        of_wanted = inner.layout(wanted, routing.num_experts, ranks, 1)
         counts.append(
             _per_rank(routing, of_wanted.num_tokens_per_expert)
             if routing.has_row_per_choice
@@ -63,7 +70,7 @@ def find_places(
         before = jnp.sum(jnp.where(earlier, by_expert, 0), axis=0, dtype=jnp.int32)
         blocks = block_sizes(routing, expert_counts).reshape(ranks, experts)
         starts = (jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks).reshape(-1)
-        sent_rows = _rows_by_expert(module, routing, ids, starts + before)
+        sent_rows = _rows_by_expert(inner, routing, ids, starts + before)
         rows_between = jnp.sum(by_expert.reshape(ranks, ranks, experts), axis=-1, dtype=jnp.int32)
         tokens_per_expert, group_sizes = fill_of_blocks(routing, mine)
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
@@ -84,10 +91,10 @@ def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
     return jnp.sum(by_expert.reshape(routing.num_ranks, -1), axis=1, dtype=jnp.int32)
 
 
-def _rows_by_expert(module: ModuleType, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
+def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
     """[T, K], where `first` [E] is the row of this rank's first choice of each expert at its receiver."""
     # What this rank's choices would be ordered by on one device; from there they shift expert by expert.
-    alone = module.permute((), ids, None, routing.num_experts, 1, ids.size)
+    alone = inner.permute((), ids, None, routing.num_experts, 1, ids.size)
     counts = alone.tokens_per_expert
     shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
     rows = alone.row_map + jnp.take(shift, jnp.maximum(ids, 0))
@@ -97,37 +104,41 @@ def _rows_by_expert(module: ModuleType, routing: Routing, ids: jax.Array, first:
     return jnp.where((ids >= 0) & (rows < end), rows, -1)
 
 
-def exchange_within(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
+def exchange_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
     """[ranks of a host, n]: block r goes to rank r of this host, and what it sends takes its place."""
     within = routing.within
     ranks = within.num_ranks
     # A dispatch by rank, in which each rank has a token for each: they arrive by source.
     one_each = Routing(within.group, "rank", ranks, 1, ranks, ranks, 1)
     ids = jnp.arange(ranks, dtype=jnp.int32)[:, None]
-    return module.route(one_each, (blocks,), ids, None).rows[0]
+    return inner.route(one_each, (blocks,), ids, None).rows[0]
 
 
-def exchange(module: ModuleType, routing: Routing, blocks: jax.Array) -> jax.Array:
+def exchange(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
     """[R, n]: block r goes to rank r, and what it sends takes its place."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = module.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
-    came = exchange_within(module, routing, came.swapaxes(0, 1).reshape(per_host, -1))
+    came = inner.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+    came = exchange_within(inner, routing, came.swapaxes(0, 1).reshape(per_host, -1))
     return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
 
-def gather_numbers(module: ModuleType, routing: Routing, numbers: jax.Array) -> jax.Array:
+def gather_numbers(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
     """[R, n] from every rank's numbers [n]."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = module.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
-    came = exchange_within(module, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
+    came = inner.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+    came = exchange_within(inner, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
     return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoHops:
-    """Those functions of `ffi.py` and `xla.py` that communicate. `within` has them for hop 2."""
+    """A backend that sends rows to hosts first. `inner` is that of hop 2, among the ranks of a host."""
 
-    within: ModuleType
+    inner: InnerBackend
+    keeps_bits: ClassVar[bool] = False
+
+    def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
+        return False
 
     def route(
         self,
@@ -136,38 +147,40 @@ class TwoHops:
         topk_idx: jax.Array,
         topk_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        packing: Packing = Packing.NONE,
     ) -> Routed:
+        assert packing is Packing.NONE
         wanted = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, wanted)
-        gather = lambda numbers: gather_numbers(self.within, routing, numbers)
-        places = find_places(self.within, routing, ids, wanted, gather)
+        gather = lambda numbers: gather_numbers(self.inner, routing, numbers)
+        places = find_places(self.inner, routing, ids, wanted, gather)
         # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
         places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
-        told = _tell(self.within, routing, ids, places, topk_weights)
-        rows = [send(self.within, routing, ids, leaf) for leaf in leaves]
+        told = _tell(self.inner, routing, ids, places, topk_weights)
+        rows = [send(self.inner, routing, ids, leaf) for leaf in leaves]
         told, rows = jax.lax.optimization_barrier((told, rows))
-        handle, weights = _make_handle(self.within, routing, ids, places, told)
+        handle, weights = _make_handle(self.inner, routing, ids, places, told)
         assert handle.within is not None
         waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
         counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
         if places.tokens_per_expert is not None:
-            moved, arrived_weights = self.within.push(handle.within, rows, weights)
+            moved, arrived_weights = self.inner.push(handle.within, rows, weights)
             return Routed(moved, arrived_weights, None, places.tokens_per_expert, *counts)
         # By rank the ids go with the rows.
-        moved, arrived_weights = self.within.push(handle.within, [*rows, handle.within.topk_idx], weights)
+        moved, arrived_weights = self.inner.push(handle.within, [*rows, handle.within.topk_idx], weights)
         arrived_idx = _local_ids(routing, moved[-1], places.num_tokens)
-        layout = self.within.layout(arrived_idx, routing.num_local_experts, 1, 1)
+        layout = self.inner.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
         weights = (
-            None if topk_weights is None else send(self.within, handle.routing, handle.topk_idx, topk_weights)
+            None if topk_weights is None else send(self.inner, handle.routing, handle.topk_idx, topk_weights)
         )
-        return self.within.push(
-            handle.within,
-            [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
+        return self.inner.push(
+            _within_of(handle),
+            [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
             weights,
         )
 
@@ -178,8 +191,8 @@ class TwoHops:
         factors: Sequence[jax.Array],
         row_weights: jax.Array,
     ) -> tuple[Leaves, jax.Array]:
-        rows = [send(self.within, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
-        return self.within.push_scaled(handle.within, rows, factors, row_weights)
+        rows = [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
+        return self.inner.push_scaled(_within_of(handle), rows, factors, row_weights)
 
     def pull(
         self,
@@ -190,12 +203,12 @@ class TwoHops:
         weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        partials, returned, _ = self.within.pull(handle.within, rows, row_weights, (), weights)
+        partials, returned, _ = self.inner.pull(_within_of(handle), rows, row_weights, (), weights)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
             total: Any = 0.0
-            for part in take_back(self.within, handle, partial):
+            for part in take_back(self.inner, handle, partial):
                 total = total + part.astype(wide)
             for bias in biases:
                 total = total + bias.astype(wide)
@@ -204,9 +217,15 @@ class TwoHops:
             return tuple(sums), None, Attended(None, None)
         hosts = _host_of(handle.routing, handle.topk_idx)
         total = jnp.zeros_like(returned, shape=hosts.shape)
-        for number, part in enumerate(take_back(self.within, handle, returned)):
+        for number, part in enumerate(take_back(self.inner, handle, returned)):
             total = jnp.where(hosts == number, part, total)
         return tuple(sums), total, Attended(None, None)
+
+
+def _within_of(handle: Handle) -> Handle:
+    """Returns the handle of hop 2."""
+    assert handle.within is not None
+    return handle.within
 
 
 def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
@@ -237,22 +256,22 @@ def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
     return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
 
 
-def _through_hop_1(module: ModuleType, routing: Routing, rows: jax.Array) -> jax.Array:
+def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> jax.Array:
     """Rows [hosts * rows of hop 1, ...] that lie by the host that they go to: those that come, by host."""
     blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
-    return module.between_hosts(routing.group, blocks).reshape(rows.shape)
+    return inner.between_hosts(routing.group, blocks).reshape(rows.shape)
 
 
-def send(module: ModuleType, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+def send(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
     """Hop 1 of a payload [T, ...]: [hosts * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
-    return _through_hop_1(module, routing, take(array, _tokens(routing, senders)))
+    return _through_hop_1(inner, routing, take(array, _tokens(routing, senders)))
 
 
-def take_back(module: ModuleType, handle: Handle, rows: jax.Array) -> list[jax.Array]:
+def take_back(inner: InnerBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
     """Hop 1 the other way: from each host what it has for this rank's tokens [T, ...], zero where nothing."""
     routing = handle.routing
-    blocks = _through_hop_1(module, routing, rows).reshape(
+    blocks = _through_hop_1(inner, routing, rows).reshape(
         routing.num_hosts, routing.host_rows, *rows.shape[1:]
     )
     slots = _slots(routing, handle.topk_idx)
@@ -264,7 +283,7 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
 
 
 def _tell(
-    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
+    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
 ) -> jax.Array:
     """Hop 1 of what hop 2 must know of a token: ids, places and the bits of weights; -1 where none came."""
     senders = _senders(routing, ids)
@@ -277,11 +296,11 @@ def _tell(
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
     told = jnp.concatenate(integers, axis=1)
-    return _through_hop_1(module, routing, jnp.where(senders[:, None] < 0, -1, told))
+    return _through_hop_1(inner, routing, jnp.where(senders[:, None] < 0, -1, told))
 
 
 def _make_handle(
-    module: ModuleType, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
+    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
     """The handle of both hops, and the weights of the tokens of hop 2, if they were told."""
     sizes = (routing.top_k, routing.within.rows_per_token)
@@ -291,17 +310,17 @@ def _make_handle(
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _within(module, routing, within_ids, rows, places)
+    within = _within(inner, routing, within_ids, rows, places)
     prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = exchange(module, routing, _by_owner(routing, ids, places.sent_rows))
+        received = exchange(inner, routing, _by_owner(routing, ids, places.sent_rows))
         received = received.reshape(-1, routing.top_k)
     handle = Handle(ids, places.sent_rows, prefix, places.expert_counts, received, within, routing)
     return handle, weights
 
 
-def _within(module: ModuleType, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
+def _within(inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
     """The handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
@@ -310,7 +329,7 @@ def _within(module: ModuleType, routing: Routing, ids: jax.Array, rows: jax.Arra
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = exchange_within(module, routing, _by_owner(within, ids, rows))
+        received = exchange_within(inner, routing, _by_owner(within, ids, rows))
         received = received.reshape(-1, routing.top_k)
     return Handle(ids, rows, prefix, places.expert_counts, received, None, within)
 

@@ -1,12 +1,13 @@
-"""The ops from `jax.lax` alone: implementation="xla". Same functions as `ffi.py`.
+"""Backend "xla": the ops by `jax.lax` alone.
 
 Runs wherever JAX runs, on several processes too, and gives bitwise the same dispatch. It is written
 to be read and compared with, not to be fast: every rank gathers all tokens and works out the whole
 routing. All of it is differentiable by JAX's own rules, so gradients can be checked against it.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,15 @@ from jax_ep._extension import current_platform
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport import collectives
-from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, LayoutCounts, Permutation, Routed
+from jax_ep._transport.backend import (
+    EVERYBODY,
+    Attendance,
+    Attended,
+    LayoutCounts,
+    Packing,
+    Permutation,
+    Routed,
+)
 from jax_ep._transport.collectives import exchange, gather, rank
 from jax_ep._transport.payload import sum_dtype, sum_of_all
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
@@ -52,18 +61,6 @@ def invert(rows: jax.Array, capacity: int) -> jax.Array:
     return sources.at[jnp.where(flat < 0, capacity, flat)].set(index, mode="drop")
 
 
-def layout(topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int) -> LayoutCounts:
-    pairs = _count_pairs(routed_experts(topk_idx, num_experts), num_experts)
-    in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
-    in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_node, ranks_per_node), axis=-1)
-    return LayoutCounts(
-        jnp.sum(in_rank, axis=0, dtype=jnp.int32),
-        jnp.sum(in_node, axis=0, dtype=jnp.int32),
-        jnp.sum(pairs, axis=0, dtype=jnp.int32),
-        in_rank,
-    )
-
-
 def _by_expert(
     pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, blocks: jax.Array, slots: int | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -82,61 +79,8 @@ def _by_expert(
     return jnp.where((ids >= 0) & (rows < end), rows, -1), starts
 
 
-def route(
-    routing: Routing,
-    leaves: Sequence[jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-) -> Routed:
-    ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
-    me = rank(routing.group)
-    my_ids = routed_experts(topk_idx, routing.num_experts)
-    if attendance.active_ranks is not None:
-        active = attendance.active_ranks * attendance.active_ranks[me]
-        my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
-    ids = gather(routing.group, my_ids).reshape(-1, routing.top_k)
-    pairs = _count_pairs(ids, routing.num_experts)
-    in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
-    my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
-    expert_counts = jnp.sum(my_pairs, axis=0, dtype=jnp.int32)
-    if not routing.has_row_per_choice:
-        sent = in_rank
-        rows = jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - in_rank
-        rows = jnp.where((in_rank > 0) & (rows < capacity), rows, -1)
-        kept_here = jnp.take(rows, me, axis=1) >= 0
-        tokens_per_expert = jnp.sum(jnp.where(kept_here[:, None], my_pairs, 0), axis=0, dtype=jnp.int32)
-        group_sizes = None
-    else:
-        sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
-        blocks = block_sizes(routing, jnp.sum(pairs, axis=0, dtype=jnp.int32))
-        rows, _ = _by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
-        tokens_per_expert, group_sizes = fill_of_blocks(routing, expert_counts)
-    prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
-    arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
-    if not routing.has_row_per_choice:
-        num_tokens = jnp.minimum(arrived, capacity)
-    else:
-        num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
-    my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
-    received_rows = None
-    if routing.has_row_per_choice:
-        received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
-    handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, None, routing)
-    moved, weights = push(handle, leaves, topk_weights)
-    arrived_idx = None
-    if not routing.has_row_per_choice:
-        source = invert(jnp.take(rows, me, axis=1), capacity)
-        arrived_idx = jnp.where(source[:, None] < 0, -1, take(ids, source))
-        arrived_idx = jnp.where(
-            (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
-        )
-    counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
-    return Routed(moved, weights, arrived_idx, *counts, _attended(routing, attendance), handle)
-
-
 def _attended(routing: Routing, attendance: Attendance) -> Attended:
-    """JAX's collectives wait for every rank, active or not, and tell nobody for how long."""
+    """Returns the attendance that was passed: JAX's collectives wait for every rank, and measure nothing."""
     waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
     return Attended(attendance.active_ranks, waits)
 
@@ -152,160 +96,15 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     return jnp.where(here, rows, -1), ids
 
 
-def push(
-    handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    routing = handle.routing
-    rows, ids = _rows_here(handle)
-    choice = invert(rows, routing.capacity)
-    token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
-    moved = []
-    for leaf in leaves:
-        everyone = jax.lax.collapse(gather(routing.group, leaf), 0, 2)
-        moved.append(take(everyone, token))
-    if topk_weights is None:
-        return tuple(moved), None
-    weights = gather(routing.group, topk_weights).reshape(-1, routing.top_k)
-    if routing.has_row_per_choice:
-        return tuple(moved), take(weights.reshape(-1), choice)
-    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
-    return tuple(moved), take(jnp.where(here, weights, 0), token)
-
-
-def push_scaled(
-    handle: Handle, leaves: Sequence[jax.Array], factors: Sequence[jax.Array], row_weights: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """By expert: each row of a leaf times its weight [C], and its dot product with the factors' row [C]."""
-    sent, _ = push(handle, leaves, None)
-    scaled, dots = [], []
-    for row, factor in zip(sent, factors, strict=True):
-        wide = sum_dtype(row.dtype)
-        token, other, weight = (flat_real_rows(handle, array, wide) for array in (row, factor, row_weights))
-        dots.append(jnp.sum(other * token, axis=1))
-        scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
-    return tuple(scaled), sum_of_all(dots).astype(jnp.float32)
-
-
 def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
     """[R, T, ...]: what each rank holds for this rank's tokens. held [R * T, ...] is by source rank."""
     held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
     return exchange(routing.group, held)
 
 
-def pull(
-    handle: Handle,
-    rows: Sequence[jax.Array],
-    row_weights: jax.Array | None,
-    biases: Sequence[jax.Array],
-    weights: jax.Array | None,
-    attendance: Attendance = EVERYBODY,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
-    routing = handle.routing
-    here, ids = _rows_here(handle)
-    if attendance.active_ranks is not None:
-        active = attendance.active_ranks * attendance.active_ranks[rank(routing.group)]
-        active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
-        active = active.reshape(-1, *[1] * (here.ndim - 1))
-        here = jnp.where(active > 0, here, -1)
-    choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
-    sums = []
-    for leaf in rows:
-        wide = sum_dtype(leaf.dtype)
-        partial: Any = 0.0
-        for choice in choices:
-            term = take(leaf, choice).astype(wide)
-            if row_weights is not None:
-                term *= _over_row(take(row_weights, choice), term)
-            partial = partial + term
-        total: Any = 0.0
-        returned = _send_back(routing, partial)
-        for part in returned:
-            total = total + part
-        for bias in biases:
-            total = total + bias.astype(wide)
-        sums.append(total.astype(leaf.dtype))
-    attended = _attended(routing, attendance)
-    if weights is None:
-        return tuple(sums), None, attended
-    returned = take(weights, here)
-    if not routing.has_row_per_choice:
-        mine = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
-        returned = jnp.where(mine, returned, 0)
-    return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
-
-
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """One factor a row, in a shape that multiplies rows."""
     return factors.astype(rows.dtype).reshape(factors.shape + (1,) * (rows.ndim - factors.ndim))
-
-
-def permute(
-    leaves: Sequence[jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    num_local_experts: int,
-    expert_alignment: int,
-    capacity: int,
-) -> Permutation:
-    ids = routed_experts(topk_idx, num_local_experts)
-    pairs = _count_pairs(ids, num_local_experts)
-    counts = jnp.sum(pairs, axis=0, dtype=jnp.int32)
-    blocks = -(-counts // expert_alignment) * expert_alignment
-    row_map, starts = _by_expert(pairs, ids, 1, capacity, blocks, None)
-    clipped = jnp.minimum(starts, capacity)
-    tokens_per_expert = jnp.minimum(starts + counts, capacity) - clipped
-    group_sizes = jnp.minimum(starts + blocks, capacity) - clipped
-    dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
-    choice = invert(row_map, capacity)
-    moved = tuple(repermute(row_map, leaf, capacity) for leaf in leaves)
-    weights = None if topk_weights is None else take(topk_weights.reshape(-1), choice)
-    return Permutation(moved, row_map, weights, group_sizes, tokens_per_expert, dropped)
-
-
-def repermute(row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
-    choice = invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
-    return take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
-
-
-def repermute_scaled(
-    row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Rows [C, ...], each times the weight [C, K] of a choice, to the choice's place; and the dot products
-    [C, K] of these rows with those of the factors [P, ...] there, which have the same dtype.
-    """
-    wide = sum_dtype(leaf.dtype)
-    row_map = jnp.where(row_map < factors.shape[0], row_map, -1)
-    choice = invert(row_map, factors.shape[0])
-    rows = take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1])).astype(wide)
-    scaled = rows * _over_row(take(topk_weights.reshape(-1), choice), rows)
-    # What lies where no row goes is not read: it need not be finite.
-    is_read = (choice >= 0).reshape(-1, *[1] * (rows.ndim - 1))
-    products = jnp.where(is_read, factors, 0).astype(wide) * rows
-    dots = jnp.sum(products, axis=tuple(range(1, rows.ndim)))
-    return scaled.astype(leaf.dtype), take(dots, row_map).astype(jnp.float32)
-
-
-def unpermute(
-    y: jax.Array,
-    row_map: jax.Array,
-    topk_weights: jax.Array | None,
-    bias: jax.Array | None,
-    topk_idx: jax.Array | None,
-    out_dtype: Any,
-) -> jax.Array:
-    wide = sum_dtype(y.dtype)
-    row_map = jnp.where(row_map < y.shape[0], row_map, -1)
-    total = 0.0
-    for k in range(row_map.shape[1]):
-        term = take(y, row_map[:, k]).astype(wide)
-        if bias is not None and topk_idx is not None:
-            ids = routed_experts(topk_idx, bias.shape[0])[:, k]
-            term += take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
-        if topk_weights is not None:
-            used = jnp.where(row_map[:, k] < 0, 0, topk_weights[:, k])
-            term *= _over_row(used, term)
-        total = total + term
-    return jnp.asarray(total).astype(out_dtype)
 
 
 # Both operands of a product are summed over their rows, group by group.
@@ -334,6 +133,226 @@ def grouped_dot(product: int, rows: jax.Array, others: jax.Array, group_sizes: j
     return jax.lax.scan(add, result, (matrices, group_sizes, jnp.cumsum(group_sizes)))[0]
 
 
-def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
-    """Hop 1: [hosts, ...], block h goes to the rank of this one's index on host h."""
-    return collectives.between_hosts(group, blocks)
+@dataclasses.dataclass(frozen=True)
+class Xla:
+    """Backend "xla": `jax.lax` alone."""
+
+    keeps_bits: ClassVar[bool] = False
+
+    def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
+        return False
+
+    def layout(
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+    ) -> LayoutCounts:
+        pairs = _count_pairs(routed_experts(topk_idx, num_experts), num_experts)
+        in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
+        in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_node, ranks_per_node), axis=-1)
+        return LayoutCounts(
+            jnp.sum(in_rank, axis=0, dtype=jnp.int32),
+            jnp.sum(in_node, axis=0, dtype=jnp.int32),
+            jnp.sum(pairs, axis=0, dtype=jnp.int32),
+            in_rank,
+        )
+
+    def route(
+        self,
+        routing: Routing,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+        packing: Packing = Packing.NONE,
+    ) -> Routed:
+        assert packing is Packing.NONE
+        ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
+        me = rank(routing.group)
+        my_ids = routed_experts(topk_idx, routing.num_experts)
+        if attendance.active_ranks is not None:
+            active = attendance.active_ranks * attendance.active_ranks[me]
+            my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
+        ids = gather(routing.group, my_ids).reshape(-1, routing.top_k)
+        pairs = _count_pairs(ids, routing.num_experts)
+        in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
+        my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
+        expert_counts = jnp.sum(my_pairs, axis=0, dtype=jnp.int32)
+        if not routing.has_row_per_choice:
+            sent = in_rank
+            rows = jnp.cumsum(in_rank, axis=0, dtype=jnp.int32) - in_rank
+            rows = jnp.where((in_rank > 0) & (rows < capacity), rows, -1)
+            kept_here = jnp.take(rows, me, axis=1) >= 0
+            tokens_per_expert = jnp.sum(jnp.where(kept_here[:, None], my_pairs, 0), axis=0, dtype=jnp.int32)
+            group_sizes = None
+        else:
+            sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
+            blocks = block_sizes(routing, jnp.sum(pairs, axis=0, dtype=jnp.int32))
+            rows, _ = _by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
+            tokens_per_expert, group_sizes = fill_of_blocks(routing, expert_counts)
+        prefix = jnp.cumsum(jnp.sum(sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
+        arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
+        if not routing.has_row_per_choice:
+            num_tokens = jnp.minimum(arrived, capacity)
+        else:
+            num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
+        my_rows = jax.lax.dynamic_slice_in_dim(rows, me * routing.num_tokens, routing.num_tokens)
+        received_rows = None
+        if routing.has_row_per_choice:
+            received_rows = jnp.where((ids >= 0) & (ids // experts == me), rows, -1)
+        handle = Handle(my_ids, my_rows, prefix, expert_counts, received_rows, None, routing)
+        moved, weights = self.push(handle, leaves, topk_weights)
+        arrived_idx = None
+        if not routing.has_row_per_choice:
+            source = invert(jnp.take(rows, me, axis=1), capacity)
+            arrived_idx = jnp.where(source[:, None] < 0, -1, take(ids, source))
+            arrived_idx = jnp.where(
+                (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
+            )
+        counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
+        return Routed(moved, weights, arrived_idx, *counts, _attended(routing, attendance), handle)
+
+    def push(
+        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        routing = handle.routing
+        rows, ids = _rows_here(handle)
+        choice = invert(rows, routing.capacity)
+        token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
+        moved = []
+        for leaf in leaves:
+            everyone = jax.lax.collapse(gather(routing.group, leaf), 0, 2)
+            moved.append(take(everyone, token))
+        if topk_weights is None:
+            return tuple(moved), None
+        weights = gather(routing.group, topk_weights).reshape(-1, routing.top_k)
+        if routing.has_row_per_choice:
+            return tuple(moved), take(weights.reshape(-1), choice)
+        here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+        return tuple(moved), take(jnp.where(here, weights, 0), token)
+
+    def push_scaled(
+        self,
+        handle: Handle,
+        leaves: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+        row_weights: jax.Array,
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        sent, _ = self.push(handle, leaves, None)
+        scaled, dots = [], []
+        for row, factor in zip(sent, factors, strict=True):
+            wide = sum_dtype(row.dtype)
+            token, other, weight = (
+                flat_real_rows(handle, array, wide) for array in (row, factor, row_weights)
+            )
+            dots.append(jnp.sum(other * token, axis=1))
+            scaled.append((weight * token).astype(row.dtype).reshape(row.shape))
+        return tuple(scaled), sum_of_all(dots).astype(jnp.float32)
+
+    def pull(
+        self,
+        handle: Handle,
+        rows: Sequence[jax.Array],
+        row_weights: jax.Array | None,
+        biases: Sequence[jax.Array],
+        weights: jax.Array | None,
+        attendance: Attendance = EVERYBODY,
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
+        routing = handle.routing
+        here, ids = _rows_here(handle)
+        if attendance.active_ranks is not None:
+            active = attendance.active_ranks * attendance.active_ranks[rank(routing.group)]
+            active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
+            active = active.reshape(-1, *[1] * (here.ndim - 1))
+            here = jnp.where(active > 0, here, -1)
+        choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
+        sums = []
+        for leaf in rows:
+            wide = sum_dtype(leaf.dtype)
+            partial: Any = 0.0
+            for choice in choices:
+                term = take(leaf, choice).astype(wide)
+                if row_weights is not None:
+                    term *= _over_row(take(row_weights, choice), term)
+                partial = partial + term
+            total: Any = 0.0
+            returned = _send_back(routing, partial)
+            for part in returned:
+                total = total + part
+            for bias in biases:
+                total = total + bias.astype(wide)
+            sums.append(total.astype(leaf.dtype))
+        attended = _attended(routing, attendance)
+        if weights is None:
+            return tuple(sums), None, attended
+        returned = take(weights, here)
+        if not routing.has_row_per_choice:
+            mine = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+            returned = jnp.where(mine, returned, 0)
+        return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
+
+    def permute(
+        self,
+        leaves: Sequence[jax.Array],
+        topk_idx: jax.Array,
+        topk_weights: jax.Array | None,
+        num_local_experts: int,
+        expert_alignment: int,
+        capacity: int,
+    ) -> Permutation:
+        ids = routed_experts(topk_idx, num_local_experts)
+        pairs = _count_pairs(ids, num_local_experts)
+        counts = jnp.sum(pairs, axis=0, dtype=jnp.int32)
+        blocks = -(-counts // expert_alignment) * expert_alignment
+        row_map, starts = _by_expert(pairs, ids, 1, capacity, blocks, None)
+        clipped = jnp.minimum(starts, capacity)
+        tokens_per_expert = jnp.minimum(starts + counts, capacity) - clipped
+        group_sizes = jnp.minimum(starts + blocks, capacity) - clipped
+        dropped = jnp.sum(counts - tokens_per_expert, keepdims=True, dtype=jnp.int32)
+        choice = invert(row_map, capacity)
+        moved = tuple(self.repermute(row_map, leaf, capacity) for leaf in leaves)
+        weights = None if topk_weights is None else take(topk_weights.reshape(-1), choice)
+        return Permutation(moved, row_map, weights, group_sizes, tokens_per_expert, dropped)
+
+    def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+        choice = invert(jnp.where(row_map < num_permuted, row_map, -1), num_permuted)
+        return take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1]))
+
+    def repermute_scaled(
+        self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        wide = sum_dtype(leaf.dtype)
+        row_map = jnp.where(row_map < factors.shape[0], row_map, -1)
+        choice = invert(row_map, factors.shape[0])
+        rows = take(leaf, jnp.where(choice < 0, -1, choice // row_map.shape[1])).astype(wide)
+        scaled = rows * _over_row(take(topk_weights.reshape(-1), choice), rows)
+        # What lies where no row goes is not read: it need not be finite.
+        is_read = (choice >= 0).reshape(-1, *[1] * (rows.ndim - 1))
+        products = jnp.where(is_read, factors, 0).astype(wide) * rows
+        dots = jnp.sum(products, axis=tuple(range(1, rows.ndim)))
+        return scaled.astype(leaf.dtype), take(dots, row_map).astype(jnp.float32)
+
+    def unpermute(
+        self,
+        y: jax.Array,
+        row_map: jax.Array,
+        topk_weights: jax.Array | None,
+        bias: jax.Array | None,
+        topk_idx: jax.Array | None,
+        out_dtype: Any,
+    ) -> jax.Array:
+        wide = sum_dtype(y.dtype)
+        row_map = jnp.where(row_map < y.shape[0], row_map, -1)
+        total = 0.0
+        for k in range(row_map.shape[1]):
+            term = take(y, row_map[:, k]).astype(wide)
+            if bias is not None and topk_idx is not None:
+                ids = routed_experts(topk_idx, bias.shape[0])[:, k]
+                term += take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
+            if topk_weights is not None:
+                used = jnp.where(row_map[:, k] < 0, 0, topk_weights[:, k])
+                term *= _over_row(used, term)
+            total = total + term
+        return jnp.asarray(total).astype(out_dtype)
+
+    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
+        """Hop 1: [hosts, ...], block h goes to the rank of this one's index on host h."""
+        return collectives.between_hosts(group, blocks)
