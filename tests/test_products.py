@@ -252,9 +252,9 @@ def test_a_batch_of_fp8():
 
 def test_fp8_operands_that_cannot_be():
     rows, weights, sizes = quantised((40, 128, 128, 4), "uneven")
-    with pytest.raises(TypeError, match="both be quantised, or neither; got QuantizedArray and"):
+    with pytest.raises(TypeError, match="both be quantized, or neither; got QuantizedArray and"):
         jax_ep.grouped_dot(rows, weights.values, sizes)
-    with pytest.raises(ValueError, match="w of 128 x 128, got 1 x 128 and 1 x 128; quantise"):
+    with pytest.raises(ValueError, match="w of 128 x 128, got 1 x 128 and 1 x 128; quantize"):
         jax_ep.grouped_dot(rows, jax_ep.quantize_fp8(jnp.ones((4, 128, 128))), sizes)
     with pytest.raises(ValueError, match="1 x 128 elements and w of 128 x 128, got 1 x 64"):
         jax_ep.grouped_dot(jax_ep.quantize_fp8(jnp.ones((40, 128)), block=64), weights, sizes)

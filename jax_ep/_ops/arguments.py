@@ -17,7 +17,7 @@ from jax_ep._transport.routing import Handle
 
 
 def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
-    """The ids [T, K], -1 for tokens from `count` on."""
+    """Returns the ids [T, K], -1 for tokens from `count` on."""
     given = array(op, "num_valid_tokens", count)
     if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(
@@ -33,7 +33,7 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
 
 
 def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits: bool = False) -> Attendance:
-    """Who takes part in an op; `active_ranks` is None there where nobody may be missing."""
+    """Checks and returns who takes part in an op. Its `active_ranks` is None if all ranks must."""
     if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
         raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
     masks, num_ranks = on_timeout == "mask", group.size
@@ -62,7 +62,7 @@ def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits:
 
 
 def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:
-    """The rows that a rank takes from each host in hop 1, no more than a rank has tokens; 0 of one host."""
+    """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
     hosts = group.size // group.ranks_per_node
     rows = hosts * num_tokens
     if host_capacity is not None:
@@ -78,7 +78,7 @@ def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int
 
 
 def handle(op: str, value: Any) -> Handle:
-    """The handle, whose arrays must fit its routing."""
+    """Checks that a handle's arrays fit its routing, and returns it."""
     if not isinstance(value, Handle):
         raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
     routing = value.routing
@@ -145,7 +145,7 @@ def require_manual(op: str, group: Group) -> None:
 
 
 def _unbound(group: Group) -> str:
-    """Which axes of the group no shard_map binds, one at least."""
+    """Returns the text that says which axes of the group no shard_map binds; there is at least one."""
     bound = jax.sharding.get_abstract_mesh().manual_axes
     missing = [axis for axis in group._axes if axis not in bound]
     if len(missing) == len(group._axes):

@@ -1,7 +1,7 @@
-"""dispatch and redispatch: tokens to the ranks, or the experts, that they chose."""
+"""dispatch and redispatch: tokens to their ranks or experts."""
 
 import dataclasses
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 
@@ -22,7 +22,7 @@ from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_expe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchedByRank:
-    """What arrived at this rank, one row a token. C rows of capacity, K choices, L experts on this rank."""
+    """Rows that arrived at this rank, one per token. C rows of capacity, K choices, L local experts."""
 
     x: Any
     """[C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail. A
@@ -36,25 +36,25 @@ class DispatchedByRank:
     num_tokens: jax.Array
     """int32 [1] rows kept at this rank."""
     num_dropped: jax.Array
-    """int32 [1] rows dropped at this rank for want of capacity."""
+    """int32 [1] rows dropped because the buffer of this rank was full."""
     handle: Handle
-    """Where everything went: for `combine` and `redispatch`."""
+    """Destinations of all rows, for `combine` and `redispatch`."""
     active_ranks: jax.Array | None
-    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
-    on_timeout="mask"."""
+    """int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks` or
+    on_timeout="mask" was passed."""
     statistics: DispatchStatistics | None
-    """Those that were passed, and this dispatch's added; None if none were."""
+    """The statistics that were passed plus those of this dispatch; None if none were passed."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchedByExpert:
-    """What arrived at this rank, one row a choice. C rows of capacity, L experts on this rank.
+    """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
 
     With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
-    On GPUs what x holds in empty slots is anything, also NaN, unless a gradient goes through the dispatch
-    to its rows or weights (then they are zero, but for FP8). `is_row` is the mask, and `row_weights` are 0
-    there.
+    On GPUs empty slots of x may hold anything, including NaN, unless a gradient goes through the dispatch to
+    its rows or weights. (Then they are zero, except with FP8.) `is_row` is their mask, and `row_weights` are
+    0 there.
     """
 
     x: Any
@@ -70,26 +70,41 @@ class DispatchedByExpert:
     num_tokens: jax.Array
     """int32 [1] rows kept at this rank, without padding."""
     num_dropped: jax.Array
-    """int32 [1] rows dropped at this rank for want of capacity."""
+    """int32 [1] rows dropped because the buffer of this rank was full."""
     handle: Handle
-    """Where everything went: for `combine` and `redispatch`."""
+    """Destinations of all rows, for `combine` and `redispatch`."""
     active_ranks: jax.Array | None
-    """int32 [R] 1 for each rank that took part, as this rank knows; None unless `active_ranks` was passed, or
-    on_timeout="mask"."""
+    """int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks` or
+    on_timeout="mask" was passed."""
     statistics: DispatchStatistics | None
-    """Those that were passed, and this dispatch's added; None if none were."""
+    """The statistics that were passed plus those of this dispatch; None if none were passed."""
 
     def row_experts(self) -> jax.Array:
-        """int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
+        """Returns int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
 
-        Computed at each call, of one rank's shard: inside the shard_map of the dispatch.
+        Each call computes it, from one rank's shard. Call it inside the shard_map of the dispatch.
         """
         handle = arguments.handle("row_experts", self.handle)
         return in_slots(handle.routing, row_experts(handle))
 
     def is_row(self) -> jax.Array:
-        """Bool [C] or [L, R * T]: which rows hold a token, not padding or tail. Computed at each call."""
+        """Returns bool [C] or [L, R * T]: which rows hold a token, not padding or tail."""
         return self.row_experts() >= 0
+
+
+class DispatchOptions(TypedDict, total=False):
+    """Options of `dispatch` that do not change the type of its result."""
+
+    capacity: int | None
+    host_capacity: int | None
+    expert_alignment: int
+    quantize: Quantize | None
+    round_scale: bool
+    num_valid_tokens: Any
+    active_ranks: Any
+    on_timeout: OnTimeout
+    statistics: DispatchStatistics | None
+    implementation: str | None
 
 
 @overload
@@ -101,16 +116,7 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
-    capacity: int | None = None,
-    host_capacity: int | None = None,
-    expert_alignment: int = 1,
-    quantize: Quantize | None = None,
-    round_scale: bool = False,
-    num_valid_tokens: Any = None,
-    active_ranks: Any = None,
-    on_timeout: OnTimeout = "raise",
-    statistics: DispatchStatistics | None = None,
-    implementation: str | None = None,
+    **options: Unpack[DispatchOptions],
 ) -> DispatchedByExpert: ...
 
 
@@ -123,39 +129,8 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["rank"],
-    capacity: int | None = None,
-    host_capacity: int | None = None,
-    expert_alignment: int = 1,
-    quantize: Quantize | None = None,
-    round_scale: bool = False,
-    num_valid_tokens: Any = None,
-    active_ranks: Any = None,
-    on_timeout: OnTimeout = "raise",
-    statistics: DispatchStatistics | None = None,
-    implementation: str | None = None,
+    **options: Unpack[DispatchOptions],
 ) -> DispatchedByRank: ...
-
-
-@overload
-def dispatch(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
-    *,
-    group: Group,
-    num_experts: int,
-    order: Order,
-    capacity: int | None = None,
-    host_capacity: int | None = None,
-    expert_alignment: int = 1,
-    quantize: Quantize | None = None,
-    round_scale: bool = False,
-    num_valid_tokens: Any = None,
-    active_ranks: Any = None,
-    on_timeout: OnTimeout = "raise",
-    statistics: DispatchStatistics | None = None,
-    implementation: str | None = None,
-) -> DispatchedByRank | DispatchedByExpert: ...
 
 
 def dispatch(
@@ -205,7 +180,7 @@ def dispatch(
       quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
         they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
         takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
-        gradients of a dispatch that did not quantise ("straight through"; a cotangent is not rounded to FP8).
+        gradients of a dispatch that did not quantize ("straight through"; a cotangent is not rounded to FP8).
       round_scale: the scales are rounded up to powers of two. (A number within 1/32 of the largest one of
         x's dtype may then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
@@ -213,7 +188,7 @@ def dispatch(
       active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is
         skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and nobody
         waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
-        dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialised, as
+        dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialized, as
         other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a
         group with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does
         not wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks
@@ -255,7 +230,7 @@ def dispatch(
         )
     if round_scale and quantize is None:
         raise ValueError(
-            "dispatch: round_scale needs quantize, for rows that are not quantised have no scales"
+            "dispatch: round_scale needs quantize, for rows that are not quantized have no scales"
         )
     if quantize is not None:
         check_quantize(quantize, x, leaves)

@@ -1,4 +1,4 @@
-"""What `jax.export` must know of this package's handlers, and what it must not make of them."""
+"""Settings of `jax.export` for this package's handlers."""
 
 import jax
 

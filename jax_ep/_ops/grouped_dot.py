@@ -1,4 +1,4 @@
-"""grouped_dot: each expert's rows times that expert's matrix, in time that grows with the rows alone."""
+"""grouped_dot: each expert's rows times that expert's matrix."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ _NO_GRADIENT = (
 
 
 def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
-    """The product that an `expert_fn` of `jax_ep.moe` is made of.
+    """Multiplies each expert's rows by that expert's matrix, as `expert_fn` of `jax_ep.moe` does.
 
-    Like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that and for
-    its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32). On GPUs of compute
-    capability 9.0 they are CUTLASS's for float16 and bfloat16 if both widths are multiples of 8, and for FP8:
-    these are the fast ones.
+    It is like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that
+    and for its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32). On GPUs of
+    compute capability 9.0 they are CUTLASS's for float16 and bfloat16 if both widths are multiples of 8, and
+    for FP8: these are the fast ones.
 
     Args:
       rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
@@ -47,7 +47,7 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
 
     Raises:
       ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
-      TypeError: rows and w are not floating, or differ in dtype, or only one is quantised, or they are
+      TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
@@ -102,8 +102,8 @@ def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None
 def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
     if not (isinstance(rows, QuantizedArray) and isinstance(w, QuantizedArray)):
         raise TypeError(
-            "grouped_dot: rows and w must both be quantised, or neither; got "
-            f"{type(rows).__name__} and {type(w).__name__} (jax_ep.quantize_fp8 quantises)"
+            "grouped_dot: rows and w must both be quantized, or neither; got "
+            f"{type(rows).__name__} and {type(w).__name__} (jax_ep.quantize_fp8 quantizes)"
         )
     return jax.tree.map(jnp.asarray, (rows, w))
 
@@ -113,7 +113,7 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
     if of_rows != (1, BLOCK) or of_w != (BLOCK, BLOCK):
         raise ValueError(
             "grouped_dot: FP8 rows must have scales of 1 x 128 elements and w of 128 x 128, got "
-            f"{of_rows[0]} x {of_rows[1]} and {of_w[0]} x {of_w[1]}; quantise them with "
+            f"{of_rows[0]} x {of_rows[1]} and {of_w[0]} x {of_w[1]}; quantize them with "
             "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
         )
 
@@ -125,10 +125,11 @@ _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 def _product(
     product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """0: rows [C, M] times matrices [L, M, N]; 1: rows [C, N] times their transposes; 2: for each group
-    [L, M, N] its rows [C, M], transposed, times others [C, N].
+    """Computes one of three products.
 
-    Each is linear in both operands, and its gradients are two of the three: so gradients of any order are.
+    0: rows [C, M] times matrices [L, M, N]. 1: rows [C, N] times their transposes. 2: for each group [L, M,
+    N] its rows [C, M], transposed, times the others [C, N]. Each is linear in both operands, and its
+    gradients are two of the three, so gradients of any order are products of these kinds.
     """
 
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -165,7 +166,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 @custom_vjp(0)
 def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
-    """`operands`: values [C, M] and [L, M, N], their scales [C, M / 128] and [L, M / 128, N / 128], sizes."""
+    """Multiplies values [C, M] and [L, M, N] with scales [C, M / 128] and [L, M / 128, N / 128]."""
 
     def one(
         rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
@@ -195,10 +196,11 @@ _fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
 
 
 def _sharded(product: int, function: Any, *operands: jax.Array) -> jax.Array:
-    """Calls function(*operands), of which the first two are those of the product.
+    """Returns function(*operands). The first two operands are those of the product.
 
-    Under Explicit sharding neither XLA's ragged dots nor custom calls can say how their result is sharded: as
-    the operands' other dimensions are. And XLA's ragged dots have no rule for other batches than of rows.
+    Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
+    gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
+    of rows.
     """
 
     @takes_no_batch
@@ -218,6 +220,6 @@ def _sharded(product: int, function: Any, *operands: jax.Array) -> jax.Array:
 
 
 def _on_gpu() -> bool:
-    """Whether the program is for GPUs that this package's kernels can run on."""
+    """Returns whether the program is for GPUs that this package's kernels can run on."""
     platform = _extension.current_platform()
     return platform in ("gpu", "cuda") and not _extension.reason_against_ffi("gpu")

@@ -1,4 +1,4 @@
-"""get_dispatch_layout: how many tokens go where."""
+"""get_dispatch_layout: counts of tokens by rank, node and expert."""
 
 import dataclasses
 from typing import Any

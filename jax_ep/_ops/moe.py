@@ -1,8 +1,8 @@
-"""moe: the whole expert-parallel layer."""
+"""moe: the complete expert-parallel layer."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 
@@ -17,14 +17,25 @@ from jax_ep._transport.fp8_rows import Quantize
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEStats:
-    """What one layer's routing brought to this rank. L experts on this rank."""
+    """Row counts of one layer at this rank. L experts on this rank."""
 
     tokens_per_expert: jax.Array
     """int32 [L] kept rows of each expert."""
     num_tokens: jax.Array
     """int32 [1] rows kept at this rank."""
     num_dropped: jax.Array
-    """int32 [1] rows dropped at this rank for want of capacity."""
+    """int32 [1] rows dropped because the buffer of this rank was full."""
+
+
+class MoEOptions(TypedDict, total=False):
+    """Options of `moe` that do not change the type of its result."""
+
+    capacity: int | None
+    host_capacity: int | None
+    expert_alignment: int
+    quantize: Quantize | None
+    num_valid_tokens: Any
+    implementation: str | None
 
 
 @overload
@@ -36,13 +47,8 @@ def moe(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | None = None,
-    host_capacity: int | None = None,
-    expert_alignment: int = 1,
-    quantize: Quantize | None = None,
-    num_valid_tokens: Any = None,
     return_stats: Literal[False] = False,
-    implementation: str | None = None,
+    **options: Unpack[MoEOptions],
 ) -> jax.Array: ...
 
 
@@ -55,13 +61,8 @@ def moe(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | None = None,
-    host_capacity: int | None = None,
-    expert_alignment: int = 1,
-    quantize: Quantize | None = None,
-    num_valid_tokens: Any = None,
     return_stats: Literal[True],
-    implementation: str | None = None,
+    **options: Unpack[MoEOptions],
 ) -> tuple[jax.Array, MoEStats]: ...
 
 
@@ -81,11 +82,11 @@ def moe(
     return_stats: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
-    """A Mixture-of-Experts layer: tokens to their experts, the experts, the weighted sum back.
+    """Computes a Mixture-of-Experts layer: sends tokens to experts, runs them, and returns weighted sums.
 
-    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights. It is
-    `dispatch`, `expert_fn` and `combine`; call those for what they offer besides: other orders, ranks that
-    may be missing, statistics, rounded scales.
+    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights. It calls
+    `dispatch`, `expert_fn` and `combine`. Those have more options: other orders, ranks that may be missing,
+    statistics, rounded scales.
 
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
@@ -93,9 +94,9 @@ def moe(
       topk_weights: floating [..., T, K] of 16 bits or more.
       expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
         those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
-        product (on NVIDIA GPUs `jax.lax.ragged_dot` is right too, but multiplies all rows by every
-        matrix). What it returns, floating, for padding and tail rows does not matter. The weights are
-        applied afterwards, by `combine`.
+        product (on NVIDIA GPUs `jax.lax.ragged_dot` is also correct, but multiplies all rows by every
+        matrix). Its result is floating. Its values in padding and tail rows are ignored. `combine` applies
+        the weights afterwards.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
@@ -164,7 +165,7 @@ def moe(
 
 
 def _check_result(y: Any, rows: int) -> None:
-    """Of expert_fn: floating arrays of one row for each that it was given."""
+    """Checks the result of expert_fn: a floating array with one row for each row that it was given."""
     returned = "what expert_fn returns"
     leaves = [_checks.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
     if not leaves:
@@ -179,5 +180,5 @@ def _check_result(y: Any, rows: int) -> None:
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:
-    """[..., T, n] as [tokens, n]."""
+    """Reshapes [..., T, n] to [tokens, n]."""
     return array if array.ndim == 2 else jax.lax.collapse(array, 0, array.ndim - 1)

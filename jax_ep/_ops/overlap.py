@@ -1,8 +1,8 @@
 """dispatch and combine in two steps, a start and a done, with room for other work between them.
 
-On GPUs an op then runs on XLA's stream for communication: XLA makes a start and a done of it, and places what
-does not use its results in between. It is still one kernel: no array of XLA's can hold the rows of an op that
-is half done (docs/howto/overlap.md).
+On GPUs an op then runs on XLA's stream for communication: XLA splits it into a start and a done, and
+schedules ops that do not use its results in between. It is still one kernel, because no array of XLA can hold
+the rows of an unfinished op (docs/howto/overlap.md).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingDispatch(Generic[Result]):
-    """A dispatch that has been started: for `dispatch_done`, which returns what it brings. A pytree."""
+    """A dispatch that has been started. `dispatch_done` returns its result. A pytree."""
 
     _result: Result
 
@@ -30,7 +30,7 @@ class PendingDispatch(Generic[Result]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PendingCombine(Generic[Result]):
-    """A combine that has been started: for `combine_done`, which returns its sums. A pytree."""
+    """A combine that has been started. `combine_done` returns its sums. A pytree."""
 
     _result: Result
 
@@ -76,9 +76,9 @@ def dispatch_start(
 ) -> PendingDispatch[Any]:
     """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
 
-    What does not use its results may run meanwhile, on GPUs. Its gradient, a combine, has a start and a done
-    too. On other devices, with implementation="xla", between hosts, and beside mesh axes that are not manual,
-    it is a dispatch like any other.
+    On GPUs, ops that do not use its results may run meanwhile. Its gradient, a combine, also has a start and
+    a done. On other devices, with implementation="xla", between hosts, and beside mesh axes that are not
+    manual, it is an ordinary dispatch.
 
     Args:
       x: [T, ...] rows, as for `dispatch`; so are all arguments.
@@ -111,7 +111,7 @@ def dispatch_start(
 
 
 def dispatch_done(pending: PendingDispatch[Result]) -> Result:
-    """What the dispatch brought, the same bits as from `dispatch`.
+    """Returns the result of a dispatch that has been started, the same bits as from `dispatch`.
 
     Args:
       pending: of `dispatch_start`.
@@ -151,7 +151,7 @@ def combine_start(
 
 
 def combine_done(pending: PendingCombine[Result]) -> Result:
-    """The sums, the same bits as from `combine`.
+    """Returns the sums of a combine that has been started, the same bits as from `combine`.
 
     Args:
       pending: of `combine_start`.

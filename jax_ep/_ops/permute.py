@@ -124,13 +124,13 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
-    """[C, K]: the value [P] of each (row, k), 0 where it has no row."""
+    """Returns [C, K]: the value [P] of each (row, k), 0 if it has no row."""
     rows = jnp.where(row_map < 0, values.shape[0], row_map)  # which is out of bounds
     return values.at[rows].get(mode="fill", fill_value=0)
 
 
 def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
-    """[n, ...] as [n, m] of another dtype."""
+    """Reshapes [n, ...] to [n, m] of another dtype."""
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
 
@@ -168,7 +168,7 @@ def _repermute_scaled_forward(backend: LocalBackend, *operands: Any) -> Any:
 
 
 def _repermute_scaled_backward(backend: LocalBackend, operands: Any, cotangents: Any) -> Any:
-    """What is scaled is linear in rows and weights, a dot product in both rows: gradients are such again."""
+    """Uses the same two functions: scaled rows are linear in rows and weights, dot products in both rows."""
     row_map, leaf, weights, factors = operands
     scaled, dots = cotangents
     of_scaled = _unpermute(backend, leaf.dtype, scaled, row_map, weights, None, None)
@@ -269,13 +269,13 @@ def _unpermute_forward(
     backend: LocalBackend, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
 ) -> Any:
     out = _unpermute(backend, out_dtype, y, row_map, weights, bias, ids)
-    # The rows are needed for the gradient of the weights only; else just their number and dtype.
+    # Only the gradient of the weights needs the rows. Otherwise their number and dtype suffice.
     kept = y if weights is not None or y.ndim == 1 else y[:, :0]
     return out, (kept, row_map, weights, bias, ids)
 
 
 def _unpermute_backward(backend: LocalBackend, out_dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
-    """Of one (row c, k) at row p: d y[p] = weight * cotangent[c], d weight = <y[p] + bias, cotangent[c]>."""
+    """Computes, for (row c, k) at row p: d y[p] = w * cotangent[c], d w = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
     wide = sum_dtype(y.dtype)
     num_permuted = y.shape[0]

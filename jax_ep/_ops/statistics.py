@@ -1,4 +1,4 @@
-"""What dispatches add up: which experts are busy, and which ranks are slow."""
+"""Statistics over dispatches: which experts are busy, and which ranks are slow."""
 
 import dataclasses
 from typing import Any
@@ -17,9 +17,9 @@ from jax_ep._transport.routing import Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchStatistics:
-    """Sums over the dispatches that they went through, of one rank. L experts on this rank, R ranks.
+    """Sums over dispatches of one rank. L experts on this rank, R ranks.
 
-    They have no gradients, and gradients go through a dispatch with them as without. Outside of `shard_map`,
+    They have no gradients, and do not change the gradients of a dispatch. Outside of `shard_map`,
     sharded over the group's axis as they come out, the arrays are [E] and [R * R]: one row of [R, R] is what
     one rank waited for the others.
     """
@@ -32,7 +32,7 @@ class DispatchStatistics:
 
     @classmethod
     def zeros(cls, group: Group, num_experts: int) -> "DispatchStatistics":
-        """Those to begin with, one rank's shard: made inside of `shard_map` they can be carried in a scan.
+        """Returns one rank's shard of zeros. Made inside `shard_map`, a scan can carry them.
 
         Raises:
           ValueError: num_experts is no positive multiple of the number of ranks.
@@ -65,7 +65,7 @@ def check_statistics(value: Any, routing: Routing) -> None:
 
 
 def add_to(statistics: DispatchStatistics, routed: Routed) -> DispatchStatistics:
-    """The statistics with those of one dispatch added."""
+    """Adds those of one dispatch to the statistics."""
     assert routed.attended.wait_us is not None  # it was asked for
     return DispatchStatistics(
         statistics.tokens_per_expert + routed.tokens_per_expert,

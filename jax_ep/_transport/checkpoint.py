@@ -1,4 +1,4 @@
-"""Names that `jax.checkpoint` can keep, and the policy that keeps what was sent."""
+"""Names that `jax.checkpoint` can keep, and the policy that keeps dispatched rows."""
 
 from typing import Any
 

@@ -17,20 +17,20 @@ IndexGroups = tuple[tuple[int, ...], ...]
 
 
 def rank(group: Group) -> jax.Array:
-    """The number of this rank in its group."""
+    """Returns the number of this rank in its group."""
     index = jax.lax.axis_index(group.axis_name)
     return index if group._index_groups is None else index % group.size
 
 
 def place(group: Group, arrays: Any) -> jax.Array:
-    """The device's place in the mesh, [2] int32: its rank, and the number of its list of ranks.
+    """Returns the device's position in the mesh, int32 [2]: its rank, and the number of its list of ranks.
 
-    With it a handler finds out whether the program runs on the group's mesh: the rank must be the one that
-    the device has in the group, and ranks that exchange rows must come from the same list. There is a list
-    for each place along the mesh axes that the group does not have; where the group is that of a host, for
-    each host, too. Axes along which none of `arrays` varies do not count: all devices along them have the
-    same rows, and the place must not vary along them either, or else the op's results would
-    (`check_vma=True`). If `jax.vmap` lets them vary later, `in_lists_along` counts these axes.
+    A handler checks with it that the program runs on the group's mesh: the rank must be that of the device in
+    the group, and ranks that exchange rows must belong to the same list. There is one list for each position
+    along the mesh axes that the group does not have, and, if the group is that of a host, for each host. Axes
+    along which none of `arrays` varies do not count, because all devices along them have the same rows. The
+    position must not vary along them either, because otherwise the op's results would (`check_vma=True`). If
+    `jax.vmap` lets them vary later, `in_lists_along` counts these axes.
     """
     index = jax.lax.axis_index(group.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
@@ -42,19 +42,19 @@ def place(group: Group, arrays: Any) -> jax.Array:
 
 
 def host(group: Group) -> jax.Array:
-    """The number of this rank's host."""
+    """Returns the number of this rank's host."""
     return jax.lax.axis_index(group.axis_name) // group.ranks_per_node
 
 
 def gather(group: Group, array: jax.Array) -> jax.Array:
-    """[R, ...] from every rank's array."""
+    """Returns the arrays of all ranks: [R, ...]."""
     if group._index_groups is None:
         return jax.lax.all_gather(array, group.axis_name)
     return among(jax.lax.all_gather, group.axis_name, group._index_groups)(array)
 
 
 def exchange(group: Group, blocks: jax.Array) -> jax.Array:
-    """[R, ...]: block r goes to rank r, and what comes from there takes its place."""
+    """Sends block r of [R, ...] to rank r. Returns the blocks that arrive, by source rank."""
     if group._index_groups is None:
         return jax.lax.all_to_all(blocks, group.axis_name, split_axis=0, concat_axis=0)
     return among(all_to_all, group.axis_name, group._index_groups)(blocks)
@@ -70,7 +70,7 @@ def all_to_all(
 def among(
     collective: Callable[..., jax.Array], axis_name: str | tuple[str, ...], index_groups: IndexGroups
 ) -> Callable[[jax.Array], jax.Array]:
-    """A collective among each of several groups of an axis, which `jax.vmap` does not know otherwise."""
+    """Returns a collective among each of several groups of an axis, with a rule for `jax.vmap`."""
 
     @jax.custom_batching.custom_vmap
     def run(array: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def among(
 
 
 def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
-    """[hosts, ...]: block h goes to the rank of this one's index on host h; what comes takes its place."""
+    """Sends block h of [hosts, ...] to the rank of this one's index on host h. Returns those that arrive."""
     per_host = group.ranks_per_node
     alike = tuple(tuple(range(index, group.size, per_host)) for index in range(per_host))
     exchange = among(all_to_all, group.axis_name, alike)
@@ -98,7 +98,7 @@ def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
 
 
 def _told(within: Group, blocks: jax.Array, ends: bool) -> jax.Array:
-    """The blocks. On CPUs `Group.check` so knows of exchanges that begin and do not end."""
+    """Returns the blocks. On CPUs it lets `Group.check` report exchanges that begin and do not end."""
     if _extension.extension() is None:
         return blocks
     options = {"group": within._key, "num_ranks": np.int64(within.size), "ends": np.int64(ends)}

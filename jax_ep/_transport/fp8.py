@@ -1,4 +1,4 @@
-"""FP8 with a scale for each block of elements: how it is made, and undone."""
+"""FP8 with a scale for each block of elements: quantization and its inverse."""
 
 import dataclasses
 import math
@@ -43,20 +43,20 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the values."""
+        """Shape of the values."""
         return self.values.shape
 
 
 def quantize_fp8(
     x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
 ) -> QuantizedArray:
-    """An array in FP8 (e4m3), with a float32 scale for each block.
+    """Quantizes an array to FP8 (e4m3), with a float32 scale for each block.
 
-    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448): 448 is the largest number
-    of e4m3. An element times 1 / scale is rounded to nearest, ties to even; so it is off by at most 2^-4 of
-    its magnitude, or by 2^-10 of the scale where that is more. A block that holds a NaN, an infinity or a
-    number that is too large for float32 is NaN throughout. (The scheme of DeepSeek-V3, arXiv:2412.19437,
-    section 3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
+    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448), because 448 is the
+    largest number of e4m3. An element times 1 / scale is rounded to nearest, ties to even, so its error is at
+    most 2^-4 of its magnitude, or 2^-10 of the scale if that is more. A block that holds a NaN, an infinity
+    or a number too large for float32 becomes NaN. (The scheme of DeepSeek-V3, arXiv:2412.19437, section
+    3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
 
     Args:
       x: floating [..., H], of 16 bits or more.
@@ -109,7 +109,7 @@ def quantize_fp8(
 
 
 def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """The numbers that q stands for, in a floating dtype: value times scale in float32, rounded once.
+    """Returns the numbers of q in a floating dtype: value times scale in float32, rounded once.
 
     Args:
       q: values [..., M, N] and scales [..., M / m, N / n], of blocks of any size.
@@ -134,12 +134,13 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]) -> Any:
-    """function(*operands), results of these shapes. A gradient is an error: it would pass through FP8.
+    """Returns function(*operands). A gradient is an error, because it would pass through FP8.
 
-    Under Explicit sharding JAX cannot say how blocks are sharded: as the elements of `like` are.
+    Under Explicit sharding JAX cannot infer how blocks are sharded, so they get the sharding of the elements
+    of `like`. `shapes` are those of the results.
     """
     error = (
-        f"{name} has no gradient, for it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
+        f"{name} has no gradient, because it would be rounded to FP8; pass jax.lax.stop_gradient(...) of its "
         "argument, or define the gradient yourself (jax.custom_vjp). To train with rows that travel as "
         "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
     )
@@ -159,7 +160,7 @@ def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tupl
 
 
 def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
-    """A spec for an array of blocks: of dimensions that the axes do not divide, nothing is sharded."""
+    """Returns a spec for an array of blocks, without axes that do not divide its dimensions."""
     mesh = jax.sharding.get_abstract_mesh()
     entries = [*spec, *[None] * len(shape)][: len(shape)]
     sizes = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in entries]
@@ -167,7 +168,7 @@ def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
 
 
 def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
-    """The rows and columns of q's blocks."""
+    """Returns the rows and columns of q's blocks."""
     if not all(hasattr(part, "dtype") for part in (q.values, q.scales)):
         kinds = [type(part).__name__ for part in (q.values, q.scales)]
         raise TypeError(f"{op}: a QuantizedArray must hold two arrays, got {kinds[0]} and {kinds[1]}")
@@ -187,18 +188,18 @@ def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
 
 
 def _ratio(size: int, blocks: int) -> int | None:
-    """The elements in a block, None if that is no whole number."""
+    """Returns the elements in a block, or None if that is not an integer."""
     if size == blocks:
         return 1
     return size // blocks if blocks > 0 and size % blocks == 0 else None
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x in float32, rounded to nearest, of numbers from 2^-120 to 2^120.
+    """Returns 1 / x in float32, rounded to nearest, for numbers from 2^-120 to 2^120.
 
-    On GPUs XLA's quotients may be off in the last two places. They are mended here, so that values are the
-    same bits everywhere: with x = m * 2^(e - 23), the quotient 2^47 / m is an integer of 24 bits, and what it
-    lacks is told by int32, which takes 2^47 for 0.
+    On GPUs XLA's quotients may be off in the last two bits. They are corrected here, so that the values have
+    the same bits everywhere. With x = m * 2^(e - 23), the quotient 2^47 / m is an integer of 24 bits, and its
+    remainder is computed in int32, where 2^47 is 0.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     m = (bits & 0x7FFFFF) | 0x800000
@@ -210,7 +211,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 def _next_power_of_two(x: jax.Array) -> jax.Array:
-    """The least power of two that is not below a positive x."""
+    """Returns the least power of two that is not below a positive x."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
@@ -224,6 +225,6 @@ def _pair(block: Any) -> tuple[int, int]:
 
 
 def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """[..., M, N] as [..., M / rows, rows, N / columns, columns]."""
+    """Reshapes [..., M, N] to [..., M / rows, rows, N / columns, columns]."""
     height = x.shape[-2] if x.ndim > 1 else 1
     return x.reshape(*x.shape[:-2], height // rows, rows, x.shape[-1] // columns, columns)

@@ -28,7 +28,7 @@ def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
         raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
     if isinstance(x, QuantizedArray):
         raise ValueError(
-            f"dispatch: quantize={quantize!r} is for x that is not quantised, and a QuantizedArray travels "
+            f"dispatch: quantize={quantize!r} is for x that is not quantized, and a QuantizedArray travels "
             "as it is; leave quantize out"
         )
     if not jax.tree_util.all_leaves([x]) or not leaves:
@@ -93,7 +93,7 @@ def _route_as_fp8(
 
 
 def _pack(x: jax.Array, round_scale: bool) -> Leaves:
-    """What travels: the values, and the scales as integers, which have no gradients."""
+    """Returns what is sent: the values, and the scales as integers, which have no gradients."""
     q = quantize_fp8(jax.lax.stop_gradient(x), round_scale=round_scale)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 

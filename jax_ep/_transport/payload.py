@@ -27,31 +27,31 @@ def from_reals(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which rows of a dtype are summed."""
+    """Returns the dtype in which rows of a dtype are summed."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def sum_of_all(terms: Sequence[jax.Array]) -> jax.Array:
-    """The sum of arrays of one shape, in the widest dtype among them."""
+    """Returns the sum of arrays of one shape, in the widest dtype among them."""
     widest = jnp.float64 if any(term.dtype == jnp.float64 for term in terms) else jnp.float32
     return functools.reduce(operator.add, [term.astype(widest) for term in terms])
 
 
 def bits_of(dtype: Any) -> Any:
-    """The unsigned integers that are as wide as a dtype."""
+    """Returns the dtype of unsigned integers that are as wide as a dtype."""
     return jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
 
 
 def is_differentiable(dtype: Any) -> bool:
-    """Whether a payload of this dtype has gradients: floating, and wide enough to hold one."""
+    """Returns whether a payload of this dtype has gradients: it must be floating, of 16 bits or more."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def move_bits(backend: Backend | LocalBackend, move: Any, leaves: Leaves) -> Any:
     """Calls move(leaves), whose first result is the moved leaves, so that they arrive bit for bit.
 
-    Complex numbers travel as their parts, and what is narrower than a byte as whole bytes. XLA may quiet a
-    NaN on its way, so where it moves rows floats travel as integers of their width.
+    Complex numbers travel as their two parts, and elements narrower than a byte as whole bytes. XLA may
+    change the bits of a NaN. If it moves the rows, floats travel as integers of their width.
     """
     reals = [as_reals(leaf) for leaf in leaves]
     carriers = [_carrier(not backend.keeps_bits, real.dtype) for real in reals]
@@ -67,7 +67,7 @@ def move_bits(backend: Backend | LocalBackend, move: Any, leaves: Leaves) -> Any
 
 
 def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
-    """The dtype that has the bits of another one, and the dtype of whole bytes that carries those."""
+    """Returns a dtype with the bits of another one, and the dtype of whole bytes that carries these bits."""
     size, bits = jax.dtypes.itemsize_bits(dtype), dtype
     if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or by_xla):
         bits = bits_of(dtype)
@@ -75,7 +75,7 @@ def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
 
 
 def keep_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows bit for bit, and others with no bit set. XLA may quiet a NaN that it selects as a float."""
+    """Returns the kept rows bit for bit, and zeros for the others. XLA may change a NaN that it selects."""
     if jnp.issubdtype(rows.dtype, jnp.complexfloating):
         return from_reals(keep_bits(kept[..., None], as_reals(rows)), rows.dtype)
     bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype

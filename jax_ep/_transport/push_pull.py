@@ -1,7 +1,7 @@
-"""Rows to their experts and back: push and pull, each the other's transpose.
+"""Push and pull with their gradients: rows to their experts and back.
 
-A push differentiates into a pull and a pull into a push, always through the handle of the forward
-pass: nothing is routed twice.
+Each is the other's transpose, so a push differentiates into a pull and a pull into a push. Both use the
+handle of the forward pass, so nothing is routed twice.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from jax_ep._transport.payload import is_differentiable, keep_bits, move_bits, s
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, for_backward, row_experts
 
 _MISSED = (
-    "with active_ranks or on_timeout='mask' it has no gradient, for the ranks that take part in the backward "
-    "pass may be others; train without them, or pass jax.lax.stop_gradient of its arguments"
+    "with active_ranks or on_timeout='mask' it has no gradient, because other ranks may take part in the "
+    "backward pass; train without them, or pass jax.lax.stop_gradient of its arguments"
 )
 
 
@@ -30,11 +30,11 @@ def route(
     topk_weights: jax.Array | None,
     attendance: Attendance,
 ) -> Routed:
-    """Finds out where each row goes, and pushes rows [T, ...] and weights [T, K] there, without gradients.
+    """Computes a handle, and pushes rows [T, ...] and weights [T, K] along it, without gradients.
 
-    JAX runs a rule for gradients only where something is differentiated, but what is kept for a backward pass
-    may be the experts'. So the handle gets its name here, before it becomes a residual of `attach`. Rows and
-    weights get theirs after it, for they are residuals of what comes next.
+    JAX runs a rule for gradients only if something is differentiated, but the experts' backward pass may need
+    the handle in any case. So the handle gets its checkpoint name here, before it becomes a residual of
+    `attach`. Rows and weights get theirs after it, because they are residuals of the next function.
     """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
     send = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
@@ -43,9 +43,9 @@ def route(
 
 
 def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None) -> Routed:
-    """The same, its rows and weights with the gradients of a push of `leaves` and `topk_weights`.
+    """Gives the rows and weights of `routed` the gradients of a push of `leaves` and `topk_weights`.
 
-    A push that ranks may miss has none.
+    A push that ranks may miss has no gradient.
     """
     arrived = (routed.rows, routed.weights)
     if routed.attended.active_ranks is None:
@@ -64,7 +64,7 @@ def _attach(
     rows: Leaves,
     weights: jax.Array | None,
 ) -> tuple[Leaves, jax.Array | None]:
-    """The rows and weights that were pushed, with the gradients of that push."""
+    """Returns the rows and weights that were pushed, with the gradients of that push."""
     return rows, weights
 
 
@@ -77,7 +77,7 @@ def _attach_forward(
     weights: Any,
 ) -> Any:
     if handle.routing.slots is not None:
-        # What lies in empty slots may be NaN, which in a gradient of weights would not vanish times zero.
+        # Empty slots may hold NaN, and NaN times zero would spoil a gradient of weights.
         real = row_experts(handle) >= 0
         rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
     return _attach(backend, handle, leaves, topk_weights, rows, weights), for_backward(handle)
@@ -114,7 +114,7 @@ push.defvjp(_push_forward, _push_backward)
 def pull(
     backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
-    """Sums each token's rows [C, ...] to [T, ...], and takes the weights back to [T, K]."""
+    """Sums each token's rows [C, ...] to [T, ...], and returns the weights to their tokens [T, K]."""
     sums, returned, _ = backend.pull(handle, rows, None, (), weights)
     return sums, returned
 
@@ -138,7 +138,7 @@ def pull_scaled(
     row_weights: jax.Array | None,
     biases: Leaves,
 ) -> Leaves:
-    """`pull` of rows that are multiplied by their weights [C] first; biases [T, ...] are added to the sum."""
+    """Pulls rows times their weights [C], and adds biases [T, ...] to the sums."""
     return backend.pull(handle, rows, row_weights, biases, None)[0]
 
 
@@ -152,7 +152,7 @@ def _pull_scaled_forward(
 
 
 def _pull_scaled_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
-    """Row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
+    """Computes, for row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
     handle, scaled, biases = residuals
     d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
     if scaled is None:
@@ -174,7 +174,7 @@ def pull_attended(
     biases: Leaves,
     attendance: Attendance,
 ) -> tuple[Leaves, jax.Array | None]:
-    """`pull_scaled` that ranks may miss, without gradients; and which ranks took part."""
+    """Pulls as `pull_scaled` if ranks may miss the op, without gradients. Also returns who took part."""
     sources = (rows, row_weights, biases)
     fixed = jax.lax.stop_gradient(sources)
     sums, _, attended = backend.pull(handle, *fixed, None, attendance)
@@ -185,10 +185,10 @@ def pull_attended(
 def push_scaled(
     backend: Backend, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
 ) -> tuple[Leaves, jax.Array]:
-    """By expert: pushes rows [T, ...] to [C, ...], each times its weight [C].
+    """Pushes rows [T, ...] to [C, ...], each times its weight [C], by expert.
 
-    Also gives the dot products [C] of the rows, not scaled, with the factors [C, ...]. Together they are
-    the gradient of `pull_scaled`.
+    Also returns the dot products [C] of the rows, before they are scaled, with the factors [C, ...]. Together
+    they are the gradient of `pull_scaled`.
     """
     return backend.push_scaled(handle, leaves, factors, row_weights)
 
@@ -223,7 +223,7 @@ push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
 def _pull_cotangents(
     backend: Backend, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """`pull` for the cotangents of a push; payloads without gradients get None."""
+    """Pulls the cotangents of a push. Payloads without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
     gradients: list[jax.Array | None] = [None] * len(rows)
     if not summed and weights is None:
@@ -235,7 +235,7 @@ def _pull_cotangents(
 
 
 def refuse_complex_gradients(op: str, leaves: Leaves, rows: Leaves) -> Leaves:
-    """Returns the rows that were made of the leaves. A gradient of complex ones is a TypeError."""
+    """Returns the rows. A gradient through those of complex leaves raises TypeError."""
 
     def refuse(leaf: jax.Array, row: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -14,7 +14,7 @@ Order = Literal["rank", "expert", "expert_padded"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The static part of a routing: equal on all ranks, known at trace time."""
+    """Static part of a routing: equal on all ranks, known at trace time."""
 
     group: Group
     order: Order
@@ -39,12 +39,12 @@ class Routing:
 
     @property
     def makes_two_hops(self) -> bool:
-        """Whether rows go to hosts first, and to ranks from there. (Nobody sends where there is no row.)"""
+        """Whether rows go to hosts first, and from there to ranks. Without rows nothing is sent."""
         return self.num_hosts > 1 and self.num_tokens > 0 and self.capacity > 0
 
     @property
     def within(self) -> "Routing":
-        """That of hop 2, among the ranks of a host: their tokens are the rows that hop 1 brings them."""
+        """Routing of hop 2, among the ranks of a host. Its tokens are the rows that hop 1 delivers."""
         assert self.group._within is not None
         return dataclasses.replace(
             self,
@@ -56,17 +56,17 @@ class Routing:
 
     @property
     def has_row_per_choice(self) -> bool:
-        """Whether a token has a row for each of its choices, or else for each rank that it goes to."""
+        """Whether a token has a row for each of its choices. Otherwise it has one for each of its ranks."""
         return self.order != "rank"
 
     @property
     def slots(self) -> int | None:
-        """Rows of each expert's block, where all have as many: buffers are [L, slots, ...], else [C, ...]."""
+        """Rows per expert in the padded order, whose buffers are [L, slots, ...]. Otherwise None."""
         return self.capacity // self.num_local_experts if self.order == "expert_padded" else None
 
     @property
     def buffer(self) -> tuple[int, ...]:
-        """The first dimensions of what a dispatch delivers."""
+        """The first dimensions of the buffers that a dispatch returns."""
         return (self.capacity,) if self.slots is None else (self.num_local_experts, self.slots)
 
     @property
@@ -78,10 +78,10 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Where every row of a dispatch lies. A pytree of int32 arrays, made by `dispatch`.
+    """Destinations of all rows of a dispatch. A pytree of int32 arrays, made by `dispatch`.
 
-    `combine` and `redispatch` need nothing else, whichever implementation they use. It holds no
-    addresses, so it may be kept, saved for the backward pass or passed through jit.
+    `combine` and `redispatch` need nothing else, with any implementation. It holds no addresses, so it may be
+    kept, saved for the backward pass or passed through jit.
 
     R ranks, T tokens a rank, K choices a token, L experts a rank; one rank's shard:
     """
@@ -106,22 +106,22 @@ class Handle:
 
 
 def for_backward(handle: Handle) -> Handle:
-    """What a backward pass needs of a handle. A scan keeps all of it, and so computes all of it.
+    """Drops handle fields that the backward pass does not use, so that a scan does not store them.
 
-    Between hosts, what this rank's own array says of rows here is known to the handle of hop 2.
+    Between hosts the handle of hop 2 has the received rows.
     """
     return handle if handle.within is None else dataclasses.replace(handle, received_rows=None)
 
 
 def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
-    """The rows of the blocks of experts that have `counts` rows."""
+    """Returns the rows of the blocks of experts that have `counts` rows."""
     if routing.slots is not None:
         return jnp.full(counts.shape, routing.slots, counts.dtype)
     return -(-counts // routing.expert_alignment) * routing.expert_alignment
 
 
 def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """By expert, of a rank with these counts: how many rows of each expert [L] are kept, and of its block."""
+    """Returns, by expert, how many rows of each expert [L] a rank keeps, and how many of its block."""
     blocks = block_sizes(routing, expert_counts)
     begin = jnp.cumsum(blocks) - blocks
     clipped = jnp.minimum(begin, routing.capacity)
@@ -133,12 +133,12 @@ def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Arra
 
 
 def in_slots(routing: Routing, arrays: Any) -> Any:
-    """Buffers [C, ...] as users see them: where all experts have as many slots [L, slots, ...]."""
+    """Reshapes buffers [C, ...] to what users see: [L, slots, ...] in the padded order."""
     return jax.tree.map(lambda array: array.reshape(*routing.buffer, *array.shape[1:]), arrays)
 
 
 def row_experts(handle: Handle) -> jax.Array:
-    """By expert int32 [C]: the local expert of each row, -1 in padding and tail."""
+    """Returns, by expert, int32 [C]: the local expert of each row, -1 in padding and tail."""
     blocks = block_sizes(handle.routing, handle.expert_counts)
     starts = jnp.cumsum(blocks) - blocks
     row = jnp.arange(handle.routing.capacity, dtype=jnp.int32)
@@ -147,7 +147,7 @@ def row_experts(handle: Handle) -> jax.Array:
 
 
 def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
-    """An expert-order buffer [C, ...] as [C, n] of another dtype, zero where a row holds no token."""
+    """Returns an expert-order buffer [C, ...] as [C, n] of another dtype, zero if a row holds no token."""
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     return jnp.where(row_experts(handle)[:, None] >= 0, flat, 0).astype(dtype)
 
@@ -155,7 +155,7 @@ def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
 def worst_case_capacity(
     order: Order, rows: int, top_k: int, num_local_experts: int, expert_alignment: int
 ) -> int:
-    """Rows that hold any routing of `rows` tokens (R * T) at one receiver, each with distinct choices."""
+    """Returns the rows that hold any routing of `rows` tokens (R * T) with distinct choices at a receiver."""
     if order == "rank":
         return rows
     if order == "expert_padded":

@@ -1,10 +1,10 @@
 """Groups that span hosts: rows go once to each host that needs them, and from there to their ranks.
 
-Hop 1 brings a token's row, with its ids and the places of its rows, to the rank of the same index on each
-host that has one of its experts. The source has found these places out, so hop 2 is a push along a handle
-among the ranks of a host: rows come to lie where one hop would bring them, in the order of their sources,
-not of the ranks that hand them on. A pull goes the same way back. A host sums a token's rows, and one sum
-travels.
+Hop 1 sends a token's row, with its ids and the destinations of its rows, to the rank of the same index on
+each host that has one of its experts. The source has computed these destinations, so hop 2 is a push along a
+handle among the ranks of a host. Rows arrive where a single hop would put them, in the order of their
+sources, not of the ranks that relay them. A pull goes the same way back: a host sums a token's rows, and one
+sum travels.
 """
 
 import dataclasses
@@ -46,9 +46,10 @@ def find_places(
     wanted: jax.Array,
     gather: Callable[[jax.Array], jax.Array],
 ) -> Places:
-    """Of this rank's choices `ids` [T, K], -1 unused; `wanted` are those before hop 1 dropped some.
+    """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
 
-    `gather` brings the numbers [n] of all ranks [R, n].
+    `wanted` are the choices before hop 1 dropped some. gather(numbers) returns the numbers [n] of all ranks
+    [R, n].
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.group)
@@ -92,7 +93,7 @@ def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
 
 
 def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
-    """[T, K], where `first` [E] is the row of this rank's first choice of each expert at its receiver."""
+    """Returns [T, K]. `first` [E] is the row of this rank's first choice of each expert at its receiver."""
     # What this rank's choices would be ordered by on one device; from there they shift expert by expert.
     alone = inner.permute((), ids, None, routing.num_experts, 1, ids.size)
     counts = alone.tokens_per_expert
@@ -105,7 +106,7 @@ def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first
 
 
 def exchange_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
-    """[ranks of a host, n]: block r goes to rank r of this host, and what it sends takes its place."""
+    """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
     within = routing.within
     ranks = within.num_ranks
     # A dispatch by rank, in which each rank has a token for each: they arrive by source.
@@ -115,7 +116,7 @@ def exchange_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) ->
 
 
 def exchange(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
-    """[R, n]: block r goes to rank r, and what it sends takes its place."""
+    """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
     came = inner.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
     came = exchange_within(inner, routing, came.swapaxes(0, 1).reshape(per_host, -1))
@@ -123,7 +124,7 @@ def exchange(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Ar
 
 
 def gather_numbers(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
-    """[R, n] from every rank's numbers [n]."""
+    """Returns the numbers [n] of all ranks: [R, n]."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
     came = inner.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
     came = exchange_within(inner, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
@@ -229,12 +230,12 @@ def _within_of(handle: Handle) -> Handle:
 
 
 def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
-    """The host of each expert; -1 where the choice is unused."""
+    """Returns the host of each expert, -1 if the choice is unused."""
     return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_hosts))
 
 
 def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
-    """[T, hosts]: the row of each token among those that its rank sends to a host, -1 none or dropped."""
+    """Returns [T, hosts]: each token's row among those that its rank sends to a host, -1 none or dropped."""
     numbers = jnp.arange(routing.num_hosts, dtype=jnp.int32)[None, None]
     goes = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
     slots = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
@@ -242,7 +243,7 @@ def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
 
 
 def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
-    """The ids [T, K], -1 also for the choices on hosts that have no room for the token in hop 1."""
+    """Returns the ids [T, K], -1 also for choices on hosts whose buffer is full in hop 1."""
     if routing.host_rows == routing.num_tokens:
         return ids
     slots = jnp.take_along_axis(_slots(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
@@ -250,26 +251,26 @@ def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
 
 
 def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
-    """[hosts * rows of hop 1]: which token goes there, as token * hosts + host; -1 none."""
+    """Returns [hosts * rows of hop 1]: the token that goes there, as token * hosts + host, -1 if none."""
     slots = _slots(routing, ids)
     first = routing.host_rows * jnp.arange(routing.num_hosts, dtype=jnp.int32)
     return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
 
 
 def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> jax.Array:
-    """Rows [hosts * rows of hop 1, ...] that lie by the host that they go to: those that come, by host."""
+    """Sends rows [hosts * rows of hop 1, ...], ordered by destination host. Returns those that arrive."""
     blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
     return inner.between_hosts(routing.group, blocks).reshape(rows.shape)
 
 
 def send(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
-    """Hop 1 of a payload [T, ...]: [hosts * rows of hop 1, ...], zero where no token came."""
+    """Sends a payload [T, ...] in hop 1. Returns [hosts * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
     return _through_hop_1(inner, routing, take(array, _tokens(routing, senders)))
 
 
 def take_back(inner: InnerBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
-    """Hop 1 the other way: from each host what it has for this rank's tokens [T, ...], zero where nothing."""
+    """Returns, for each host, its rows for this rank's tokens [T, ...], zero where it has none."""
     routing = handle.routing
     blocks = _through_hop_1(inner, routing, rows).reshape(
         routing.num_hosts, routing.host_rows, *rows.shape[1:]
@@ -285,7 +286,7 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
 def _tell(
     inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
 ) -> jax.Array:
-    """Hop 1 of what hop 2 must know of a token: ids, places and the bits of weights; -1 where none came."""
+    """Sends ids, destinations and the bits of weights of each token in hop 1. Returns -1 where none came."""
     senders = _senders(routing, ids)
     tokens = _tokens(routing, senders)
     if routing.has_row_per_choice:
@@ -302,7 +303,7 @@ def _tell(
 def _make_handle(
     inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
-    """The handle of both hops, and the weights of the tokens of hop 2, if they were told."""
+    """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
     global_ids, rows, bits = jnp.split(told, [sizes[0], sum(sizes)], axis=1)
     here = _host_of(routing, global_ids) == host(routing.group)
@@ -321,7 +322,7 @@ def _make_handle(
 
 
 def _within(inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
-    """The handle of hop 2."""
+    """Makes the handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
     between = places.rows_between.reshape(hosts, per_host, hosts, per_host)
@@ -335,7 +336,7 @@ def _within(inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Arr
 
 
 def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:
-    """[R, T * K]: what this rank must tell each of the places of its choices there, -1 elsewhere."""
+    """Returns [R, T * K]: the rows of this rank's choices at each rank, -1 for choices of other ranks."""
     number = jnp.arange(routing.num_ranks, dtype=jnp.int32)[:, None, None]
     owners = jnp.where(ids < 0, -1, ids // routing.num_local_experts)
     rows = jnp.where(owners[None] == number, sent_rows[None], -1)
@@ -343,7 +344,7 @@ def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Arr
 
 
 def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """By rank [C, K]: of the ids within the host that came with the rows those of experts here, else -1."""
+    """Returns, by rank, [C, K]: the local id of each choice that came with a row, -1 on other ranks."""
     first = rank(routing.within.group) * routing.num_local_experts
     here = (ids >= first) & (ids < first + routing.num_local_experts)
     is_row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None] < num_tokens[None]

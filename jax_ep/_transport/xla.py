@@ -1,8 +1,8 @@
 """Backend "xla": the ops by `jax.lax` alone.
 
-Runs wherever JAX runs, on several processes too, and gives bitwise the same dispatch. It is written
-to be read and compared with, not to be fast: every rank gathers all tokens and works out the whole
-routing. All of it is differentiable by JAX's own rules, so gradients can be checked against it.
+It runs wherever JAX runs, also on several processes, and dispatches the same bits. It is written to be read
+and compared with, not to be fast: every rank gathers all tokens and computes the whole routing. JAX's own
+rules differentiate all of it, so gradients can be checked against it.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_bloc
 
 
 def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """int32 ids, -1 where out of range."""
+    """Returns int32 ids, -1 where out of range."""
     in_range = (topk_idx >= 0) & (topk_idx < num_experts)
     return jnp.where(in_range, topk_idx, -1).astype(jnp.int32)
 
 
 def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
+    """Returns int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
     counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
     counts = vary_alike(counts, jax.typeof(ids).manual_axis_type.varying)
     token = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
@@ -45,7 +45,7 @@ def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def take(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """array[rows], zero where a row is -1; such rows are not read and get no gradient."""
+    """Returns array[rows], zero where a row is -1. Such rows are not read and get no gradient."""
     if array.shape[0] == 0:
         return jnp.zeros_like(array, shape=(*rows.shape, *array.shape[1:]))
     safe = jnp.where(rows < 0, array.shape[0], rows)
@@ -53,7 +53,7 @@ def take(array: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def invert(rows: jax.Array, capacity: int) -> jax.Array:
-    """int32 [C]: the flat index whose entry in `rows` is c, -1 if none."""
+    """Returns int32 [C]: the flat index of the entry of `rows` that is c, -1 if there is no such entry."""
     sources = jnp.full((capacity,), -1, jnp.int32)
     sources = vary_alike(sources, jax.typeof(rows).manual_axis_type.varying)
     flat = rows.reshape(-1)
@@ -64,10 +64,10 @@ def invert(rows: jax.Array, capacity: int) -> jax.Array:
 def _by_expert(
     pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, blocks: jax.Array, slots: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows [N, K] of each choice at its receiver, and where each expert's block starts [E].
+    """Returns the row of each choice [N, K] at its receiver, and the start of each expert's block [E].
 
-    pairs [N, E], ids [N, K]: all tokens of all ranks, by source rank. `blocks` [E]: rows of each expert's
-    block; with `slots` all are of that many.
+    pairs [N, E] and ids [N, K] are those of all ranks' tokens, by source rank. `blocks` [E] are the rows of
+    each expert's block, which all equal `slots` if that is given.
     """
     blocks = blocks.reshape(num_ranks, -1)
     starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
@@ -86,7 +86,10 @@ def _attended(routing: Routing, attendance: Attendance) -> Attended:
 
 
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
-    """Rows here of all ranks' tokens, -1 none: [R * T] by rank, [R * T, K] by expert; ids [R * T, K]."""
+    """Returns the rows at this rank of all ranks' tokens, and their ids [R * T, K].
+
+    Rows are [R * T] by rank and [R * T, K] by expert, -1 if there is none.
+    """
     routing = handle.routing
     ids = gather(routing.group, handle.topk_idx).reshape(-1, routing.top_k)
     rows = gather(routing.group, handle.sent_rows).reshape(-1, routing.rows_per_token)
@@ -97,13 +100,13 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
 
 
 def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
-    """[R, T, ...]: what each rank holds for this rank's tokens. held [R * T, ...] is by source rank."""
+    """Returns [R, T, ...]: each rank's part for this rank's tokens. held [R * T, ...] is by source rank."""
     held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
     return exchange(routing.group, held)
 
 
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """One factor a row, in a shape that multiplies rows."""
+    """Reshapes one factor per row so that it multiplies rows."""
     return factors.astype(rows.dtype).reshape(factors.shape + (1,) * (rows.ndim - factors.ndim))
 
 
@@ -354,5 +357,4 @@ class Xla:
         return jnp.asarray(total).astype(out_dtype)
 
     def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
-        """Hop 1: [hosts, ...], block h goes to the rank of this one's index on host h."""
         return collectives.between_hosts(group, blocks)
