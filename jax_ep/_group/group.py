@@ -122,7 +122,7 @@ class Group:
         num_sms: int | None = None,
     ):
         axes = named_axes(mesh, axis_name)
-        timeout_s = _checks.time_out(timeout_s)
+        timeout_s = _checks.timeout_seconds(timeout_s)
         num_sms = _checks.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
