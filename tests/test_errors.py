@@ -257,7 +257,7 @@ def test_a_policy_that_is_called():
 def test_a_group_is_not_pickled_but_shared():
     group = ranks(R).group
     with pytest.raises(
-        TypeError, match=r"Group\(.* cannot be pickled: it stands for devices of this process"
+        TypeError, match=r"Group\(.* cannot be pickled, because it refers to devices of this process"
     ):
         pickle.dumps(group)
     assert copy.deepcopy({"group": group})["group"] is group
