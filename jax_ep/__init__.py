@@ -1,7 +1,7 @@
-"""Expert parallelism for JAX: dispatch tokens to their experts, combine what comes back.
+"""Expert parallelism for JAX: dispatches tokens to their experts, and combines the experts' outputs.
 
-Everything here is pure and differentiable, for use inside `jax.shard_map`. Start with `moe`, or with
-`dispatch` and `combine`.
+All ops are pure functions for use inside `jax.shard_map`, and most of them are differentiable. Start with
+`moe`, or with `dispatch` and `combine`.
 """
 
 from jax_ep._group.group import Group as Group

@@ -11,7 +11,7 @@ from jax_ep.demo import arguments as demo_arguments
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    # The devices must be set up before anything asks JAX for them.
+    # JAX initializes its devices at their first use, so their number must be set before that.
     demo_arguments.set_up_devices(options)
     if options.processes > 1 and not options.join:
         return run_all([{}] * options.processes)
@@ -36,18 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model")
     demo_arguments.add_to(demo)
     demo.set_defaults(run=run_demo)
-    info_command = commands.add_parser("info", help="show versions, devices and what the ops will run on")
+    info_command = commands.add_parser("info", help="show versions, devices and the ops' implementation")
     info_command.add_argument("--json", action="store_true", help="as JSON")
     info_command.set_defaults(run=lambda options: info.run(options.json))
-    bench = commands.add_parser("bench", help="time the ops on the devices that are here")
+    bench = commands.add_parser("bench", help="time the ops on the available devices")
     bench_arguments.add_to(bench)
     bench.set_defaults(run=run_bench)
     options = parser.parse_args(argv)
     try:
         return options.run(options)
     except ModuleNotFoundError as error:
-        need = f"pip install 'jax_ep[{options.command}]'"
-        print(f"python -m jax_ep {options.command} needs {error.name}: {need}", file=sys.stderr)
+        install = f"pip install 'jax_ep[{options.command}]'"
+        print(f"python -m jax_ep {options.command} needs {error.name}: {install}", file=sys.stderr)
         return 1
 
 

@@ -9,25 +9,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# More than any GPU has; the extension counts them in 32 bits.
+# Row counts are int32.
+MOST_ROWS = 2**31 - 1
+# Far more than any model has. Counts of experts and rows together still fit into an int32.
+MOST_EXPERTS = 2**20
+# More than any GPU has. The extension counts SMs in 32 bits.
 MOST_SMS = 2**16
 
 
 def integer(value: Any) -> int | None:
-    """A Python or NumPy integer as an int; None if it is none, or is known only when the program runs."""
+    """Returns a Python or NumPy integer as an int, and None for everything else, including traced values."""
     if isinstance(value, bool | np.bool_):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # of traced arrays, too
+    except TypeError:  # traced arrays raise this too
         return None
 
 
-def time_out(value: Any) -> float:
-    """A Group's timeout_s: a positive number of seconds, infinity included."""
+def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
+    """Checks that an argument is an int between 1 and `most`, and returns it."""
+    number = integer(value)
+    if number is None or not 1 <= number <= most:
+        raise ValueError(f"{op}: {name} must be an int between 1 and {most}, got {value!r}")
+    return number
+
+
+def timeout_seconds(value: Any) -> float:
+    """Checks a Group's `timeout_s`, a positive number of seconds or infinity, and returns it."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"Group: timeout_s must be a number of seconds, got {value!r}")
-    if not value > 0:  # nor is nan
+    if not value > 0:  # rejects NaN too
         raise ValueError(f"Group: timeout_s must be positive, got {value}")
     try:
         return float(value)
@@ -35,105 +47,20 @@ def time_out(value: Any) -> float:
         return float("inf")
 
 
-def most_sms(of: str, value: Any) -> int | None:
-    """The num_sms of a Group or a product: the most SMs that an op may take, or None."""
+def most_sms(op: str, value: Any) -> int | None:
+    """Checks `num_sms`, the maximum number of SMs that an op may use (or None), and returns it."""
     if value is None:
         return None
     number = integer(value)
     if number is None:
-        raise TypeError(f"{of}: num_sms must be an int of at least 2 (or None), got {value!r}")
+        raise TypeError(f"{op}: num_sms must be an int of at least 2 (or None), got {value!r}")
     if not 2 <= number <= MOST_SMS:
-        raise ValueError(f"{of}: num_sms must be between 2 and {MOST_SMS} (or None), got {number}")
+        raise ValueError(f"{op}: num_sms must be between 2 and {MOST_SMS} (or None), got {number}")
     return number
 
 
-# Counts of rows are int32.
-MOST_ROWS = 2**31 - 1
-
-
-# Far more than any model has, and so few that counts of experts and rows together fit into an int32.
-MOST_EXPERTS = 2**20
-
-
-def is_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def shape_text(array: Any) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"
-
-
-def array(op: str, name: str, value: Any) -> jax.Array:
-    """The value as an array; TypeError if there is none, ValueError for integers that do not fit into it."""
-    if value is not None:
-        try:
-            given = jnp.asarray(value)
-        except OverflowError as error:
-            raise ValueError(
-                f"{op}: {name} must hold integers that JAX can hold (up to 32 bits, unless jax_enable_x64 is "
-                f"set): {error}"
-            ) from error
-        except (TypeError, ValueError):
-            pass
-        else:
-            _require_same_integers(op, name, value, given.dtype)
-            return on_device(op, name, given)
-    kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-    raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
-
-
-def _require_same_integers(op: str, name: str, value: Any, dtype: Any) -> None:
-    """ValueError if JAX has cut off the upper halves of NumPy's integers, of which it says nothing."""
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu" or not value.size:
-        return
-    kept = np.iinfo(dtype)
-    if value.min() < kept.min or value.max() > kept.max:
-        raise ValueError(
-            f"{op}: {name} must hold numbers from {kept.min} to {kept.max}, for JAX makes {dtype} of "
-            f"{value.dtype} unless jax_enable_x64 is set; got some from {value.min()} to {value.max()}"
-        )
-
-
-def on_device(op: str, name: str, array: jax.Array) -> jax.Array:
-    """The array, or ValueError if it waits in the host's memory."""
-    if jax.typeof(array).memory_space == jax.memory.Space.Host:
-        raise ValueError(
-            f"{op}: {name} must lie in the memory of the device, got {shape_text(array)} on the host; "
-            "bring it back first: jax.device_put(array, jax.memory.Space.Device)"
-        )
-    return array
-
-
-def topk_idx(op: str, ids: Any) -> jax.Array:
-    """`ids` as an array [T, K] of int32 or int64."""
-    ids = array(op, "topk_idx", ids)
-    if ids.ndim > 2 and ids.dtype in (jnp.int32, jnp.int64):
-        raise ValueError(
-            f"{op}: topk_idx must be [T, K], with the tokens of all sequences in one axis, "
-            f"got {shape_text(ids)}; reshape to [{math.prod(ids.shape[:-1])}, {ids.shape[-1]}], and x alike "
-            "(jax_ep.moe does so itself)"
-        )
-    if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
-        raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
-    if ids.shape[1] < 1:
-        raise ValueError(f"{op}: topk_idx needs at least one choice a token, got {shape_text(ids)}")
-    return ids
-
-
-def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
-    """The weights as float32 of the given shape."""
-    given = array(op, name, value)
-    if given.shape != shape or not is_float(given.dtype):
-        raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(given)}")
-    if jnp.finfo(given.dtype).bits < 16:
-        raise TypeError(
-            f"{op}: {name} must be floating of 16 bits or more, for narrower values leave out their scales, "
-            f"and their gradient would have as few bits; got {shape_text(given)}; cast them to a wider dtype"
-        )
-    return given.astype(jnp.float32)
-
-
 def num_experts(op: str, experts: Any, num_ranks: int) -> int:
+    """Checks that the number of experts is a multiple of the number of ranks, and returns it."""
     number = integer(experts)
     if number is None:
         raise ValueError(f"{op}: num_experts must be an int, got {experts!r}")
@@ -146,15 +73,11 @@ def num_experts(op: str, experts: Any, num_ranks: int) -> int:
     return number
 
 
-def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
-    number = integer(value)
-    if number is None or not 1 <= number <= most:
-        raise ValueError(f"{op}: {name} must be an int between 1 and {most}, got {value!r}")
-    return number
-
-
 def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
-    """Rows of a result. `worst` is what None means; one expert's block of `alignment` rows must fit."""
+    """Returns the number of rows of a result.
+
+    None means `worst`, the worst case. At least one expert's block of `alignment` rows must fit.
+    """
     if value is None:
         if jax.export.is_symbolic_dim(worst):
             raise ValueError(
@@ -164,14 +87,14 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
             )
         if worst > MOST_ROWS:
             raise ValueError(
-                f"{op}: the worst case is {worst} rows, and a buffer has at most {MOST_ROWS}; pass a capacity"
+                f"{op}: the worst case is {worst} rows, but a buffer has at most {MOST_ROWS}; pass a capacity"
                 f", or a smaller expert_alignment than {alignment}"
             )
         return worst
     if isinstance(value, float | np.floating):
         raise ValueError(
-            f"{op}: capacity counts rows, so it must be an int, got {value!r}; for a multiple of what "
-            "a uniform routing brings, pass int(factor * rows)"
+            f"{op}: capacity counts rows, so it must be an int, got {value!r}; for a multiple of the rows "
+            "that a uniform routing sends, pass int(factor * rows)"
         )
     rows = at_least_one(op, "capacity", value)
     if rows < alignment:
@@ -182,10 +105,110 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     return rows
 
 
+def is_float(dtype: Any) -> bool:
+    """Returns whether a dtype is floating."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def floating_dtype(op: str, name: str, value: Any) -> Any:
+    """Checks that an argument names a floating dtype, and returns the dtype."""
+    try:
+        dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or not is_float(dtype):
+        raise TypeError(f"{op}: {name} must be floating, got {value if dtype is None else dtype}")
+    return dtype
+
+
+def shape_text(array: Any) -> str:
+    """Returns an array's dtype and shape as text for an error message, such as `float32[4, 8]`."""
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+def array(op: str, name: str, value: Any) -> jax.Array:
+    """Converts an argument to an array on the device.
+
+    Raises TypeError if JAX cannot hold the value, and ValueError if it holds integers that do not fit.
+    """
+    if value is not None:
+        try:
+            converted = jnp.asarray(value)
+        except OverflowError as error:
+            raise ValueError(
+                f"{op}: {name} must hold integers that JAX can hold (up to 32 bits, unless jax_enable_x64 is "
+                f"set): {error}"
+            ) from error
+        except (TypeError, ValueError):
+            pass
+        else:
+            _require_same_integers(op, name, value, converted.dtype)
+            return on_device(op, name, converted)
+    kind = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+    raise TypeError(f"{op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}")
+
+
+def _require_same_integers(op: str, name: str, value: Any, dtype: Any) -> None:
+    """Raises ValueError if NumPy integers do not fit into `dtype`, because JAX truncates them silently."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu" or not value.size:
+        return
+    limits = np.iinfo(dtype)
+    if value.min() < limits.min or value.max() > limits.max:
+        raise ValueError(
+            f"{op}: {name} must hold numbers from {limits.min} to {limits.max}, because JAX converts "
+            f"{value.dtype} to {dtype} unless jax_enable_x64 is set; got numbers from {value.min()} to "
+            f"{value.max()}"
+        )
+
+
+def on_device(op: str, name: str, array: jax.Array) -> jax.Array:
+    """Checks that an array lies in the device's memory, and returns it."""
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:
+        raise ValueError(
+            f"{op}: {name} must lie in the memory of the device, got {shape_text(array)} on the host; "
+            "move it to the device first: jax.device_put(array, jax.memory.Space.Device)"
+        )
+    return array
+
+
+def topk_idx(op: str, ids: Any) -> jax.Array:
+    """Checks the expert ids, and returns them as an array [T, K] of int32 or int64."""
+    ids = array(op, "topk_idx", ids)
+    if ids.ndim > 2 and ids.dtype in (jnp.int32, jnp.int64):
+        raise ValueError(
+            f"{op}: topk_idx must be [T, K], with the tokens of all sequences in one axis, "
+            f"got {shape_text(ids)}; reshape it to [{math.prod(ids.shape[:-1])}, {ids.shape[-1]}], and x in "
+            "the same way (jax_ep.moe does this itself)"
+        )
+    if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
+        raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
+    if ids.shape[1] < 1:
+        raise ValueError(f"{op}: topk_idx needs at least one choice per token, got {shape_text(ids)}")
+    return ids
+
+
+def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
+    """Checks that weights are floating and of the given shape, and returns them as float32."""
+    values = array(op, name, value)
+    if values.shape != shape or not is_float(values.dtype):
+        raise ValueError(f"{op}: {name} must be floating {axes} = {list(shape)}, got {shape_text(values)}")
+    if jnp.finfo(values.dtype).bits < 16:
+        raise TypeError(
+            f"{op}: {name} must be floating of 16 bits or more, because narrower values come without their "
+            f"scales and their gradient would be as narrow; got {shape_text(values)}; cast them to a wider "
+            "dtype"
+        )
+    return values.astype(jnp.float32)
+
+
 def leaves(
     op: str, name: str, arrays: Sequence[Any], first: tuple[int, ...], axes: str, source: str
 ) -> list[jax.Array]:
-    """The leaves of a payload as arrays of these first dimensions; `source` says where they come from."""
+    """Checks the leaves of a payload, and returns them as arrays.
+
+    The dimensions of every leaf must begin with `first`. The error message calls these dimensions `axes`,
+    and gives `source` as the place that they come from.
+    """
     result = []
     for value in arrays:
         leaf = array(op, f"every leaf of {name}", value)
@@ -202,22 +225,14 @@ def leaves(
 
 
 def floating(op: str, name: str, arrays: Sequence[jax.Array]) -> None:
+    """Checks that arrays can be summed: they must be floating, of 16 bits or more."""
     for array in arrays:
         if not is_float(array.dtype):
             raise TypeError(f"{op}: {name} is summed, so it must be floating; got {shape_text(array)}")
         if jnp.finfo(array.dtype).bits < 16:
             raise TypeError(
-                f"{op}: {name} is summed, so it must be floating of 16 bits or more, for a sum of narrower "
-                f"values leaves out their scales; got {shape_text(array)}; pass jax_ep.dequantize_fp8 of the "
-                "QuantizedArray, or cast the values to a wider dtype if they have no scales"
+                f"{op}: {name} is summed, so it must be floating of 16 bits or more, because a sum of "
+                f"narrower values would ignore their scales; got {shape_text(array)}; pass "
+                "jax_ep.dequantize_fp8 of the QuantizedArray, or cast the values to a wider dtype if they "
+                "have no scales"
             )
-
-
-def floating_dtype(op: str, name: str, value: Any) -> Any:
-    try:
-        dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64
-    except (TypeError, ValueError):
-        dtype = None
-    if dtype is None or not is_float(dtype):
-        raise TypeError(f"{op}: {name} must be floating, got {value if dtype is None else dtype}")
-    return dtype

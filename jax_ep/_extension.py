@@ -1,4 +1,4 @@
-"""The compiled extension: loads it, registers its handlers, and tells what it can do."""
+"""The compiled extension: loads it, registers its handlers, and reports what it supports."""
 
 import functools
 import importlib
@@ -11,9 +11,12 @@ from typing import Any, Literal, Protocol, cast
 import jax
 import numpy as np
 
+# "ffi apart" is the asynchronous backend: the FFI handlers, on a stream of their own.
+Implementation = Literal["ffi", "ffi apart", "xla"]
+
 
 class Extension(Protocol):
-    """The module `jax_ep._C`. Groups go by their key; devices are local hardware ids."""
+    """The module `jax_ep._C`. It identifies groups by key, and devices by local hardware id."""
 
     def build_info(self) -> dict[str, Any]: ...
     def cpu_targets(self) -> dict[str, Any]: ...
@@ -36,7 +39,7 @@ class Extension(Protocol):
         self, op: str, by_expert: bool, sizes: Sequence[int], row_bytes: float, num_sms: int, budget: int
     ) -> tuple[int, int]: ...
 
-    # There only where the extension was built with its CUDA part.
+    # Only in an extension that was built with its CUDA part.
     def open_device_group(
         self, key: str, ranks: Sequence[tuple[int, int, int, int]], num_ranks: int, board: int
     ) -> str: ...
@@ -56,7 +59,7 @@ class Extension(Protocol):
     def import_region(self, descriptor: int, bytes: int, devices: Sequence[int]) -> int: ...
     def describe_gpus(self, ordinals: Sequence[int], samples: Sequence[int]) -> dict[str, Any]: ...
 
-    # There only where it was built with NCCL's device API too.
+    # Only in an extension that was also built with NCCL's device API.
     def nccl_version(self) -> tuple[str, str]: ...
     def rail_id(self) -> str: ...
     def connect_rails(self, key: str, seats: Sequence[tuple[int, int, str]], num_hosts: int) -> str: ...
@@ -69,25 +72,22 @@ class Extension(Protocol):
     def why_rails_failed(self, key: str) -> str: ...
 
 
-Implementation = Literal["ffi", "ffi apart", "xla"]
-
-
 def runtime_ffi_version() -> tuple[int, int]:
-    """The XLA FFI version of the installed jaxlib, read from the headers it ships."""
+    """Returns the XLA FFI version of the installed jaxlib, read from the headers that it ships."""
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
 
     def number(name: str) -> int:
-        found = re.search(rf"#define XLA_FFI_API_{name} (\d+)", text)
-        if found is None:
+        match = re.search(rf"#define XLA_FFI_API_{name} (\d+)", text)
+        if match is None:
             raise RuntimeError(f"jax_ep: cannot read XLA_FFI_API_{name} from jaxlib's c_api.h")
-        return int(found.group(1))
+        return int(match.group(1))
 
     return number("MAJOR"), number("MINOR")
 
 
 @functools.cache
 def _load() -> tuple[Extension | None, str]:
-    """The extension with its handlers registered, or None and the reason why not."""
+    """Returns the extension with its handlers registered, or None and the reason why it cannot be used."""
     try:
         module = cast(Extension, importlib.import_module("jax_ep._C"))
     except ImportError as error:
@@ -95,11 +95,11 @@ def _load() -> tuple[Extension | None, str]:
     built, runtime = module.build_info()["ffi_api_version"], runtime_ffi_version()
     if built[0] != runtime[0] or built[1] > runtime[1]:
         return None, (
-            f"the extension was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib has "
+            f"the extension was built for XLA FFI {built[0]}.{built[1]}, but the installed jaxlib has "
             f"{runtime[0]}.{runtime[1]}; build it against this jaxlib or an older one"
         )
-    # JAX has its devices before handlers are registered: their types must come before them, and of what is
-    # registered earlier JAX does not keep the order.
+    # Types must be registered before the handlers that use them. JAX does not keep the order of registrations
+    # that are made before it has set up its devices.
     jax.devices()
     for platform, types, targets in (
         ("cpu", module.cpu_types(), module.cpu_targets()),
@@ -113,12 +113,12 @@ def _load() -> tuple[Extension | None, str]:
 
 
 def extension() -> Extension | None:
-    """The extension with its handlers registered, or None where it cannot be used."""
+    """Returns the extension with its handlers registered, or None if it cannot be used."""
     return _load()[0]
 
 
 def reason_against_ffi(platform: str) -> str:
-    """Why the handlers cannot run on a platform; empty where they can."""
+    """Returns why the handlers cannot run on a platform, or an empty text if they can."""
     module, reason = _load()
     if module is None:
         return reason
@@ -129,38 +129,39 @@ def reason_against_ffi(platform: str) -> str:
         version = jax.local_devices(backend="gpu")[0].client.platform_version
         runtime = re.search(r"cuda (\d+)", version)
         if runtime is None:
-            return f"the GPUs are not run by CUDA ({version!r})"
+            return f"JAX does not use the GPUs through CUDA ({version!r})"
         major = int(runtime.group(1)) // 1000
         if built // 1000 != major:
             return f"the extension was built with CUDA {built // 1000}, but JAX uses CUDA {major}"
         return ""
     if platform != "cpu":
-        return f"there are no handlers for platform {platform!r} (but for 'cpu' and 'gpu')"
+        return f"there are no handlers for platform {platform!r}, only for 'cpu' and 'gpu'"
     return ""
 
 
 def has_fp8_products() -> bool:
-    """Whether the kernels of FP8 products run on the local GPUs, which are of one kind."""
+    """Returns whether the local GPUs can run the kernels for FP8 products. All of them are the same model."""
     module, _ = _load()
     capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
     return module is not None and "cutlass" in module.build_info() and capability == "9.0"
 
 
 def sample_addresses(devices: Sequence[Any]) -> list[int]:
-    """The address of a small array on each device: it shows whose memory JAX uses there."""
-    with jax.ensure_compile_time_eval():  # a group may be made while a function is traced
+    """Returns the address of a small array on each device. It shows which allocator JAX uses there."""
+    with jax.ensure_compile_time_eval():  # because a group may be made while a function is traced
         arrays = [jax.device_put(np.zeros(1, np.uint8), device) for device in devices]
     return [array.unsafe_buffer_pointer() for array in jax.block_until_ready(arrays)]
 
 
 def check_implementation(implementation: str | None) -> None:
-    known = implementation is None or (isinstance(implementation, str) and implementation in ("ffi", "xla"))
-    if not known:
+    """Checks that an op's `implementation` is None, "ffi" or "xla"."""
+    is_text = isinstance(implementation, str)  # an array would be compared with the names element by element
+    if implementation is not None and not (is_text and implementation in ("ffi", "xla")):
         raise ValueError(f"implementation must be None, 'ffi' or 'xla', got {implementation!r}")
 
 
 def current_platform() -> str:
-    """The platform of the mesh around, else the default backend's."""
+    """Returns the platform of the current mesh if one is set, and otherwise that of the default backend."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None) or jax.default_backend()
 
@@ -168,7 +169,7 @@ def current_platform() -> str:
 def local_implementation(implementation: str | None) -> Implementation:
     """Resolves `implementation` for an op that needs no group.
 
-    Inside `jax.shard_map` the mesh's platform counts, elsewhere the default backend.
+    Uses the platform of the mesh inside `jax.shard_map`, and of the default backend elsewhere.
     """
     check_implementation(implementation)
     if implementation == "xla":
@@ -183,11 +184,12 @@ def local_implementation(implementation: str | None) -> Implementation:
 
 
 def warn_of_falling_back(platform: str, reason: str) -> None:
-    """Once for each reason, where the handlers could run if something were mended."""
+    """Warns once per reason, on platforms whose handlers would run if the problem were fixed."""
     if platform in ("cpu", "gpu", "cuda"):
         warn_once(f"jax_ep: ops use implementation='xla', which is slow, because {reason}")
 
 
 @functools.cache
 def warn_once(text: str) -> None:
+    """Warns once per text."""
     warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -104,7 +104,7 @@ def test_a_sweep_is_drawn(tmp_path):
 def test_a_plot_needs_a_sweep(tmp_path):
     done = bench(tmp_path, "--plot", "out.svg")
     assert done.returncode != 0
-    assert "say what to vary with --sweep" in done.stderr
+    assert "choose the quantity to vary with --sweep" in done.stderr
 
 
 def test_sms_need_gpus(tmp_path):
@@ -126,8 +126,8 @@ def test_a_capacity(tmp_path):
     ("options", "text"),
     [
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
-        (["--json", "nowhere/out.json"], "there is no folder nowhere"),
-        (["--json", "folder.json"], "folder.json is a folder; name a file"),
+        (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
+        (["--json", "folder.json"], "must be a file, but folder.json is a folder"),
     ],
 )
 def test_options_are_checked_before_anything_is_timed(tmp_path, options, text):

@@ -48,7 +48,7 @@ DISPATCH = {
     ),
     "float ids": ({"topk_idx": W}, ValueError, r"topk_idx must be int32 or int64 .* got float32\[4, 2\]"),
     "int16 ids": ({"topk_idx": IDS.astype(np.int16)}, ValueError, "topk_idx must be int32 or int64"),
-    "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "at least one choice a token"),
+    "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "at least one choice per token"),
     "experts over ranks": ({"num_experts": 5}, ValueError, "positive multiple of the 2 ranks, got 5"),
     "no experts": ({"num_experts": 0}, ValueError, "positive multiple of the 2 ranks, got 0"),
     "fractional experts": ({"num_experts": 4.0}, ValueError, "num_experts must be an int"),
@@ -68,7 +68,7 @@ DISPATCH = {
     "sequences": (
         {"topk_idx": IDS[:, None]},
         ValueError,
-        r"with the tokens of all sequences in one axis, got int32\[4, 1, 2\]; reshape to \[4, 2\]",
+        r"with the tokens of all sequences in one axis, got int32\[4, 1, 2\]; reshape it to \[4, 2\]",
     ),
     "no group": ({"group": None}, TypeError, "group must be a jax_ep.Group, .* got NoneType"),
     "alignment": ({"expert_alignment": 0}, ValueError, "expert_alignment must be an int between 1 .*, got 0"),
@@ -257,7 +257,7 @@ def test_a_policy_that_is_called():
 def test_a_group_is_not_pickled_but_shared():
     group = ranks(R).group
     with pytest.raises(
-        TypeError, match=r"Group\(.* cannot be pickled: it stands for devices of this process"
+        TypeError, match=r"Group\(.* cannot be pickled, because it refers to devices of this process"
     ):
         pickle.dumps(group)
     assert copy.deepcopy({"group": group})["group"] is group

@@ -57,7 +57,7 @@ def test_unpermute(name):
 
 LAYOUT = {
     "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
-    "wide ids": ({"topk_idx": np.full((2, 1), 2**32)}, "to 2147483647, for JAX makes int32 of int64 unless"),
+    "wide ids": ({"topk_idx": np.full((2, 1), 2**32)}, "JAX converts int64 to int32 unless"),
     "a wide int": (
         {"topk_idx": [[0], [2**32]]},
         "topk_idx must hold integers that JAX can hold",

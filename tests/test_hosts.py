@@ -84,7 +84,7 @@ def test_gpus_without_kernels_ask_nobody(host_of, monkeypatch):
 def test_ranks_that_are_laid_out_otherwise(processes):
     per_host, reason = hosts.find_ranks_per_host(grid(processes, "cpu"), 1)
     assert per_host == len(processes[0])
-    assert "not consecutive, or not as many on each" in reason
+    assert "not consecutive, or not every host has the same number" in reason
     assert str(processes) in reason
 
 
@@ -100,6 +100,6 @@ def test_ranks_that_are_laid_out_otherwise(processes):
 def test_only_processes_of_the_same_groups_are_asked(processes, me, found, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: me)
     devices = list(grid(processes))
-    assert [d.id for d in handshake.neighbours(devices, 2)] == found
+    assert [d.id for d in handshake.neighbors(devices, 2)] == found
     others = any(processes[i] != me for i in found)
     assert handshake.has_peers_elsewhere(devices, 2) == others

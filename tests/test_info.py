@@ -35,7 +35,7 @@ def test_as_text(capsys):
     out = capsys.readouterr().out
     assert f"jax         {jax.__version__}" in out
     assert "ops run as  implementation='ffi'" in out
-    assert f"hosts       {len(jax.devices())} of {len(jax.devices())} ranks share one" in out
+    assert f"hosts       each has {len(jax.devices())} of {len(jax.devices())} ranks" in out
 
 
 def test_without_the_extension(monkeypatch, capsys):

@@ -189,7 +189,7 @@ def test_a_failure_that_one_process_saw_resets_both():
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        ("introduce", "saying which group is made"),
+        ("introduce", "reporting which group is made"),
         ("offer", "exporting JAX's memory"),
         ("fetch", "mapping the memory of other processes"),
     ],
@@ -206,4 +206,6 @@ def test_nobody_waits_for_ever(step, words):
 @pytest.mark.timeout(240)
 def test_a_process_that_dies_before_it_has_said_anything():
     first, _ = share("one dies")
-    assert re.search(r"(SetupTimeout|RuntimeError) after [\d.]+ s: Group: saying which group is made", first)
+    assert re.search(
+        r"(SetupTimeout|RuntimeError) after [\d.]+ s: Group: reporting which group is made", first
+    )

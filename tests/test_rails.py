@@ -133,7 +133,7 @@ def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
         ({"connect": "GIN needs an RDMA network"}, {}, "process 0: GIN needs", [*STEPS[:1], "drop"]),
         ({}, {"connecting": {"error": "no GIN"}}, "process 1: no GIN", [*STEPS[:1], "drop"]),
         ({"allocate": "out of memory"}, {}, "process 0: out of memory", [*STEPS[:2], "drop"]),
-        ({}, {"taking memory": {"error": "none"}}, "process 1: none", [*STEPS[:2], "drop"]),
+        ({}, {"allocating memory": {"error": "none"}}, "process 1: none", [*STEPS[:2], "drop"]),
         ({"register": "no windows"}, {}, "process 0: no windows", [*STEPS[:3], "drop"]),
         ({"join": "4 contexts"}, {}, "process 0: 4 contexts", [*STEPS[:4], "drop"]),
         ({"try": "it brought other bytes"}, {}, "it brought", [*STEPS[:5], "drop"]),
@@ -203,7 +203,7 @@ def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (Module(), "NCCL 2.30.7's device API where it finds a network"),
+        (Module(), "NCCL 2.30.7's device API if it finds a network"),
         (Module(version=("", "JAX has not loaded NCCL")), "XLA's collectives, because JAX has not loaded"),
     ],
 )
@@ -299,7 +299,7 @@ def test_xla_means_its_collectives(two_hosts):
 
 def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
     monkeypatch.setattr(two_hosts.group, "_without_rails", "there is no network")
-    reason = "between hosts by XLA's collectives: there is no network"
+    reason = "rows between hosts use XLA's collectives: there is no network"
     expected = jax_ep.GroupStats("ffi", reason, 1, R // 2, "xla")
     assert stats_of(two_hosts.group, monkeypatch) == expected
     text = lowered(two_hosts, "ffi")

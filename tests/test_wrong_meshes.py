@@ -81,7 +81,7 @@ def test_ranks_that_change_their_host(check_vma):
     turned = Mesh(mesh.devices[[0, 3, 2, 1]], ("moved",))
     with jax_ep.Group(mesh, "moved", timeout_s=TIMEOUT_S, ranks_per_node=2) as group:
         run = compile_layer(group, turned, ("moved",), "rank", check_vma)
-        check_refused(group, run, r"those of a host each\).* was made for another mesh")
+        check_refused(group, run, r"one group per host\).* was made for another mesh")
 
 
 @ORDERS

@@ -169,7 +169,7 @@ def test_a_mesh_without_devices():
 
 
 def test_a_mesh_that_was_never_set():
-    with pytest.raises(ValueError, match=r"got an empty one, as jax\.sharding\.get_mesh\(\) gives it where"):
+    with pytest.raises(ValueError, match=r"got an empty one, which jax\.sharding\.get_mesh\(\) returns"):
         jax_ep.Group(jax.sharding.get_mesh(), "ep")
 
 

@@ -1,4 +1,4 @@
-"""Groups of ranks: which devices they are, and how an op waits for them."""
+"""Groups: the ranks of a mesh, their statistics, and the error for ranks that do not arrive in time."""
 
 import contextlib
 import dataclasses
@@ -15,21 +15,31 @@ from jax_ep import _checks, _extension
 from jax_ep._extension import Extension
 from jax_ep._group import handshake, hosts, memory, nccl
 
+# Ten years. A longer time-out makes no difference, but its nanoseconds would overflow.
+MAX_TIMEOUT_S = 10 * 365 * 24 * 3600.0
 
-def named_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
-    """The axes that a group is to have, in their order. Raises what `Group` says."""
+# Ranks of each host, as indices along a group's axis.
+_IndexGroups = tuple[tuple[int, ...], ...]
+
+# Group key -> lock of the thread that prepares the group's GPUs.
+_locks: dict[str, threading.Lock] = {}
+
+
+def check_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
+    """Checks a group's mesh and axis names, and returns the names in their order."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise TypeError(
             "Group: mesh must be a jax.sharding.Mesh, with devices; got an AbstractMesh, which has none. "
-            "Under jit JAX shows no other, so make the group outside of jit and hand it to the model: "
-            "jax_ep.Group(jax.sharding.get_mesh(), axis_name), where jax.set_mesh has set the mesh"
+            "Under jit JAX provides only an AbstractMesh, so make the group outside of jit, after "
+            "jax.set_mesh has set the mesh, and pass it to the model: "
+            "jax_ep.Group(jax.sharding.get_mesh(), axis_name)"
         )
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"Group: mesh must be a jax.sharding.Mesh, with devices; got {type(mesh).__name__}")
     if mesh.empty:
         raise ValueError(
-            "Group: mesh must be a jax.sharding.Mesh, with devices; got an empty one, as "
-            "jax.sharding.get_mesh() gives it where jax.set_mesh has set none"
+            "Group: mesh must be a jax.sharding.Mesh, with devices; got an empty one, which "
+            "jax.sharding.get_mesh() returns unless jax.set_mesh has set a mesh"
         )
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     missing = [axis for axis in axes if not isinstance(axis, Hashable) or axis not in mesh.axis_names]
@@ -43,16 +53,17 @@ def named_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """What a group runs on and takes.
+    """The implementation that a group uses, and the memory that it occupies.
 
     Attributes:
-      implementation: "ffi" or "xla", what `implementation=None` means to its ops.
-      reason: why that is not "ffi", or why rows between hosts of GPUs do not go by "nccl"; empty if they do.
-      device_bytes: bytes that the group takes on each device, of the memory that JAX has there.
-      ranks_per_node: ranks that share a host. If there are fewer of them than the group has, rows make two
-        hops: between hosts, and within one by the implementation.
-      between_hosts: what brings rows from host to host: "nccl", a kernel over NCCL's device API (GIN), or
-        "xla", its collectives; None if the ranks share one host.
+      implementation: "ffi" or "xla". The group's ops use it if their `implementation` is None.
+      reason: why the implementation is not "ffi", or why rows between hosts of GPUs do not use "nccl". Empty
+        if they do.
+      device_bytes: bytes of JAX's memory that the group occupies on each device.
+      ranks_per_node: number of ranks that share a host. If it is smaller than the group's size, rows make two
+        hops: one between hosts, and one within the host, which uses `implementation`.
+      between_hosts: how rows travel between hosts: "nccl" is a kernel on NCCL's device API (GIN), "xla" is
+        XLA's collectives. None if all ranks share one host.
     """
 
     implementation: Literal["ffi", "xla"]
@@ -62,54 +73,51 @@ class GroupStats:
     between_hosts: Literal["nccl", "xla"] | None
 
 
-# Ten years: a longer time-out means no other thing, but its nanoseconds would overflow.
-LONGEST_S = 10 * 365 * 24 * 3600.0
-
-
 class PeerTimeoutError(TimeoutError):
-    """A rank waited for its peers longer than the group's `timeout_s`. The text names who is missing."""
+    """A wait for other ranks that lasted longer than the group's `timeout_s`. The message names them."""
 
 
 class Group:
     """The ranks along one or several mesh axes.
 
-    A rank's number is `jax.lax.axis_index(axis_name)`. The other axes of the mesh give independent
-    groups, which all ops of this `Group` serve at once.
+    A rank's number is `jax.lax.axis_index(axis_name)`. If the mesh has other axes, it contains several
+    independent groups of ranks, one for each index along the other axes. A `Group` stands for all of them.
 
-    Groups are static and hashable, so jitted code can close over one. Two groups are equal if they
-    have the same devices in the same order, the same axis names and as many ranks on a host (whatever
-    their `timeout_s` and `num_sms`). Equal groups share their state, until the last of them is closed.
-    Ops on a closed group raise RuntimeError.
+    Groups are static and hashable, so jitted code can close over one. Two groups are equal if they have the
+    same devices in the same order, the same axis names and the same number of ranks per host. Their
+    `timeout_s` and `num_sms` may differ. Equal groups share their state until the last of them is closed. Ops
+    on a closed group raise RuntimeError.
 
     Args:
-      mesh: a `jax.sharding.Mesh` (with devices, not the `AbstractMesh` that JAX shows under `jit`). Where
-        `jax.set_mesh` has set one, `jax.sharding.get_mesh()` gives it, outside of `jit`.
-      axis_name: a name of one of its axes, or several names, row-major. Arrays that are sharded over the
-        ranks, such as the experts' weights, must name them in the same order: P(("a", "b")) for ("a", "b").
-      ranks_per_node: how many ranks share a host, the first so many the first one, and so on. None: as it
-        is found (on CPUs a process counts as a host). Fewer of them may be named than there are, to try on
-        one host what runs on several, or where not all GPUs of a host reach each other. Rows then travel
-        to each host once, by XLA's collectives or NCCL's device API, and from there to the ranks that need
-        them (docs/multi_process.md).
-      timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late when it
-        compiles longer than the others, writes a checkpoint or stands in a debugger, so the default is long.
-        `float("inf")` means ten years. Among equal groups, the newest one's value counts.
-      num_sms: on GPUs, the most SMs that one dispatch or combine takes, at least 2; the others are left to
-        kernels that run beside it. None: chosen from the shapes for a uniform routing, such that more would
-        not be faster (docs/performance.md). Among equal groups, the newest one's value counts, for programs
-        that run for the first time after it was made.
+      mesh: a `jax.sharding.Mesh` with devices, not the `AbstractMesh` that JAX provides under `jit`. Outside
+        of `jit`, `jax.sharding.get_mesh()` returns the mesh that `jax.set_mesh` has set.
+      axis_name: the name of a mesh axis, or several names in row-major order. Arrays that are sharded over
+        the ranks, such as the experts' weights, must name the axes in the same order: P(("a", "b")) for
+        ("a", "b").
+      ranks_per_node: number of consecutive ranks per host. None: detect it (on CPUs a process counts as a
+        host). A number smaller than the real one simulates several hosts on one, or serves hosts whose GPUs
+        cannot all reach each other. With several hosts, a token travels to each host only once, through XLA's
+        collectives or NCCL's device API, and from there to the ranks that need it (docs/multi_process.md).
+      timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late if it
+        compiles longer than the others, writes a checkpoint or is stopped in a debugger, so the default is
+        long. `float("inf")` means ten years. Among equal groups, the newest group's value counts.
+      num_sms: maximum number of SMs that one dispatch or combine uses on GPUs, at least 2. The remaining SMs
+        are free for other kernels. None: choose the number from the shapes, such that more SMs would not be
+        faster under a uniform routing (docs/performance.md). Among equal groups, the newest group's value
+        counts, for programs that run for the first time after that group was made.
 
     Raises:
-      ValueError: the mesh is empty; an axis is not in it or named twice; the time-out is not positive,
-        num_sms below 2 or too large; ranks_per_node does not divide the number of ranks.
-      TypeError: the mesh has no devices, the time-out is no number, num_sms or ranks_per_node no int.
-      PeerTimeoutError: the group spans processes, and another one did not make it within `timeout_s` (or a
-        minute, if that is longer), or earlier programs do not end. The process should end then.
+      ValueError: the mesh is empty; an axis is not in the mesh or named twice; `timeout_s` is not positive;
+        `num_sms` is less than 2 or too large; `ranks_per_node` does not divide the number of ranks.
+      TypeError: the mesh has no devices; `timeout_s` is not a number; `num_sms` or `ranks_per_node` is not an
+        int.
+      PeerTimeoutError: the group spans processes, and another process did not make the group within
+        `timeout_s` (at least a minute), or earlier programs did not end. This process should then end.
 
-    On GPUs of several processes of one host (`jax.distributed`), all processes that own devices of the mesh
-    must make it, and several groups in the same order: they tell each other where their memory lies
-    (docs/multi_process.md). A group that has failed (`check`) works again once all have made it anew; between
-    hosts rows then go by JAX's collectives.
+    If GPUs of several processes (`jax.distributed`) form a group, all processes that own devices of the mesh
+    must make the same groups in the same order, because they exchange the addresses of their memory
+    (docs/multi_process.md). After a failure (`check`), all processes must make the group again before it
+    works. Rows between hosts then travel through JAX's collectives.
     """
 
     def __init__(
@@ -121,8 +129,8 @@ class Group:
         timeout_s: float = 300.0,
         num_sms: int | None = None,
     ):
-        axes = named_axes(mesh, axis_name)
-        timeout_s = _checks.time_out(timeout_s)
+        axes = check_axes(mesh, axis_name)
+        timeout_s = _checks.timeout_seconds(timeout_s)
         num_sms = _checks.most_sms("Group", num_sms)
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
@@ -160,7 +168,7 @@ class Group:
             raise
 
     def _make_within(self, devices: np.ndarray, size: int, timeout_s: float, num_sms: int | None) -> "Group":
-        """The groups of the ranks of each host [hosts, ranks], along the same axis: what hop 2 goes among."""
+        """Makes the group of the ranks of each host [hosts, ranks], along the same axis. Hop 2 uses it."""
         group = Group.__new__(Group)
         group._axis_name, group._axes = self._axis_name, self._axes
         per_host = devices.shape[1]
@@ -172,7 +180,7 @@ class Group:
         return group
 
     def _set_up(self, devices: np.ndarray, timeout_s: float, num_sms: int | None, reason: str) -> None:
-        """What all groups have. `reason` says why the handlers cannot be used, if so."""
+        """Sets the group's attributes and opens it. `reason` is why it cannot use FFI handlers, if any."""
         self._size = devices.shape[1]
         self._platform: str = devices.flat[0].platform
         self._device_ids: tuple[tuple[int, ...], ...] = tuple(
@@ -181,7 +189,7 @@ class Group:
         self._spans_processes = any(
             device.process_index != group[0].process_index for group in devices for device in group
         )
-        self._timeout_s = min(timeout_s, LONGEST_S)
+        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         self._key = f"{self._platform}:{','.join(self._axes)}:{self._device_ids}"
         if self._within is not None:
             self._key += f":{self._within._size} ranks a host"
@@ -189,44 +197,52 @@ class Group:
             self._key += f":within each of {len(self._index_groups)} hosts"
         self._rails_key = nccl.key_of(devices, self.ranks_per_node)
         self._closed = False
-        self._unreachable = reason
-        self._without_rails = ""  # why rows between hosts of GPUs do not go by NCCL's device API, if so
+        self._setup_error = reason
+        # Why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
+        self._without_rails = ""
         module = _extension.extension()
         if module is not None and self._within is None:
             self._open(module, devices, num_sms)
 
     def _open(self, module: Extension, devices: np.ndarray, num_sms: int | None) -> None:
-        """Makes what must exist before a kernel waits on a peer."""
+        """Opens the group in the extension, which must happen before a kernel waits for a peer."""
         if self._platform == "gpu" and not self._reason_against_ffi():
-            self._unreachable = self._open_on_gpus(module, list(devices.flat))
-        # What a handler is told of its device: on GPUs the ordinal in this process, else the id.
+            self._setup_error = self._open_on_gpus(module, list(devices.flat))
+        # XLA identifies a handler's device by its ordinal in this process on GPUs, and by its id on CPUs.
         on_gpu = self._platform == "gpu"
-        here = [
+        ordinals = [
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
             for d in devices.flat
         ]
-        hands_on = self._index_groups is not None and self._size > 1
-        module.open_group(self._key, repr(self), here, self._size, hands_on, self._timeout_s, num_sms or 0)
+        relays_for_other_hosts = self._index_groups is not None and self._size > 1
+        module.open_group(
+            self._key,
+            repr(self),
+            ordinals,
+            self._size,
+            relays_for_other_hosts,
+            self._timeout_s,
+            num_sms or 0,
+        )
 
     def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:
-        """Prepares the control blocks; why the group's kernels cannot run, or nothing."""
+        """Prepares the control blocks. Returns why the group's kernels cannot run, empty if they can."""
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
             if handshake.has_peers_elsewhere(devices, self._size):
-                limits = (module, self._key, local, self._timeout_s)
-                hold = functools.partial(memory.control_blocks, *limits)
-                memory.open_group(module, self._key, devices, self._size, hold, self._timeout_s)
+                reserve = functools.partial(memory.control_blocks, module, self._key, local, self._timeout_s)
+                memory.open_group(module, self._key, devices, self._size, reserve, self._timeout_s)
                 return ""
-            # Of threads that make equal groups at once, one prepares it, and the others find it prepared.
+            # If several threads make equal groups at once, the first one does the work.
             with _locks.setdefault(self._key, threading.Lock()):
-                return self._open_here(module, devices, local)
+                return self._open_in_one_process(module, devices, local)
         except handshake.SetupError as error:
             return str(error)
         except handshake.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
-    def _open_here(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
-        """The same where this process has all ranks of every group that it has ranks of."""
+    def _open_in_one_process(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
+        """Does the work of `_open_on_gpus` for groups none of which spans this process and another one."""
         controls = memory.control_blocks(module, self._key, local, self._timeout_s)
         if module.has_expired(self._key):
             handshake.drain(local, 3 * max(self._timeout_s, handshake.LEAST_S))
@@ -244,26 +260,26 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of ranks, R."""
+        """Number of ranks, R."""
         return self._size
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
-        """The mesh axis, or axes, as given."""
+        """Mesh axis or axes, as passed."""
         return self._axis_name
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks that share a host: all of them, or a divisor."""
+        """Number of ranks that share a host: all of them, or a divisor of their number."""
         return self._size if self._within is None else self._within._size
 
     @property
     def _has_rails(self) -> bool:
-        """Whether rows go between hosts by NCCL's device API."""
+        """True if rows travel between hosts through NCCL's device API."""
         return self._within is not None and self._platform == "gpu" and not self._without_rails
 
     def stats(self) -> GroupStats:
-        """What this group runs on, and the memory that it takes."""
+        """Returns the implementation that this group uses, and the memory that it occupies."""
         self._require_open("stats")
         reason = self._reason_against_ffi()
         module = _extension.extension()
@@ -271,7 +287,7 @@ class Group:
         if reason or module is None:
             return GroupStats("xla", reason, 0, self.ranks_per_node, between)
         size = module.control_bytes() if self._platform == "gpu" else 0
-        reason = self._without_rails and f"between hosts by XLA's collectives: {self._without_rails}"
+        reason = self._without_rails and f"rows between hosts use XLA's collectives: {self._without_rails}"
         return GroupStats("ffi", reason, size, self.ranks_per_node, between)
 
     def check(self) -> None:
@@ -283,12 +299,12 @@ class Group:
             raise PeerTimeoutError(text)
 
     def close(self) -> None:
-        """Frees the group's state once no equal group is open. Closing twice is fine.
+        """Frees the group's state once no equal group is open. A group may be closed twice.
 
-        On GPUs the control blocks and the arena, 37 MiB on each device, are kept as long as the process, for
-        a captured graph may hold their addresses. A group of the same devices finds them again.
+        On GPUs the control blocks and the arena, 37 MiB on each device, are kept until the process ends,
+        because a captured graph may hold their addresses. A new group of the same devices uses them again.
 
-        Waits for the programs in flight whose results are still referred to: they may use the group.
+        Waits for running programs whose results are still referenced, because they may use the group.
         """
         if self._closed:
             return
@@ -297,7 +313,7 @@ class Group:
         if module is None:
             return
         for array in jax.live_arrays(self._platform):
-            # What an array's own program failed of is told to those who read the array.
+            # Errors of an array's program are raised where the array is read.
             with contextlib.suppress(Exception):
                 array.block_until_ready()
         module.close_group((self._within or self)._key)
@@ -313,15 +329,15 @@ class Group:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self!r} cannot be pickled: it stands for devices of this process. Make a Group from the mesh "
-            "where it is needed"
+            f"{self!r} cannot be pickled, because it refers to devices of this process. Instead make a Group "
+            "from the mesh in each process"
         )
 
     def __copy__(self) -> "Group":
         return self
 
     def __deepcopy__(self, _: Any) -> "Group":
-        return self  # as with whatever else a model refers to but does not own
+        return self  # because a model that is copied refers to its group but does not own it
 
     def __eq__(self, other: Any) -> bool:
         return self._key == other._key if isinstance(other, Group) else NotImplemented
@@ -333,7 +349,7 @@ class Group:
         groups = [list(group) for group in self._device_ids]
         shown = groups if len(groups) > 1 else groups[0]
         hosts = "" if self._within is None else f", ranks_per_node={self.ranks_per_node}"
-        hosts = hosts if self._index_groups is None else ", those of a host each"
+        hosts = hosts if self._index_groups is None else ", one group per host"
         return f"Group({self._axis_name!r}, {self._platform} devices {shown}{hosts})"
 
     def _require_open(self, op: str) -> None:
@@ -341,7 +357,7 @@ class Group:
             raise RuntimeError(f"{op}: {self!r} is closed; make a new Group")
 
     def _resolve(self, implementation: str | None) -> _extension.Implementation:
-        """The implementation that an op of this group uses."""
+        """Returns the implementation that an op of this group uses."""
         _extension.check_implementation(implementation)
         if implementation == "xla":
             return "xla"
@@ -357,17 +373,10 @@ class Group:
         return "xla" if reason else "ffi"
 
     def _reason_against_ffi(self) -> str:
+        """Returns why the group's ops cannot use FFI handlers, empty if they can."""
         if self._within is not None:
             return self._within._reason_against_ffi()
-        reason = _extension.reason_against_ffi(self._platform) or self._unreachable
+        reason = _extension.reason_against_ffi(self._platform) or self._setup_error
         if not reason and self._spans_processes and self._platform != "gpu":
-            return "the ranks of a host must live in one process, where they are CPUs"
+            return "on CPUs the ranks of a host must live in one process"
         return reason
-
-
-# The ranks of each host, as numbers along a group's axis.
-_IndexGroups = tuple[tuple[int, ...], ...]
-
-
-# Group key -> what only one thread at a time does.
-_locks: dict[str, threading.Lock] = {}

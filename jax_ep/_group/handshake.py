@@ -1,4 +1,4 @@
-"""Steps that all processes take together, with a time limit."""
+"""Steps that all processes of a group take together, with a time limit."""
 
 import contextlib
 import functools
@@ -16,57 +16,70 @@ from jax.sharding import PartitionSpec as P
 
 T = TypeVar("T")
 
-
+# Size of the message that each process sends in a step.
 MESSAGE_BYTES = 8192
-
-
-MOST_WORDS = 1000
-
-
-# A step of the set-up may take as long as a wait of the group's ops, but no less than this: it contains what
-# they do not, as NCCL's own set-up and compilations.
+# Longest error text in a message, in characters.
+MAX_ERROR_LENGTH = 1000
+# The time limit of a step is the group's `timeout_s`, but at least this, because a step can include
+# compilations and NCCL's own set-up.
 LEAST_S = 60.0
 
-
-# Set-ups exchange over the same devices, so that one must end before the next begins.
-_turn = threading.Lock()
+# Held during a set-up. All set-ups exchange messages over the same devices, so they must not overlap.
+_setup_lock = threading.Lock()
 
 
 class SetupError(Exception):
-    """Why the processes cannot share their memory, in the same words on each of them."""
+    """A reason why the processes cannot share their memory. Every process raises it with the same text."""
 
 
 class SetupTimeout(Exception):
-    """A step of the set-up did not end in time."""
+    """A step of the set-up that did not end in time."""
 
 
 def host_id() -> str:
-    """What the processes of a host have in common, and those of other hosts do not."""
+    """Returns an id that is the same in all processes of a host, and different on every host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def neighbours(devices: Sequence[Any], num_ranks: int) -> list[Any]:
-    """Those of the groups of devices that this process takes part in, itself or by way of a peer.
+def neighbors(devices: Sequence[Any], num_ranks: int) -> list[Any]:
+    """Returns the devices of the groups that this process belongs to, itself or through its peers.
 
-    The processes of other groups may live on other hosts, and need not be asked.
+    The processes of other groups take no part in the set-up. They may live on other hosts.
     """
     groups = [devices[first : first + num_ranks] for first in range(0, len(devices), num_ranks)]
     processes = {jax.process_index()}
     while True:
-        mine = [group for group in groups if any(d.process_index in processes for d in group)]
-        reached = processes.union(d.process_index for group in mine for d in group)
+        connected = [group for group in groups if any(d.process_index in processes for d in group)]
+        reached = processes.union(d.process_index for group in connected for d in group)
         if reached == processes:
-            return [device for group in mine for device in group]
+            return [device for group in connected for device in group]
         processes = reached
 
 
 def has_peers_elsewhere(devices: Sequence[Any], num_ranks: int) -> bool:
-    """Whether this process must be told of others when it makes these groups."""
-    return any(d.process_index != jax.process_index() for d in neighbours(devices, num_ranks))
+    """Returns whether a neighbor of this process in these groups belongs to another process."""
+    return any(d.process_index != jax.process_index() for d in neighbors(devices, num_ranks))
+
+
+@contextlib.contextmanager
+def exclusive_setup(limit_s: float) -> Iterator[None]:
+    """Lets this process run one set-up at a time."""
+    if not _setup_lock.acquire(timeout=limit_s):
+        raise SetupTimeout(
+            f"Group: another thread of process {jax.process_index()} has been making a group for more than "
+            f"{limit_s:g} s. Make groups that span processes one after the other."
+        )
+    try:
+        yield
+    finally:
+        _setup_lock.release()
 
 
 def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
-    """What the work gives. It is done in a thread, for what XLA waits for has no time-out."""
+    """Returns the result of `work()`. Raises SetupTimeout if the call takes longer than the limit.
+
+    The work runs in a thread of its own, because XLA's waits have no time-out.
+    """
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -83,75 +96,80 @@ def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
             f"Group: {step} did not end within {limit_s:g} s in process {jax.process_index()}. Every process "
             "that owns devices of the mesh must make the same groups in the same order, and none may be "
             "stuck in an earlier program. This process should end: JAX still waits on its devices, and "
-            "nothing that is launched there from now on would run."
+            "programs that are launched on them from now on would not run."
         ) from None
     if error is not None:
         raise error
     return value
 
 
-@functools.cache
-def _gather_over(devices: tuple[Any, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """How an array of a row for each device is spread, and what brings all rows to all."""
-    mesh = Mesh(np.array(devices), ("all",))
-    return NamedSharding(mesh, P("all")), jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+def drain(devices: Sequence[Any], limit_s: float) -> None:
+    """Waits until all programs that were launched on the devices have ended.
+
+    This includes programs whose results nobody holds, because XLA runs a device's programs in launch order.
+    """
+
+    def run() -> None:
+        last_program, results = jax.jit(lambda x: x + 1), []
+        for device in devices:
+            with jax.default_device(device):
+                results.append(last_program(np.int32(0)))
+        jax.block_until_ready(results)
+
+    within(limit_s, "waiting for earlier programs", run)
 
 
 def exchange(
     devices: Sequence[Any], message: dict[str, Any], limit_s: float, step: str
 ) -> dict[int, dict[str, Any]]:
-    """Every process's message, by process. All processes of the devices must call it."""
+    """Sends a message to all processes of the devices, and returns the message of each process.
+
+    All these processes must call it.
+    """
     text = json.dumps(message).encode()
     if len(text) > MESSAGE_BYTES:
-        error = f"a message of {len(text)} bytes, at most {MESSAGE_BYTES} can be exchanged"
+        error = f"a message of {len(text)} bytes, but at most {MESSAGE_BYTES} can be exchanged"
         text = json.dumps({"error": error}).encode()
     devices = tuple(sorted(devices, key=lambda device: device.id))
     row = np.frombuffer(text.ljust(MESSAGE_BYTES), np.uint8)[None]
 
     def gather_rows() -> np.ndarray:
         sharding, gather = _gather_over(devices)
-        own = [jax.device_put(row, d) for d in devices if d.process_index == jax.process_index()]
-        rows = jax.make_array_from_single_device_arrays((len(devices), MESSAGE_BYTES), sharding, own)
+        local = [jax.device_put(row, d) for d in devices if d.process_index == jax.process_index()]
+        rows = jax.make_array_from_single_device_arrays((len(devices), MESSAGE_BYTES), sharding, local)
         return np.asarray(gather(rows))
 
     try:
-        everywhere = within(limit_s, step, gather_rows)
-    except (RuntimeError, ValueError) as error:  # XLA's
+        all_rows = within(limit_s, step, gather_rows)
+    except (RuntimeError, ValueError) as error:  # from XLA
         raise RuntimeError(
-            f"Group: {step} failed, for JAX could not bring what the processes say to all of them (has one "
+            f"Group: {step} failed, because JAX could not exchange the processes' messages (has a process "
             f"ended?): {error}"
         ) from error
     return {
-        device.process_index: json.loads(bytes(row)) for device, row in zip(devices, everywhere, strict=True)
+        device.process_index: json.loads(bytes(row)) for device, row in zip(devices, all_rows, strict=True)
     }
 
 
-def drain(devices: Sequence[Any], limit_s: float) -> None:
-    """Waits until whatever was launched on the devices has ended, also where nobody holds its results.
-
-    XLA runs the programs of a device in the order of their launch.
-    """
-
-    def run() -> None:
-        last, ends = jax.jit(lambda x: x + 1), []
-        for device in devices:
-            with jax.default_device(device):
-                ends.append(last(np.int32(0)))
-        jax.block_until_ready(ends)
-
-    within(limit_s, "waiting for earlier programs", run)
+@functools.cache
+def _gather_over(devices: tuple[Any, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    """Returns the sharding of an array with one row per device, and a function that gathers all rows."""
+    mesh = Mesh(np.array(devices), ("all",))
+    return NamedSharding(mesh, P("all")), jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
 
-def together(
+def run_step(
     devices: Sequence[Any],
     step: str,
     work: Callable[[], dict[str, Any] | None],
     limit_s: float,
-    times: int = 1,
+    limit_factor: int = 1,
 ) -> dict[int, dict[str, Any]]:
-    """Does this process's share of a step and waits, so many times the limit, for the others'.
+    """Does this process's work of a step, and waits for the work of all other processes.
 
-    What each process's work gives, by process. Raises SetupError on all or on none.
+    The wait may last `limit_factor * limit_s`, because the other processes' work has time limits of its own.
+    Returns the result of each process's work, by process. If the work of one process fails, all processes
+    raise SetupError.
     """
     message: dict[str, Any] = {"error": ""}
     try:
@@ -159,37 +177,23 @@ def together(
     except SetupTimeout:
         raise
     except Exception as error:
-        expected = isinstance(error, (RuntimeError, OSError))
-        words = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
-        message["error"] = words[:MOST_WORDS]
-    messages = exchange(devices, message, times * limit_s, f"{step}, as all processes must,")
+        is_expected = isinstance(error, (RuntimeError, OSError))
+        text = str(error) if is_expected and str(error) else f"{type(error).__name__}: {error}"
+        message["error"] = text[:MAX_ERROR_LENGTH]
+    messages = exchange(devices, message, limit_factor * limit_s, f"{step}, as all processes must,")
     errors = [f"process {process}: {m['error']}" for process, m in messages.items() if m["error"]]
     if errors:
         raise SetupError("; ".join(errors))
     return messages
 
 
-def raise_if(text: str) -> None:
-    """Raises what the extension says went wrong, if it says anything."""
+def raise_if_error(text: str) -> None:
+    """Raises the error that a function of the extension returned as text. An empty text means success."""
     if text:
         raise RuntimeError(text)
 
 
-def _require_same(messages: dict[int, dict[str, Any]], name: str, otherwise: str) -> None:
-    """Raises SetupError, on all processes, if they do not say the same."""
+def require_same(messages: dict[int, dict[str, Any]], name: str, error: str) -> None:
+    """Raises SetupError, on all processes, if their messages have different values for `name`."""
     if len({message[name] for message in messages.values()}) > 1:
-        raise SetupError(otherwise)
-
-
-@contextlib.contextmanager
-def taking_turns(limit_s: float) -> Iterator[None]:
-    """One set-up at a time in this process."""
-    if not _turn.acquire(timeout=limit_s):
-        raise SetupTimeout(
-            f"Group: another thread of process {jax.process_index()} has been making a group for more than "
-            f"{limit_s:g} s. Make groups that span processes one after the other."
-        )
-    try:
-        yield
-    finally:
-        _turn.release()
+        raise SetupError(error)

@@ -1,4 +1,4 @@
-"""Functions with rules for their gradients, and without."""
+"""Functions with custom gradients, and functions whose gradient is an error."""
 
 import functools
 from collections.abc import Callable
@@ -8,16 +8,16 @@ import jax
 
 
 def custom_vjp(*static: int) -> Callable[[Callable[..., Any]], Any]:
-    """Returns `jax.custom_vjp` for a function whose arguments at the positions `static` are not traced.
+    """Returns `jax.custom_vjp` for functions whose arguments at the positions `static` are not traced.
 
-    pyright infers no results of `functools.partial(jax.custom_vjp, ...)`.
+    pyright cannot infer the results of `functools.partial(jax.custom_vjp, ...)`.
     """
     return functools.partial(jax.custom_vjp, nondiff_argnums=static)
 
 
 @custom_vjp(0)
 def without_gradient(error: str, sources: Any, results: Any) -> Any:
-    """Returns the results. Their gradient with respect to the sources is a TypeError."""
+    """Returns the results. Their gradient with respect to the sources raises TypeError."""
     return results
 
 

@@ -1,4 +1,4 @@
-"""One call of an FFI handler, under the name that profilers show."""
+"""Calls of FFI handlers, under the names that profilers show."""
 
 import functools
 from collections.abc import Sequence
@@ -16,9 +16,8 @@ from jax_ep._jax.vmap import one_by_one
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
 
-
-# What profilers call the handlers whose names are not those of ops. Each does the work of that op, also where
-# it is the gradient of another one.
+# Handler -> the op that profilers show, for handlers that are not named after an op. Such a handler does the
+# work of that op even when it computes the gradient of another op.
 _OPS = {
     "layout": "get_dispatch_layout",
     "route": "dispatch",
@@ -31,9 +30,10 @@ _OPS = {
 def call(
     target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
 ) -> list[jax.Array]:
-    """The results of the handler `jax_ep_{target}`, which vmap calls for one element after the other.
+    """Calls the FFI handler `jax_ep_{target}`, and returns its results.
 
-    The first operand of those that communicate, which have an attribute `group`, is the device's `place`.
+    Under `vmap` the handler runs once per batch element. A handler with an attribute `group` communicates.
+    The first operand of such a handler is the device's position.
     """
     operands = vary_alike(operands)
     shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
@@ -49,17 +49,18 @@ def call(
 
 @functools.cache
 def _primitive(target: str) -> Primitive:
-    """Takes the place of `jax.ffi.ffi_call`, after which XLA would name the call of every handler.
+    """Returns the primitive of a handler.
 
-    An instruction has the name of its primitive, and profiles of the CPU show nothing else.
+    An instruction is named after its primitive, and CPU profiles show only that name. With `jax.ffi.ffi_call`
+    all handlers would share one name.
     """
     primitive = Primitive(f"jax_ep.{_OPS.get(target, target)}")
     primitive.multiple_results = True
     compiled = jax.jit(primitive.bind, static_argnames=("results", "attributes"))
 
-    def run(*operands: Any, **how: Any) -> Any:
-        with jax.disable_jit(False):  # a handler is always compiled
-            return compiled(*operands, **how)
+    def run(*operands: Any, **parameters: Any) -> Any:
+        with jax.disable_jit(False):  # a handler must be compiled, even if the user has disabled jit
+            return compiled(*operands, **parameters)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(_result_types)
@@ -68,20 +69,22 @@ def _primitive(target: str) -> Primitive:
     def lowering(context: Any, *operands: Any, results: Any, attributes: Any) -> Any:
         return lower(context, *operands, **dict(attributes))
 
-    def batch(operands: Any, axes: Any, **how: Any) -> Any:
+    def batch(operands: Any, axes: Any, **parameters: Any) -> Any:
         is_batched = [axis is not None for axis in axes]
-        moved = [
-            jnp.moveaxis(array, axis, 0) if b else array
-            for array, axis, b in zip(operands, axes, is_batched, strict=True)
+        batch_first = [
+            operand if axis is None else jnp.moveaxis(operand, axis, 0)
+            for operand, axis in zip(operands, axes, strict=True)
         ]
-        communicates = "group" in dict(how["attributes"])
-        assert not (communicates and is_batched[0]), "a device's place is the same for a whole batch"
-        counted = may_differ_along(moved[0]) if communicates else set()
-        moved = vary_alike(moved)
+        communicates = "group" in dict(parameters["attributes"])
+        assert not (communicates and is_batched[0]), "a device's position is the same for a whole batch"
+        known_axes = may_differ_along(batch_first[0]) if communicates else set()
+        batch_first = vary_alike(batch_first)
         if communicates:
-            # Axes along which `spmd_axis_name` spreads the batch were not known where the place was computed.
-            moved[0] = in_lists_along(may_differ_along(moved[0]) - counted, moved[0])
-        outs = one_by_one(functools.partial(primitive.bind, **how), moved, is_batched)
+            # The axes over which `spmd_axis_name` spreads the batch were not yet known when the position was
+            # computed.
+            new_axes = may_differ_along(batch_first[0]) - known_axes
+            batch_first[0] = in_lists_along(new_axes, batch_first[0])
+        outs = one_by_one(functools.partial(primitive.bind, **parameters), batch_first, is_batched)
         return outs, [0] * len(outs)
 
     mlir.register_lowering(primitive, lowering)
@@ -89,14 +92,17 @@ def _primitive(target: str) -> Primitive:
     return primitive
 
 
-def _result_types(like: Any, *_: Any, results: Sequence[Result], attributes: Any) -> list[Any]:
-    """They have the operands' manual axis type and memory. Over other axes nothing is sharded here."""
+def _result_types(operand: Any, *_: Any, results: Sequence[Result], attributes: Any) -> list[Any]:
+    """Returns the types of a handler's results, which vary over the same manual axes as its operands.
+
+    The results also lie in the operands' memory. They are not sharded over other axes.
+    """
     return [
-        like.update(
+        operand.update(
             shape=shape,
             dtype=dtype,
             weak_type=False,
-            sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+            sharding=operand.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
         )
         for shape, dtype in results
     ]

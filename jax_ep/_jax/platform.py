@@ -6,14 +6,18 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-_on_platform = Primitive("jax_ep_on_platform")
+
+def on_platform(x: jax.Array, platform: str, group: str) -> jax.Array:
+    """Returns x. A program that uses the result can be lowered only for `platform`, that of the group."""
+    return _on_platform.bind(x, platform=platform, group=group)
 
 
-_on_platform.def_impl(lambda x, **_: x)  # outside of jit the op itself runs where the group is
+def _abstract_eval(x: Any, *, platform: str, group: str) -> Any:
+    return x
 
 
-@_on_platform.def_abstract_eval
-def _(x: Any, *, platform: str, group: str) -> Any:
+def _run_eagerly(x: Any, *, platform: str, group: str) -> Any:
+    # Outside of jit nothing is lowered for another platform: the op itself runs on the group's devices.
     return x
 
 
@@ -29,9 +33,7 @@ def _lower(ctx: Any, x: Any, *, platform: str, group: str) -> Any:
     return [x]
 
 
+_on_platform = Primitive("jax_ep_on_platform")
+_on_platform.def_impl(_run_eagerly)
+_on_platform.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(_on_platform, _lower)
-
-
-def on_platform(x: jax.Array, platform: str, group: str) -> jax.Array:
-    """x, in a program that can be lowered for this platform only: that of a group's devices."""
-    return _on_platform.bind(x, platform=platform, group=group)

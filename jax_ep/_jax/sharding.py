@@ -1,4 +1,4 @@
-"""Manual and Explicit mesh axes: brings the operands of an op to one type."""
+"""Sharding types of an op's operands, under manual and Explicit mesh axes."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_ep._jax.vmap import rejects_sharded_batch
+from jax_ep._jax.vmap import reject_sharded_batch
 
 Tree = TypeVar("Tree")
 
 
 def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
-    """Makes all arrays of a pytree vary over the same manual axes: `axes`, and those any of them varies over.
+    """Makes all arrays of a pytree vary over the same manual axes: `axes`, and the axes of any of the arrays.
 
-    Under `check_vma=True` the operands of one op must agree in this. Elsewhere nothing changes. A
-    replicated array that becomes varying gets its gradient summed over the axes by JAX.
+    Under `check_vma=True` all operands of an op must vary over the same axes. Without it nothing changes. If
+    a replicated array becomes varying, JAX sums its gradient over the new axes.
     """
 
     def varying(array: jax.Array) -> frozenset[str]:
@@ -32,17 +32,17 @@ def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
 
 
 def whole(arrays: Tree) -> Tree:
-    """Gathers the arrays of a pytree over Explicit axes of the mesh: an op needs all rows, and whole ones.
+    """Gathers the arrays of a pytree over Explicit mesh axes, because an op needs all rows and all columns.
 
-    Its results are then not sharded over these axes, and gradients have the types that JAX expects.
-    A batch of `jax.vmap` cannot be gathered here, so it must not be sharded.
+    The op's results are then not sharded over these axes, and gradients have the types that JAX expects.
+    A batch of `jax.vmap` cannot be gathered here, so Explicit axes must not shard it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.explicit_axes:
         return arrays
 
     def gather(array: jax.Array) -> jax.Array:
-        array = rejects_sharded_batch(array)
+        array = reject_sharded_batch(array)
         spec = jax.typeof(array).sharding.spec
         return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
 
@@ -50,21 +50,24 @@ def whole(arrays: Tree) -> Tree:
 
 
 def axes_of(entry: Any) -> set[str]:
-    """The mesh axes that one entry of a PartitionSpec names."""
+    """Returns the mesh axes that one entry of a PartitionSpec names."""
     return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
 def may_differ_along(arrays: Any) -> set[str]:
-    """The manual mesh axes along which `arrays` may differ, and so what an op computes of them."""
+    """Returns the manual mesh axes along which `arrays`, and so an op's results, may differ."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
-    # Under check_vma=False arrays do not know what they vary along.
+    # Under check_vma=False the arrays' types do not list the axes.
     return set().union(*varying) or set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def in_lists_along(axes: set[str], place: jax.Array) -> jax.Array:
-    """A place [2] of a mesh whose devices along these axes, too, belong to different lists of ranks."""
+def in_lists_along(axes: set[str], position: jax.Array) -> jax.Array:
+    """Returns a device's position [2] in a mesh where each index along `axes` has its own lists of ranks.
+
+    A position holds the device's rank, and the number of the list of ranks that the device belongs to.
+    """
     if not axes:
-        return place
+        return position
     names = tuple(sorted(axes))
-    number = place[1] * jax.lax.axis_size(names) + jax.lax.axis_index(names)
-    return jnp.stack([place[0], number.astype(jnp.int32)])
+    list_number = position[1] * jax.lax.axis_size(names) + jax.lax.axis_index(names)
+    return jnp.stack([position[0], list_number.astype(jnp.int32)])

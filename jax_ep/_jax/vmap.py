@@ -7,11 +7,11 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-Function = Callable[..., Any]  # of arrays
+Function = Callable[..., Any]  # takes arrays
 
 
 def takes_no_batch(function: Function) -> Function:
-    """The function, which `jax.vmap` then calls for one element after the other."""
+    """Returns the function such that `jax.vmap` calls it once per batch element."""
     function = jax.custom_batching.custom_vmap(function)
 
     @function.def_vmap
@@ -24,20 +24,21 @@ def takes_no_batch(function: Function) -> Function:
 
 def one_by_one(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
     """Returns the results [B, ...] of function(*operands) for each element of the batched operands."""
-    batched = [array for array, b in zip(operands, is_batched, strict=True) if b]
-    for array in batched:
-        _check_batch(array, 0)
+    batches = [operand for operand, batched in zip(operands, is_batched, strict=True) if batched]
+    for batch in batches:
+        _check_batch(batch, 0)
 
-    def one(elements: Any) -> Any:
-        rest = iter(elements)
-        return function(*(next(rest) if b else a for a, b in zip(operands, is_batched, strict=True)))
+    def call(elements: Any) -> Any:
+        remaining = iter(elements)
+        pairs = zip(operands, is_batched, strict=True)
+        return function(*(next(remaining) if batched else operand for operand, batched in pairs))
 
-    return jax.lax.map(one, batched)
+    return jax.lax.map(call, batches)
 
 
-def rejects_sharded_batch(array: jax.Array) -> jax.Array:
-    """Returns the array. A batch of it that an Explicit mesh axis shards is a ValueError."""
-    return _rejects_sharded_batch.bind(array)
+def reject_sharded_batch(array: jax.Array) -> jax.Array:
+    """Returns the array. If an Explicit mesh axis shards a batch of it, `jax.vmap` raises ValueError."""
+    return _reject_sharded_batch.bind(array)
 
 
 def _check_batch(array: jax.Array, dimension: int) -> None:
@@ -52,22 +53,12 @@ def _check_batch(array: jax.Array, dimension: int) -> None:
 
 def _batch(arrays: Sequence[jax.Array], dimensions: Sequence[int]) -> Any:
     _check_batch(arrays[0], dimensions[0])
-    return rejects_sharded_batch(arrays[0]), dimensions[0]
+    return reject_sharded_batch(arrays[0]), dimensions[0]
 
 
-_rejects_sharded_batch = Primitive("jax_ep_rejects_sharded_batch")
-
-
-_rejects_sharded_batch.def_impl(lambda array: array)
-
-
-_rejects_sharded_batch.def_abstract_eval(lambda array: array)
-
-
-ad.deflinear2(_rejects_sharded_batch, lambda cotangent, _: [rejects_sharded_batch(cotangent)])
-
-
-batching.primitive_batchers[_rejects_sharded_batch] = _batch
-
-
-mlir.register_lowering(_rejects_sharded_batch, lambda _, array: [array])
+_reject_sharded_batch = Primitive("jax_ep_rejects_sharded_batch")
+_reject_sharded_batch.def_impl(lambda array: array)
+_reject_sharded_batch.def_abstract_eval(lambda array: array)
+ad.deflinear2(_reject_sharded_batch, lambda cotangent, _: [reject_sharded_batch(cotangent)])
+batching.primitive_batchers[_reject_sharded_batch] = _batch
+mlir.register_lowering(_reject_sharded_batch, lambda _, array: [array])

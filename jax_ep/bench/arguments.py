@@ -14,6 +14,7 @@ SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the benchmark to a parser."""
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -24,60 +25,69 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--parts",
         nargs="+",
         choices=PARTS,
-        help="communication: dispatch, combine and what belongs to them; layer: expert products beside dense "
-        "ones, and the whole layer beside its parts (default: both on GPUs, communication elsewhere)",
+        help="communication: dispatch, combine and their related ops; layer: expert products next to dense "
+        "ones, and the whole layer next to its parts (default: both on GPUs, communication elsewhere)",
     )
     parser.add_argument(
         "--orders",
         nargs="+",
         choices=ORDERS,
-        help=f"default: all; expert_padded with up to {MOST_PADDED_TOKENS} tokens a rank only, which is also "
-        "the most that its buffers are made for",
+        help=f"default: all, but expert_padded only for at most {MOST_PADDED_TOKENS} tokens per rank, "
+        "because its buffers would not fit otherwise",
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="time round trips by implementation='xla' and by JAX's own collectives too",
+        help="also time round trips with implementation='xla' and with JAX's own collectives",
     )
     parser.add_argument(
-        "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time round trips only"
+        "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"
     )
-    parser.add_argument("--devices", type=int, help="ranks (default: all GPUs, or 8 virtual CPU devices)")
+    parser.add_argument(
+        "--devices", type=int, help="number of ranks (default: all GPUs, or 8 virtual CPU devices)"
+    )
     parser.add_argument(
         "--ranks-per-node",
         nargs="+",
         type=int,
         default=[],
         metavar="N",
-        help="time the ops in two hops too, as if each host had N ranks, and show the bytes of each hop",
+        help="also time the ops in two hops, as if each host had N ranks, and show the bytes of each hop",
     )
-    parser.add_argument("--processes", type=int, default=1, help="that share the GPUs (default: one)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes that share the GPUs (default: %(default)s)"
+    )
     parser.add_argument(
         "--capacity",
         type=float,
         metavar="FACTOR",
-        help="of a receiver, relative to the rows it gets under uniform routing, also between hosts "
-        "(default: the worst case, which padded experts always have)",
+        help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
+        "uniform routing (default: the worst case; padded experts always have room for it)",
     )
-    parser.add_argument("--num-sms", type=int, help="of an op on GPUs (default: chosen from the shapes)")
+    parser.add_argument(
+        "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"
+    )
     parser.add_argument("--join", nargs=2, metavar=("ADDRESS", "PROCESS"), help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=5, help="runs of each program (default: %(default)s)")
     parser.add_argument(
-        "--json", type=output_file(".json"), metavar="FILE", help="write the results there too"
+        "--json", type=output_file(".json"), metavar="FILE", help="also write the results to this file"
     )
     parser.add_argument(
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw a sweep there (.png, .svg or .pdf)",
+        help="draw the sweep to this file (.png, .svg or .pdf)",
     )
 
 
 def set_up_devices(options: argparse.Namespace) -> None:
-    """Where there are no GPUs, virtual CPU devices; to be called before anything asks JAX for devices."""
+    """Sets up the processes of `--processes`, or virtual CPU devices, which are used if there are no GPUs.
+
+    Must be called before JAX initializes its devices.
+    """
     if options.plot and not options.sweep:
-        raise SystemExit("bench: --plot draws a sweep: say what to vary with --sweep")
+        raise SystemExit("bench: --plot draws a sweep; choose the quantity to vary with --sweep")
     if options.join:
         address, process = options.join
         jax.distributed.initialize(address, options.processes, int(process))

@@ -1,4 +1,4 @@
-"""What the hardware gives: plain copies over the links, and through the memory of one device."""
+"""Upper bounds of the hardware: rates of plain copies over the links, and in the memory of one device."""
 
 from typing import Any
 
@@ -16,20 +16,21 @@ WIDTH, STEPS = 4096, 8
 
 
 def _rows(mesh: jax.sharding.Mesh) -> int:
-    """Of a device's array: 128 MiB on GPUs, 16 MiB elsewhere, both far larger than caches."""
+    """Returns the number of rows of each device's array."""
+    # 128 MiB on GPUs and 16 MiB elsewhere, both far larger than caches.
     return 8192 if mesh.devices.flat[0].platform == "gpu" else 1024
 
 
 def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...], repeats: int) -> float:
-    """GB/s on each device of a program that moves `size` bytes there in each of its STEPS."""
+    """Returns the GB/s of each device in a program whose STEPS each move `size` bytes per device."""
 
     def prepare(x: jax.Array, *_: jax.Array) -> tuple[jax.Array, programs.Step]:
-        # In a loop: unrolled, XLA would compute the one element that the program returns.
+        # Without the loop XLA would compute only the one element that the program returns.
         return x, lambda x: jax.lax.fori_loop(0, STEPS, lambda _, x: step(x), x)
 
-    spread = NamedSharding(mesh, P("ep"))
+    sharding = NamedSharding(mesh, P("ep"))
     rows = np.zeros((mesh.size * _rows(mesh), WIDTH), np.int32)
-    x = jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
+    x = jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
     run = programs.repeated(mesh, prepare, 1)
     us = measure.end_to_end_us(run, (x, x, x), STEPS, repeats)
     if mesh.devices.flat[0].platform == "gpu":
@@ -38,13 +39,14 @@ def _rate(mesh: jax.sharding.Mesh, step: Any, size: int, kernels: tuple[str, ...
 
 
 def memory(mesh: jax.sharding.Mesh, repeats: int) -> float:
-    """GB/s, read and written ones together, of a device that adds 1 to an array, all devices at once."""
+    """Returns the GB/s, reads plus writes, of each device when all devices add 1 to an array at once."""
     return _rate(mesh, lambda x: x + 1, 2 * _rows(mesh) * WIDTH * 4, (), repeats)
 
 
 def links(mesh: jax.sharding.Mesh, repeats: int) -> float | None:
-    """GB/s into each GPU when every GPU copies its rows to every other, with as many SMs as that pays; None
-    where there are no links.
+    """Returns the GB/s into each GPU when all GPUs copy their rows to each other, or None without links.
+
+    The copy uses as many SMs as it benefits from.
     """
     if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
         return None

@@ -1,6 +1,7 @@
-"""A layer's expert products, each beside a dense product of equal work, and the whole layer beside its parts.
+"""Benchmarks of a layer's expert products and of the whole layer.
 
-The experts are those of most models: `w_down(silu(gate) * up)`, where one product makes gate and up.
+Each product is compared with a dense product of equal work, and the layer with its parts. The experts are
+those of most models: `w_down(silu(gate) * up)`, where one product computes both gate and up.
 """
 
 import argparse
@@ -22,7 +23,7 @@ CALLS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product or a layer, timed. Times in microseconds a call, of the slowest rank."""
+    """Measurement of a product or a layer. Times are in microseconds per call, on the slowest rank."""
 
     name: str
     shape: Shape
@@ -33,8 +34,8 @@ class Work:
     capacity: int | None  # None: the worst case
     device_us: float | None
     end_to_end_us: float
-    flop: float  # of one rank, if all receive as many rows
-    share: float | None  # of a dense product's rate; of a layer's time, its slower part
+    flop: float  # of one rank, if all ranks receive the same number of rows
+    share: float | None  # of the dense product's rate; for a layer, its slower part's share of the time
 
     @property
     def us(self) -> float:
@@ -43,12 +44,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """A program to time."""
+
     op: str
     by: str
     flop: float
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    beside: tuple[tuple[str, str], ...] = ()  # the ops that its time is compared with
+    compared_with: tuple[tuple[str, str], ...] = ()  # (op, by) of the programs that set the reference time
 
 
 def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -57,8 +60,11 @@ def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) ->
 
 
 def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Random bfloat16, sharded along the first dimension."""
-    make = lambda key: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
+    """Returns random bfloat16 values, sharded along the first dimension."""
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
+
     return jax.jit(make, out_shardings=NamedSharding(mesh, P("ep")))(jax.random.key(seed))
 
 
@@ -66,23 +72,26 @@ def _transposed(array: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), array)
 
 
-def _gradient(function: Callable[..., jax.Array], *of: jax.Array) -> Callable[[jax.Array], Any]:
-    return jax.vjp(function, *of)[1]
+def _gradient(function: Callable[..., jax.Array], *arguments: jax.Array) -> Callable[[jax.Array], Any]:
+    return jax.vjp(function, *arguments)[1]
 
 
-def products(
+def product_programs(
     local: Any,
-    what: str,
+    name: str,
     rows: jax.Array,
     weights: jax.Array,
     cotangent: jax.Array,
     sizes: jax.Array,
     count: int,
 ) -> Iterator[Program]:
-    """Of rows [C, M] and matrices [L, M, N] on each rank; a dense product takes `count` of the rows."""
+    """Yields the products of rows [C, M] and matrices [L, M, N] on each rank, forward and backward.
+
+    The dense products use the first `count` rows and the first matrix.
+    """
     flop = 2.0 * count * weights.shape[1] * weights.shape[2]
     dot = jax_ep.grouped_dot
-    ours = {
+    grouped = {
         "forward": lambda r, w, d, s: dot(r, w, s),
         "dgrad": lambda r, w, d, s: _gradient(lambda r: dot(r, w, s), r)(d),
         "wgrad": lambda r, w, d, s: _gradient(lambda w: dot(r, w, s), w)(d),
@@ -93,22 +102,26 @@ def products(
         "wgrad": lambda r, w, d, s: r[:count].T @ d[:count],
     }
     arguments = rows, weights, cotangent, sizes
-    for way, function in dense.items():
-        yield Program(f"{what} {way}", "dense", flop, local(function), arguments)
-    for way, function in ours.items():
-        op = f"{what} {way}"
+    for direction, function in dense.items():
+        yield Program(f"{name} {direction}", "dense", flop, local(function), arguments)
+    for direction, function in grouped.items():
+        op = f"{name} {direction}"
         yield Program(op, "grouped_dot", flop, local(function), arguments, ((op, "dense"),))
     if weights.shape[1] % 128 or weights.shape[2] % 128:
-        return  # FP8 has scales of 128 elements
-    quantised = local(jax_ep.quantize_fp8)(rows)
-    kept = local(lambda w: _transposed(jax_ep.quantize_fp8(w, block=(128, 128))))(weights)
+        return  # because FP8 has one scale per 128 elements
+    fp8_rows = local(jax_ep.quantize_fp8)(rows)
+    # Tensor cores read FP8 matrices transposed, so the weights are stored that way.
+    fp8_weights = local(lambda w: _transposed(jax_ep.quantize_fp8(w, block=(128, 128))))(weights)
     fp8 = local(lambda r, w, s: dot(r, _transposed(w), s))
-    op = f"{what} forward"
-    yield Program(op, "grouped_dot, FP8", flop, fp8, (quantised, kept, sizes), ((op, "dense"),))
+    op = f"{name} forward"
+    yield Program(op, "grouped_dot, FP8", flop, fp8, (fp8_rows, fp8_weights, sizes), ((op, "dense"),))
 
 
-def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
-    """The layer, and its communication and its products alone; forward, and with the backward pass."""
+def layer_programs(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
+    """Yields the layer, its communication alone and its products alone.
+
+    Each comes twice: the forward pass, and both passes.
+    """
 
     def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
@@ -116,28 +129,34 @@ def whole(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> It
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
 
-    def both(function: Any) -> Any:
-        """Value and gradients, but for the second argument: those are integers."""
+    def swiglu_alone(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return swiglu(up, down, rows, sizes)
 
+    def with_gradients(function: Any) -> Any:
+        """Returns a function that computes the value and its gradients, except for the second argument."""
+
+        # The second argument holds integers, which have no gradient.
         def run(first: jax.Array, integers: jax.Array, *rest: jax.Array) -> Any:
-            call = lambda first, *rest: function(first, integers, *rest)
+            def call(first: jax.Array, *rest: jax.Array) -> Any:
+                return function(first, integers, *rest)
+
             value, transposed = jax.vjp(call, first, *rest)
             return value, transposed(value)
 
         return run
 
-    of = lambda *names: tuple(arrays[name] for name in names)
     parts: dict[str, Any] = {
-        "communication": (communication, of("x", "ids", "weights"), 0.0),
-        "products": (lambda r, s, u, d: swiglu(u, d, r, s), of("rows", "sizes", "up", "down"), flop),
-        "layer": (layer, of("x", "ids", "weights", "up", "down"), flop),
+        "communication": (communication, ("x", "ids", "weights"), 0.0),
+        "products": (swiglu_alone, ("rows", "sizes", "up", "down"), flop),
+        "layer": (layer, ("x", "ids", "weights", "up", "down"), flop),
     }
-    for way, factor in (("forward", 1), ("forward + backward", 3)):
-        for part, (function, arguments, work) in parts.items():
-            timed = local(function if factor == 1 else both(function))
-            beside = ((f"communication {way}", "ffi"), (f"products {way}", "ffi"))
-            beside = beside if part == "layer" else ()
-            yield Program(f"{part} {way}", "ffi", factor * work, timed, arguments, beside)
+    for direction, factor in (("forward", 1), ("forward + backward", 3)):
+        for part, (function, names, part_flop) in parts.items():
+            timed = local(function if factor == 1 else with_gradients(function))
+            arguments = tuple(arrays[name] for name in names)
+            others = ((f"communication {direction}", "ffi"), (f"products {direction}", "ffi"))
+            others = others if part == "layer" else ()
+            yield Program(f"{part} {direction}", "ffi", factor * part_flop, timed, arguments, others)
 
 
 def programs(
@@ -147,6 +166,7 @@ def programs(
     arguments: tuple[jax.Array, jax.Array, jax.Array],
     capacity: int | None,
 ) -> Iterator[Program]:
+    """Yields all programs for a shape: the products of both matrices, and the layer with its parts."""
     shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
     spec = P(*mesh.axis_names)
 
@@ -167,18 +187,18 @@ def programs(
     down = _normal(mesh, 2, (experts, inner, width))
     count = min(shape.tokens * shape.top_k, rows.shape[0] // mesh.size)
     wide, narrow = (_normal(mesh, seed, (rows.shape[0], n)) for seed, n in ((3, 2 * inner), (4, inner)))
-    yield from products(local, "up", rows, up, wide, sizes, count)
-    yield from products(local, "down", narrow, down, rows, sizes, count)
+    yield from product_programs(local, "up", rows, up, wide, sizes, count)
+    yield from product_programs(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments
     arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
-    yield from whole(local, moe, arrays, 2.0 * count * 3 * width * inner)
+    yield from layer_programs(local, moe, arrays, 2.0 * count * 3 * width * inner)
 
 
 def time_programs(
-    found: Iterator[Program], options: argparse.Namespace, on_gpu: bool
+    untimed: Iterator[Program], options: argparse.Namespace, on_gpu: bool
 ) -> Iterator[tuple[Program, float | None, float]]:
-    """Each program with its time on the devices, where that can be told, and its time end to end."""
-    for program in found:
+    """Yields each program with its time on the devices, if available, and its end-to-end time."""
+    for program in untimed:
 
         def run(*arguments: Any, program: Program = program) -> Any:
             for _ in range(CALLS - 1):
@@ -198,11 +218,12 @@ def results(
     capacity: int | None,
     options: argparse.Namespace,
 ) -> Iterator[Work]:
+    """Yields the measurements of all programs for a shape."""
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     times: dict[tuple[str, str], float] = {}
     with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
-        found = programs(group, mesh, shape, arguments, capacity)
-        for program, device, end_to_end in time_programs(found, options, on_gpu):
+        untimed = programs(group, mesh, shape, arguments, capacity)
+        for program, device, end_to_end in time_programs(untimed, options, on_gpu):
             us = times[program.op, program.by] = device or end_to_end
             yield Work(
                 name=name,
@@ -215,6 +236,8 @@ def results(
                 device_us=device,
                 end_to_end_us=end_to_end,
                 flop=program.flop,
-                share=max(times[op] for op in program.beside) / us if program.beside else None,
+                share=max(times[key] for key in program.compared_with) / us
+                if program.compared_with
+                else None,
             )
         group.check()

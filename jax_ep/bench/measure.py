@@ -1,4 +1,4 @@
-"""Times of a program of many steps: on the clock, and of its kernels on GPUs."""
+"""Measurement of programs with many steps: end-to-end times, and times of kernels on GPUs."""
 
 import pathlib
 import statistics
@@ -12,7 +12,7 @@ import jax
 
 
 def end_to_end_us(run: Callable[..., Any], arguments: Any, steps: int, repeats: int) -> float:
-    """Microseconds of one of the program's steps, the median of several runs, after one to warm up."""
+    """Returns the microseconds per step of a program: the median of several runs after a warm-up run."""
     jax.block_until_ready(run(*arguments))
     times = []
     for _ in range(repeats):
@@ -23,10 +23,10 @@ def end_to_end_us(run: Callable[..., Any], arguments: Any, steps: int, repeats: 
 
 
 def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple[str, ...]) -> float | None:
-    """Microseconds that one step's kernels take on the slowest device, None where the profile shows none.
+    """Returns the microseconds of one step's kernels on the slowest device, or None if the profile has none.
 
-    Each kernel counts with its median, so that the first one's wait for a late device does not; only kernels
-    whose name has one of `names` in it count, or all if there are no names.
+    Only kernels whose name contains one of `names` count, or all kernels if `names` is empty. Each call of a
+    kernel counts with the median of all its calls, because the first call also waits for late devices.
     """
     totals = []
     for kernels in _kernels(run, arguments):
@@ -34,12 +34,12 @@ def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple
         for name, begin, end in kernels:
             if not names or any(part in name for part in names):
                 times[name].append((end - begin) / 1e3)
-        totals.append(sum(statistics.median(found) * len(found) for found in times.values()) / steps)
+        totals.append(sum(statistics.median(calls) * len(calls) for calls in times.values()) / steps)
     return max(totals, default=0.0) or None
 
 
 def _kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:
-    """Of each device its kernels in a profile: name, begin and end in nanoseconds."""
+    """Profiles a run, and returns the kernels of each device: name, begin and end in nanoseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run(*arguments))

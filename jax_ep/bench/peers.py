@@ -1,4 +1,4 @@
-"""The ways that JAX itself has to bring rows to their experts and back, for comparison."""
+"""Round trips with JAX's own collectives, for comparison."""
 
 from collections.abc import Callable
 
@@ -11,63 +11,73 @@ AXIS = "ep"
 
 
 def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
-    """Dispatch by expert and combine: rows sorted by expert, exchanged, regrouped; and the way back."""
+    """Returns a dispatch by expert, and its combine.
+
+    The dispatch sorts the rows by expert, exchanges them, and groups the received rows by expert.
+    """
     local = shape.experts // size
-    sent = shape.tokens * shape.top_k
-    capacity = int(sent * 1.5)  # rows a rank can take; uniform routings need little more than `sent`
+    num_sent = shape.tokens * shape.top_k
+    capacity = int(num_sent * 1.5)  # a uniform routing sends each rank little more than `num_sent` rows
 
     def dispatch(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
         flat = ids.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         counts = jnp.bincount(flat, length=shape.experts).reshape(size, local)
-        everywhere = jax.lax.all_gather(counts, AXIS)  # [source, rank, local expert]
-        me = jax.lax.axis_index(AXIS)
-        to = counts.sum(axis=1)  # rows for each rank
-        of = everywhere[:, me].sum(axis=1)  # rows from each rank
-        rows = everywhere.sum(axis=2)
-        first_there = (jnp.cumsum(rows, axis=0) - rows)[me]
-        first_here = (jnp.cumsum(rows, axis=1) - rows)[:, me]
-        starts, arrived = jnp.cumsum(to) - to, jnp.cumsum(of) - of
+        all_counts = jax.lax.all_gather(counts, AXIS)  # [source, rank, local expert]
+        rank = jax.lax.axis_index(AXIS)
+        send_sizes = counts.sum(axis=1)  # rows to each rank
+        receive_sizes = all_counts[:, rank].sum(axis=1)  # rows from each rank
+        sizes = all_counts.sum(axis=2)
+        # First rows of the blocks in this rank's operand and result.
+        send_starts = jnp.cumsum(send_sizes) - send_sizes
+        receive_starts = jnp.cumsum(receive_sizes) - receive_sizes
+        # First rows of this rank's blocks in the results and operands of the other ranks.
+        remote_receive_starts = (jnp.cumsum(sizes, axis=0) - sizes)[rank]
+        remote_send_starts = (jnp.cumsum(sizes, axis=1) - sizes)[:, rank]
         received = jax.lax.ragged_all_to_all(
             x[order // shape.top_k],
             jnp.zeros((capacity, x.shape[1]), x.dtype),
-            starts,
-            to,
-            first_there,
-            of,
+            send_starts,
+            send_sizes,
+            remote_receive_starts,
+            receive_sizes,
             axis_name=AXIS,
         )
         expert = jnp.repeat(
             jnp.tile(jnp.arange(local), size),
-            everywhere[:, me].reshape(-1),
+            all_counts[:, rank].reshape(-1),
             total_repeat_length=capacity,
         )
-        expert = jnp.where(jnp.arange(capacity) < of.sum(), expert, local)
+        expert = jnp.where(jnp.arange(capacity) < receive_sizes.sum(), expert, local)
         regroup = jnp.argsort(expert, stable=True)
-        return received[regroup], (order, regroup, arrived, of, first_here, to)
+        state = (order, regroup, receive_starts, receive_sizes, remote_send_starts, send_sizes)
+        return received[regroup], state
 
     def combine(y: jax.Array, state: tuple) -> jax.Array:
-        order, regroup, arrived, of, first_here, to = state
-        back = jax.lax.ragged_all_to_all(
+        order, regroup, receive_starts, receive_sizes, remote_send_starts, send_sizes = state
+        returned = jax.lax.ragged_all_to_all(
             jnp.zeros_like(y).at[regroup].set(y),
-            jnp.zeros((sent, y.shape[1]), y.dtype),
-            arrived,
-            of,
-            first_here,
-            to,
+            jnp.zeros((num_sent, y.shape[1]), y.dtype),
+            receive_starts,
+            receive_sizes,
+            remote_send_starts,
+            send_sizes,
             axis_name=AXIS,
         )
-        rows = jnp.zeros_like(back).at[order].set(back)
+        rows = jnp.zeros_like(returned).at[order].set(returned)
         return rows.reshape(-1, shape.top_k, y.shape[1]).astype(jnp.float32).sum(axis=1).astype(y.dtype)
 
     return dispatch, combine
 
 
 def all_gather(_: Shape, __: int) -> tuple[Callable, Callable]:
-    """All tokens to all ranks, which then would pick theirs; and the partial sums back."""
+    """Returns a dispatch that sends all tokens to all ranks, and a combine that adds the ranks' sums.
+
+    The ranks do not select the tokens of their experts, so the time is a lower bound.
+    """
 
     def dispatch(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
-        # A barrier, for XLA knows the two to cancel.
+        # Without the barrier XLA would simplify the pair of collectives.
         return jax.lax.optimization_barrier(jax.lax.all_gather(x, AXIS, tiled=True)), ()
 
     def combine(y: jax.Array, _: tuple) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The benchmark in several processes that share the GPUs of this host."""
+"""Processes of the benchmark that share the GPUs of this host."""
 
 import functools
 import itertools
@@ -14,32 +14,38 @@ from jax_ep.command.options import run_all
 
 
 def start(count: int) -> int:
-    """Runs this program again in each of `count` processes, which see their own GPUs only."""
+    """Runs this program again in `count` processes, each with its own GPUs, and returns the exit status."""
     gpus = visible_gpus()
-    each = len(gpus) // count
-    if each < 1:
-        raise SystemExit(f"bench: {count} processes need as many GPUs, there are {len(gpus)}")
-    shares = (gpus[process * each : (process + 1) * each] for process in range(count))
-    return run_all([{"CUDA_VISIBLE_DEVICES": ",".join(mine)} for mine in shares])
+    per_process = len(gpus) // count
+    if per_process < 1:
+        raise SystemExit(f"bench: {count} processes need at least {count} GPUs, got {len(gpus)}")
+    shares = (gpus[process * per_process : (process + 1) * per_process] for process in range(count))
+    return run_all([{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares])
 
 
 @functools.cache
 def visible_gpus() -> list[str]:
-    """The GPUs of this host that programs may use, as CUDA_VISIBLE_DEVICES names them. JAX is not started."""
+    """Returns the GPUs of this host that programs may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Does not initialize JAX.
+    """
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
         return []
-    # Parts of a GPU (MIG) have lines of their own.
+    # Parts of a GPU (MIG) are listed on separate lines.
     indices = [str(gpu) for gpu in range(len(re.findall("^GPU ", listed, re.M)))]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(indices)).split(",")
-    known = lambda name: name in indices or name.startswith(("GPU-", "MIG-"))
-    # CUDA itself stops at the first name that it does not know; so -1 hides all.
-    return list(itertools.takewhile(known, (name.strip() for name in chosen)))
+
+    def is_known(name: str) -> bool:
+        return name in indices or name.startswith(("GPU-", "MIG-"))
+
+    # CUDA ignores all names from the first unknown one on, so -1 hides all GPUs.
+    return list(itertools.takewhile(is_known, (name.strip() for name in chosen)))
 
 
 def slowest(us: float | None) -> float | None:
-    """The time of the slowest process."""
+    """Returns the time of the slowest process."""
     if us is None or jax.process_count() == 1:
         return us
     return float(np.max(multihost_utils.process_allgather(np.float32(us))))

@@ -1,12 +1,13 @@
-"""What is timed: programs that run one op many times over, each after the one before.
+"""The programs that the benchmark times. Each runs one op many times, one after the other.
 
-A step takes what the step before has made. Of a round trip and a chained pair that is the rows, and of a
-dispatch in FP8 rows of which one element depends on its result; of other ops a small index array, made to
-depend on their result: that costs next to nothing, and keeps XLA from merging or dropping a step.
+Each step depends on the step before it, which keeps XLA from merging or dropping steps. A round trip and a
+chained pair pass on their rows. A dispatch in FP8 passes on its input rows, with one element that depends on
+its result. All other ops pass on a small index array that depends on their result, which costs almost
+nothing.
 
-A chained pair is a layer's communication at inference, as a model's program has it: the weights travel beside
-the rows, and combine applies them. By rank they would be the experts' to apply. Instead of experts there is
-nothing: an op on the rows would measure memory, of padded experts above all, whose slots are mostly empty.
+A chained pair is a layer's communication at inference, as in a real model: the weights travel with the rows,
+and combine applies them. By rank the experts would apply them. The programs contain no experts, because an
+op on the rows would measure memory, above all for padded experts, whose slots are mostly empty.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ OPS = (
     "forward + backward",
 )
 ORDERLESS = ("layout", "unpermute")
-LAYERS = 8  # of the program of chained pairs
+LAYERS = 8  # number of chained pairs in a program
 PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
 
 Step = Callable[[jax.Array], jax.Array]
@@ -40,7 +41,10 @@ Prepare = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Step]]
 
 
 def repeated(mesh: jax.sharding.Mesh, prepare: Prepare, steps: int) -> Callable[..., jax.Array]:
-    """(x, ids, weights) -> a little of the last result, after `steps` steps on every rank."""
+    """Returns a function of (x, ids, weights) that runs `steps` steps on every rank.
+
+    It returns one element of each rank's last result.
+    """
 
     def shard(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         carry, step = prepare(x, ids, weights)
@@ -53,20 +57,21 @@ def repeated(mesh: jax.sharding.Mesh, prepare: Prepare, steps: int) -> Callable[
 
 
 def _after(index: jax.Array, result: jax.Array) -> jax.Array:
-    """`index`, but not before all of `result`."""
+    """Returns `index`, once all of `result` has been computed."""
     return index + _zero_after(result).astype(index.dtype)
 
 
 def _zero_after(result: jax.Array) -> jax.Array:
-    """False, which XLA cannot know, when all of `result` is there."""
-    result = jax.lax.optimization_barrier(result)  # else XLA would compute the one element
+    """Returns False, which XLA cannot infer, once all of `result` has been computed."""
+    # Without the barrier XLA would compute only the one element that is read.
+    result = jax.lax.optimization_barrier(result)
     return result.reshape(-1)[0].astype(jnp.float32) == 1.2345e-30
 
 
-def _along(handle: Any, sent_rows: jax.Array) -> Any:
-    """The handle with these rows, which a combine reads: of two hops those of the second."""
+def _with_sent_rows(handle: Any, sent_rows: jax.Array) -> Any:
+    """Returns the handle with other `sent_rows`, which combine reads. With two hops, changes hop 2."""
     if handle.within is not None:
-        return dataclasses.replace(handle, within=_along(handle.within, sent_rows))
+        return dataclasses.replace(handle, within=_with_sent_rows(handle.within, sent_rows))
     return dataclasses.replace(handle, sent_rows=sent_rows)
 
 
@@ -78,9 +83,10 @@ def of_ours(
     implementation: str,
     rows: tuple[int | None, int | None] = (None, None),
 ) -> Prepare:
-    """An op of this package. 'forward + backward' is a layer's communication: its experts do nothing.
+    """Returns the step of an op of this package.
 
-    `rows` are the capacity and that of the hop between hosts.
+    'forward + backward' is the communication of a layer whose experts do nothing. `rows` holds `capacity` and
+    `host_capacity`.
     """
     capacity, host_capacity = rows
 
@@ -105,8 +111,8 @@ def of_ours(
     def prepare(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
         def layout(ids: jax.Array) -> jax.Array:
             counts = {"num_experts": shape.experts, "num_ranks": group.size}
-            found = jax_ep.get_dispatch_layout(ids, **counts, implementation=implementation)
-            return _after(ids, found.num_tokens_per_expert)
+            result = jax_ep.get_dispatch_layout(ids, **counts, implementation=implementation)
+            return _after(ids, result.num_tokens_per_expert)
 
         def gradients(ids: jax.Array) -> jax.Array:
             def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -118,14 +124,14 @@ def of_ours(
             return _after(_after(ids, d_x), d_weights)
 
         def dispatch_fp8(x: jax.Array) -> jax.Array:
-            # Rows that change: where XLA makes the FP8, it would do so once for all steps.
+            # The rows change in every step. Otherwise XLA could quantize them once for all steps.
             return x.at[0, 0].add(_zero_after(dispatch(x, ids, quantize="fp8").x.values).astype(x.dtype))
 
         def round_trip(x: jax.Array) -> jax.Array:
             sent = dispatch(x, ids)
             return combine(sent, sent.handle)
 
-        def pair(x: jax.Array) -> jax.Array:
+        def chained_pair(x: jax.Array) -> jax.Array:
             sent = dispatch(x, ids, weights)
             return combine(sent, sent.handle)
 
@@ -143,28 +149,28 @@ def of_ours(
             sent = dispatch(x, ids, weights)
 
             def combine_again(sent_rows: jax.Array) -> jax.Array:
-                return _after(sent_rows, combine(sent, _along(sent.handle, sent_rows)))
+                return _after(sent_rows, combine(sent, _with_sent_rows(sent.handle, sent_rows)))
 
             return (sent.handle.within or sent.handle).sent_rows, combine_again
-        of_rows: dict[str, Step] = {
+        row_steps: dict[str, Step] = {
             "dispatch FP8": dispatch_fp8,
             "round trip": round_trip,
-            "chained pair": pair,
+            "chained pair": chained_pair,
         }
-        if op in of_rows:
-            return x, of_rows[op]
-        steps: dict[str, Step] = {
+        if op in row_steps:
+            return x, row_steps[op]
+        index_steps: dict[str, Step] = {
             "dispatch": lambda ids: _after(ids, dispatch(x, ids).x),
             "layout": layout,
             "forward + backward": gradients,
         }
-        return ids, steps[op]
+        return ids, index_steps[op]
 
     return prepare
 
 
 def of_peer(name: str, group: jax_ep.Group, shape: Shape) -> Prepare:
-    """A round trip as JAX's own collectives do it."""
+    """Returns the step of a round trip with JAX's own collectives."""
     dispatch, combine = PEERS[name](shape, group.size)
 
     def prepare(x: jax.Array, ids: jax.Array, _: jax.Array) -> tuple[jax.Array, Step]:

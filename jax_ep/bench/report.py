@@ -1,4 +1,4 @@
-"""Results as a table, as JSON and as a plot."""
+"""Results of the benchmark, and their output as tables, JSON and plots."""
 
 import dataclasses
 import datetime
@@ -17,17 +17,20 @@ from jax_ep.command import info
 
 @dataclasses.dataclass(frozen=True)
 class Hops:
-    """What the rank that receives most gets from others in each of two hops."""
+    """Data that the rank with the most rows receives from other ranks in each of two hops."""
 
-    copies: float  # of a rank's tokens, from other hosts
-    between_bytes: int  # of these rows
-    carried_bytes: int  # with the room in the blocks that no row fills
+    copies: float  # rows from other hosts, per token of a rank
+    between_bytes: int  # of the rows from other hosts
+    carried_bytes: int  # of the blocks that hold these rows, including unused space
     within_bytes: int  # from other ranks of the host
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One op, timed. Times in microseconds a step; bytes of the rank that receives most."""
+    """Measurement of one op.
+
+    Times are in microseconds per step. Bytes are those of the rank that receives the most rows.
+    """
 
     name: str
     shape: Shape
@@ -35,17 +38,17 @@ class Result:
     op: str
     order: str
     by: str
-    num_sms: int | None  # asked for
+    num_sms: int | None  # as requested
     routing: str
     capacity: int | None  # None: the worst case
-    sms: int | None  # that the kernels took
+    sms: int | None  # as used by the kernels
     device_us: float | None
     end_to_end_us: float
-    logical_bytes: int  # of the rows that it gets
-    wire_bytes: int  # of those that must cross a link
-    bound_bytes: int  # what the ceiling limits: over the links, or of a local op and on CPUs in memory
+    logical_bytes: int  # of all rows that the rank receives
+    wire_bytes: int  # of the rows that must cross a link
+    bound_bytes: int  # limited by the ceiling: on the links, or in memory for local ops and on CPUs
     ceiling_gbs: float | None
-    per_host: int | None  # ranks, if rows make two hops
+    per_host: int | None  # ranks per host, if rows make two hops
     hops: Hops | None
 
     @property
@@ -54,7 +57,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """Of the ceiling that plain copies reach."""
+        """Share of the ceiling, which is the rate of plain copies."""
         if self.ceiling_gbs is None or self.bound_bytes == 0:
             return None
         return self.bound_bytes / self.us / 1e3 / self.ceiling_gbs
@@ -65,7 +68,7 @@ def _rate(size: int, us: float) -> str:
 
 
 def show(console: Console, results: list[Result]) -> None:
-    """A table for each shape. GB/s are of the device time where there is one."""
+    """Prints a table for each shape. The GB/s use the device time if it is available."""
     tables: dict[str, Table] = {}
     for r in results:
         title = (
@@ -99,7 +102,7 @@ def show(console: Console, results: list[Result]) -> None:
 
 
 def show_hops(console: Console, results: list[Result]) -> None:
-    """The bytes of each of two hops: a table, if any op made two."""
+    """Prints a table of the bytes of each hop, if any op made two hops."""
     table = Table("shape", "op", "order", title="two hops, MB of the rank that receives most")
     for column in ("ranks a host", "us", "hop 1: copies a token", "needed", "carried", "hop 2"):
         table.add_column(column, justify="right")
@@ -115,7 +118,7 @@ def show_hops(console: Console, results: list[Result]) -> None:
 
 
 def show_work(console: Console, results: list[Work]) -> None:
-    """Products and layers: a table for each shape. TFLOP/s are of the device time where there is one."""
+    """Prints a table of products and layers for each shape. The TFLOP/s use the device time if available."""
     tables: dict[str, Table] = {}
     for r in results:
         title = (
@@ -127,7 +130,7 @@ def show_work(console: Console, results: list[Work]) -> None:
                 "device us",
                 "end to end us",
                 "TFLOP/s",
-                "of dense, slower part of whole, or alone",
+                "of dense, or slower part of whole",
             ):
                 tables[title].add_column(column, justify="right")
         tables[title].add_row(
@@ -143,7 +146,7 @@ def show_work(console: Console, results: list[Work]) -> None:
 
 
 def write_json(path: Path, results: list[Result], work: list[Work]) -> None:
-    """With versions and hardware, so that the figures can be compared later."""
+    """Writes the results as JSON, with versions and hardware, so that they can be compared later."""
     report = {
         "date": datetime.date.today().isoformat(),
         "environment": info.collect(),
@@ -154,7 +157,10 @@ def write_json(path: Path, results: list[Result], work: list[Work]) -> None:
 
 
 def plot(path: Path, results: list[Result], swept: str) -> None:
-    """Time against the swept quantity: a line for each shape, order and way, and for plain copies."""
+    """Plots the time over the swept quantity: a line for each shape, order and implementation.
+
+    One more line shows plain copies of the same rows.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -165,7 +171,7 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
         label = f"{r.name}, {r.by}" + (f", by {r.order}" if r.order else "")
         lines[label][x] = r.us
         if r.by == "ffi" and r.ceiling_gbs is not None:
-            # Of several orders that of which the fewest bytes must be copied.
+            # The minimum over the orders, because some orders copy more bytes than others.
             copies = lines[f"{r.name}, plain copies of the same rows"]
             us = r.bound_bytes / r.ceiling_gbs / 1e3
             copies[x] = min(us, copies.get(x, us))
@@ -179,24 +185,24 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
     axes.set_xticks([], minor=True)
     axes.set_title(_title(results, swept), fontsize="medium")
     axes.grid(True, which="both", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # where it hides no line
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # so that it hides no line
     figure.savefig(path)
 
 
 def _labels(ticks: list[int]) -> list[str]:
-    """The ticks' numbers, but none that would run into the one before it."""
-    digit = 0.015  # the width of one, in lengths of the axis
+    """Returns the ticks' labels. A label that would overlap the one before it is empty."""
+    digit_width = 0.015  # as a fraction of the axis
     labels, last = [str(ticks[0])], ticks[0]
     for tick in ticks[1:]:
         gap = math.log(tick / last) / math.log(ticks[-1] / ticks[0])
-        fits = gap > digit * (len(str(last)) + len(str(tick))) / 2
+        fits = gap > digit_width * (len(str(last)) + len(str(tick))) / 2
         labels.append(str(tick) if fits else "")
         last = tick if fits else last
     return labels
 
 
 def _title(results: list[Result], swept: str) -> str:
-    """What the lines have in common, but for what is swept."""
+    """Returns a title of the properties that all lines share, except the swept one."""
     facts = {
         "ranks": lambda r: f"{r.ranks} ranks",
         "tokens": lambda r: f"{r.shape.tokens} tokens a rank",
@@ -204,5 +210,5 @@ def _title(results: list[Result], swept: str) -> str:
         "experts": lambda r: f"top-{r.shape.top_k} of {r.shape.experts}",
         "routing": lambda r: f"bfloat16, {r.routing} routing",
     }
-    said = [{fact(r) for r in results} for name, fact in facts.items() if name != swept]
-    return ", ".join(next(iter(texts)) for texts in said if len(texts) == 1)
+    values = [{fact(r) for r in results} for name, fact in facts.items() if name != swept]
+    return ", ".join(next(iter(texts)) for texts in values if len(texts) == 1)

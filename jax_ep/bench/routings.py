@@ -1,4 +1,4 @@
-"""Routings to measure with."""
+"""Routings for measurements, and the number of rows that they send."""
 
 import math
 
@@ -10,71 +10,83 @@ ROUTINGS = ("uniform", "zipf", "one rank")
 
 
 def route(kind: str, shape: Shape, ranks: int, seed: int = 0) -> np.ndarray:
-    """topk_idx int32 [ranks * T, K], each token's choices different.
+    """Returns a random topk_idx int32 [ranks * T, K]. The choices of a token are different experts.
 
-    "uniform": every expert as likely as others. "zipf": the e-th expert 1 / e times as likely as the first.
-    "one rank": all choices among the experts of rank 0; those that find none are -1.
+    "uniform": all experts are equally likely. "zipf": expert e, counted from 1, is 1 / e times as likely as
+    the first expert. "one rank": all choices are experts of rank 0; if it has too few, the rest are -1.
     """
     rng = np.random.default_rng(seed)
-    likely = np.zeros(shape.experts)
+    log_likelihood = np.zeros(shape.experts)
     if kind == "zipf":
-        likely = -np.log(np.arange(1, shape.experts + 1))
+        log_likelihood = -np.log(np.arange(1, shape.experts + 1))
     if kind == "one rank":
-        likely[shape.experts // ranks :] = -np.inf
-    # Gumbel noise: the k largest are k draws without replacement.
-    scores = likely + rng.gumbel(size=(ranks * shape.tokens, shape.experts))
+        log_likelihood[shape.experts // ranks :] = -np.inf
+    # With Gumbel noise the k largest scores are k draws without replacement.
+    scores = log_likelihood + rng.gumbel(size=(ranks * shape.tokens, shape.experts))
     ids = np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.int32)
     return np.where(np.isneginf(np.take_along_axis(scores, ids, axis=1)), -1, ids).astype(np.int32)
 
 
 def bytes_received(ids: np.ndarray, shape: Shape, ranks: int, order: str) -> tuple[int, int]:
-    """Of bfloat16 rows, by the rank that receives most: all that it gets, and those that must cross a link.
+    """Returns the bytes of bfloat16 rows that a rank receives: all bytes, and those that must cross a link.
 
-    The latter are one row for each token of another rank that has an expert there, in every order.
+    Both are maxima over the ranks. In every order, one row must cross a link for each token of another rank
+    that has an expert at the receiver.
     """
     owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
     sources = np.repeat(np.arange(ranks), shape.tokens)
     total = wire = 0
     for rank in range(ranks):
         hits = owner == rank
-        once = hits.any(axis=1)
-        total = max(total, int((once if order == "rank" else hits).sum()))
-        wire = max(wire, int(once[sources != rank].sum()))
+        has_expert = hits.any(axis=1)
+        total = max(total, int((has_expert if order == "rank" else hits).sum()))
+        wire = max(wire, int(has_expert[sources != rank].sum()))
     return total * shape.hidden * 2, wire * shape.hidden * 2
 
 
 def capacity_of(factor: float | None, shape: Shape, ranks: int, order: str) -> int | None:
-    """Rows of a receive buffer: `factor` times those that arrive if every expert is as likely; None: all.
+    """Returns the rows of a receive buffer: `factor` times the rows of a uniform routing.
 
-    Padded experts have room for all, whatever the factor.
+    Returns None, the worst case, if `factor` is None. Padded experts always have room for the worst case.
     """
     if factor is None or order == "expert_padded":
         return None
     rows = shape.tokens * shape.top_k
     if order == "rank":
-        elsewhere = math.comb(shape.experts - shape.experts // ranks, shape.top_k)
-        rows = ranks * shape.tokens * (1 - elsewhere / math.comb(shape.experts, shape.top_k))
+        rows = ranks * shape.tokens * _hit_probability(shape, shape.experts // ranks)
     return max(1, round(factor * rows))
 
 
 def host_rows_of(factor: float | None, shape: Shape, hosts: int) -> int:
-    """Rows that a rank takes from each host: `factor` times those of a uniform routing; None: all."""
+    """Returns the rows that a rank can receive from each host: `factor` times those of a uniform routing.
+
+    Returns the number of tokens, the worst case, if `factor` is None.
+    """
     if factor is None:
         return shape.tokens
-    elsewhere = math.comb(shape.experts - shape.experts // hosts, shape.top_k)
-    expected = shape.tokens * (1 - elsewhere / math.comb(shape.experts, shape.top_k))
-    return min(shape.tokens, max(1, round(factor * expected)))
+    rows = shape.tokens * _hit_probability(shape, shape.experts // hosts)
+    return min(shape.tokens, max(1, round(factor * rows)))
+
+
+def _hit_probability(shape: Shape, experts: int) -> float:
+    """Returns the probability that a token chooses any of this many experts under uniform routing."""
+    misses = math.comb(shape.experts - experts, shape.top_k)
+    return 1 - misses / math.comb(shape.experts, shape.top_k)
 
 
 def rows_of_hops(ids: np.ndarray, shape: Shape, ranks: int, per_host: int) -> tuple[int, int]:
-    """Rows that the rank that receives most gets in hop 1 from other hosts, and in hop 2 from other ranks."""
+    """Returns the rows that a rank receives in hop 1 from other hosts, and in hop 2 from other ranks.
+
+    Both are maxima over the ranks.
+    """
     owner = np.where(ids < 0, -1, ids // (shape.experts // ranks))
     sources = np.repeat(np.arange(ranks), shape.tokens)
     between = within = 0
     for rank in range(ranks):
         host, index = divmod(rank, per_host)
-        comes = (np.where(owner < 0, -1, owner // per_host) == host).any(axis=1)
-        alike, elsewhere = sources % per_host == index, sources // per_host != host
-        between = max(between, int((comes & alike & elsewhere).sum()))
-        within = max(within, int(((owner == rank).any(axis=1) & ~alike).sum()))
+        comes_to_host = (np.where(owner < 0, -1, owner // per_host) == host).any(axis=1)
+        # Hop 1 connects ranks with the same index on their hosts.
+        same_index, other_host = sources % per_host == index, sources // per_host != host
+        between = max(between, int((comes_to_host & same_index & other_host).sum()))
+        within = max(within, int(((owner == rank).any(axis=1) & ~same_index).sum()))
     return between, within

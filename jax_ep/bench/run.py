@@ -1,4 +1,4 @@
-"""Runs the benchmark: which programs, in which order, on which devices."""
+"""The benchmark's runs: the choice of programs, shapes and devices, and their measurement."""
 
 import argparse
 import dataclasses
@@ -20,10 +20,10 @@ from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, rou
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
 
-# How often a step's rows travel.
-JOURNEYS = {
+# Op -> how often its rows cross the links.
+NUM_TRANSFERS = {
     "dispatch": 1,
-    "dispatch FP8": 1,  # with the cast, of which no kernel is named
+    "dispatch FP8": 1,
     "combine": 1,
     "layout": 0,
     "unpermute": 0,
@@ -31,7 +31,8 @@ JOURNEYS = {
     "chained pair": 2,
     "forward + backward": 4,
 }
-# Kernels of an op that XLA adds something to, so that it can be taken again and again.
+# Op -> its own kernels. The benchmark adds other kernels to the program to repeat these ops. The times of ops
+# that are not listed include all kernels, such as the cast of a dispatch in FP8.
 KERNELS = {
     "dispatch": ("CountKernel", "PushKernel"),
     "combine": ("PullKernel",),
@@ -43,20 +44,20 @@ SMS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one program times."""
+    """One program to time."""
 
     name: str
     shape: Shape
     ranks: int
     op: str
-    order: str  # empty: of what has none
+    order: str  # empty for ops without an order
     by: str
     num_sms: int | None
-    per_host: int | None = None  # ranks; None: all, in one hop
+    per_host: int | None = None  # ranks per host; None: all ranks share one, and rows make one hop
 
 
 def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
-    """The shape and ranks themselves, or what a sweep makes of them."""
+    """Yields the shapes and numbers of ranks of a sweep, or only the given ones without a sweep."""
     if swept == "tokens":
         for tokens in (4**i for i in range(8)):
             if tokens <= 4 * shape.tokens:
@@ -79,24 +80,28 @@ def on_gpus() -> bool:
 
 
 def names_of(options: argparse.Namespace) -> list[str]:
+    """Returns the names of the shapes to time."""
     return options.shapes or (["deepseek_v3", "deepseek_v3_decode"] if on_gpus() else ["cpu"])
 
 
 def parts_of(options: argparse.Namespace) -> list[str]:
+    """Returns the parts of the benchmark to run."""
     if options.sweep:
         return ["communication"]
     return options.parts or (["communication", "layer"] if on_gpus() else ["communication"])
 
 
 def orders_of(options: argparse.Namespace, op: str, shape: Shape) -> list[str]:
-    """Padded experts are for decoding: few tokens, no gradients."""
+    """Returns the orders in which to time an op."""
     if op in programs.ORDERLESS:
         return [""]
+    # Padded experts are for decoding, with few tokens and without gradients.
     padded = shape.tokens <= MOST_PADDED_TOKENS and op != "forward + backward"
     return [order for order in options.orders or ORDERS if order != "expert_padded" or padded]
 
 
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
+    """Yields the programs to time."""
     on_gpu = on_gpus()
     ops = ["round trip"] if options.sweep else programs.OPS
     for name in names_of(options):
@@ -115,15 +120,16 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
 
 
 def inputs(shape: Shape, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
+    """Returns x, ids and weights, sharded over the ranks."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((len(ids), shape.hidden), np.float32).astype(jax.numpy.bfloat16)
     weights = rng.random(ids.shape, np.float32)
-    spread = NamedSharding(mesh, P("ep"))
+    sharding = NamedSharding(mesh, P("ep"))
 
-    def array(whole: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(whole.shape, spread, lambda index: whole[index])
+    def shard(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return array(x), array(ids), array(weights)
+    return shard(x), shard(ids), shard(weights)
 
 
 def mesh_of(ranks: int) -> jax.sharding.Mesh:
@@ -131,6 +137,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
 
 
 def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | None]) -> report.Result:
+    """Times one program. `rates` holds the GB/s of plain copies over the links and in memory."""
     on_gpu = on_gpus()
     steps = programs.LAYERS if case.op == "chained pair" else 16 if on_gpu else 4
     mesh = mesh_of(case.ranks)
@@ -154,7 +161,7 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         plan = (case.op, case.order, case.shape, case.ranks, capacity, case.num_sms)
         sms = sms_of(group, *plan) if one_hop else None
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
-    logical, wire = (round(JOURNEYS[case.op] * bytes_of(case.op, size)) for size in received)
+    logical, wire = (round(NUM_TRANSFERS[case.op] * bytes_of(case.op, size)) for size in received)
     ceiling, bound = rates["links"] if hosts == 1 else None, wire
     if case.op == "unpermute":
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
@@ -176,16 +183,18 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
 
 
 def hops_of(case: Case, ids: np.ndarray, hosts: int, host_rows: int) -> report.Hops:
-    """The bytes of each hop, of bfloat16 rows."""
+    """Returns the bytes of each hop, for bfloat16 rows."""
     assert case.per_host is not None
     between, within = rows_of_hops(ids, case.shape, case.ranks, case.per_host)
     carried = (hosts - 1) * host_rows
-    row = case.shape.hidden * 2
-    sizes = (JOURNEYS[case.op] * bytes_of(case.op, rows * row) for rows in (between, carried, within))
+    row_bytes = case.shape.hidden * 2
+    transfers = NUM_TRANSFERS[case.op]
+    sizes = (transfers * bytes_of(case.op, rows * row_bytes) for rows in (between, carried, within))
     return report.Hops(between / case.shape.tokens, *map(round, sizes))
 
 
 def time_layer(name: str, ranks: int, options: argparse.Namespace) -> list[layers.Work]:
+    """Times the products and the layer of a shape."""
     mesh, shape = mesh_of(ranks), SHAPES[name]
     arguments = inputs(shape, route(options.routing, shape, ranks), mesh)
     capacity = capacity_of(options.capacity, shape, ranks, "expert")
@@ -193,12 +202,13 @@ def time_layer(name: str, ranks: int, options: argparse.Namespace) -> list[layer
 
 
 def run(options: argparse.Namespace) -> int:
+    """Runs the benchmark, prints its results, and returns the exit status."""
     width = None if sys.stdout.isatty() else 120
     console = Console(quiet=jax.process_index() > 0, width=width)
     devices = jax.devices()
     ranks = options.devices or len(devices)
     if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
-        raise SystemExit("bench: several processes use all devices: no --devices, no --sweep ranks")
+        raise SystemExit("bench: several processes use all devices; leave out --devices and --sweep ranks")
     if options.sweep == "sms" and not on_gpus():
         raise SystemExit("bench: --sweep sms needs GPUs")
     console.print(
@@ -209,9 +219,9 @@ def run(options: argparse.Namespace) -> int:
         "links": ceilings.links(mesh_of(ranks), options.repeats),
         "memory": ceilings.memory(mesh_of(ranks), options.repeats),
     }
-    for what, rate in rates.items():
+    for medium, rate in rates.items():
         if rate is not None:
-            console.print(f"plain copies, {what}: {rate:.3g} GB/s each")
+            console.print(f"plain copies, {medium}: {rate:.3g} GB/s per device")
     parts = parts_of(options)
     todo = list(cases(options, ranks)) if "communication" in parts else []
     results = []

@@ -1,20 +1,20 @@
-"""Named shapes of real models, one list for tests and benchmarks."""
+"""Named shapes of real models, for tests and benchmarks."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """T tokens a rank, hidden size H, top-K of E experts, which are F wide inside."""
+    """Sizes of a Mixture-of-Experts layer."""
 
-    tokens: int
+    tokens: int  # per rank
     hidden: int
     top_k: int
     experts: int
-    inner: int
+    inner: int  # hidden size of an expert
 
 
-# Padded experts have as many slots each as all ranks have tokens: with more, buffers outgrow a GPU's memory.
+# A padded expert has a slot for each token of all ranks. With more tokens the buffers do not fit into a GPU.
 MOST_PADDED_TOKENS = 128
 
 _DEEPSEEK_V3 = Shape(tokens=4096, hidden=7168, top_k=8, experts=256, inner=2048)

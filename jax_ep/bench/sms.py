@@ -1,4 +1,4 @@
-"""How many SMs an op takes."""
+"""Number of SMs that an op uses."""
 
 import math
 from typing import Any
@@ -10,8 +10,8 @@ from jax_ep._group.group import Group
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep.bench.shapes import Shape
 
-# Kernels of a step that carry rows over the links.
-CARRIERS = {
+# Op -> its kernels that move rows over the links.
+LINK_KERNELS = {
     "dispatch": ("push",),
     "dispatch FP8": ("FP8 push",),
     "combine": ("pull",),
@@ -22,26 +22,30 @@ CARRIERS = {
 
 
 def bytes_of(op: str, size: float) -> float:
-    """What an op carries of bfloat16 rows of `size` bytes: FP8 has a byte an element, and a scale for 128."""
+    """Returns the bytes that an op sends for `size` bytes of bfloat16 rows.
+
+    FP8 has one byte per element, and one float32 scale per 128 elements.
+    """
     return size * (1 + 4 / 128) / 2 if op == "dispatch FP8" else size
 
 
 def sms_of(
     group: Group, op: str, order: Any, shape: Shape, ranks: int, capacity: int | None, num_sms: int | None
 ) -> int | None:
-    """SMs of the largest of an op's kernels, by the plan of many tokens.
+    """Returns the number of SMs of an op's largest kernel, or None if it is not planned ahead.
 
-    None for local ops, which take all, for few tokens, whose kernels go by another plan, and without GPUs.
+    Local ops use all SMs. Ops with few tokens choose the number in the kernels' own way. Without GPUs there
+    are no SMs. In these cases the result is None.
     """
     module, device = _extension.extension(), jax.devices()[0]
-    if module is None or device.platform != "gpu" or op not in CARRIERS:
+    if module is None or device.platform != "gpu" or op not in LINK_KERNELS:
         return None
     row_bytes = bytes_of(op, 2.0 * shape.hidden)
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts]
     by_expert = order != "rank"
     if module.fits_arena(group._key, op == "combine", by_expert, sizes, math.ceil(row_bytes / 16) * 16):
         return None
-    kernels = CARRIERS[op]
+    kernels = LINK_KERNELS[op]
     if op == "forward + backward" and by_expert:
         kernels = (*kernels, "scaled push")
     if capacity is None:

@@ -1,4 +1,4 @@
-"""What `python -m jax_ep` needs besides the demo and the benchmark.
+"""The parts of `python -m jax_ep` that do not belong to the demo or the benchmark.
 
-May import any other room.
+May import all other parts of the package.
 """

@@ -1,4 +1,4 @@
-"""What `python -m jax_ep info` says: versions, devices and what the ops will run on."""
+"""The report of `python -m jax_ep info`: versions, devices and the implementation that the ops use."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ def _version(package: str) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """The report, of values that JSON knows."""
+    """Returns the report, as values that JSON can hold."""
     devices = jax.local_devices()
     module = _extension.extension()
     on_gpu = devices[0].platform == "gpu"
@@ -42,10 +42,10 @@ def collect() -> dict[str, Any]:
     }
     if on_gpu and not _extension.reason_against_ffi("gpu") and module is not None:
         samples = _extension.sample_addresses(devices)
-        found = module.describe_gpus([d.local_hardware_id for d in devices], samples)
-        for device, gpu in zip(report["devices"], found["gpus"], strict=True):
+        description = module.describe_gpus([d.local_hardware_id for d in devices], samples)
+        for device, gpu in zip(report["devices"], description["gpus"], strict=True):
             device.update(gpu)
-        report["links"] = found["links"]
+        report["links"] = description["links"]
     mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     with Group(mesh, "ep") as group:
         stats = group.stats()
@@ -68,7 +68,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         if "cuda" in build:
             major, minor = build["cuda"] // 1000, build["cuda"] % 1000 // 10
             lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
-            lines.append(f"{'':12s}grouped_dot by CUTLASS {build.get('cutlass', 'nowhere: not built')}")
+            cutlass = f"with CUTLASS {build['cutlass']}" if "cutlass" in build else "without CUTLASS"
+            lines.append(f"{'':12s}grouped_dot {cutlass}")
         else:
             lines.append(f"{'':12s}without CUDA")
     for device in report["devices"]:
@@ -83,15 +84,18 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"ops run as  implementation={report['implementation']!r}")
     if report["why_not_ffi"]:
         lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
-    lines.append(f"hosts       {report['ranks_per_node']} of {len(report['devices'])} ranks share one")
+    lines.append(f"hosts       each has {report['ranks_per_node']} of {len(report['devices'])} ranks")
     if report["rails"] is not None:
         lines.append(f"{'':12s}between hosts: {report['rails']}")
-    own = report["device_bytes_of_a_group"]
-    lines.append(f"a group     takes {own} bytes of JAX's memory on each device, and none besides")
+    group_bytes = report["device_bytes_of_a_group"]
+    lines.append(
+        f"a group     occupies {group_bytes} bytes of JAX's memory on each device, and no other memory"
+    )
     return lines
 
 
 def run(as_json: bool) -> int:
+    """Prints the report, as JSON or as text, and returns the exit status."""
     report = collect()
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
     return 0

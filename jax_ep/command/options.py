@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Helpers for the options and processes of commands."""
 
 import argparse
 import os
@@ -12,43 +12,48 @@ import jax
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:
-    """An argument that names a file to be written, of one of these kinds."""
+    """Returns a parser for an argument that names an output file with one of these suffixes."""
 
     def parse(text: str) -> Path:
         path = Path(text)
         if path.suffix not in suffixes:
             raise argparse.ArgumentTypeError(f"must end in {' or '.join(suffixes)}, got {text}")
         if path.is_dir():
-            raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+            raise argparse.ArgumentTypeError(f"must be a file, but {path} is a folder")
         if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+            raise argparse.ArgumentTypeError(
+                f"must be in an existing folder, but {path.parent} does not exist"
+            )
         return path
 
     return parse
 
 
 def set_up_virtual_devices(count: int) -> None:
-    """So many CPU devices, where the CPU is used; before anything asks JAX for devices."""
-    # XLA:CPU hangs with many launches in flight unless it has two threads a device.
+    """Sets the number of virtual CPU devices. Must be called before JAX initializes its devices."""
+    # XLA:CPU hangs with many launches in flight unless it has two threads per device.
     os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def free_address() -> str:
-    """Where jax.distributed can have its coordinator on this host."""
+    """Returns an address on this host for the coordinator of jax.distributed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def run_all(environments: list[dict[str, str]]) -> int:
-    """Runs this command again in a process for each of these environments; the largest exit status."""
+    """Runs this command again in one process per environment, and returns the largest exit status.
+
+    Each process has the variables of its environment in addition to those of this process.
+    """
     address, workers = free_address(), []
-    for process, own in enumerate(environments):
+    for process, variables in enumerate(environments):
         command = [sys.executable, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
-        workers.append(subprocess.Popen(command, env=os.environ | own))
+        workers.append(subprocess.Popen(command, env=os.environ | variables))
     try:
         return max(worker.wait() for worker in workers)
     finally:
         for worker in workers:
-            worker.kill()  # jax.distributed catches SIGTERM
+            worker.kill()  # because jax.distributed catches SIGTERM

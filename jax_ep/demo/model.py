@@ -1,4 +1,4 @@
-"""The model: a transformer over bytes whose feed-forward layers are Mixtures of Experts."""
+"""The demo's model: a transformer over bytes whose feed-forward layers are Mixtures of Experts."""
 
 import dataclasses
 from typing import Any, Literal
@@ -14,12 +14,14 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+    """Sizes and options of the model."""
+
     group: jax_ep.Group
     num_experts: int
     top_k: int
-    capacity: int | None  # rows a device can take; None for the worst case
+    capacity: int | None  # maximum number of rows per device; None for the worst case
     implementation: str | None
-    quantize: Literal["fp8_dequantize"] | None = None  # how tokens travel to their experts
+    quantize: Literal["fp8_dequantize"] | None = None  # format of tokens on the way to their experts
     layers: int = 2
     width: int = 128
     heads: int = 4
@@ -29,10 +31,12 @@ class Config:
 
 
 def init(config: Config, key: jax.Array) -> Params:
+    """Returns random initial parameters."""
+
     def normal(*shape: int, fan_in: int) -> jax.Array:
         nonlocal key
-        key, own = jax.random.split(key)
-        return jax.random.normal(own, shape) / fan_in**0.5
+        key, subkey = jax.random.split(key)
+        return jax.random.normal(subkey, shape) / fan_in**0.5
 
     d, f, e = config.width, config.expert_width, config.num_experts
     layers = [
@@ -53,13 +57,13 @@ def init(config: Config, key: jax.Array) -> Params:
 
 
 def param_specs(config: Config) -> Params:
-    """Experts are spread over the devices, all else is on each of them."""
+    """Returns the parameters' PartitionSpecs: experts are sharded, all other parameters are replicated."""
     axis = config.group.axis_name
     layer = {"qkv": P(), "out": P(), "router": P(), "up": P(axis), "down": P(axis)}
     return {"embed": P(), "position": P(), "layers": [layer] * config.layers}
 
 
-def normalise(x: jax.Array) -> jax.Array:
+def normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
@@ -71,7 +75,7 @@ def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
 
 
 def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The experts' output [T, d], the balancing loss and the tokens of every expert [E]."""
+    """Returns the experts' output [T, d], the load-balancing loss and the number of tokens per expert [E]."""
     probabilities = jax.nn.softmax(x @ layer["router"])
     weights, topk_idx = jax.lax.top_k(probabilities, config.top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -94,34 +98,40 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=config.num_experts, num_ranks=config.group.size)
     axis = config.group.axis_name
     tokens = jax.lax.psum(layout.num_tokens_per_expert, axis)
-    # Switch Transformer (arXiv:2101.03961): the share of tokens times the mean probability.
+    # As in Switch Transformer (arXiv:2101.03961): the share of tokens times the mean probability.
     share = tokens / jnp.sum(tokens)
     balance = config.num_experts * jnp.sum(share * jax.lax.pmean(jnp.mean(probabilities, axis=0), axis))
     return y, balance, tokens
 
 
 def dropped_rows(config: Config, tokens: jax.Array) -> jax.Array:
-    """Rows that found no place on their device; tokens [E] are those routed to each expert."""
+    """Returns the number of rows that were dropped because a device's buffer was full.
+
+    tokens [E] is the number of tokens that are routed to each expert.
+    """
     if config.capacity is None:
         return jnp.zeros((), tokens.dtype)
-    arrived = jnp.sum(tokens.reshape(config.group.size, -1), axis=1)
-    return jnp.sum(jnp.maximum(arrived - config.capacity, 0))
+    routed_rows = jnp.sum(tokens.reshape(config.group.size, -1), axis=1)
+    return jnp.sum(jnp.maximum(routed_rows - config.capacity, 0))
 
 
 def loss(config: Config, params: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
-    """Mean loss in nats a byte (with the balancing loss) and figures; inside shard_map."""
+    """Returns the mean loss in nats per byte, including the load-balancing loss, and metrics.
+
+    Must be called inside `jax.shard_map`.
+    """
     inputs, targets = batch[:, :-1], batch[:, 1:]
     x = params["embed"][inputs] + params["position"]
     balance = dropped = 0.0
     tokens = jnp.zeros((config.num_experts,), jnp.int32)
     for layer in params["layers"]:
-        x = x + attention(config, layer, normalise(x))
-        y, layer_balance, layer_tokens = mixture(config, layer, normalise(x).reshape(-1, config.width))
+        x = x + attention(config, layer, normalize(x))
+        y, layer_balance, layer_tokens = mixture(config, layer, normalize(x).reshape(-1, config.width))
         x = x + y.reshape(x.shape)
         balance, tokens = balance + layer_balance, tokens + layer_tokens
         dropped = dropped + dropped_rows(config, layer_tokens)
-    logits = normalise(x) @ params["embed"].T
+    logits = normalize(x) @ params["embed"].T
     log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     nats = jax.lax.pmean(-jnp.mean(log_probability), config.group.axis_name)
-    figures = {"loss": nats, "tokens_per_expert": tokens, "dropped": dropped}
-    return nats + config.balance * balance, figures
+    metrics = {"loss": nats, "tokens_per_expert": tokens, "dropped": dropped}
+    return nats + config.balance * balance, metrics

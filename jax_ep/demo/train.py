@@ -1,4 +1,4 @@
-"""Trains the model, shows how it goes, and compares the two implementations."""
+"""Training of the demo's model, with a comparison of the two implementations."""
 
 import argparse
 import itertools
@@ -19,15 +19,16 @@ from rich.table import Table
 import jax_ep
 from jax_ep.demo import data, model
 
-SEQUENCES = 4  # a device and step
+SEQUENCES = 4  # per device and step
 COMPARED_STEPS = 4
 HELD_OUT_BATCHES = 8
-# Of losses in nats. GPUs multiply float32 as tf32, of 10 bits: there the last bit of a sum soon shows.
+# Largest accepted difference of losses, in nats. It is larger on GPUs, because they multiply float32 values
+# as tf32, which has 10 bits, so small rounding differences soon affect the loss.
 AGREEMENT = {"cpu": 1e-3, "gpu": 1e-2}
 
 
 class Trainer:
-    """One training run: parameters, optimiser, compiled step."""
+    """One training run: its parameters, optimizer and compiled step."""
 
     def __init__(self, config: model.Config, mesh: jax.sharding.Mesh, steps: int):
         self.config, self.mesh = config, mesh
@@ -37,11 +38,12 @@ class Trainer:
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         self.params = jax.device_put(model.init(config, jax.random.key(0)), shardings)
         schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(10, steps), max(steps, 11), 4e-4)
-        optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
         replicated = NamedSharding(mesh, P())
-        # A step returns its counters on all devices. If they began on one, the second step would recompile.
+        # A step returns the optimizer's counters on all devices, so they start there too. Otherwise the
+        # second step would recompile.
         self.state = jax.tree.map(
-            lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, replicated), optimiser.init(self.params)
+            lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, replicated), optimizer.init(self.params)
         )
         loss = jax.shard_map(
             lambda params, batch: model.loss(config, params, batch),
@@ -51,47 +53,49 @@ class Trainer:
         )
 
         def step(params: Any, state: Any, batch: jax.Array) -> Any:
-            (_, figures), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
-            updates, state = optimiser.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, figures
+            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, metrics
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
         self._evaluate = jax.jit(lambda params, batch: loss(params, batch)[1]["loss"])
 
     def step(self, batch: np.ndarray) -> dict[str, Any]:
+        """Trains on one batch, and returns the step's metrics."""
         sharded = jax.device_put(batch, self.batch_sharding)
-        self.params, self.state, figures = self._step(self.params, self.state, sharded)
-        return jax.device_get(figures)
+        self.params, self.state, metrics = self._step(self.params, self.state, sharded)
+        return jax.device_get(metrics)
 
     def bits_per_byte(self, batches: list[np.ndarray]) -> float:
+        """Returns the mean loss of the batches in bits per byte."""
         losses = [self._evaluate(self.params, jax.device_put(b, self.batch_sharding)) for b in batches]
         return float(np.mean(jax.device_get(losses))) / math.log(2)
 
 
 def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation: str | None) -> model.Config:
-    rows = SEQUENCES * model.Config.window * options.top_k  # a device's mean
-    capacity = math.ceil(rows * options.capacity) if options.capacity else None
+    mean_rows = SEQUENCES * model.Config.window * options.top_k  # per device
+    capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
     quantize = "fp8_dequantize" if options.quantize else None
     return model.Config(group, options.experts, options.top_k, capacity, implementation, quantize)
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(quiet=jax.process_index() > 0)  # all processes would say the same
+    """Runs the demo, and returns its exit status."""
+    console = Console(quiet=jax.process_index() > 0)  # because all processes would print the same
     devices = jax.devices()
     mesh = jax.make_mesh((options.devices,), ("ep",), (AxisType.Auto,), devices=devices[: options.devices])
     with jax_ep.Group(mesh, "ep") as group:
         stats = group.stats()
-        reason = stats.reason
-        used = options.implementation or stats.implementation
-        config = make_config(options, group, used)
+        implementation = options.implementation or stats.implementation
+        config = make_config(options, group, implementation)
         text, held_out = data.load(options.text, config.window)
         sequences = SEQUENCES * group.size
         trainer = Trainer(config, mesh, options.steps)
         count = sum(leaf.size for leaf in jax.tree.leaves(trainer.params))
         console.print(
             f"{count / 1e6:.1f} M parameters, {options.experts} experts (top-{options.top_k}) on "
-            f"{group.size} {group._platform} devices, implementation {used!r};\n"
-            f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens a step"
+            f"{group.size} {group._platform} devices, implementation {implementation!r};\n"
+            f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens per step"
         )
         held_out_batches = list(
             itertools.islice(data.batches(held_out, sequences, config.window, 1), HELD_OUT_BATCHES)
@@ -100,17 +104,17 @@ def run(options: argparse.Namespace) -> int:
         history = train(trainer, data.batches(text, sequences, config.window, 0), options.steps, console)
         after = trainer.bits_per_byte(held_out_batches)
 
-        losses = [float(figures["loss"]) for figures in history]
+        losses = [float(metrics["loss"]) for metrics in history]
         show_experts(console, history[-1]["tokens_per_expert"], group.size)
         table = Table("", "", show_header=False)
-        table.add_row("loss, first and last step (nats a byte)", f"{losses[0]:.3f} → {losses[-1]:.3f}")
+        table.add_row("loss, first and last step (nats per byte)", f"{losses[0]:.3f} → {losses[-1]:.3f}")
         table.add_row("held-out bits per byte, before and after", f"{before:.3f} → {after:.3f}")
         table.add_row("rows dropped in the last step", str(int(history[-1]["dropped"])))
         agree = True
-        if reason:
-            table.add_row("'ffi' was not compared with 'xla'", reason)
+        if stats.reason:
+            table.add_row("'ffi' was not compared with 'xla'", stats.reason)
         else:
-            other = {"ffi": "xla", "xla": "ffi"}[used]
+            other = {"ffi": "xla", "xla": "ffi"}[implementation]
             steps = min(COMPARED_STEPS, options.steps)
             console.print(f"repeating the first {steps} steps with {other!r}")
             twin = Trainer(make_config(options, group, other), mesh, options.steps)
@@ -119,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             difference = max(abs(a - b) for a, b in zip(losses, twin_losses, strict=False))
             agree = difference < AGREEMENT[group._platform]
             table.add_row(
-                f"first {steps} losses, {used!r} against {other!r}",
+                f"first {steps} losses, {implementation!r} against {other!r}",
                 f"{'agree' if agree else 'DISAGREE'}, largest difference {difference:.1e}",
             )
         console.print(table)
@@ -127,7 +131,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train(trainer: Trainer, batches: Iterator[np.ndarray], steps: int, console: Console) -> list[dict]:
-    """Figures of every step. On a terminal with a progress bar, elsewhere with a line now and then."""
+    """Trains for a number of steps, and returns the metrics of every step.
+
+    Shows a progress bar on a terminal. Elsewhere it prints a line every 20 steps.
+    """
     history: list[dict] = []
     tokens = SEQUENCES * trainer.config.group.size * trainer.config.window
     bar = Progress(
@@ -159,6 +166,7 @@ def train(trainer: Trainer, batches: Iterator[np.ndarray], steps: int, console: 
 
 
 def show_experts(console: Console, tokens: np.ndarray, devices: int) -> None:
+    """Prints the number of tokens per expert as bars, one line per device."""
     console.print("tokens per expert in the last step, both layers, by device:")
     per_device = len(tokens) // devices
     scale = (
@@ -167,8 +175,8 @@ def show_experts(console: Console, tokens: np.ndarray, devices: int) -> None:
         / max(1, max(int(tokens[i : i + per_device].sum()) for i in range(0, len(tokens), per_device)))
     )
     for device in range(devices):
-        mine = tokens[device * per_device : (device + 1) * per_device]
+        counts = tokens[device * per_device : (device + 1) * per_device]
         bars = "".join(
-            shade * round(count * scale / per_device) for shade, count in zip(itertools.cycle("█▓"), mine)
+            shade * round(count * scale / per_device) for shade, count in zip(itertools.cycle("█▓"), counts)
         )
-        console.print(f"  {device:3d} {bars} {' + '.join(map(str, mine))}", highlight=False)
+        console.print(f"  {device:3d} {bars} {' + '.join(map(str, counts))}", highlight=False)
