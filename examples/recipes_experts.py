@@ -3,7 +3,7 @@
 Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
 [E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. `x` [N, H] has the tokens of all ranks,
-and `topk_idx` and `topk_weights` [N, K] their choices. docs/recipes.md explains when to use each.
+and `topk_idx` and `topk_weights` [N, K] their choices. docs/recipes.md shows when to use each.
 The default buffers drop no rows; with a capacity, watch the `num_dropped` of `dispatch` and `moe`.
 """
 

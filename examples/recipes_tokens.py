@@ -2,7 +2,7 @@
 
 Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
-[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md explains when to use each.
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md shows when to use each.
 The default buffers drop no rows; with a capacity, watch the `num_dropped` of `dispatch` and `moe`.
 """
 
@@ -61,7 +61,7 @@ def ids_of_mask(chosen, probabilities, top_k):
     If a token has more than top_k experts, the first top_k are used. If it has fewer, the remaining ids are
     -1 (unused).
     """
-    # Among equal values top_k takes the earlier one first: the chosen experts in ascending order, then others.
+    # Among equal values top_k takes the earlier first: the chosen experts in ascending order, then others.
     named, topk_idx = jax.lax.top_k(chosen.astype(jnp.int32), top_k)
     topk_weights = jnp.take_along_axis(probabilities, topk_idx, axis=1)
     return jnp.where(named > 0, topk_idx, -1), topk_weights
