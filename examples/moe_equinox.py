@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer as an equinox module, its experts spread over the devices of a group."""
+"""A Mixture-of-Experts layer as an equinox module, with its experts sharded over the devices of a group."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ import jax_ep
 
 
 class MoE(eqx.Module):
-    """Call it outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
+    """A layer to call outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
 
     router: jax.Array
     up: jax.Array
@@ -22,7 +22,7 @@ class MoE(eqx.Module):
         router, up, down = jax.random.split(key, 3)
         matrix = jax.nn.initializers.lecun_normal()
         matrices = jax.nn.initializers.lecun_normal(batch_axis=0)  # one for each expert
-        # Each device makes and keeps only its own experts.
+        # Each device creates and stores only its own experts.
         spread = jax.jit(matrices, static_argnums=1, out_shardings=NamedSharding(mesh, P(group.axis_name)))
         self.router = matrix(router, (width, num_experts))
         self.up = spread(up, (num_experts, width, hidden))
@@ -40,7 +40,7 @@ class MoE(eqx.Module):
                 hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
 
-            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
+            # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=num_experts)
 
         return layer(self.router, self.up, self.down, x)

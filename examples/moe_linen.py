@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer as a flax.linen module, its experts spread over the devices of a group."""
+"""A Mixture-of-Experts layer as a flax.linen module, with its experts sharded over the devices of a group."""
 
 import flax.linen as nn
 import jax
@@ -9,7 +9,7 @@ import jax_ep
 
 
 class MoE(nn.Module):
-    """Call it outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
+    """A layer to call outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
 
     hidden: int
     num_experts: int
@@ -22,7 +22,7 @@ class MoE(nn.Module):
         width, axis = x.shape[-1], self.group.axis_name
         matrix = nn.initializers.lecun_normal()
         matrices = nn.initializers.lecun_normal(batch_axis=0)  # one for each expert
-        # nn.get_sharding reads from this where the parameters belong.
+        # nn.get_sharding reads the parameters' shardings from this.
         spread = nn.with_partitioning(matrices, (axis, None, None), mesh=self.mesh)
         router = self.param("router", matrix, (width, self.num_experts))
         up = self.param("up", spread, (self.num_experts, width, self.hidden))
@@ -36,7 +36,7 @@ class MoE(nn.Module):
                 hidden = nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
 
-            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
+            # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=self.num_experts)
 
         return layer(router, up, down, x)

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer as a flax.nnx module, its experts spread over the devices of a group."""
+"""A Mixture-of-Experts layer as a flax.nnx module, with its experts sharded over the devices of a group."""
 
 import jax
 from flax import nnx
@@ -8,12 +8,12 @@ import jax_ep
 
 
 class MoE(nnx.Module):
-    """Call it outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
+    """A layer to call outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
 
     def __init__(self, width, hidden, num_experts, top_k, *, mesh, group, rngs):
         matrix = nnx.initializers.lecun_normal()
         matrices = nnx.initializers.lecun_normal(batch_axis=0)  # one for each expert
-        # Each device keeps only its own experts.
+        # Each device stores only its own experts.
         spread = nnx.with_partitioning(matrices, (group.axis_name, None, None), mesh=mesh)
         self.router = nnx.Param(matrix(rngs.params(), (width, num_experts)))
         self.up = nnx.Param(spread(rngs.params(), (num_experts, width, hidden)))
@@ -32,7 +32,7 @@ class MoE(nnx.Module):
                 hidden = nnx.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
 
-            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
+            # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=self.num_experts)
 
         return layer(self.router[...], self.up[...], self.down[...], x)

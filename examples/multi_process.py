@@ -1,12 +1,12 @@
 """One Mixture-of-Experts layer and its gradient over the devices of several processes.
 
-    python examples/multi_process.py --start 4     # starts four processes here, a share of the GPUs for each,
-                                                   # or one that several share if there are fewer than four;
-                                                   # without GPUs a share of eight virtual CPU devices
+    python examples/multi_process.py --start 4     # starts four processes, each with a share of the GPUs;
+                                                   # with fewer than four GPUs, processes share a GPU;
+                                                   # without GPUs, each has a share of 8 CPU devices
     srun --ntasks 4 --gpus-per-task 1 python examples/multi_process.py
     mpirun -n 4 python examples/multi_process.py
 
-Nothing in it but `jax.distributed` and the way that arrays are made knows of the processes.
+Only `jax.distributed` and the creation of arrays depend on the number of processes.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 EXPERTS, TOP_K, TOKENS, WIDTH, HIDDEN = 16, 2, 128, 128, 256
-VIRTUAL = 8  # CPU devices, where there are no GPUs
+VIRTUAL = 8  # CPU devices, if the machine has no GPU
 
 
 def shares(count: int) -> list[dict[str, str]]:
-    """The environment of each of `count` processes, which sees its own share of the devices only."""
+    """Returns the environment of each of `count` processes, which shows it only its own devices."""
     gpus = []
     if shutil.which("nvidia-smi") is not None:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
         every = [str(gpu) for gpu in range(len(re.findall(r"^GPU ", listed, re.M)))]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).replace(" ", "").split(",")
-        # CUDA stops at the first name that it does not know, such as -1.
+        # CUDA ignores all names after the first invalid one, such as -1.
         gpus = list(
             itertools.takewhile(lambda gpu: gpu in every or gpu.startswith(("GPU-", "MIG-")), visible)
         )
@@ -49,7 +49,7 @@ def shares(count: int) -> list[dict[str, str]]:
         }
         return [each] * count
     if count > len(gpus):
-        # NCCL 2.30 and newer then let several processes have the same GPU. Each takes its part of the memory.
+        # With this, NCCL 2.30 and newer accept several processes on one GPU. They divide its memory.
         part = 0.75 / -(-count // len(gpus))
         shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{part:.3f}"}
         return [shared | {"CUDA_VISIBLE_DEVICES": gpus[process % len(gpus)]} for process in range(count)]
@@ -59,7 +59,7 @@ def shares(count: int) -> list[dict[str, str]]:
 
 
 def start(count: int) -> int:
-    """Runs the program in `count` processes, and shows what the first one prints."""
+    """Runs the program in `count` processes, and prints the output of the first one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -69,7 +69,7 @@ def start(count: int) -> int:
         output = subprocess.PIPE if process == 0 else subprocess.DEVNULL
         workers.append(subprocess.Popen(command, env=os.environ | share, stdout=output, text=True))
     for line in workers[0].stdout:
-        if not line.startswith("[Gloo]"):  # JAX's collectives between CPUs say whom they are connected to
+        if not line.startswith("[Gloo]"):  # Gloo prints its connections
             print(line, end="", flush=True)
     return max(worker.wait() for worker in workers)
 
@@ -77,7 +77,7 @@ def start(count: int) -> int:
 def train_step() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
     spread = NamedSharding(mesh, P("ep"))
-    rng = np.random.default_rng(0)  # the same on every process, of which each takes its own part
+    rng = np.random.default_rng(0)  # the same on every process; each uses its own part
 
     def array(*shape: int) -> jax.Array:
         whole = rng.standard_normal(shape, np.float32)
@@ -96,7 +96,7 @@ def train_step() -> None:
                 hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes))
                 return jax_ep.grouped_dot(hidden, parameters["down"], sent.group_sizes)
 
-            # The buffers hold all rows. With a capacity, ask for return_stats=True and watch num_dropped.
+            # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
             return jax_ep.moe(x, topk_idx, weights, experts, group=group, num_experts=EXPERTS)
 
         mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"), P("ep"), P()), out_specs=P("ep"))
@@ -128,9 +128,9 @@ def main() -> int:
         address, count, process = options.join
         jax.distributed.initialize(address, int(count), int(process))
     else:
-        jax.distributed.initialize()  # SLURM and Open MPI say what it needs
+        jax.distributed.initialize()  # reads its arguments from SLURM or Open MPI
     train_step()
-    jax.distributed.shutdown()  # waits for the others, which would miss the first process otherwise
+    jax.distributed.shutdown()  # waits for the others, which still need the first process
     return 0
 
 

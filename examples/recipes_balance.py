@@ -1,8 +1,8 @@
-"""Balance: routing that spreads tokens over the experts, and numbers of experts that ranks do not divide.
+"""Load balance: balanced routing, and numbers of experts that are not a multiple of the ranks.
 
-Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
+Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
-[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md says when you need which.
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md shows when to use each.
 """
 
 import jax
@@ -15,7 +15,7 @@ import jax_ep
 
 
 def balanced_layer(mesh, group, parameters, router, bias, x, *, top_k, capacity=None):
-    """Routing as in DeepSeek-V3 (arXiv:2412.19437): `bias` [E] only helps to choose the experts.
+    """Routes as DeepSeek-V3 does (arXiv:2412.19437): `bias` [E] affects only the choice of experts.
 
     Returns the layer's result [N, H], the balancing loss, the number of choices of each expert [E], and the
     `MoEStats` of all ranks: `tokens_per_expert` [E], `num_tokens` and `num_dropped` [R].
@@ -40,29 +40,29 @@ def balanced_layer(mesh, group, parameters, router, bias, x, *, top_k, capacity=
             capacity=capacity,
             return_stats=True,
         )
-        # stats.tokens_per_expert counts only the rows that found a place. An expert that is chosen too often
-        # must look so even where its rows are dropped, so the choices themselves are counted.
+        # stats.tokens_per_expert does not count dropped rows, so an overloaded expert could seem balanced.
+        # Therefore count the choices.
         layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=num_experts, num_ranks=group.size)
         counts = jax.lax.psum(layout.num_tokens_per_expert, "ep")
         share = counts / jnp.sum(counts)
         probabilities = scores / jnp.sum(scores, axis=1, keepdims=True)
         mean = jax.lax.pmean(jnp.mean(probabilities, axis=0), "ep")
-        loss = num_experts * jnp.sum(share * mean)  # 1 where all experts get the same
+        loss = num_experts * jnp.sum(share * mean)  # 1 if all experts get the same number
         return y, loss, counts, stats
 
     return layer(parameters, router, bias, x)
 
 
 def updated_bias(bias, counts, speed=1e-3):
-    """The bias [E] of the next step: larger where an expert got too few tokens, smaller where too many."""
+    """Returns the next bias [E]: larger for experts with too few tokens, smaller for those with too many."""
     counts = counts.astype(bias.dtype)
     return bias + speed * jnp.sign(jnp.mean(counts) - counts)
 
 
 def expert_places(num_experts, num_ranks):
-    """Where each expert lies among experts that were padded to a multiple of the ranks: int32 [E].
+    """Returns each expert's index among the padded experts, int32 [E].
 
-    They are dealt out to the ranks like cards, so the numbers of experts on two ranks differ by at most one.
+    Consecutive experts go to consecutive ranks, so the numbers of experts on two ranks differ by at most one.
     """
     each = -(-num_experts // num_ranks)
     expert = np.arange(num_experts, dtype=np.int32)
@@ -70,7 +70,7 @@ def expert_places(num_experts, num_ranks):
 
 
 def pad_experts(parameters, num_ranks):
-    """Parameters [E, ...] with experts of zeros added, so that the ranks divide their number."""
+    """Pads parameters [E, ...] with experts of zeros, to a multiple of the ranks."""
 
     def pad(leaf):
         num_experts = leaf.shape[0]
@@ -81,14 +81,14 @@ def pad_experts(parameters, num_ranks):
 
 
 def uneven_experts(mesh, group, padded, num_experts, x, topk_idx, topk_weights):
-    """`num_experts` experts, though the ranks do not divide them: `padded` is what `pad_experts` returned."""
+    """Runs any number of experts. `padded` is the result of `pad_experts`."""
     places = jnp.asarray(expert_places(num_experts, group.size))
     num_padded = padded["up"].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     def layer(padded, x, topk_idx, topk_weights):
         experts = lambda sent: feed_forward(padded, sent.x, sent.group_sizes)
-        # Unused choices stay unused. No token chooses an expert of zeros.
+        # Unused choices stay unused. No token chooses a padding expert.
         used = (topk_idx >= 0) & (topk_idx < num_experts)
         at = jnp.where(used, places[jnp.where(used, topk_idx, 0)], -1)
         return jax_ep.moe(x, at, topk_weights, experts, group=group, num_experts=num_padded)

@@ -1,10 +1,10 @@
-"""Experts of other kinds: with biases, quantised, weighted inside, shared, or split over more devices.
+"""Other kinds of experts: biased, quantized, weighted inside, shared, or split over several devices.
 
-Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
+Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
-[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. `x` [N, H] are the tokens of all ranks,
-`topk_idx` and `topk_weights` [N, K] their choices. docs/recipes.md says when you need which.
-The buffers hold all rows; with a capacity, watch the `num_dropped` that `dispatch` and `moe` return.
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. `x` [N, H] has the tokens of all ranks,
+and `topk_idx` and `topk_weights` [N, K] their choices. docs/recipes.md shows when to use each.
+The default buffers drop no rows; with a capacity, watch the `num_dropped` of `dispatch` and `moe`.
 """
 
 import jax
@@ -15,20 +15,20 @@ import jax_ep
 
 
 def feed_forward(parameters, rows, group_sizes):
-    """Of rows in the order of their experts."""
+    """Applies the experts to rows that are sorted by expert."""
     hidden = jax.nn.gelu(jax_ep.grouped_dot(rows, parameters["up"], group_sizes))
     return jax_ep.grouped_dot(hidden, parameters["down"], group_sizes)
 
 
 def expert_biases(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Experts with biases: "up_bias" [E, F] and "down_bias" [E, H]."""
+    """Adds biases to the experts: "up_bias" [E, F] and "down_bias" [E, H]."""
     num_experts = parameters["up"].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
         def experts(sent):
-            # This is -1 in padding and tail, which picks the last expert's bias. Combine does not read those
-            # rows, and gives them no gradient.
+            # This is -1 in padding and tail rows, which selects the last expert's bias. Combine does not read
+            # these rows, and gives them no gradient.
             expert = sent.row_experts()
             hidden = jax_ep.grouped_dot(sent.x, parameters["up"], sent.group_sizes)
             hidden = jax.nn.gelu(hidden + parameters["up_bias"][expert])
@@ -41,14 +41,14 @@ def expert_biases(mesh, group, parameters, x, topk_idx, topk_weights):
 
 
 def quantise_int8(matrices):
-    """int8 [E, M, N] and float32 scales [E, N], one for each column of each expert."""
+    """Returns int8 [E, M, N] and float32 scales [E, N], one for each column of each expert."""
     scales = jnp.maximum(jnp.max(jnp.abs(matrices), axis=1), 1e-12) / 127
     values = jnp.round(matrices / scales[:, None]).astype(jnp.int8)
     return values, scales.astype(jnp.float32)
 
 
 def int8_experts(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Expert matrices in int8, for inference: "up" and "down" are pairs, as `quantise_int8` returns them."""
+    """Runs int8 experts, for inference: "up" and "down" are pairs that `quantise_int8` returned."""
     num_experts = parameters["up"][0].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
@@ -71,7 +71,7 @@ def int8_experts(mesh, group, parameters, x, topk_idx, topk_weights):
 
 
 def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Each token is multiplied by its weight before the expert, as in Llama 4, instead of after it."""
+    """Multiplies each token by its weight before the expert, as in Llama 4, instead of after it."""
     num_experts = parameters["up"].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
@@ -86,7 +86,7 @@ def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
 
 
 def shared_experts(mesh, group, parameters, shared, x, topk_idx, topk_weights):
-    """One more expert that all tokens pass through: `shared` has "up" [H, S] and "down" [S, H]."""
+    """Adds an expert that sees all tokens: `shared` has "up" [H, S] and "down" [S, H]."""
     num_experts = parameters["up"].shape[0]
 
     # The shared expert is on every rank, P(), so its tokens need not travel.
@@ -102,9 +102,9 @@ def shared_experts(mesh, group, parameters, shared, x, topk_idx, topk_weights):
 
 
 def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Each expert is split along F over the axis "tp" of a mesh ("ep", "tp").
+    """Splits each expert along F over the axis "tp" of a mesh ("ep", "tp").
 
-    Tokens are sharded over "ep" and the same along "tp".
+    Tokens are sharded over "ep" and replicated along "tp".
     """
     num_experts = parameters["up"].shape[0]
     split = {"up": P("ep", None, "tp"), "down": P("ep", "tp", None)}
@@ -113,8 +113,8 @@ def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
     @jax.shard_map(mesh=mesh, in_specs=(split, P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
         experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
-        # Each device has only a part of every sum over F. Combine is linear, so the parts can be added after
-        # it, where there are fewer rows than inside the experts.
+        # Each device has only a part of every sum over F. Combine is linear, so the parts are added after
+        # it, because it returns fewer rows than the experts.
         part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
         return jax.lax.psum(part, "tp")
 

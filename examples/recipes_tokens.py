@@ -1,9 +1,9 @@
-"""Tokens that come in other ways: fewer than usual, the same ones on every rank, or with a mask for ids.
+"""Other kinds of token input: a smaller batch, the same tokens on every rank, or a mask instead of ids.
 
-Each function takes whole arrays and shows the `shard_map` that belongs to it. E is the number of experts, H
+Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
-[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md says when you need which.
-The buffers hold all rows; with a capacity, watch the `num_dropped` that `dispatch` and `moe` return.
+[E, F, H]. `group` is the `jax_ep.Group` of the axis "ep" of `mesh`. docs/recipes.md shows when to use each.
+The default buffers drop no rows; with a capacity, watch the `num_dropped` of `dispatch` and `moe`.
 """
 
 import jax
@@ -15,16 +15,16 @@ import jax_ep
 
 
 def last_batch(mesh, group, parameters, router, top_k, x, num_tokens):
-    """A batch `x` [N, H] of which only the first `num_tokens` rows, an int32 scalar, are tokens.
+    """Runs a batch `x` [N, H] in which only the first `num_tokens` (an int32 scalar) rows are tokens.
 
-    N is the same for all batches, so one compiled program runs them all.
+    N is the same for all batches, so they share one compiled program.
     """
     num_experts = parameters["up"].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P()), out_specs=P("ep"))
     def layer(parameters, router, x, num_tokens):
         weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), top_k)
-        # How many of the tokens are this rank's. No row is sent for the others, and their sums are zero.
+        # The number of tokens on this rank. No row is sent for the other rows of x, and their sums are zero.
         here = jnp.clip(num_tokens - jax.lax.axis_index("ep") * x.shape[0], 0, x.shape[0])
         experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
         shared = {"group": group, "num_experts": num_experts}
@@ -34,17 +34,17 @@ def last_batch(mesh, group, parameters, router, top_k, x, num_tokens):
 
 
 def replicated_tokens(mesh, group, parameters, x, topk_idx, topk_weights):
-    """All tokens on every rank, as when one sequence is decoded: x [T, H], topk_idx and topk_weights [T, K].
+    """Runs tokens that every rank has, as in decoding: x [T, H], topk_idx and topk_weights [T, K].
 
-    Nothing is dispatched. Each rank computes what its own experts add, and the ranks add that up.
+    No dispatch is needed. Each rank computes the contribution of its own experts, and `psum` adds these.
     """
     num_local_experts = parameters["up"].shape[0] // group.size
 
     @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P(), P()), out_specs=P())
     def layer(parameters, x, topk_idx, topk_weights):
         first = jax.lax.axis_index("ep") * num_local_experts
-        # Experts of earlier ranks get negative ids here, those of later ranks ids that are too large. Both
-        # count as unused, so no mask is needed.
+        # Experts of earlier ranks get negative ids here, and those of later ranks get ids that are too large.
+        # Both count as unused, so no mask is needed.
         local = topk_idx - first
         sent = jax_ep.permute(x, local, num_local_experts=num_local_experts)
         y = feed_forward(parameters, sent.x, sent.group_sizes)
@@ -56,19 +56,19 @@ def replicated_tokens(mesh, group, parameters, x, topk_idx, topk_weights):
 
 
 def ids_of_mask(chosen, probabilities, top_k):
-    """The choices `topk_idx` and `topk_weights` [T, top_k] of a mask (or routing map) `chosen`, bool [T, E].
+    """Converts a mask (or routing map) `chosen`, bool [T, E], to `topk_idx` and `topk_weights` [T, top_k].
 
-    Where a mask names more than top_k experts, the first top_k are taken. Where it names fewer, the remaining
-    ids are -1, unused.
+    If a token has more than top_k experts, the first top_k are used. If it has fewer, the remaining ids are
+    -1 (unused).
     """
-    # Of equal values top_k takes the earlier one first: the named experts, in ascending order, then others.
+    # Among equal values top_k takes the earlier first: the chosen experts in ascending order, then others.
     named, topk_idx = jax.lax.top_k(chosen.astype(jnp.int32), top_k)
     topk_weights = jnp.take_along_axis(probabilities, topk_idx, axis=1)
     return jnp.where(named > 0, topk_idx, -1), topk_weights
 
 
 def routing_map(mesh, group, parameters, top_k, x, chosen, probabilities):
-    """Experts named by a mask `chosen`, bool [N, E], with weights `probabilities` [N, E]."""
+    """Runs the experts of a mask `chosen`, bool [N, E], with weights `probabilities` [N, E]."""
     num_experts = parameters["up"].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
