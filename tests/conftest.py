@@ -5,14 +5,14 @@
 
 import contextlib
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in os.environ["XLA_FLAGS"]:
-    # Nearly all of the time goes into compiling programs that run once: half of it, if LLVM does its least.
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+flags = os.environ.get("XLA_FLAGS", "")
+if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in flags:
+    # Most of the time goes into compiling programs that run once, and this halves it.
+    os.environ["XLA_FLAGS"] = flags + " --xla_backend_optimization_level=0"
 
 import hypothesis
 import jax
@@ -25,6 +25,10 @@ import jax_ep
 from jax_ep import _extension
 from jax_ep._transport import ffi, stream
 
+if "xla_force_host_platform_device_count" not in flags:
+    jax.config.update(
+        "jax_num_cpu_devices", 8
+    )  # as docs/start.md does, so that its code runs in this process
 processes.join()
 
 # As careful users have it: whatever an op adds up without saying in which dtype or shape then raises.
@@ -113,3 +117,32 @@ def annotated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         by_handlers = lambda group, implementation: group._resolve(implementation) == "ffi"
         monkeypatch.setattr(stream, "has_stream", by_handlers)
     return request.param
+
+
+@pytest.fixture
+def run_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> Callable[..., tuple[int | str | None, str]]:
+    """Runs `python -m jax_ep` in this process, in a folder of the test: exit status and output.
+
+    A SystemExit is an exit status. Any other exception fails the test: a user would see a traceback.
+    """
+    from jax_ep.__main__ import main
+    from jax_ep.bench import arguments as bench_arguments
+    from jax_ep.demo import arguments as demo_arguments
+
+    monkeypatch.chdir(tmp_path)
+    for module in (bench_arguments, demo_arguments):  # this process has its devices
+        monkeypatch.setattr(module, "set_up_virtual_devices", lambda count: None)
+
+    def run(*arguments: str) -> tuple[int | str | None, str]:
+        try:
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                status = main(list(arguments))
+        except SystemExit as error:
+            status = error.code
+        printed = capsys.readouterr()
+        message = status if isinstance(status, str) else ""
+        return status, printed.out + printed.err + message
+
+    return run

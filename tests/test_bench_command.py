@@ -12,14 +12,26 @@ import jax_ep
 from jax_ep.bench import programs
 
 
-def bench(tmp_path, *arguments):
-    command = [sys.executable, "-m", "jax_ep", "bench", "--shapes", "tiny", "--repeats", "1", *arguments]
+def in_own_process(folder, *arguments):
+    """As a user calls it: the command sets up its devices itself."""
+    command = [sys.executable, "-m", "jax_ep", *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=folder, env=environment)
+
+
+TINY = ("bench", "--shapes", "tiny", "--repeats", "1")
+
+
+@pytest.fixture
+def bench(run_command):
+    """Runs the benchmark of the tiny shape in this process: exit status and output."""
+    return lambda *arguments: run_command(*TINY, *arguments)
 
 
 def test_a_short_run(tmp_path):
-    done = bench(tmp_path, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json")
+    done = in_own_process(
+        tmp_path, *TINY, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "32 tokens x 128, top-2 of 16, 2 ranks" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
@@ -31,11 +43,11 @@ def test_a_short_run(tmp_path):
     assert all(r["end_to_end_us"] > 0 for r in report["results"])
 
 
-def test_two_hops_beside_one(tmp_path):
+def test_two_hops_beside_one(tmp_path, bench):
     options = ["--orders", "rank", "--devices", "4", "--ranks-per-node", "1", "2", "--json", "out.json"]
-    done = bench(tmp_path, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "two hops, MB of the rank that receives most" in done.stdout
+    status, output = bench(*options)
+    assert status == 0, output
+    assert "two hops, MB of the rank that receives most" in output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     timed = {(r["op"], r["per_host"]): r for r in results}
     assert timed["dispatch", None]["hops"] is None
@@ -47,11 +59,11 @@ def test_two_hops_beside_one(tmp_path):
         assert timed["round trip", per_host]["hops"]["between_bytes"] == 2 * hops["between_bytes"]
 
 
-def test_padded_experts(tmp_path):
-    done = bench(
-        tmp_path, "--orders", "expert_padded", "--devices", "2", "--capacity", "2", "--json", "out.json"
+def test_padded_experts(tmp_path, bench):
+    status, output = bench(
+        "--orders", "expert_padded", "--devices", "2", "--capacity", "2", "--json", "out.json"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert status == 0, output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     timed = {r["op"]: r for r in results if r["order"] == "expert_padded"}
     assert set(timed) == {"dispatch", "dispatch FP8", "combine", "round trip", "chained pair"}
@@ -59,20 +71,20 @@ def test_padded_experts(tmp_path):
     assert timed["chained pair"]["wire_bytes"] == 2 * timed["dispatch"]["wire_bytes"]
 
 
-def test_a_sweep_of_tokens_begins_with_one(tmp_path):
+def test_a_sweep_of_tokens_begins_with_one(tmp_path, bench):
     """And leaves out padded experts where there are too many."""
-    done = bench(
-        tmp_path, "--sweep", "tokens", "--orders", "expert_padded", "--devices", "2", "--json", "out.json"
+    status, output = bench(
+        "--sweep", "tokens", "--orders", "expert_padded", "--devices", "2", "--json", "out.json"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert status == 0, output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [r["shape"]["tokens"] for r in results] == [1, 4, 16, 64]
 
 
-def test_products_and_layers(tmp_path):
-    done = bench(tmp_path, "--parts", "layer", "--devices", "2", "--json", "out.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "experts 128 wide inside, 32 tokens a rank, 2 ranks" in done.stdout
+def test_products_and_layers(tmp_path, bench):
+    status, output = bench("--parts", "layer", "--devices", "2", "--json", "out.json")
+    assert status == 0, output
+    assert "experts 128 wide inside, 32 tokens a rank, 2 ranks" in output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["results"] == []
     timed = {(r["op"], r["by"]): r for r in report["layers"]}
@@ -92,31 +104,31 @@ def test_products_and_layers(tmp_path):
         assert (result["share"] is not None) == (by.startswith("grouped_dot") or op.startswith("layer"))
 
 
-def test_a_sweep_is_drawn(tmp_path):
-    done = bench(tmp_path, "--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
+def test_a_sweep_is_drawn(tmp_path, bench):
+    status, output = bench("--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
+    assert status == 0, output
+    assert output.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
     drawn = (tmp_path / "out.svg").read_text()
     for text in ("microseconds a round trip", "32 tokens a rank, 128 wide, top-2 of 16, bfloat16, uniform"):
         assert text in drawn
 
 
-def test_a_plot_needs_a_sweep(tmp_path):
-    done = bench(tmp_path, "--plot", "out.svg")
-    assert done.returncode != 0
-    assert "say what to vary with --sweep" in done.stderr
+def test_a_plot_needs_a_sweep(bench):
+    status, output = bench("--plot", "out.svg")
+    assert status != 0
+    assert "say what to vary with --sweep" in output
 
 
-def test_sms_need_gpus(tmp_path):
-    done = bench(tmp_path, "--sweep", "sms")
-    assert done.returncode != 0
-    assert "--sweep sms needs GPUs" in done.stderr
+def test_sms_need_gpus(bench):
+    status, output = bench("--sweep", "sms")
+    assert status != 0
+    assert "--sweep sms needs GPUs" in output
 
 
-def test_a_capacity(tmp_path):
+def test_a_capacity(tmp_path, bench):
     """The report says how many rows the buffers had."""
-    done = bench(tmp_path, "--capacity", "1.5", "--orders", "expert", "--devices", "2", "--json", "out.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = bench("--capacity", "1.5", "--orders", "expert", "--devices", "2", "--json", "out.json")
+    assert status == 0, output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {r["capacity"] for r in results if r["order"]} == {96}  # 1.5 * 32 tokens * top-2
     assert {r["sms"] for r in results} == {None}
@@ -130,15 +142,14 @@ def test_a_capacity(tmp_path):
         (["--json", "folder.json"], "folder.json is a folder; name a file"),
     ],
 )
-def test_options_are_checked_before_anything_is_timed(tmp_path, options, text):
+def test_options_are_checked_before_anything_is_timed(tmp_path, bench, options, text):
     (tmp_path / "folder.json").mkdir()
-    done = bench(tmp_path, *options)
-    assert done.returncode != 0
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+    status, output = bench(*options)
+    assert status != 0
+    assert text in output
 
 
-def test_version(tmp_path):
-    command = [sys.executable, "-m", "jax_ep", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.stdout.strip() == f"jax_ep {jax_ep.__version__}"
+def test_version(run_command):
+    status, output = run_command("--version")
+    assert status == 0
+    assert output.strip() == f"jax_ep {jax_ep.__version__}"

@@ -1,8 +1,7 @@
 """The documentation: its code runs, its figures show what the ops do, and the API page names everything.
 
-The Python blocks of a page run one after the other in a process of their own, as a reader pastes them. Pages
-below docs/howto and those in GO_ON begin where docs/start.md ends. A block that follows a line
-`<!-- not run: why -->` is left out.
+The Python blocks of a page run one after the other, as a reader pastes them. Pages below docs/howto and those
+in GO_ON begin where docs/start.md ends. A block that follows a line `<!-- not run: why -->` is left out.
 """
 
 import os
@@ -24,6 +23,8 @@ import jax_ep
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GO_ON = ("capacity.md", "export.md", "moving_from.md")
+# start.md, which all others begin with, sets up its own devices, and failing_ranks.md lets ranks fail.
+OWN_PROCESS = ("start.md", "failing_ranks.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -36,15 +37,25 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
-def test_code(page, tmp_path):
+def test_code(page, tmp_path, monkeypatch):
     goes_on = page.parent.name == "howto" or page.name in GO_ON
-    code = blocks(DOCS / "start.md") if goes_on else []
-    (tmp_path / "page.py").write_text("\n".join(code + blocks(page)))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "examples"), "NPROC": "32"}
+    code = "\n".join((blocks(DOCS / "start.md") if goes_on else []) + blocks(page))
+    if page.name in OWN_PROCESS:
+        run_in_own_process(code, tmp_path)
+        return
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+
+
+def run_in_own_process(code, folder):
+    (folder / "page.py").write_text(code)
+    path = os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "NPROC": "32"}
     environment.pop("XLA_FLAGS", None)  # the pages set up their devices themselves
     ran = subprocess.run(
         [sys.executable, "-W", "error", "page.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
