@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -97,7 +96,7 @@ def dispatched(order, capacity=None):
         sent = jax_ep.dispatch(rows, ids, **options)
         return sent.x[:, 0], sent.num_dropped
 
-    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(shard)
     arrived, num_dropped = jax.jit(mapped)(jnp.asarray(rows), jnp.asarray(ids))
     names = [[f"{chr(n // 10)}{n % 10}" for n in rank if n] for rank in np.asarray(arrived).reshape(2, -1)]
     return names, list(np.asarray(num_dropped))

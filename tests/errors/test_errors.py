@@ -117,7 +117,7 @@ def test_redispatch_of_weights_of_another_shape():
 def test_a_handle_outside_of_its_group_s_axes(op):
     """The handle's group has the axis 'ep'; this shard_map has another."""
     on = ranks(R)
-    mapped = jax.shard_map(lambda x: dispatched().handle, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(lambda x: dispatched().handle)
     handle = jax.jit(mapped)(X)
     call = {
         "redispatch": lambda handle: jax_ep.redispatch(jnp.ones((T, H)), handle),
@@ -343,5 +343,5 @@ def test_a_changed_handle_does_no_harm(order):
         return jax_ep.combine(again, wild)
 
     on = ranks(R)
-    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(shard)
     np.testing.assert_array_equal(jax.jit(mapped)(X), np.zeros_like(X))

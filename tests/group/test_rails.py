@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from cases import count_calls, ranks
 from devices import skip_or_fail
-from jax.sharding import PartitionSpec as P
 from layers import R, inputs, layer
 
 import jax_ep
@@ -276,12 +275,7 @@ def stats_of(group, monkeypatch):
 
 def lowered(on, implementation):
     x, ids, w = inputs()
-    mapped = jax.shard_map(
-        lambda *a: layer(*a, on.group, implementation=implementation),
-        mesh=on.mesh,
-        in_specs=P("ep"),
-        out_specs=P("ep"),
-    )
+    mapped = on.map(lambda *a: layer(*a, on.group, implementation=implementation))
     gradient = jax.jit(jax.grad(lambda x, w: mapped(x, ids, w).sum(), argnums=(0, 1)))
     return gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
 

@@ -6,7 +6,6 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, floats, ranks, routing
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -44,7 +43,7 @@ def test_closed_form_of_combine(capacity, implementation):
         return jax_ep.combine(y, handle, row_weights=weights, bias=bias, implementation=implementation)
 
     def loss(y, weights, bias):
-        on_all = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        on_all = on.map(shard)
         return jnp.sum(on_all(flat(ids), y, weights, bias))
 
     bias = jnp.zeros((R * T, H), jnp.bfloat16)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ranks, routing
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -20,7 +19,7 @@ def complexes(*shape, seed=0):
 
 
 def on_all(function, *arrays):
-    return jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))(*arrays)
+    return ranks(R).map(function)(*arrays)
 
 
 def dispatch(x, ids, weights=None, **options):

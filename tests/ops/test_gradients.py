@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 from cases import BF16, FP8, floats, ranks, routing, weights_of
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._transport import xla
@@ -21,7 +20,7 @@ R, T, K, E, H = 4, 7, 3, 8, 5
 
 def on_all(function, *, check_vma=True):
     on = ranks(R)
-    return jax.shard_map(function, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    return on.map(function, check_vma=check_vma)
 
 
 def flat(array):

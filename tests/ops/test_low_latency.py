@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import BF16, floats, ranks, routing
 from devices import most_ranks
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -89,7 +88,7 @@ def program(implementation, quantize, round_scale, partly_valid):
         sums = jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
         return sent, rows, sums
 
-    return jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    return jax.jit(on.map(shard))
 
 
 def run(x, *mode):

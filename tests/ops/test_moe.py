@@ -7,7 +7,6 @@ import oracle
 import pytest
 from cases import floats, ranks, routing
 from devices import most_ranks
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -27,7 +26,7 @@ def layer(x, ids, weights, up, down, **options):
 
         return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E, **options)
 
-    return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))(x, ids, weights, up, down)
+    return on.map(shard)(x, ids, weights, up, down)
 
 
 def written_out(x, ids, weights, up, down, kept):
@@ -85,7 +84,7 @@ def test_bfloat16_rows_and_a_wider_result():
         experts = lambda sent: jnp.tile(sent.x.astype(jnp.float32), (1, 2))
         return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E)
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(on.map(shard))
     x = jnp.asarray(x, jnp.bfloat16)
     got = mapped(x, ids.reshape(-1, K), weights)
     total = np.where(kept_choices(ids, None, 1), weights, 0).sum(axis=1, keepdims=True)

@@ -7,7 +7,6 @@ import oracle
 import pytest
 from cases import BF16, floats, ranks, routing, same_bits, tagged_rows, weights_of
 from devices import make_mesh, most_ranks
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -165,11 +164,11 @@ def test_rejects_handle_of_closed_group():
 
     def send(x, ids, group):
         shard = lambda x, ids: jax_ep.dispatch(x, ids, group=group, num_experts=E)
-        return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))(x, ids)
+        return on.map(shard)(x, ids)
 
     def back(sent):
         shard = lambda sent: jax_ep.combine(sent.x, sent.handle)
-        return jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))(sent)
+        return jax.jit(on.map(shard))(sent)
 
     sends = jax.jit(send, static_argnames="group")
     spare = make_mesh((2,), ("ep",))
@@ -186,6 +185,6 @@ def test_row_experts_outside_of_shard_map():
     on = ranks(2)
     ids = routing("uniform", 2, T, K, E).reshape(-1, K)
     shard = lambda ids: jax_ep.dispatch((), ids, group=on.group, num_experts=E)
-    sent = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))(ids)
+    sent = jax.jit(on.map(shard))(ids)
     with pytest.raises(ValueError, match=r"row_experts: handle\.topk_idx must be int32"):
         sent.row_experts()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from cases import count_calls, floats, ranks, routing, same_bits
 from devices import most_ranks, need_gpu, skip_or_fail
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._transport import ffi
@@ -66,7 +65,7 @@ def layer(way, group, x, ids, weights, other, counts, implementation=None, **opt
 def mapped(function, check_vma=True):
     on = ranks(R)
     shard = functools.partial(function, on.group)
-    return jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    return on.map(shard, check_vma=check_vma)
 
 
 def assert_same(got, want):
@@ -94,7 +93,7 @@ def test_results_are_the_same(annotated, implementation, order, quantize):
 def test_start_leaves_no_tracers(on_gpus, gpu_group):
     group = gpu_group if on_gpus else ranks(R).group
     shard = lambda *a: layer("apart", group, *a, order="rank")
-    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    function = ranks(R).map(shard)
     x, *rest = arrays()
     with jax.checking_leaks():
         traced = jax.jit(jax.grad(lambda x: jnp.sum(function(x, *rest)))).trace(x)
@@ -209,7 +208,7 @@ def lowered_for_gpus(group, implementation):
         step = lambda x: layer("apart", group, x, *rest, implementation=implementation)
         return rematerialised(step)(x)
 
-    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    function = ranks(R).map(shard)
     gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(function(x, *rest))))
     return gradient.trace(x).lower(lowering_platforms=("cuda",))
 
@@ -248,7 +247,7 @@ def test_no_loop_is_apart(gpu_group):
         one = lambda x, weights: layer("apart", gpu_group, x, ids, weights, other, counts)
         return jax.vmap(one, 1, 1)(x, weights)
 
-    function = jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    function = ranks(R).map(shard)
     traced = jax.jit(function).trace(twice(x), ids, twice(weights), other, counts)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))

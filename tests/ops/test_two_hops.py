@@ -24,7 +24,6 @@ from cases import (
     weights_of,
 )
 from devices import make_mesh, most_ranks
-from jax.sharding import PartitionSpec as P
 from processes import num_processes
 
 import jax_ep
@@ -171,7 +170,7 @@ def test_rows_are_quantised_before_they_travel(quantize, implementation):
     def shard(x, ids):
         return jax_ep.dispatch(x, ids, group=on.group, num_experts=2 * R, **options).num_tokens
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(on.map(shard))
     text = mapped.lower(x.reshape(-1, 256), ids.reshape(-1, 2)).as_text()
     between = [line for line in text.splitlines() if "all_to_all" in line and "x256x" in line]
     assert all("x256xui8" in line for line in between)

@@ -139,7 +139,7 @@ def test_handles_leave_and_enter_shard_map():
     on = hosts_of(R // 2)
     ids = routing("sprinkled", R, 8, 2, 2 * R)
     x = floats((R, 8, 4))
-    mapped = lambda f: jax.jit(jax.shard_map(f, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = lambda f: jax.jit(on.map(f))
     dispatch = lambda x, ids: jax_ep.dispatch(x, ids, group=on.group, num_experts=2 * R)
     sent = mapped(dispatch)(x.reshape(-1, 4), ids.reshape(-1, 2))
     assert sent.handle.sent_rows.shape == (R * 8, 2)
@@ -175,7 +175,7 @@ def test_in_a_scan_of_checkpoints(policy):
             body = wrap(lambda x: layer(x, ids, w, on.group))
             return jax.lax.scan(lambda x, _: (body(x), None), x, None, length=2)[0]
 
-        mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        mapped = on.map(shard)
         return jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))
 
     remat = gradient(lambda body: jax.checkpoint(body, policy=policy))

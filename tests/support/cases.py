@@ -106,13 +106,17 @@ class Ranks:
     def group(self) -> jax_ep.Group:
         return jax_ep.Group(self.mesh, "ep", ranks_per_node=self.per_host)
 
+    def map(self, function: Any, check_vma: bool | None = None) -> Any:
+        """Returns `function` of one rank's shards as a function of whole arrays."""
+        check_vma = self.check_vma if check_vma is None else check_vma
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma
+        )
+
     def run(self, function: Any, *arrays: Any) -> Any:
         """function(*shards) -> pytree of shards, each with a leading axis."""
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
-        mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=self.check_vma
-        )
-        out = jax.device_get(jax.jit(mapped)(*flat))
+        out = jax.device_get(jax.jit(self.map(function))(*flat))
         return jax.tree.map(lambda a: a.reshape(self.size, -1, *a.shape[1:]), out)
 
 

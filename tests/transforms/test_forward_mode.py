@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import floats, ranks, same_bits
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -17,7 +16,7 @@ MATRICES = jnp.asarray(floats((2, H, H)))
 
 
 def on_all(function):
-    return jax.shard_map(function, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return ranks(R).map(function)
 
 
 def dispatch(x, weights=None, **options):
@@ -83,7 +82,7 @@ def test_transformed_gradients_are_the_same():
         y = jax_ep.grouped_dot(jnp.tanh(sent.x), MATRICES, sent.group_sizes)
         return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights)
 
-    mapped = jax.shard_map(layer, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = ranks(R).map(layer)
     loss = lambda x: jnp.sum(mapped(x) ** 2)
     scanned = lambda x: jax.lax.scan(lambda c, _: (c + loss(x), None), 0.0, length=3)[0] / 3
     want = np.asarray(jax.jit(jax.grad(loss))(X))

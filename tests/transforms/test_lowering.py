@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import count_calls, ranks
-from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
 
 import jax_ep
@@ -27,7 +26,7 @@ def test_every_op_lowers_for_cuda(order, gpu_group):
         back = jax_ep.unpermute(moved.x, moved.row_map, topk_weights=w, implementation="ffi")
         return out + back, layout.num_tokens_per_expert
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(on.map(shard))
     text = mapped.trace(x, ids, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
     counts = count_calls(text)
     assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
@@ -42,7 +41,7 @@ def test_the_kernel_makes_fp8(order, gpu_group):
         sent = jax_ep.dispatch(wide, ids, group=gpu_group, num_experts=E, order=order, quantize="fp8")
         return sent.x.values
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(ranks(R).map(shard))
     text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"quantize = (\d)", text) == ["1"]
 
@@ -57,7 +56,7 @@ def test_waits_are_measured_only_for_statistics(measured, gpu_group):
         sent = jax_ep.dispatch(x, ids, group=gpu_group, num_experts=E, statistics=begin, implementation="ffi")
         return sent.x, sent.statistics
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=ranks(R).mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(ranks(R).map(shard))
     text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
     (results,) = re.findall(r"@jax_ep_route\b.*-> \((.*)\)", text)
     assert results.split(", ")[-2] == f"tensor<{R if measured else 0}xf32>"
@@ -66,12 +65,7 @@ def test_waits_are_measured_only_for_statistics(measured, gpu_group):
 def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
     on = ranks(R)
     x, ids, w = inputs()
-    mapped = jax.shard_map(
-        lambda *a: layer(*a, gpu_group, implementation="ffi"),
-        mesh=on.mesh,
-        in_specs=P("ep"),
-        out_specs=P("ep"),
-    )
+    mapped = on.map(lambda *a: layer(*a, gpu_group, implementation="ffi"))
     gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, ids, w)), argnums=(0, 1)))
     text = gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
     assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}
@@ -80,14 +74,7 @@ def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
 def test_a_program_for_other_devices_than_the_group_s_is_refused():
     on = ranks(2)
     x, ids, w = inputs(2)
-    mapped = jax.jit(
-        jax.shard_map(
-            lambda *a: layer(*a, on.group, implementation="ffi"),
-            mesh=on.mesh,
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-        )
-    )
+    mapped = jax.jit(on.map(lambda *a: layer(*a, on.group, implementation="ffi")))
     other = "cpu" if jax.default_backend() == "gpu" else "cuda"
     with pytest.raises(ValueError, match=rf"lowered for {other}, but Group\(.*has (cpu|gpu) devices"):
         mapped.trace(x, ids, w).lower(lowering_platforms=(other,))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import ranks
-from jax.sharding import PartitionSpec as P
 from layers import E, R, inputs, layer
 
 import jax_ep
@@ -34,7 +33,7 @@ def on_the_cpu():
 def test_a_layer_and_its_gradient(tmp_path):
     on = ranks(R)
     x, ids, w = inputs()
-    mapped = jax.shard_map(lambda *a: layer(*a, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(lambda *a: layer(*a, on.group))
     gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(mapped(x, ids, w) ** 2), argnums=(0, 1)))
     # The gradient of combine is a redispatch, that of dispatch a combine.
     assert recorded(tmp_path, lambda: gradient(x, w)) == {

@@ -72,7 +72,7 @@ def test_a_scanned_layer_that_names_its_own_rows(names):
 
         return jax.lax.scan(jax.checkpoint(body, policy=policy), x, None, length=3)[0]
 
-    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(shard)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))
     # Counted before XLA, which may write the body of a loop down twice.
     lowered = gradient.lower(x).as_text()
@@ -129,7 +129,7 @@ def test_checkpoint_around_scan():
         return x
 
     def run(function):
-        mapped = jax.shard_map(function, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        mapped = on.map(function)
         return jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))(x)
 
     np.testing.assert_allclose(run(shard), run(plain), rtol=1e-5, atol=1e-6)
@@ -138,7 +138,7 @@ def test_checkpoint_around_scan():
 def test_one_layer_is_two_calls_and_no_other_collective():
     on = ranks(R)
     x, ids, w = inputs()
-    mapped = jax.shard_map(lambda *a: layer(*a, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    mapped = on.map(lambda *a: layer(*a, on.group))
     text = jax.jit(mapped).lower(x, ids, w).compile().as_text()
     assert count_calls(text) == {"pull": 1, "route": 1}
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
@@ -159,5 +159,5 @@ def test_unused_results_are_removed():
         jax_ep.dispatch(x, ids, group=on.group, num_experts=E)
         return x * 2
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.jit(on.map(shard))
     assert count_calls(mapped.lower(x, ids).compile().as_text()) == {}

@@ -30,7 +30,7 @@ def test_independent_layers_of_different_shapes_interleaved():
         mean = jax.lax.pmean(sum(parts), "ep")
         return sum(parts) + jax.lax.all_gather(mean, "ep").sum(axis=0), sum(others)
 
-    mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    mapped = jax.jit(on.map(shard, check_vma=False))
     first = jax.device_get(mapped(x, wide, ids, ids_1, w))
     for _ in range(30):
         again = jax.device_get(mapped(x, wide, ids, ids_1, w))
@@ -53,7 +53,7 @@ def test_in_scan_with_gradient():
         return x
 
     def run(function):
-        mapped = jax.shard_map(function, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+        mapped = on.map(function)
         return jax.jit(jax.value_and_grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2)))(x)
 
     got, want = run(shard), run(unrolled)
@@ -96,9 +96,7 @@ def test_eager_mode():
     """Outside of jit: shard_map runs each op by itself."""
     on = ranks(2)
     x, ids, w = inputs(2)
-    mapped = jax.shard_map(
-        lambda x, ids, w: layer(x, ids, w, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep")
-    )
+    mapped = on.map(lambda x, ids, w: layer(x, ids, w, on.group))
     value, transposed = jax.vjp(lambda x, w: mapped(x, ids, w), x, w)
     np.testing.assert_allclose(value, dense(x, ids, w), rtol=1e-5, atol=1e-6)
     for got, want in zip(transposed(2 * value), dense_gradients(x, ids, w), strict=True):
@@ -128,7 +126,7 @@ def test_replicated_tokens():
         return layer(x, ids, w, on.group)
 
     mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=(P(), P("ep"), P("ep")), out_specs=P("ep"))
-    tiled = jax.shard_map(shard, mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    tiled = on.map(shard)
     got = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, ids, w))))(x[:T])
     want = jax.jit(jax.grad(lambda x: jnp.sum(tiled(x, ids, w))))(jnp.tile(x[:T], (R, 1)))
     np.testing.assert_allclose(got, want.reshape(R, T, H).sum(axis=0), rtol=1e-5, atol=1e-5)
@@ -137,22 +135,8 @@ def test_replicated_tokens():
 def test_a_handle_leaves_shard_map_and_comes_back():
     on = ranks(R)
     x, ids, _ = inputs()
-    first = jax.jit(
-        jax.shard_map(
-            lambda x, ids: jax_ep.dispatch(x, ids, group=on.group, num_experts=E),
-            mesh=on.mesh,
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-        )
-    )(x, ids)
-    second = jax.jit(
-        jax.shard_map(
-            lambda y, handle: jax_ep.combine(y, handle),
-            mesh=on.mesh,
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-        )
-    )
+    first = jax.jit(on.map(lambda x, ids: jax_ep.dispatch(x, ids, group=on.group, num_experts=E)))(x, ids)
+    second = jax.jit(on.map(lambda y, handle: jax_ep.combine(y, handle)))
     copies = np.asarray(second(jnp.ones_like(first.x), first.handle))
     np.testing.assert_allclose(second(first.x, first.handle), copies * np.asarray(x), rtol=1e-6)
 
@@ -160,9 +144,7 @@ def test_a_handle_leaves_shard_map_and_comes_back():
 def test_many_launches_without_waiting():
     on = ranks(R)
     x, ids, w = inputs()
-    mapped = jax.jit(
-        jax.shard_map(lambda *a: layer(*a, on.group), mesh=on.mesh, in_specs=P("ep"), out_specs=P("ep"))
-    )
+    mapped = jax.jit(on.map(lambda *a: layer(*a, on.group)))
     results = [mapped(x * i, ids, w) for i in range(100)]
     np.testing.assert_allclose(results[99], dense(x * 99, ids, w), rtol=1e-5, atol=1e-5)
 
