@@ -73,6 +73,7 @@ def run(
     return got, oracle.combine(y, expected, tokens, row_weights, biases, folds)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implementation):

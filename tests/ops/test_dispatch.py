@@ -63,6 +63,7 @@ def check(got, expected, payload):
         same("received_rows", got.handle.received_rows, received_rows.reshape(-1, received_rows.shape[-1]))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implementation):

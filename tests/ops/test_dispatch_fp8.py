@@ -66,6 +66,7 @@ def assert_same(got, want):
         assert bits(one) == bits(other)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("order", "dtype", "round_scale"),

@@ -138,6 +138,7 @@ def test_numbers_of_ranks_that_are_no_power_of_two(size, per_host, order):
     assert_same(got, dispatch(ranks(size), x, ids, weights, experts, order=order))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("order", "capacity"), [("rank", None), ("rank", 16), ("expert", 24)])
 @pytest.mark.parametrize("host_rows", [1, 3, 6])
 def test_host_capacity(host_rows, order, capacity, implementation):
