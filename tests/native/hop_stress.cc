@@ -1,7 +1,8 @@
 // Runs the protocol of hop 1 (ffi/kernels/hop/exchange.cuh) on the host, over a network that delays and
 // reorders whatever it may (emulation/network.h), with faults: neither a GPU nor a network is needed.
 //
-//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/native -Itests/native/emulation -Iffi -o /tmp/hop_stress tests/native/hop_stress.cc
+//   cd tests/native
+//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi -o /tmp/hop_stress hop_stress.cc
 //   /tmp/hop_stress 500 1    (scenarios, first seed)
 //
 // Each scenario has a few hosts with one to three ranks each, which run the same hops and ops within their

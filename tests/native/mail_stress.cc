@@ -1,7 +1,8 @@
 // Runs the arena's own protocol (ffi/kernels/protocol/mail_session.cuh and what it uses) on the host, with
 // faults: no GPU is needed.
 //
-//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/native -Itests/native/emulation -Iffi -o /tmp/mail_stress tests/native/mail_stress.cc
+//   cd tests/native
+//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi -o /tmp/mail_stress mail_stress.cc
 //   /tmp/mail_stress faults 2000 1    (scenarios, first seed)
 //   /tmp/mail_stress faults 2000 1 late    (only scenarios with this fault)
 //   /tmp/mail_stress plain 2000 1     (ops without a fault, seed)

@@ -1,8 +1,9 @@
 // Runs the kernels' own protocol (ffi/kernels/protocol/session.cuh and what it uses) on the host, with
 // faults: no GPU is needed.
 //
-//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -Itests/native -Itests/native/emulation -Iffi -o /tmp/protocol_stress \
-//     tests/native/protocol_stress.cc
+//   cd tests/native
+//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi \
+//     -o /tmp/protocol_stress protocol_stress.cc
 //   /tmp/protocol_stress faults 2000 1     (scenarios, first seed)
 //   /tmp/protocol_stress faults 2000 1 tail    (only scenarios with this fault)
 //   /tmp/protocol_stress held 300 1        (likewise: a rank is held up where it looks at the clock)
