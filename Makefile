@@ -12,27 +12,29 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs wheels clean
+.PHONY: demo test test-slow test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs wheels clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
 	$(BIN)/python -m jax_ep demo $(ARGS)
 
-test: $(addprefix $(VENV)/.group-,demo test bench examples) $(VENV)/.built
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal $(ARGS)
+# All tests but those with the marker `slow`, which `make test-slow` runs (pyproject.toml describes the markers).
+TEST_GROUPS := $(addprefix $(VENV)/.group-,demo test bench examples)
+TEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal
+test: $(TEST_GROUPS) $(VENV)/.built
+	$(TEST) -m "not slow" $(ARGS)
+
+test-slow: $(TEST_GROUPS) $(VENV)/.built
+	$(TEST) -m slow $(ARGS)
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, few tokens the way of many, and by plain loads and stores instead of bulk copies.
-# (Not the documentation, which runs on the CPU; nor the recipes and adapters: grouped_dot multiplies as tf32 there,
-# and they are compared with float32.)
-GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60
+# (Not the documentation and the examples, which run on the CPU and need more packages.)
+GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60 --ignore tests/docs
 test-gpu:
-	$(GPU_TEST) $(addprefix --ignore tests/test_,multiprocess.py gpu_processes.py demo.py bench_command.py docs.py \
-		recipes.py adapters.py) -k "not eager" $(ARGS)
-	JAX_EP_NO_ARENA=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py dispatch_padded.py dispatch_fp8.py combine.py \
-		combine_gradient.py gradients.py start_done.py) -k "not eager" $(ARGS)
-	JAX_EP_NO_ARENA=1 JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) $(addprefix tests/test_,dispatch.py dispatch_fp8.py \
-		combine.py combine_gradient.py permute.py intranode.py gradients.py) -k "not eager" $(ARGS)
+	$(GPU_TEST) -m "not no_gpu and not gpu_processes" -k "not eager" $(ARGS)
+	JAX_EP_NO_ARENA=1 $(GPU_TEST) -m moves_rows -k "not eager" $(ARGS)
+	JAX_EP_NO_ARENA=1 JAX_EP_PLAIN_COPIES=1 $(GPU_TEST) -m moves_rows -k "not eager" $(ARGS)
 
 lint: $(addprefix $(VENV)/.group-,demo bench lint) $(VENV)/.built
 	$(BIN)/ruff check .
@@ -48,24 +50,22 @@ format: $(VENV)/.group-lint
 # What communicates, with the GPUs shared among PROCESSES processes, of which several share one if there are fewer;
 # and what such processes must do besides.
 test-gpu-processes:
-	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/test_gpu_processes.py $(ARGS)
-	JAX_PLATFORMS=cuda $(PYTHON) tests/processes.py $(or $(PROCESSES),2) $(addprefix tests/test_,dispatch.py \
-		dispatch_padded.py dispatch_fp8.py low_latency.py redispatch.py start_done.py combine.py intranode.py moe.py \
-		gradients.py meshes.py transforms.py remat.py two_hops.py two_hops_layers.py wrong_meshes.py) \
-		-k "not eager" $(ARGS)
+	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/group -m gpu_processes $(ARGS)
+	JAX_PLATFORMS=cuda $(PYTHON) tests/support/processes.py $(or $(PROCESSES),2) --ignore tests/docs \
+		--ignore tests/commands -m processes -k "not eager" $(ARGS)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
 # time before it enters and before it leaves, and outputs are first filled with a poison pattern.
 stress-gpu:
-	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/stress.py $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/support/stress.py $(ARGS)
 
 # Ranks that come late, stall, die or call something else: what the others then get (docs/sharp_bits.md).
 faults-gpu:
-	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/faults.py $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/support/faults.py $(ARGS)
 
 # The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
 sanitize: $(VENV)/.group-test $(VENV)/.built
-	tests/sanitize.sh $(BIN)/python
+	tests/native/sanitize.sh $(BIN)/python
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: $(VENV)/.group-docs

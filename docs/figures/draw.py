@@ -1,7 +1,7 @@
 """Draws the figures of the documentation: `python docs/figures/draw.py` writes them beside this file.
 
 All of them show one small example: two ranks, a with the tokens a0 to a2 and b with b0 to b2, two experts on
-each rank, two choices a token. tests/test_docs.py compares what they show with what the ops do.
+each rank, two choices a token. tests/docs/test_docs.py compares what they show with what the ops do.
 
 The colours are CSS variables. On its own, a figure follows the reader's system; in the pages of the site it
 is part of the page and follows the page's palette (docs/theme/extra.css).

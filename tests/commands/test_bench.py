@@ -1,0 +1,212 @@
+"""The benchmark's routings and programs."""
+
+import argparse
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from cases import assert_close, count_calls, floats, ranks
+from devices import make_mesh
+from layers import R
+
+import jax_ep
+from jax_ep.bench import measure, processes, programs, report, run
+from jax_ep.bench.arguments import ORDERS
+from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
+from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
+
+pytestmark = pytest.mark.one_jax
+
+SHAPE = Shape(tokens=12, hidden=8, top_k=3, experts=16, inner=8)
+
+
+def test_labels_of_a_plot():
+    sms = [4, 8, 12, 16, 24, 26, 32, 48, 64, 78]
+    assert report._labels(sms) == ["4", "8", "12", "16", "24", "", "32", "48", "64", "78"]
+    assert report._labels([4]) == ["4"]
+    tokens = [2**i for i in range(15)]
+    assert report._labels(tokens) == [str(number) for number in tokens]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("3,1", ["3", "1"]),
+        ("2, GPU-8932f937", ["2", "GPU-8932f937"]),
+        ("0,9,1", ["0"]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_only_gpus_that_the_user_lets_it_see(chosen, gpus, tmp_path, monkeypatch):
+    """As CUDA does, which ends at the first name that it does not know."""
+    lister = tmp_path / "nvidia-smi"
+    lister.write_text("#!/bin/sh\nprintf 'GPU 0: A\\n  MIG 1g.18gb\\nGPU 1: A\\nGPU 2: A\\nGPU 3: A\\n'\n")
+    lister.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if chosen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert processes.visible_gpus.__wrapped__() == gpus
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_choices_of_a_token_differ(kind):
+    ids = route(kind, SHAPE, 4)
+    assert ids.shape == (48, 3)
+    for token in ids:
+        used = token[token >= 0]
+        assert len(set(used)) == len(used)
+    if kind == "one rank":
+        assert ids.max() < 4
+        assert (ids >= 0).all()  # four experts for three choices
+        assert (route(kind, SHAPE, 8) >= 0).sum() == 2 * 96  # but two only there
+    counts = np.bincount(route(kind, Shape(2000, 8, 3, 16, 8), 1).ravel(), minlength=16)
+    if kind == "uniform":
+        assert counts.max() < 1.3 * counts.min()
+    if kind == "zipf":
+        assert counts[0] > 4 * counts[15]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_bytes_are_those_of_the_busiest_receiver(order):
+    ids = route("zipf", SHAPE, 4)
+    received = oracle.dispatch(
+        np.zeros((4, 12, 1)), ids.reshape(4, 12, 3), None, 16, "rank" if order == "rank" else "expert"
+    )
+    rows = [[s for s in one.sources if s is not None] for one in received]
+    total = max(map(len, rows))
+    wire = max(len({s[:2] for s in own if s[0] != rank}) for rank, own in enumerate(rows))
+    assert bytes_received(ids, SHAPE, 4, order) == (total * 16, wire * 16)
+
+
+CALLS = {
+    "dispatch": {"route": 3},
+    "dispatch FP8": {"route": 3},
+    "combine": {"route": 1, "pull": 3},
+    "layout": {"layout": 3},
+    "unpermute": {"unpermute": 3},
+    "round trip": {"route": 3, "pull": 3},
+    "chained pair": {"route": 3, "pull": 3},
+    "forward + backward": {"route": 3, "push": 3, "pull": 6},
+}
+
+
+def test_each_step_makes_fp8_of_its_rows():
+    """Where XLA makes it, too: a block's scale is the one quotient for each of its values."""
+    shape = dataclasses.replace(SHAPE, hidden=128)
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
+        prepare = programs.of_ours("dispatch FP8", "rank", group, shape, "xla")
+        repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        assert repeated.lower(*arguments).compile().as_text().count(" divide(") == 3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("op", programs.OPS)
+def test_no_step_is_merged_or_dropped(op, order):
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep") as group:
+        shape = dataclasses.replace(SHAPE, hidden=128)
+        prepare = programs.of_ours(op, order, group, shape, "ffi")
+        repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        assert count_calls(repeated.lower(*arguments).compile().as_text()) == CALLS[op]
+        assert np.isfinite(np.asarray(jax.device_get(repeated(*arguments)), np.float32)).all()
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("op", ["dispatch", "dispatch FP8", "combine", "round trip"])
+def test_no_step_of_two_hops_is_merged_or_dropped(op, order):
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep", ranks_per_node=R // 2) as group:
+        shape = dataclasses.replace(SHAPE, hidden=128)
+        prepare = programs.of_ours(op, order, group, shape, "ffi")
+        repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
+        arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
+        calls = count_calls(repeated.lower(*arguments).compile().as_text())
+        assert {name: calls.get(name, 0) for name in ("push", "pull")} == {
+            "push": 1 if op == "combine" else 3,
+            "pull": 3 if op in ("combine", "round trip") else 0,
+        }
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_rows_of_hops_are_those_of_the_busiest_receivers(per_host):
+    ids = route("zipf", SHAPE, 4)
+    owners = ids.reshape(4, 12, 3) // 4  # of four experts each
+    between, within = np.zeros(4, int), np.zeros(4, int)
+    for source, tokens in enumerate(owners):
+        for token in tokens:
+            for host in {owner // per_host for owner in token}:
+                through = host * per_host + source % per_host
+                between[through] += host != source // per_host
+                for owner in {owner for owner in token if owner // per_host == host}:
+                    within[owner] += owner != through
+    assert rows_of_hops(ids, SHAPE, 4, per_host) == (between.max(), within.max())
+
+
+def test_a_host_capacity_of_one_is_what_a_uniform_routing_needs():
+    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16, inner=8)
+    between, _ = rows_of_hops(route("uniform", shape, 4), shape, 4, 1)
+    assert abs(3 * host_rows_of(1.0, shape, 4) - between) < 0.04 * between
+    assert host_rows_of(None, shape, 4) == host_rows_of(50.0, shape, 4) == 2000
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_a_capacity_of_one_is_what_a_uniform_routing_needs(order):
+    shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16, inner=8)
+    ids = route("uniform", shape, 4).reshape(4, 2000, 3)
+    received = oracle.dispatch(np.zeros((4, 2000, 1)), ids, None, 16, order)
+    mean = np.mean([one.num_tokens[0] for one in received])
+    assert abs(capacity_of(1.0, shape, 4, order) - mean) < 0.02 * mean
+    assert capacity_of(None, shape, 4, order) is None
+
+
+def test_padded_experts_have_room_for_all():
+    assert capacity_of(1.5, SHAPE, 4, "expert_padded") is None
+
+
+def test_a_chained_pair_is_weighted_by_expert():
+    """Of experts that do nothing: each token times the sum of its weights, once a layer."""
+    on = ranks(R)
+    x, ids = floats((R * 12, 8)), route("uniform", SHAPE, R)
+    weights = np.random.default_rng(2).random(ids.shape, np.float32)
+    for order in ("expert", "expert_padded"):
+        prepare = programs.of_ours("chained pair", order, on.group, SHAPE, "ffi")
+        (got,) = on.run(
+            lambda *a, prepare=prepare: (prepare(*a)[1](a[0]),), *(a[None] for a in (x, ids, weights))
+        )
+        assert_close(got.reshape(x.shape), x * weights.sum(axis=1, keepdims=True), terms=3)
+
+
+def test_the_decode_shapes_are_one_model():
+    shapes = {name: shape for name, shape in SHAPES.items() if name.startswith("deepseek_v3")}
+    assert [shape.tokens for shape in shapes.values()] == [4096, 128, 16, 1]
+    assert len({dataclasses.replace(shape, tokens=1) for shape in shapes.values()}) == 1
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(MOST_PADDED_TOKENS, True), (MOST_PADDED_TOKENS + 1, False)])
+def test_padded_experts_are_for_few_tokens(tokens, padded):
+    options = argparse.Namespace(orders=ORDERS)
+    shape = dataclasses.replace(SHAPE, tokens=tokens)
+    for op in programs.OPS:
+        found = run.orders_of(options, op, shape)
+        if op in programs.ORDERLESS:
+            assert found == [""]
+        else:
+            assert found[:2] == ["rank", "expert"]
+            assert ("expert_padded" in found) == (padded and op != "forward + backward")
+
+
+def test_kernels_us_counts_named_kernels_by_their_medians(monkeypatch):
+    kernels = [("a", 1000, 3000), ("b", 2000, 4000), ("b", 2500, 2600), ("a", 9000, 10000)]
+    monkeypatch.setattr(measure, "_kernels", lambda *_: [kernels, [("a", 0, 1000)]])
+    assert measure.kernels_us(print, (), 2, ("a",)) == 1.5  # twice the median of 2 and 1
+    assert measure.kernels_us(print, (), 1, ("a", "b")) == 3 + 2 * 1.05
+    monkeypatch.setattr(measure, "_kernels", lambda *_: [])
+    assert measure.kernels_us(print, (), 2, ()) is None

@@ -1,0 +1,159 @@
+"""`python -m jax_ep bench`, on virtual devices. Nothing here asserts a speed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jax_ep
+from jax_ep.bench import programs
+
+pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
+
+
+def in_own_process(folder, *arguments):
+    """As a user calls it: the command sets up its devices itself."""
+    command = [sys.executable, "-m", "jax_ep", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=folder, env=environment)
+
+
+TINY = ("bench", "--shapes", "tiny", "--repeats", "1")
+
+
+@pytest.fixture
+def bench(run_command):
+    """Runs the benchmark of the tiny shape in this process: exit status and output."""
+    return lambda *arguments: run_command(*TINY, *arguments)
+
+
+def test_a_short_run(tmp_path):
+    done = in_own_process(
+        tmp_path, *TINY, "--peers", "--orders", "rank", "--devices", "2", "--json", "out.json"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 tokens x 128, top-2 of 16, 2 ranks" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["environment"]["versions"]["jax"] == jax.__version__
+    timed = {(r["op"], r["by"]) for r in report["results"]}
+    assert timed == {(op, "ffi") for op in programs.OPS} | {
+        ("round trip", by) for by in ("xla", "all_gather")
+    }
+    assert all(r["end_to_end_us"] > 0 for r in report["results"])
+
+
+@pytest.mark.slow
+def test_two_hops_beside_one(tmp_path, bench):
+    options = ["--orders", "rank", "--devices", "4", "--ranks-per-node", "1", "2", "--json", "out.json"]
+    status, output = bench(*options)
+    assert status == 0, output
+    assert "two hops, MB of the rank that receives most" in output
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    timed = {(r["op"], r["per_host"]): r for r in results}
+    assert timed["dispatch", None]["hops"] is None
+    for per_host, hosts in ((1, 4), (2, 2)):
+        hops = timed["dispatch", per_host]["hops"]
+        assert hops["carried_bytes"] == (hosts - 1) * 32 * 128 * 2  # every token to every other host
+        assert 0 < hops["between_bytes"] <= hops["carried_bytes"]
+        assert (hops["within_bytes"] == 0) == (per_host == 1)
+        assert timed["round trip", per_host]["hops"]["between_bytes"] == 2 * hops["between_bytes"]
+
+
+def test_padded_experts(tmp_path, bench):
+    status, output = bench(
+        "--orders", "expert_padded", "--devices", "2", "--capacity", "2", "--json", "out.json"
+    )
+    assert status == 0, output
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    timed = {r["op"]: r for r in results if r["order"] == "expert_padded"}
+    assert set(timed) == {"dispatch", "dispatch FP8", "combine", "round trip", "chained pair"}
+    assert {r["capacity"] for r in timed.values()} == {None}
+    assert timed["chained pair"]["wire_bytes"] == 2 * timed["dispatch"]["wire_bytes"]
+
+
+def test_a_sweep_of_tokens_begins_with_one(tmp_path, bench):
+    """And leaves out padded experts where there are too many."""
+    status, output = bench(
+        "--sweep", "tokens", "--orders", "expert_padded", "--devices", "2", "--json", "out.json"
+    )
+    assert status == 0, output
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [r["shape"]["tokens"] for r in results] == [1, 4, 16, 64]
+
+
+@pytest.mark.slow
+def test_products_and_layers(tmp_path, bench):
+    status, output = bench("--parts", "layer", "--devices", "2", "--json", "out.json")
+    assert status == 0, output
+    assert "experts 128 wide inside, 32 tokens a rank, 2 ranks" in output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["results"] == []
+    timed = {(r["op"], r["by"]): r for r in report["layers"]}
+    ways = [f"{what} {way}" for what in ("up", "down") for way in ("forward", "dgrad", "wgrad")]
+    both = [
+        f"{part} {way}"
+        for part in ("communication", "products", "layer")
+        for way in ("forward", "forward + backward")
+    ]
+    products = {(op, by) for op in ways for by in ("dense", "grouped_dot")}
+    fp8 = {(f"{what} forward", "grouped_dot, FP8") for what in ("up", "down")}
+    assert set(timed) == products | fp8 | {(op, "ffi") for op in both}
+    # 64 rows by 128 x 256; a SwiGLU layer has three products of 128 x 128, and twice as much backward.
+    assert timed["up forward", "dense"]["flop"] == 2 * 64 * 128 * 256
+    assert timed["layer forward + backward", "ffi"]["flop"] == 3 * 2 * 64 * 3 * 128 * 128
+    for (op, by), result in timed.items():
+        assert (result["share"] is not None) == (by.startswith("grouped_dot") or op.startswith("layer"))
+
+
+def test_a_sweep_is_drawn(tmp_path, bench):
+    status, output = bench("--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
+    assert status == 0, output
+    assert output.count("tiny: ") == 2  # 2 and 4 ranks: 3 do not divide the experts
+    drawn = (tmp_path / "out.svg").read_text()
+    for text in ("microseconds a round trip", "32 tokens a rank, 128 wide, top-2 of 16, bfloat16, uniform"):
+        assert text in drawn
+
+
+def test_a_plot_needs_a_sweep(bench):
+    status, output = bench("--plot", "out.svg")
+    assert status != 0
+    assert "choose the quantity to vary with --sweep" in output
+
+
+def test_sms_need_gpus(bench):
+    status, output = bench("--sweep", "sms")
+    assert status != 0
+    assert "--sweep sms needs GPUs" in output
+
+
+def test_a_capacity(tmp_path, bench):
+    """The report says how many rows the buffers had."""
+    status, output = bench("--capacity", "1.5", "--orders", "expert", "--devices", "2", "--json", "out.json")
+    assert status == 0, output
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert {r["capacity"] for r in results if r["order"]} == {96}  # 1.5 * 32 tokens * top-2
+    assert {r["sms"] for r in results} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
+        (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
+        (["--json", "folder.json"], "must be a file, but folder.json is a folder"),
+    ],
+)
+def test_options_are_checked_before_anything_is_timed(tmp_path, bench, options, text):
+    (tmp_path / "folder.json").mkdir()
+    status, output = bench(*options)
+    assert status != 0
+    assert text in output
+
+
+def test_version(run_command):
+    status, output = run_command("--version")
+    assert status == 0
+    assert output.strip() == f"jax_ep {jax_ep.__version__}"

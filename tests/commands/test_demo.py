@@ -1,0 +1,66 @@
+"""The demo's data, options and a short run; the README's example."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_ep.demo import data
+
+pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*command, timeout=200):
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--quantize"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
+)
+def test_a_short_run_learns_and_agrees(tmp_path, run_command, options):
+    """The plain one as a user calls it, in a process whose devices the command sets up."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    arguments = ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text), *options]
+    if options:
+        status, output = run_command(*arguments)
+    else:
+        done = run("-m", "jax_ep", *arguments)
+        status, output = done.returncode, done.stdout + done.stderr
+    assert status == 0, output
+    out = re.sub(r"\s+", " ", output)
+    first, last = map(float, re.search(r"first and last step.*?([\d.]+) → ([\d.]+)", out).groups())
+    assert last < first - 1
+    assert "agree, largest difference" in out
+    assert "implementation 'ffi'" in out
+    assert "on 2 cpu devices" in out
+
+
+def test_rejects_missing_text(run_command):
+    status, output = run_command("demo", "--text", "/nowhere/at/all", "--devices", "1")
+    assert status != 0
+    assert "no text found at /nowhere/at/all" in output
+
+
+def test_default_text_is_there_and_held_out_apart():
+    train, held_out = data.load(None, 128)
+    assert len(train) > 10 * len(held_out) > 10_000
+    batch = next(data.batches(train, 6, 128, seed=0))
+    assert batch.shape == (6, 129)
+    assert batch.dtype == np.int32
+    assert batch.max() < 256
+
+
+def test_the_readme_s_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = run("-c", block)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,93 @@
+"""What a package index would show of the package: its metadata, as the build writes them."""
+
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import jax_ep
+
+pytestmark = pytest.mark.no_jax
+
+ROOT = Path(__file__).parents[2]
+PREPARE = "import scikit_build_core.build as b; print(b.prepare_metadata_for_build_wheel('metadata'))"
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)]*)\)")
+
+
+def metadata(folder, edit=lambda text: text):
+    """The metadata of the package with an edited pyproject.toml."""
+    pytest.importorskip("scikit_build_core")
+    shutil.copytree(ROOT / "jax_ep", folder / "jax_ep", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for path in ("release", "licenses"):
+        shutil.copytree(ROOT / path, folder / path)
+    for path in ("README.md", "LICENSE", "CMakeLists.txt"):
+        shutil.copy(ROOT / path, folder)
+    (folder / "pyproject.toml").write_text(edit((ROOT / "pyproject.toml").read_text()))
+    made = subprocess.run(
+        [sys.executable, "-c", PREPARE],
+        cwd=folder,
+        env={**os.environ, "SKBUILD_CMAKE_DEFINE": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    (path,) = (folder / "metadata").rglob("METADATA")
+    return email.message_from_string(path.read_text())
+
+
+def test_no_link_of_the_readme_is_relative(tmp_path):
+    shown = metadata(tmp_path)
+    text = shown.get_payload()
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert [link for _, link in LINK.findall(text) if not link.startswith("https://")] == []
+    assert text.split("```")[1::2] == (ROOT / "README.md").read_text().split("```")[1::2]  # code as it was
+    if shown["Project-URL"] is None:
+        assert "[start in five minutes" not in text
+        assert "start in five minutes [docs/start.md]" in text
+
+
+def test_links_lead_to_the_repository(tmp_path):
+    address = "https://host.example/us/jax_ep"
+
+    def edit(text):
+        assert "\nurls" not in text, "the project has an address: test with that"
+        return text.replace("[project]\n", f'[project]\nurls = {{ Source = "{address}" }}\n')
+
+    shown = metadata(tmp_path, edit)
+    assert shown["Project-URL"] == f"Source, {address}"
+    links = LINK.findall(shown.get_payload())
+    linked = [path for _, path in LINK.findall((ROOT / "README.md").read_text())]
+    assert len(links) == len(linked) > 10
+    for (image, link), path in zip(links, linked, strict=True):
+        assert (ROOT / path).is_file()
+        assert link == f"{address}/{'raw' if image else 'blob'}/HEAD/{path}"
+
+
+def test_the_changelog_has_this_version():
+    """Its newest heading, but for what is not released yet, with a date."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = [heading for heading in headings if heading != "Unreleased"]
+    assert headings in (versions, ["Unreleased", *versions])
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", version) for version in versions)
+    assert versions[0].split(" - ")[0] == jax_ep.__version__
+
+
+@pytest.mark.parametrize("address", [None, "https://host.example/us/jax_ep"])
+def test_the_site_links_to_the_repository(tmp_path, monkeypatch, address):
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "theme" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    urls = "" if address is None else f'urls = {{ Source = "{address}" }}\n'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls}")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    extra = hooks.on_config(types.SimpleNamespace(extra={})).extra
+    assert [link["link"] for link in extra.get("social", [])] == ([] if address is None else [address])

@@ -1,0 +1,192 @@
+"""Uses that are wrong in other ways than by shape: no arrays at all, other axes, numbers too large."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks
+from devices import make_mesh
+from jax.sharding import PartitionSpec as P
+from wrong import GROUPS, IDS, MATRICES, OBJECTS, E, H, R, T, W, X, combine, dispatch, moe, traced
+
+import jax_ep
+
+NO_ARRAYS = {
+    "ids": (lambda x: dispatch(x, None), "dispatch: topk_idx .* got NoneType"),
+    "ids in words": (lambda x: dispatch(x, "ids"), "dispatch: topk_idx .* got str"),
+    "rows": (lambda x: dispatch("rows"), "dispatch: every leaf of x .* got str"),
+    "objects": (lambda x: dispatch(OBJECTS), "dispatch: every leaf of x .* got ndarray of object"),
+    "weights": (lambda x: dispatch(x, weights="w"), "dispatch: topk_weights .* got str"),
+    "row weights": (lambda x: combine(jnp.ones((16, H)), row_weights="w"), "combine: row_weights .* got str"),
+    "bias": (lambda x: combine(jnp.ones((16, H)), bias="b"), "combine: bias .* got str"),
+    "moe": (
+        lambda x: jax_ep.moe({"x": x}, IDS, W, None, group=ranks(R).group, num_experts=E),
+        "moe: x must be .* got dict",
+    ),
+    "layout": (
+        lambda x: jax_ep.get_dispatch_layout(None, num_experts=E, num_ranks=R),
+        "get_dispatch_layout: topk_idx .* got NoneType",
+    ),
+    "a pytree to unpermute": (lambda x: jax_ep.unpermute({"x": x}, IDS), "unpermute: y must .* got dict"),
+    "what permute returned": (
+        lambda x: jax_ep.unpermute(x, jax_ep.permute(x, IDS[:T], num_local_experts=E)),
+        "unpermute: row_map must be .* got Permuted",
+    ),
+    "pairs for a dtype": (
+        lambda x: jax_ep.unpermute(x, IDS, out_dtype={"a": x}),
+        "out_dtype must be floating, got {'a'",
+    ),
+    "no dtype": (lambda x: jax_ep.unpermute(x, IDS, out_dtype="bf"), "out_dtype must be floating, got bf"),
+}
+
+
+NO_ARRAYS |= {
+    "rows of products": (
+        lambda x: jax_ep.grouped_dot(None, MATRICES, GROUPS),
+        "grouped_dot: rows .* NoneType",
+    ),
+    "a pytree of rows": (
+        lambda x: jax_ep.grouped_dot({"x": x}, MATRICES, GROUPS),
+        "grouped_dot: rows .* dict",
+    ),
+    "matrices": (lambda x: jax_ep.grouped_dot(x, "w", GROUPS), "grouped_dot: w .* got str"),
+    "sizes of groups": (
+        lambda x: jax_ep.grouped_dot(x, MATRICES, None),
+        "grouped_dot: group_sizes .* NoneType",
+    ),
+    "ranks that take part": (lambda x: dispatch(x, active_ranks="all"), "dispatch: active_ranks .* got str"),
+    "statistics' sums": (
+        lambda x: dispatch(x, statistics=jax_ep.DispatchStatistics(None, GROUPS)),
+        r"dispatch: statistics\.tokens_per_expert .* got NoneType",
+    ),
+    "what an expert_fn returns": (
+        lambda x: moe(x, lambda sent: "y"),
+        "moe: what expert_fn returns .* got str",
+    ),
+}
+
+
+def started(x):
+    return jax_ep.dispatch_start(x, IDS[:T], group=ranks(R).group, num_experts=E)
+
+
+PENDING = {
+    "dispatch_done": (
+        lambda x: jax_ep.dispatch_done(jax_ep.combine_start(dispatch(x).x, dispatch(x).handle)),
+        "dispatch_done: pending must be what dispatch_start returned, got PendingCombine",
+    ),
+    "combine_done": (
+        lambda x: jax_ep.combine_done(started(x)),
+        "combine_done: pending must be what combine_start returned, got PendingDispatch",
+    ),
+    "a pending handle": (
+        lambda x: jax_ep.combine_start(x, started(x)),
+        "combine: handle must be the Handle that dispatch returned, got PendingDispatch",
+    ),
+    "statistics": (
+        lambda x: dispatch(x, statistics=ranks(R).group.stats()),
+        "dispatch: statistics must be the DispatchStatistics .* got GroupStats",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PENDING)
+def test_rejects_results_of_other_ops(name):
+    call, text = PENDING[name]
+    with pytest.raises(TypeError, match=text):
+        traced(call)
+
+
+def test_products_without_their_scales():
+    rows, weights = jnp.ones((8, 128)), jnp.ones((2, 128, 128))
+    q, w = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
+    with pytest.raises(TypeError, match="float8_e4m3fn need their scales; pass the QuantizedArrays"):
+        jax_ep.grouped_dot(q.values, w.values, jnp.asarray([4, 4], jnp.int32))
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+def test_no_array(name):
+    call, text = NO_ARRAYS[name]
+    with pytest.raises(TypeError, match=text):
+        traced(call)
+
+
+TOO_LARGE = {
+    "experts": (lambda x: dispatch(x, num_experts=2**40), "num_experts must be at most 1048576"),
+    "local experts": (
+        lambda x: jax_ep.permute(x, IDS[:T], num_local_experts=2**31 - 1),
+        "num_local_experts must be an int between 1 and 1048576",
+    ),
+    "ranks": (
+        lambda x: jax_ep.get_dispatch_layout(IDS, num_experts=2**31, num_ranks=2**31),
+        "num_ranks must be an int between 1 and 1048576",
+    ),
+    "alignment": (
+        lambda x: dispatch(x, expert_alignment=2**31 - 1),
+        "the worst case is 4294967294 rows, .* pass a capacity, or a smaller expert_alignment",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_too_large(name):
+    call, text = TOO_LARGE[name]
+    with pytest.raises(ValueError, match=text):
+        traced(call)
+
+
+def test_an_axis_of_vmap():
+    """It has the group's name and size, but no devices along it."""
+    call = lambda x: jax_ep.dispatch(x, IDS[:T], group=ranks(R).group, num_experts=E).x
+    with pytest.raises(
+        ValueError, match=r"must be called inside jax\.shard_map .* something else, jax\.vmap"
+    ):
+        jax.vmap(call, axis_name="ep")(X.reshape(R, T, H))
+
+
+@pytest.mark.parametrize("axis", [np.array(["ep"]), {"ep"}, [["ep"]], None, 0])
+def test_an_axis_that_is_no_name(axis):
+    with pytest.raises(ValueError, match=r"axis_name must name axes of the mesh.*\('ep',\)"):
+        jax_ep.Group(make_mesh((R,), ("ep",)), axis)
+
+
+def test_a_mesh_without_devices():
+    """As JAX shows it under jit, where the message must say what to do instead."""
+    mesh = make_mesh((R,), ("ep",))
+
+    @jax.jit
+    def model(x):
+        with pytest.raises(
+            TypeError, match=r"AbstractMesh.*outside of jit.*Group\(jax\.sharding\.get_mesh\(\)"
+        ):
+            jax_ep.Group(jax.sharding.get_abstract_mesh(), "ep")
+        return x
+
+    with jax.set_mesh(mesh):
+        model(1.0)
+        with jax_ep.Group(jax.sharding.get_mesh(), "ep") as group:
+            assert group.size == R
+
+
+def test_a_mesh_that_was_never_set():
+    with pytest.raises(ValueError, match=r"got an empty one, which jax\.sharding\.get_mesh\(\) returns"):
+        jax_ep.Group(jax.sharding.get_mesh(), "ep")
+
+
+def test_a_shard_map_over_some_of_the_group_s_axes():
+    mesh = make_mesh((2, 2), ("a", "b"))
+    with jax_ep.Group(mesh, ("a", "b")) as group:
+        call = lambda x: dispatch(x, group=group).x
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        with pytest.raises(
+            ValueError, match=r"over the axis \('a', 'b'\); this one binds 'a', but not 'b'; name"
+        ):
+            jax.jit(mapped).trace(X)
+
+
+def test_numbers_of_a_group():
+    mesh = make_mesh((R,), ("ep",))
+    with pytest.raises(ValueError, match=r"num_sms must be between 2 and 65536 \(or None\), got 11805916"):
+        jax_ep.Group(mesh, "ep", num_sms=2**70)
+    with jax_ep.Group(mesh, "ep", timeout_s=10**400) as group:  # as infinity, ten years
+        group.check()

@@ -1,0 +1,224 @@
+"""Several processes: on the CPU each is a host; and how GPUs' memory is shared."""
+
+import glob
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from processes import GPUS, run_all, shares
+
+from jax_ep.command.options import free_address
+
+pytestmark = pytest.mark.no_gpu
+
+ROOT = pathlib.Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+
+
+def run_processes(count, arguments, may_die=(), **more):
+    """Processes that share eight virtual devices, of these arguments for a coordinator; their outputs."""
+    address = free_address()
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+        "NPROC": "16",
+        **more,
+    }
+    commands = [[sys.executable, *arguments(address, process)] for process in range(count)]
+    return run_all(commands, [environment] * count, timeout=200, may_die=may_die)
+
+
+def run_two(arguments, may_die=(), **more):
+    return run_processes(2, arguments, may_die, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("count", [2, 4])
+def test_hosts_of_several_devices(count):
+    worker = str(SUPPORT / "multiprocess_worker.py")
+    outputs = run_processes(count, lambda address, process: [worker, address, str(count), str(process)])
+    for process, output in enumerate(outputs):
+        assert f"process {process} ok" in output
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus", "visible", "ids"),
+    [
+        (2, ["0", "1", "2", "3"], [None, None], ["0,1", "2,3"]),
+        (4, ["5", "7"], ["5", "7", "5", "7"], ["0"] * 4),
+        (3, ["0"], ["0", "0", "0"], ["0"] * 3),
+    ],
+)
+def test_what_each_process_of_the_suite_gets(processes, gpus, visible, ids):
+    found = shares(processes, gpus)
+    assert [share[GPUS] for share in found] == ids
+    assert [share.get("CUDA_VISIBLE_DEVICES") for share in found] == visible
+    if visible[0] is not None:  # they share
+        assert all(share["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" for share in found)
+        memory = [float(share["XLA_PYTHON_CLIENT_MEM_FRACTION"]) for share in found]
+        assert all(0.45 < visible.count(gpu) * part < 0.55 for gpu, part in zip(visible, memory, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_example_learns():
+    """As a reader starts it: on a machine without GPUs, and with nothing but its own words."""
+    example = str(ROOT / "examples" / "multi_process.py")
+    hidden = {"PATH": str(pathlib.Path(sys.executable).parent), "XLA_FLAGS": ""}  # no nvidia-smi there
+    done = subprocess.run(
+        [sys.executable, example, "--start", "2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | hidden,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert "8 ranks in 2 processes: GroupStats(implementation='ffi', reason=''" in done.stdout
+    assert "ranks_per_node=4" in done.stdout
+    # Besides, Gloo tells of its connections, of several processes at a time and in the midst of a line.
+    others = [line for line in done.stdout.splitlines() if not line.startswith(("step ", "8 ranks "))]
+    assert all("Gloo" in line or "peer ranks" in line or line.strip("0123456789 ") == "" for line in others)
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_demo_in_two_processes(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    options = ["--processes", "2", "--devices", "4", "--experts", "4", "--steps", "8", "--text", str(text)]
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_ep", "demo", *options], capture_output=True, text=True, timeout=230
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = re.sub(r"\s+", " ", done.stdout)
+    first, last = map(float, re.search(r"first and last step.*?([\d.]+) → ([\d.]+)", out).groups())
+    assert last < first - 0.5
+    assert "agree, largest difference" in out
+    assert "implementation 'ffi'" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("task", "count"), [("killed", 2), ("killed", 4), ("stopped", 2)])
+def test_the_others_hear_of_a_host_that_dies(task, count):
+    """By an error of the program, and by name within twice the time-out of 4 s. No op hangs, or is wrong."""
+    worker = str(SUPPORT / "host_fault_worker.py")
+    arguments = lambda address, process: [worker, task, address, str(count), str(process)]
+    # What stands still says nothing: how long XLA waits for it is an option of XLA's.
+    flags = f"--xla_force_host_platform_device_count={8 // count} --xla_cpu_collective_timeout_seconds=4"
+    outputs = run_processes(count, arguments, {count - 1}, XLA_FLAGS=flags)
+    for output in outputs[:-1]:
+        seconds, done, _ = re.search(r"after ([\d.]+) s and (\d+) ops: (.*)", output).groups()
+        assert int(done) > 0
+        assert float(seconds) < 8
+        seconds, text = re.search(r"check after ([\d.]+) s: (.*)", output).groups()
+        assert float(seconds) < 8
+        assert re.search("of group .* did not (hear from the other hosts|arrive) within 4 s", text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ranks_that_are_swapped_fail_at_once():
+    """And so do those of their process that are in the right places, and would wait for 4 s."""
+    worker = str(SUPPORT / "host_fault_worker.py")
+    outputs = run_two(lambda address, process: [worker, "swapped", address, "2", str(process)], {1})
+    seconds, text = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
+    assert "made for another mesh" in text
+    assert float(seconds) < 3
+
+
+def share(task):
+    worker = str(SUPPORT / "share_memory_worker.py")
+    may_die = (1,) if task == "one dies" or "never comes" in task else ()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = run_two(
+            lambda address, process: [worker, task, address, str(process)], may_die, TMPDIR=folder
+        )
+        if not may_die:  # who is killed meanwhile cannot tidy up
+            assert glob.glob(f"{folder}/*") == []
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_processes_share_what_each_device_has():
+    """Both see the same file for each device, its owner by itself, the other through the socket."""
+    outputs = share("all goes well")
+    first, second = (dict(re.findall(r"^(.*): inode (\d+)", output, re.M)) for output in outputs)
+    assert first == second
+    boards = {name: inode for name, inode in first.items() if name.endswith("board")}
+    assert len(boards) == len(set(boards.values())) == 6  # one of each group
+    memory = {inode for name, inode in first.items() if name not in boards}
+    assert len(memory) == 8  # the same for all groups
+    assert all(output.count("descriptors closed") == 2 for output in outputs)
+    # Each sees that the other ends, even if a child of it does not.
+    assert "saw the end of the other" in outputs[0]
+    assert "the other lives" in outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("1: hold", "process 1: KeyError: 'not of a kind that is expected'"),
+        ("1: export", "process 1: no export to be had"),
+        ("0: board", "process 0: no board to be had"),
+        ("0: import", "process 0: no import to be had"),
+        ("1: watch", "process 1: no watch to be had"),
+        ("1: open", "process 1: process 1 says no"),
+        ("1: reset", "process 1: no reset to be had"),
+        ("other groups", "different groups at the same time: process 0: key 0 .*; process 1: key 1 "),
+    ],
+)
+def test_what_fails_in_one_process_is_told_by_both(task, text):
+    for output in share(task):
+        seconds, found = re.search(r"SetupError after ([\d.]+) s: (.*)", output).groups()
+        assert re.search(text, found)
+        assert float(seconds) < 30
+        assert "descriptors closed" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_failure_that_one_process_saw_resets_both():
+    for output in share("a rank has failed"):
+        assert "drained and reset" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("introduce", "reporting which group is made"),
+        ("offer", "exporting JAX's memory"),
+        ("fetch", "mapping the memory of other processes"),
+    ],
+)
+def test_nobody_waits_for_ever(step, words):
+    """A process that does not come to a step: the other says so, and where, in time."""
+    first, _ = share(f"{step}: never comes")
+    seconds, text = re.search(r"SetupTimeout after ([\d.]+) s: (.*)", first).groups()
+    assert 3 <= float(seconds) < 9
+    assert f"Group: {words}, as all processes must, did not end within 3 s in process 0" in text
+    assert "This process should end" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_process_that_dies_before_it_has_said_anything():
+    first, _ = share("one dies")
+    assert re.search(
+        r"(SetupTimeout|RuntimeError) after [\d.]+ s: Group: reporting which group is made", first
+    )

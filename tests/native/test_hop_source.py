@@ -1,0 +1,119 @@
+"""The protocol between hosts, compiled for the host, over a network that reorders: see hop_stress.cc."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.no_jax
+
+HERE = pathlib.Path(__file__).parent
+FFI = HERE.parents[1] / "ffi"
+EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "kernels/hop/window.h"
+POLL = "kernels/protocol/wait.cuh"
+
+COPIES_OUT = """\
+    CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
+    __syncthreads();
+"""
+RETURNS_CREDIT = (
+    "    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(piece.track, hop.host), 1);\n"
+)
+
+# What is done wrong: (file, what stands there, what takes its place) each.
+MISTAKES = {
+    "sends without a credit": [(EXCHANGE, "piece.number >= kHopSlots)", "false)")],
+    "sends on a credit too few": [(EXCHANGE, "piece.number - kHopSlots + 1", "piece.number - kHopSlots")],
+    "counts pieces that overtake each other": [
+        (
+            HOP,
+            "return First(track, host) + static_cast<uint32_t>(number % kHopSlots)",
+            "return First(track, host)",
+        ),
+        (EXCHANGE, "piece.number / kHopSlots + 1", "piece.number + 1"),
+    ],
+    "puts what is not written yet": [
+        (
+            EXCHANGE,
+            "    __syncthreads();\n    if (threadIdx.x == 0) {\n      net.Put",
+            "    if (threadIdx.x == 0) {\n      net.Put",
+        )
+    ],
+    "returns the credit early": [(EXCHANGE, COPIES_OUT + RETURNS_CREDIT, RETURNS_CREDIT + COPIES_OUT)],
+    "returns the credit for its own thread": [
+        (
+            EXCHANGE,
+            COPIES_OUT + RETURNS_CREDIT,
+            COPIES_OUT.replace("    __syncthreads();\n", "") + RETURNS_CREDIT,
+        )
+    ],
+    "takes any op's pieces": [(EXCHANGE, "if (call == piece.call) return true;", "return true;")],
+    "takes pieces of another list": [(EXCHANGE, "hop.call ^ list", "hop.call")],
+    "lags too far": [(EXCHANGE, "kHopLag = kHopSlots - 1", "kHopLag = kHopSlots")],
+    "forgets how far it is": [
+        (EXCHANGE, "if (alive) track.pieces = first", "if (false) track.pieces = first")
+    ],
+    "gives up silently": [(WAIT, "if (atomicExch(&track.notified, 1u) != 0) return;", "return;")],
+    "waits for ever": [(WAIT, "clock.IsUp(hop.timeout_ns)", "false")],
+    "leaves rows of a hop that failed": [(EXCHANGE, "FillResult(hop.out", "if (false) FillResult(hop.out")],
+    "clears what its track failed of only": [
+        (EXCHANGE, "threadIdx.x == 0 && LoadRelaxed(&hop.state->reason) != 0", "!alive")
+    ],
+    "goes on after a failure": [
+        (EXCHANGE, "uint64_t reason = FindOwnReason(hop);", "uint64_t reason = 0;"),
+        (WAIT, "FindOwnReason(hop);\n  if (known != 0) return known;", "FindOwnReason(hop);"),
+    ],
+    "lets its host go on": [
+        (
+            WAIT,
+            "CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0))",
+            "true",
+        ),
+    ],
+    "does not tell its host of another mesh": [
+        (WAIT, "is_on_other_mesh ? Phase::kRank : Phase::kHop", "Phase::kHop"),
+    ],
+    "looks not again when time is up": [
+        (POLL, "if (gives_up()) return ready();", "if (gives_up()) return false;")
+    ],
+    "sends on what its host has failed of": [
+        (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp(hop.peers))", "false"),
+    ],
+    "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "false ||")],
+    "counts all waits together": [(WAIT, "  HopClock clock;", "  __shared__ HopClock clock;")],
+    "wears out": [(EXCHANGE, "> hop.max_pieces", "> ~uint64_t{0}")],
+    "shares a track": [(EXCHANGE, "if (reason == 0 && is_busy)", "if (false)")],
+}
+
+
+def build(target, *first):
+    """Compiles the program; sources in the folders `first` take the place of the real ones."""
+    folders = [f"-I{folder}" for folder in (*first, HERE / "emulation", FFI, HERE)]
+    # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", *folders]
+    subprocess.run(["g++", *options, str(HERE / "hop_stress.cc"), "-o", str(target)], check=True)
+    return target
+
+
+def run(program, scenarios, seed):
+    return subprocess.run([program, str(scenarios), str(seed)], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_hop(tmp_path):
+    done = run(build(tmp_path / "hop_stress"), 800, 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_planted_mistake_is_found(mistake, tmp_path):
+    for name, right, wrong in MISTAKES[mistake]:
+        copy = tmp_path / name
+        text = (copy if copy.exists() else FFI / name).read_text()
+        assert text.count(right) == 1, f"{name} has {right!r} not once"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text.replace(right, wrong))
+    done = run(build(tmp_path / "hop_stress", tmp_path), 1500, 1)
+    assert done.returncode == 1, done.stdout
+    assert "hop_stress: seed" in done.stderr

@@ -1,0 +1,155 @@
+"""The device protocol's own source, compiled for the host and run with faults.
+
+See protocol_stress.cc, and mail_stress.cc for ops that go through the arena.
+"""
+
+import pathlib
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.no_jax
+
+HERE = pathlib.Path(__file__).parent
+FFI = HERE.parents[1] / "ffi"
+WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
+SESSION, MAIL = "kernels/protocol/session.cuh", "kernels/protocol/mail_session.cuh"
+
+# Planted mistakes: the fault that shows each, and (file, right, wrong) for each change.
+MISTAKES = {
+    "frees the channel before all blocks have ended": (
+        "tail",
+        [(SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed >= gridDim.x - 1,")],
+    ),
+    "sends a batch that belongs to two waves": (
+        "short",
+        [
+            (
+                WAVES,
+                "Cut(waves.First(shape, wave) + i * tokens, waves.First(shape, wave + 1),",
+                "(void)i, Cut(number * tokens, shape.num_tokens,",
+            )
+        ],
+    ),
+    "forgets that it has missed a wave": (
+        "gate",
+        [
+            (
+                SESSION,
+                "Phase::kWave, epoch(), missing);\n      state_of_block().has_failed = true;",
+                "Phase::kWave, epoch(), missing);",
+            )
+        ],
+    ),
+}
+ARENA_MISTAKES = {
+    "does not look again when time is up": (
+        "held",
+        [(WAIT, "if (gives_up()) return ready();", "if (gives_up()) return false;")],
+    ),
+    "decides in each warp which ranks it may write to": (
+        "long",
+        [
+            (
+                MAIL,
+                "writable_ = state.writable;",
+                "writable_ = FindWritable(epoch_, ranks_, "
+                "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kMaxRanks]);",
+            ),
+        ],
+    ),
+    "uses one half": ("short", [(MAIL, "heads[number]", "heads[0]")]),
+    "takes the verdict of any op": (
+        "late",
+        [
+            (
+                MAIL,
+                "HasEpoch(seen = LoadAcquire(verdict), epoch())",
+                "(seen = LoadAcquire(verdict)) != 0",
+            )
+        ],
+    ),
+    "writes to a rank that it has not heard of": (
+        "short",
+        [(MAIL, "ranks & ~__ballot_sync(kAllLanes, was_heard);", "0;")],
+    ),
+    "counts the ended blocks of several ops together": (
+        "late",
+        [
+            (SESSION, "if (end.is_last) own.ended = 0;", ""),
+            (SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed % gridDim.x == 0,"),
+        ],
+    ),
+    "goes on without its own rows": (
+        "two",
+        [(MAIL, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],
+    ),
+}
+
+
+def build(name, target, *first, level="-O2"):
+    """Compiles a program of the tests. Headers in the folders `first` replace the real ones."""
+    folders = [f"-I{folder}" for folder in (*first, HERE / "emulation", FFI, HERE)]
+    # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
+    options = ["-std=c++17", level, "-U_FORTIFY_SOURCE", *folders]
+    subprocess.run(["g++", *options, str(HERE / f"{name}.cc"), "-o", str(target)], check=True)
+    return target
+
+
+def run(program, *arguments):
+    """Runs a program and returns how it ended."""
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build("protocol_stress", tmp_path_factory.mktemp("protocol") / "protocol_stress")
+
+
+@pytest.fixture(scope="module")
+def mail_program(tmp_path_factory):
+    return build("mail_stress", tmp_path_factory.mktemp("mail") / "mail_stress")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [("faults", "40", "1"), ("held", "30", "1"), ("plain", "1500", "2")], ids=lambda a: a[0]
+)
+def test_protocol(program, arguments):
+    done = run(program, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("faults", "300", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
+def test_arena_protocol(mail_program, arguments):
+    done = run(mail_program, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_planted(name, fault, changes, folder):
+    """Plants a mistake in a program's headers and returns how the program ended."""
+    for header, right, wrong in changes:
+        copy = folder / header
+        text = (copy if copy.exists() else FFI / header).read_text()
+        assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text.replace(right, wrong))
+    program = build(name, folder / name, folder, level="-O1")
+    return run(program, "faults", "1000", "1", fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_protocol_finds_planted_mistake(mistake, tmp_path):
+    done = run_planted("protocol_stress", *MISTAKES[mistake], tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "protocol_stress: seed" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ARENA_MISTAKES)
+def test_arena_protocol_finds_planted_mistake(mistake, tmp_path):
+    done = run_planted("mail_stress", *ARENA_MISTAKES[mistake], tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "mail_stress: seed" in done.stderr

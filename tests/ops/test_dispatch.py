@@ -1,0 +1,317 @@
+"""Dispatch moves rows: everything is compared bit for bit with the oracle."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from cases import BF16, FP8, ROUTINGS, floats, ranks, routing, same_bits, tagged_rows, weights_of
+from devices import most_ranks
+
+import jax_ep
+from jax_ep.bench.shapes import SHAPES
+
+pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
+
+MANY = most_ranks()
+
+
+def run_dispatch(x, ids, weights, num_experts, implementation="ffi", **options):
+    on = ranks(len(ids))
+
+    def shard(x, ids, weights):
+        return jax_ep.dispatch(
+            x,
+            ids,
+            weights,
+            group=on.group,
+            num_experts=num_experts,
+            implementation=implementation,
+            **options,
+        )
+
+    return on.run(shard, x, ids, weights)
+
+
+def check(got, expected, payload):
+    """got: dispatched, with a leading rank axis; expected: the oracle's list; payload: the rows of got."""
+    by_rank = isinstance(got, jax_ep.DispatchedByRank)
+    for rank, want in enumerate(expected):
+        assert same_bits(payload[rank], want.x), f"rows at rank {rank}"
+
+        def same(name, actual, wanted, rank=rank):
+            np.testing.assert_array_equal(actual[rank], wanted, f"{name} at rank {rank}", strict=True)
+
+        for name in ("tokens_per_expert", "num_tokens", "num_dropped"):
+            same(name, getattr(got, name), getattr(want, name))
+        weights = weights_of(got)
+        if want.weights is None:
+            assert weights is None
+        else:
+            same("weights", weights, want.weights)
+        if by_rank:
+            same("topk_idx", got.topk_idx, want.topk_idx)
+            continue
+        same("group_sizes", got.group_sizes, want.group_sizes)
+        received_rows = np.full((len(expected), *got.handle.topk_idx.shape[1:]), -1, np.int32)
+        for c, source in enumerate(want.sources):
+            if source is not None:
+                received_rows[source] = c
+        same("received_rows", got.handle.received_rows, received_rows.reshape(-1, received_rows.shape[-1]))
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implementation):
+    tokens, k, experts = 13, 3, 16
+    ids = routing(kind, num_ranks, tokens, k, experts)
+    x = tagged_rows(num_ranks, tokens, 6, BF16)
+    weights = floats((num_ranks, tokens, k))
+    got = run_dispatch(x, ids, weights, experts, implementation, order=order)
+    check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
+    matrix = oracle.rank_prefix_matrix(ids, experts, order)
+    for rank in range(num_ranks):
+        np.testing.assert_array_equal(got.handle.rank_prefix_matrix[rank], matrix, strict=True)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_numbers_of_ranks_that_are_no_power_of_two(size, order):
+    tokens, k, experts = 130, 4, 6 * size
+    ids, weights = routing("sprinkled", size, tokens, k, experts), floats((size, tokens, k))
+    x = tagged_rows(size, tokens, 200, BF16)
+    got = run_dispatch(x, ids, weights, experts, order=order)
+    check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts"),
+    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024), (1300, 3, 16)],
+    ids=["T1_K1", "T1_K16", "K_over_E", "E_equals_R", "E512", "T33", "K20_E1024", "several_waves"],
+)
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_extreme_sizes(tokens, k, experts, order, implementation):
+    ids = routing("sprinkled", MANY, tokens, k, experts)
+    x = tagged_rows(MANY, tokens, 4, np.float32)
+    got = run_dispatch(x, ids, None, experts, implementation, order=order)
+    check(got, oracle.dispatch(x, ids, None, experts, order), got.x)
+
+
+@pytest.mark.parametrize(("order", "alignment"), [("rank", 1), ("expert", 1), ("expert", 4)])
+@pytest.mark.parametrize("size", ["half", "one_short", "exact", "least"])
+def test_capacity(order, alignment, size, implementation):
+    tokens, k, experts = 24, 4, 16
+    ids = routing("uniform", MANY, tokens, k, experts)
+    x, weights = tagged_rows(MANY, tokens, 3, np.int32), floats((MANY, tokens, k))
+    free = oracle.dispatch(x, ids, weights, experts, order, alignment=alignment)
+    most = max(max(c for c, row in enumerate(one.sources) if row) + 1 for one in free)
+    capacity = {"half": most // 2, "one_short": most - 1, "exact": most, "least": alignment}[size]
+    expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
+    dropped = sum(one.num_dropped[0] for one in expected)
+    assert (dropped == 0) == (size == "exact")
+    options = {"order": order, "capacity": capacity, "expert_alignment": alignment}
+    got = run_dispatch(x, ids, weights, experts, implementation, **options)
+    check(got, expected, got.x)
+
+
+@pytest.mark.parametrize("alignment", [2, 8, 128])
+def test_blocks_start_at_multiples_of_the_alignment(alignment, implementation):
+    ids = routing("empty_experts", 4, 11, 2, 16)
+    x = tagged_rows(4, 11, 5, np.uint8)
+    got = run_dispatch(x, ids, None, 16, implementation, order="expert", expert_alignment=alignment)
+    check(got, oracle.dispatch(x, ids, None, 16, "expert", alignment=alignment), got.x)
+    assert (got.group_sizes % alignment == 0).all()
+    assert got.x.shape[1] == oracle.worst_case("expert", 4 * 11, 2, 4, alignment)
+
+
+DTYPES = [
+    BF16,
+    np.float16,
+    np.float32,
+    FP8,
+    ml_dtypes.float8_e5m2,
+    np.int8,
+    np.uint16,
+    np.int32,
+    np.bool_,
+    np.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("width", [1, 7, 16])
+def test_any_dtype_and_row_size_bit_for_bit(dtype, width, implementation):
+    ids = routing("uniform", 4, 6, 2, 8)
+    x = tagged_rows(4, 6, width, dtype)
+    got = run_dispatch(x, ids, None, 8, implementation, order="rank")
+    check(got, oracle.dispatch(x, ids, None, 8, "rank"), got.x)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])
+def test_elements_of_less_than_a_byte(dtype, order, implementation):
+    ids = routing("sprinkled", 4, 6, 2, 8)
+    x = tagged_rows(4, 6, 3, np.uint8) % 2  # what all of them can hold
+
+    def shard(x, ids):
+        rows = x.astype(dtype)
+        sent = jax_ep.dispatch(
+            rows, ids, group=ranks(4).group, num_experts=8, order=order, implementation=implementation
+        )
+        assert sent.x.dtype == rows.dtype
+        return sent.x.astype(jnp.float32)
+
+    got = ranks(4).run(shard, x.astype(np.float32), ids)
+    for rank, one in enumerate(oracle.dispatch(x.astype(np.float32), ids, None, 8, order)):
+        assert same_bits(got[rank], one.x)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(np.uint8, 256)],
+        [(BF16, 7168)],
+        [(np.uint8, 16384 + 16)],  # one slice that GPUs copy at a time, and a bit
+        [(np.float32, 9001)],  # not of 16-byte vectors
+        [(FP8, 7168), (np.float32, 56), (np.int8, 3), (BF16, 128)],
+    ],
+    ids=lambda rows: "+".join(f"{np.dtype(dtype).name}x{width}" for dtype, width in rows),
+)
+def test_rows_of_real_models_bit_for_bit(rows, order):
+    """As one payload, rows that GPUs copy in bulk, in slices or bytewise; then again with the handle."""
+    ids = routing("sprinkled", MANY, 70, 3, 16)
+    x = tuple(tagged_rows(MANY, 70, width, dtype) for dtype, width in rows)
+    on = ranks(MANY)
+
+    def shard(x, ids):
+        sent = jax_ep.dispatch(x, ids, group=on.group, num_experts=16, order=order, capacity=150)
+        return sent.x, jax_ep.redispatch(x, sent.handle)
+
+    for got in on.run(shard, x, ids):
+        for leaf, sent in zip(got, x, strict=True):
+            expected = oracle.dispatch(sent, ids, None, 16, order, capacity=150)
+            for rank in range(MANY):
+                assert same_bits(leaf[rank], expected[rank].x), rank
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.float4_e2m1fn], ids=lambda d: jnp.dtype(d).name)
+def test_elements_smaller_than_a_byte(dtype):
+    ids = routing("uniform", 2, 6, 2, 4)
+    x = np.arange(2 * 6 * 5).reshape(2, 6, 5) % 7
+    x = x.astype(np.float32).astype(dtype)
+    got = run_dispatch(x, ids, None, 4, order="rank")
+    expected = oracle.dispatch(x, ids, None, 4, "rank")
+    for rank in range(2):
+        np.testing.assert_array_equal(
+            got.x[rank].astype(np.float32), expected[rank].x.astype(np.float32), strict=True
+        )
+
+
+def test_a_payload_is_a_pytree(implementation):
+    ids = routing("sprinkled", MANY, 10, 3, 16)
+    x = {
+        "values": tagged_rows(MANY, 10, 32, FP8),
+        "scales": (tagged_rows(MANY, 10, 2, np.float32), tagged_rows(MANY, 10, 1, np.int32)[..., 0]),
+    }
+    got = run_dispatch(x, ids, None, 16, implementation, order="expert")
+    for name, leaf, rows in [
+        ("values", x["values"], got.x["values"]),
+        ("scales", x["scales"][0], got.x["scales"][0]),
+        ("one number a row", x["scales"][1], got.x["scales"][1]),
+    ]:
+        expected = oracle.dispatch(leaf, ids, None, 16, "expert")
+        for rank in range(MANY):
+            assert same_bits(rows[rank], expected[rank].x), name
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_a_handle_routes_another_payload_alike(order, capacity, implementation):
+    ids = routing("uniform", MANY, 12, 3, 16)
+    x, other = tagged_rows(MANY, 12, 4, BF16), tagged_rows(MANY, 12, 9, np.float32)
+    alignment = 4 if order == "expert" else 1
+    on = ranks(MANY)
+
+    def shard(x, other, ids):
+        first = jax_ep.dispatch(
+            x,
+            ids,
+            group=on.group,
+            num_experts=16,
+            order=order,
+            capacity=capacity,
+            expert_alignment=alignment,
+            implementation=implementation,
+        )
+        # Handles are interchangeable between implementations.
+        swapped = {"ffi": "xla", "xla": "ffi"}[implementation]
+        same = jax_ep.redispatch(other, first.handle, implementation=implementation)
+        swap = jax_ep.redispatch(other, first.handle, implementation=swapped)
+        return same, swap
+
+    same, swap = on.run(shard, x, other, ids)
+    expected = oracle.dispatch(other, ids, None, 16, order, capacity, alignment)
+    for rank in range(MANY):
+        assert same_bits(same[rank], expected[rank].x)
+        assert same_bits(swap[rank], expected[rank].x)
+
+
+def test_int64_ids(implementation):
+    ids = routing("sprinkled", 4, 9, 3, 8).astype(np.int64)
+    ids[1, 2, 0] = 2**32 + 1  # out of range, though 1 in its lower half
+    x = tagged_rows(4, 9, 3, np.float32)
+    with jax.enable_x64(True):
+        got = run_dispatch(x, ids, None, 8, implementation, order="expert")
+    check(got, oracle.dispatch(x, ids, None, 8, "expert"), got.x)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float64], ids=lambda d: np.dtype(d).name)
+def test_weights_of_other_dtypes_become_float32(dtype, implementation):
+    ids = routing("uniform", 2, 5, 2, 4)
+    weights = floats((2, 5, 2)).astype(dtype)
+    x = tagged_rows(2, 5, 3, np.float32)
+    with jax.enable_x64(dtype == np.float64):
+        got = run_dispatch(x, ids, weights, 4, implementation, order="rank")
+    check(got, oracle.dispatch(x, ids, weights.astype(np.float32), 4, "rank"), got.x)
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=25)
+def test_random_routings(data):
+    """Few shapes, so that few programs are compiled; any ids in and out of range."""
+    tokens, k, experts, order, capacity, alignment = data.draw(
+        st.sampled_from(
+            [
+                (4, 2, 8, "rank", None, 1),
+                (4, 2, 8, "rank", 3, 1),
+                (5, 3, 8, "expert", None, 2),
+                (5, 3, 8, "expert", 7, 2),
+            ]
+        )
+    )
+    count = 4 * tokens * k
+    ids = np.array(
+        data.draw(st.lists(st.integers(-3, experts + 2), min_size=count, max_size=count)), np.int32
+    )
+    ids = ids.reshape(4, tokens, k)
+    x, weights = tagged_rows(4, tokens, 3, np.float32), floats((4, tokens, k))
+    options = {"order": order, "capacity": capacity, "expert_alignment": alignment}
+    got = run_dispatch(x, ids, weights, experts, **options)
+    check(got, oracle.dispatch(x, ids, weights, experts, order, capacity, alignment), got.x)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_decode", "mixtral_8x7b", "qwen3_moe_235b", "tiny"])
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_shapes_of_real_models(name, order):
+    """The routing of real models (few tokens, narrow rows) against the oracle."""
+    shape = SHAPES[name]
+    ids = routing("uniform", 8, 16, shape.top_k, shape.experts)
+    x = tagged_rows(8, 16, 8, BF16)
+    alignment = 8 if order == "expert" else 1
+    got = run_dispatch(x, ids, None, shape.experts, order=order, expert_alignment=alignment)
+    check(got, oracle.dispatch(x, ids, None, shape.experts, order, alignment=alignment), got.x)

@@ -1,0 +1,69 @@
+"""Training with rows that travel as FP8."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks
+from devices import most_ranks
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+pytestmark = pytest.mark.one_jax
+
+R = min(most_ranks(), 4)
+
+
+def trained_loss(quantize, seed):
+    """Of a layer that learns what another layer of the same shape does, after 60 steps."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    dtype, width, inner, experts = jnp.bfloat16, 128, 64, 8
+    normal = lambda key, *shape: jax.random.normal(key, shape) / shape[-2] ** 0.5
+    x = jax.random.normal(keys[0], (R * 64, width), dtype)
+    ids = jax.random.randint(keys[1], (R * 64, 2), 0, experts)
+    teacher = normal(keys[2], experts, width, inner), normal(keys[3], experts, inner, width)
+    student = normal(keys[4], experts, width, inner), normal(keys[5], experts, inner, width)
+
+    def shard(group, x, ids, up, down, quantize):
+        def feed_forward(sent):
+            hidden = jnp.tanh(jax_ep.grouped_dot(sent.x, up.astype(dtype), sent.group_sizes))
+            return jax_ep.grouped_dot(hidden, down.astype(dtype), sent.group_sizes)
+
+        even = jnp.full(ids.shape, 0.5)
+        return jax_ep.moe(x, ids, even, feed_forward, group=group, num_experts=experts, quantize=quantize)
+
+    def mapped(quantize):
+        on = ranks(R)
+        one = functools.partial(shard, on.group, quantize=quantize)
+        return jax.jit(jax.shard_map(one, mesh=on.mesh, in_specs=(P("ep"),) * 4, out_specs=P("ep")))
+
+    want = mapped(None)(x, ids, *teacher).astype(jnp.float32)
+    student_of = mapped(quantize)
+
+    def loss(student):
+        return jnp.mean((student_of(x, ids, *student).astype(jnp.float32) - want) ** 2)
+
+    @jax.jit
+    def train(student):
+        def step(state, _):
+            student, momentum = state
+            value, gradient = jax.value_and_grad(loss)(student)
+            momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+            return (jax.tree.map(lambda p, m: p - 2.0 * m, student, momentum), momentum), value
+
+        return jax.lax.scan(step, (student, jax.tree.map(jnp.zeros_like, student)), length=60)[1]
+
+    values = np.asarray(train(student))
+    assert values[-1] < 0.5 * values[0]
+    return values[-1]
+
+
+def test_training_reaches_the_loss_of_rows_as_they_are():
+    """Within what different seeds make of it."""
+    plain, quantised = (
+        np.array([trained_loss(quantize, seed) for seed in range(4)]) for quantize in (None, "fp8_dequantize")
+    )
+    assert abs(quantised.mean() - plain.mean()) < plain.std()

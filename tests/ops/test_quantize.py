@@ -1,0 +1,179 @@
+"""FP8 with scales of blocks: the arithmetic of NumPy, bit for bit, and what an element may be off by."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import floats
+from devices import make_mesh
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+pytestmark = pytest.mark.one_jax
+
+
+def oracle(x, rows, columns):
+    """Values and scales of the matrices x [..., M, N], by NumPy's float32."""
+    *lead, height, width = x.shape
+    parts = x.astype(np.float32).reshape(*lead, height // rows, rows, width // columns, columns)
+    largest = np.maximum(np.abs(parts).max(axis=(-3, -1), keepdims=True), np.float32(1e-4))
+    scales = largest * np.float32(1 / 448)
+    values = (parts * (np.float32(1) / scales)).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(x.shape), scales.reshape(*lead, height // rows, width // columns)
+
+
+def wide_ranging(shape, seed=0):
+    """Numbers over many orders of magnitude, some rows of them tiny."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * np.exp(2 * rng.normal(size=(*shape[:-1], 1)))).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((64, 512), 128), ((3, 256, 384), (128, 128)), ((2, 8, 64), (4, 16)), ((5, 96), 32)]
+)
+def test_values_and_scales_are_those_of_numpy(shape, block, dtype):
+    x = wide_ranging(shape).astype(dtype)
+    want_values, want_scales = oracle(x, *(block if isinstance(block, tuple) else (1, block)))
+    for quantize in (jax_ep.quantize_fp8, jax.jit(jax_ep.quantize_fp8, static_argnames="block")):
+        q = quantize(x, block=block)
+        assert q.values.dtype == jnp.float8_e4m3fn
+        assert q.scales.dtype == jnp.float32
+        assert q.shape == shape
+        np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), want_values.view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(q.scales), want_scales)
+        back = jax.jit(jax_ep.dequantize_fp8, static_argnums=1)(q, jnp.float32)
+        full = np.repeat(want_scales, shape[-1] // want_scales.shape[-1], axis=-1)
+        full = np.repeat(full, shape[-2] // want_scales.shape[-2], axis=-2)
+        np.testing.assert_array_equal(np.asarray(back), want_values.astype(np.float32) * full)
+
+
+def test_one_row():
+    x = floats((256,))
+    q = jax_ep.quantize_fp8(x)
+    assert q.values.shape == (256,)
+    assert q.scales.shape == (2,)
+    np.testing.assert_array_equal(
+        jax_ep.dequantize_fp8(q), jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x[None]))[0]
+    )
+
+
+def test_error_is_bounded_and_without_bias():
+    x = wide_ranging((512, 1024), seed=1)
+    q = jax_ep.quantize_fp8(x)
+    back = np.asarray(jax_ep.dequantize_fp8(q, jnp.float32), np.float64)
+    scales = np.repeat(np.asarray(q.scales, np.float64), 128, axis=1)
+    error = back - x
+    assert (np.abs(error) <= np.maximum(np.abs(x) * 2.0**-4, scales * 2.0**-10) * (1 + 1e-6)).all()
+    # The mean of n errors of random sign is about 1 / sqrt(n) of their size.
+    relative = error / (scales * 448)
+    assert abs(relative.mean()) < 4 * relative.std() / np.sqrt(relative.size)
+
+
+def test_zeros_and_tiny_numbers_keep_a_scale():
+    x = np.zeros((2, 128), np.float32)
+    x[1] = 1e-8
+    q = jax_ep.quantize_fp8(x)
+    np.testing.assert_array_equal(np.asarray(q.scales), np.float32(1e-4) * np.float32(1 / 448))
+    assert not np.asarray(jax_ep.dequantize_fp8(q)[0]).any()
+
+
+@pytest.mark.parametrize("rows", [3, 128])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_is_nan(bad, rows):
+    """Also of many rows: XLA:CPU takes their maximum in another way, in which a NaN may be lost."""
+    x = floats((rows, 256))
+    x[1, 5], x[1, 6:9] = bad, 0
+    assert np.isnan(np.asarray(jax_ep.quantize_fp8(x).values[1, :128], np.float32)).all()
+    back = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
+    assert np.isnan(back[1, :128]).all()
+    assert np.isnan(jax_ep.quantize_fp8(x).scales[1, 0])
+    assert np.isfinite(back[1, 128:]).all()
+    assert np.isfinite(np.delete(back, 1, axis=0)).all()
+
+
+def test_no_rows():
+    q = jax_ep.quantize_fp8(jnp.zeros((0, 256)))
+    assert q.scales.shape == (0, 2)
+    assert jax_ep.dequantize_fp8(q).shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("x", "block", "error", "text"),
+    [
+        (
+            np.ones((4, 100), np.float32),
+            128,
+            ValueError,
+            r"1 x 128 elements must divide .* got float32\[4, 100\]",
+        ),
+        (np.ones((4, 128), np.float32), (128, 128), ValueError, r"128 x 128 elements must divide"),
+        (np.ones((128,), np.float32), (128, 128), ValueError, r"128 x 128 elements must divide"),
+        (np.ones((4, 128), np.int32), 128, TypeError, r"must be floating, got int32\[4, 128\]"),
+        (
+            np.ones((4, 128), np.float32),
+            0,
+            ValueError,
+            "block must be a positive int or a pair of them, got 0",
+        ),
+        (np.ones((4, 128), np.float32), (1, 2, 3), ValueError, r"or a pair of them, got \(1, 2, 3\)"),
+        (np.ones((4, 128), np.float32), "128", ValueError, "or a pair of them, got '128'"),
+    ],
+)
+def test_what_cannot_be_quantised(x, block, error, text):
+    with pytest.raises(error, match=text):
+        jax_ep.quantize_fp8(x, block=block)
+
+
+def test_what_cannot_be_dequantised():
+    with pytest.raises(TypeError, match="q must be a QuantizedArray, got"):
+        jax_ep.dequantize_fp8(jnp.ones((4, 128)))
+    values = jnp.ones((4, 128), jnp.float8_e4m3fn)
+    for scales in (jnp.ones((4, 3)), jnp.ones((2, 4, 1)), jnp.ones(4)):
+        with pytest.raises(ValueError, match="must have values float8_e4m3fn"):
+            jax_ep.dequantize_fp8(jax_ep.QuantizedArray(values, scales))
+    for parts in ((values, jnp.ones((4, 1), jnp.bfloat16)), (values.astype(jnp.float32), jnp.ones((4, 1)))):
+        with pytest.raises(ValueError, match="must have values float8_e4m3fn"):
+            jax_ep.dequantize_fp8(jax_ep.QuantizedArray(*parts))
+    with pytest.raises(TypeError, match="must hold two arrays, got ArrayImpl and list"):
+        jax_ep.dequantize_fp8(jax_ep.QuantizedArray(values, [1.0]))
+    for dtype in (jnp.int32, None):
+        with pytest.raises(TypeError, match="dtype must be floating"):
+            jax_ep.dequantize_fp8(jax_ep.quantize_fp8(jnp.ones((4, 128))), dtype)
+
+
+def test_no_gradient_passes_through_fp8():
+    x = jnp.ones((4, 128))
+    there_and_back = lambda x: jnp.sum(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
+    with pytest.raises(TypeError, match=r"dequantize_fp8 has no gradient.*stop_gradient"):
+        jax.grad(there_and_back)(x)
+    with pytest.raises(TypeError, match=r"quantize_fp8 has no gradient.*fp8_dequantize"):
+        jax.grad(lambda x: jnp.sum(jax_ep.quantize_fp8(x).scales))(x)
+    assert not jax.grad(lambda x: there_and_back(jax.lax.stop_gradient(x)))(x).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "spec"),
+    [
+        ((8, 128, 256), (128, 128), P("a")),
+        ((8, 256, 256), (128, 128), P(None, "a", "b")),
+        ((8, 256), 128, P("a", "b")),
+        ((8, 384), 128, P(None, "b")),  # three scales in a row: not divided by two
+        ((512,), 128, P(("a", "b"))),
+    ],
+)
+def test_explicit_sharding(shape, block, spec):
+    x = wide_ranging(shape)
+    want = jax_ep.quantize_fp8(x, block=block)
+    with jax.set_mesh(make_mesh((2, 2), ("a", "b"), AxisType.Explicit)):
+        q = jax.jit(jax_ep.quantize_fp8, static_argnames="block")(jax.device_put(x, spec), block=block)
+        back = jax.jit(jax_ep.dequantize_fp8)(q)
+        assert q.values.sharding.is_equivalent_to(back.sharding, len(shape))
+    assert back.sharding.spec[: len(spec)] == tuple(spec)
+    for got, one in zip(
+        (*jax.tree.leaves(q), back), (*jax.tree.leaves(want), jax_ep.dequantize_fp8(want)), strict=True
+    ):
+        assert np.asarray(got).tobytes() == np.asarray(one).tobytes()

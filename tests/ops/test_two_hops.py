@@ -1,0 +1,294 @@
+"""Groups whose ranks span hosts, with hosts made up on one: as one hop would do it, bit for bit."""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import (
+    BF16,
+    FP8,
+    floats,
+    ranks,
+    routing,
+    same_bits,
+    tagged_rows,
+    weights_of,
+)
+from devices import make_mesh, most_ranks
+from processes import num_processes
+
+import jax_ep
+from jax_ep import _extension
+from jax_ep._ops.layout import get_dispatch_layout
+from jax_ep._transport import ffi, two_hops
+
+R = most_ranks()
+PER_HOST = [n for n in (1, 2, 4) if n < R]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("two_devices")]
+ALONE = pytest.mark.skipif(num_processes() > 1, reason="tells nothing more in several processes")
+
+
+def hosts_of(per_host, size=R):
+    return ranks(size, per_host)
+
+
+def flat_in_slots(sent):
+    """Padded experts' rows [R, L, slots, ...] as the oracle has them."""
+    flatten = lambda array: array.reshape(array.shape[0], -1, *array.shape[3:])
+    return dataclasses.replace(sent, x=flatten(sent.x), row_weights=flatten(sent.row_weights))
+
+
+def dispatch(on, x, ids, weights, experts, **options):
+    def shard(x, ids, weights):
+        return jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=experts, **options)
+
+    return on.run(shard, x, ids, weights)
+
+
+def filled(sent):
+    """Of padded experts' rows [R, L * slots, 1] those that hold a token."""
+    slots = sent.x.shape[1] // sent.group_sizes.shape[1]
+    mask = np.arange(slots) < sent.group_sizes[..., None]
+    return mask.reshape(len(mask), -1, 1)
+
+
+def assert_same(got, want):
+    """Two dispatches, with whatever they bring but the handle of hop 2."""
+    without = lambda sent: dataclasses.replace(
+        sent, handle=dataclasses.replace(sent.handle, within=None, routing=None)
+    )
+    if got.handle.routing.order == "expert_padded":  # on GPUs empty slots may hold anything
+        got, want = (flat_in_slots(sent) for sent in (got, want))
+        got, want = (dataclasses.replace(sent, x=np.where(filled(sent), sent.x, 0)) for sent in (got, want))
+    for path, leaf in jax.tree.leaves_with_path(without(got)):
+        other = dict(jax.tree.leaves_with_path(without(want)))[path]
+        assert same_bits(leaf, other), jax.tree_util.keystr(path)
+
+
+CASES = [
+    ("rank", None, 1),
+    ("rank", 20, 1),
+    ("expert", None, 1),
+    ("expert", 40, 4),
+    ("expert_padded", None, 1),
+]
+
+
+@pytest.mark.parametrize(("index", "order", "capacity", "alignment"), [(i, *c) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("per_host", PER_HOST)
+def test_dispatch_is_that_of_one_hop(per_host, index, order, capacity, alignment, implementation):
+    """Rows, weights, counts, drops and every array of the handle, by the oracle too.
+
+    Each order runs with each number of ranks per host by each implementation. The routings take turns such
+    that each order meets all three of them by each implementation (on eight ranks).
+    """
+    kinds = ["sprinkled", "one_rank", "unused"]
+    kind = kinds[(PER_HOST.index(per_host) + index + (implementation == "xla")) % 3]
+    tokens, k, experts = 13, 3, 4 * R
+    ids, weights = routing(kind, R, tokens, k, experts), floats((R, tokens, k))
+    x = tagged_rows(R, tokens, 6, BF16)  # any bits: NaN too
+    options = {"order": order, "capacity": capacity, "expert_alignment": alignment}
+    got = dispatch(hosts_of(per_host), x, ids, weights, experts, implementation=implementation, **options)
+    assert_same(got, dispatch(ranks(R), x, ids, weights, experts, **options))
+    expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
+    if order == "expert_padded":
+        got = flat_in_slots(got)
+    for rank, want in enumerate(expected):
+        assert same_bits(got.x[rank], want.x)
+        np.testing.assert_array_equal(weights_of(got)[rank], want.weights)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(
+    "dtype", [FP8, np.float16, np.float32, np.int8, np.bool_, np.complex64, jnp.int4], ids=str
+)
+def test_any_dtype_moves_bit_for_bit(dtype, order):
+    ids = routing("sprinkled", R, 9, 2, 2 * R)
+    x = tagged_rows(R, 9, 5, np.int8).astype(dtype) if dtype == jnp.int4 else tagged_rows(R, 9, 5, dtype)
+    payload = {"rows": x, "tags": np.arange(R * 9, dtype=np.int32).reshape(R, 9)}
+    got, want = (dispatch(on, payload, ids, None, 2 * R, order=order) for on in (hosts_of(R // 2), ranks(R)))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_wide_types(order):
+    with jax.enable_x64(True):
+        ids = routing("sprinkled", R, 9, 2, 2 * R).astype(np.int64)
+        x, w = floats((R, 9, 5), np.float64), floats((R, 9, 2), np.float64)
+        got, want = (dispatch(on, x, ids, w, 2 * R, order=order) for on in (hosts_of(R // 2), ranks(R)))
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(("size", "per_host"), [(6, 3), (6, 2), (6, 1)])
+def test_numbers_of_ranks_that_are_no_power_of_two(size, per_host, order):
+    tokens, k, experts = 70, 5, 3 * size
+    ids, weights = routing("random", size, tokens, k, experts), floats((size, tokens, k))
+    x = tagged_rows(size, tokens, 9, np.uint8)
+    got = dispatch(hosts_of(per_host, size), x, ids, weights, experts, order=order)
+    assert_same(got, dispatch(ranks(size), x, ids, weights, experts, order=order))
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(("order", "capacity"), [("rank", None), ("rank", 16), ("expert", 24)])
+@pytest.mark.parametrize("host_rows", [1, 3, 6])
+def test_host_capacity(host_rows, order, capacity, implementation):
+    """What hop 1 drops is as if it had not been chosen, but counted at its receiver."""
+    tokens, k, experts, per_host = 12, 3, 4 * R, R // 2
+    ids, weights = routing("sprinkled", R, tokens, k, experts), floats((R, tokens, k))
+    x = tagged_rows(R, tokens, 3, np.int32)
+    left = oracle.dropped_by_hop_1(ids, experts, per_host, host_rows)
+    assert (left < 0).sum() > (np.stack([oracle.routed(one, experts) for one in ids]) < 0).sum()
+    options = {"order": order, "capacity": capacity, "implementation": implementation}
+    rows = 2 * host_rows + 1  # of both hosts, and one that cannot be shared
+    got = dispatch(hosts_of(per_host), x, ids, weights, experts, host_capacity=rows, **options)
+    want = dispatch(ranks(R), x, left, weights, experts, **options)
+    wanted = oracle.rank_prefix_matrix(ids, experts, order)[-1]
+    arrive = wanted[:, None] - want.num_tokens
+    np.testing.assert_array_equal(got.num_dropped, arrive)
+    assert_same(dataclasses.replace(got, num_dropped=want.num_dropped), want)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_dequantize"])
+def test_rows_are_quantised_before_they_travel(quantize, implementation):
+    """What crosses the network is a byte for each element, and the scales."""
+    ids = routing("sprinkled", R, 5, 2, 2 * R)
+    x = floats((R, 5, 256), BF16)
+    options = {"quantize": quantize, "implementation": implementation}
+    got = dispatch(hosts_of(R // 2), x, ids, None, 2 * R, **options)
+    assert_same(got, dispatch(ranks(R), x, ids, None, 2 * R, **options))
+    on = hosts_of(R // 2)
+
+    def shard(x, ids):
+        return jax_ep.dispatch(x, ids, group=on.group, num_experts=2 * R, **options).num_tokens
+
+    mapped = jax.jit(on.map(shard))
+    text = mapped.lower(x.reshape(-1, 256), ids.reshape(-1, 2)).as_text()
+    between = [line for line in text.splitlines() if "all_to_all" in line and "x256x" in line]
+    assert all("x256xui8" in line for line in between)
+    assert not [line for line in text.splitlines() if "all_to_all" in line and "bf16" in line]
+
+
+def test_num_valid_tokens_statistics_and_start_done():
+    ids = routing("sprinkled", R, 8, 2, 2 * R)
+    x, w = floats((R, 8, 4)), floats((R, 8, 2))
+    valid = np.arange(R, dtype=np.int32)[:, None] % 9
+
+    def run(on):
+        def shard(x, ids, w, valid):
+            statistics = jax_ep.DispatchStatistics.zeros(on.group, 2 * R)
+            options = {"group": on.group, "num_experts": 2 * R, "num_valid_tokens": valid}
+            pending = jax_ep.dispatch_start(x, ids, w, **options, statistics=statistics)
+            sent = jax_ep.dispatch_done(pending)
+            out = jax_ep.combine_done(jax_ep.combine_start(sent.x, sent.handle))
+            return sent, out
+
+        return on.run(shard, x, ids, w, valid)
+
+    (got, out), (want, other) = run(hosts_of(R // 2)), run(ranks(R))
+    assert not got.statistics.wait_us.any()  # nobody measures it
+    np.testing.assert_array_equal(got.statistics.tokens_per_expert, got.tokens_per_expert)
+    assert_same(dataclasses.replace(got, statistics=None), dataclasses.replace(want, statistics=None))
+    np.testing.assert_allclose(out, other, rtol=1e-6, atol=1e-6)
+
+
+def test_no_tokens():
+    got = dispatch(hosts_of(R // 2), np.zeros((R, 0, 3)), np.zeros((R, 0, 2), np.int32), None, R, capacity=4)
+    assert not got.x.any()
+    assert not got.num_tokens.any()
+
+
+def test_a_group_is_that_of_its_hosts(open_group):
+    mesh = make_mesh((R,), ("ep",))
+    one, two, same = (open_group(mesh, "ep", ranks_per_node=n) for n in (R, R // 2, R // 2))
+    assert one == open_group(mesh, "ep") != two == same
+    assert one.ranks_per_node == R
+    assert two.stats().ranks_per_node == R // 2
+    assert f"ranks_per_node={R // 2}" in repr(two)
+
+
+def test_combines_by_rank_of_rows_that_are_handed_on_avoid_the_arena(open_group):
+    """What comes from a rank there lies among rows of others, which slots by number cannot tell.
+
+    A rank that is alone on its host hands on nothing to others.
+    """
+    module = _extension.extension()
+    if not hasattr(module, "fits_arena"):
+        pytest.skip("the extension has no CUDA part, which alone has an arena")
+    mesh = make_mesh((R,), ("ep",))
+    for each in {R, R // 2, 1}:
+        group = open_group(mesh, "ep", ranks_per_node=each)
+        group = group if each == R else group._within
+        by_rank = each in (R, 1)
+        sizes = (group.size, 128, 4, 8 * R)
+        fits = functools.partial(module.fits_arena, group._key, sizes=sizes, row_bytes=1024)
+        assert fits(combines=True, by_expert=False) == by_rank
+        assert fits(combines=True, by_expert=True)
+        assert fits(combines=False, by_expert=False)
+
+
+def test_wrong_uses(open_group):
+    mesh = make_mesh((R,), ("ep",))
+    with pytest.raises(
+        ValueError, match=f"ranks_per_node must divide the {R} ranks of the group, got {R + 1}"
+    ):
+        jax_ep.Group(mesh, "ep", ranks_per_node=R + 1)
+    with pytest.raises(TypeError, match=r"ranks_per_node must be an int \(or None\), got '2'"):
+        jax_ep.Group(mesh, "ep", ranks_per_node="2")
+    ids = routing("sprinkled", R, 8, 2, 2 * R)
+    x = floats((R, 8, 4))
+    on = hosts_of(R // 2)
+    with pytest.raises(ValueError, match="need a group whose ranks share a host"):
+        dispatch(on, x, ids, None, 2 * R, on_timeout="mask")
+    with pytest.raises(ValueError, match=r"host_capacity counts the rows .* at least 2, got 1"):
+        dispatch(on, x, ids, None, 2 * R, host_capacity=1)
+    with pytest.raises(ValueError, match="host_capacity must be an int between 1"):
+        dispatch(on, x, ids, None, 2 * R, host_capacity=2.5)
+
+
+@ALONE
+@pytest.mark.parametrize(("hosts", "copies"), [(2, 1.00), (4, 2.71), (8, 4.63)])
+def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
+    """Of 256 experts and eight choices, all different: the bound that nothing can be below."""
+    size, tokens, experts, k = 8, 512, 256, 8
+    on = hosts_of(size // hosts, size)
+    ids = routing("uniform", size, tokens, k, experts)
+
+    def shard(x, ids):
+        handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
+        came = two_hops.send(ffi.Ffi(), handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
+        layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
+        mine = jax.lax.axis_index("ep") // (size // hosts)
+        elsewhere = jnp.arange(hosts)[:, None] != mine
+        return (
+            jnp.sum((came > 0) & elsewhere, keepdims=True),
+            jnp.sum(jnp.where(elsewhere[:, 0], layout.num_tokens_per_node, 0), keepdims=True),
+        )
+
+    came, sent = on.run(shard, np.ones((size, tokens)), ids)
+    assert came.sum() == sent.sum()
+    expected = (hosts - 1) * (1 - math.comb(experts - experts // hosts, k) / math.comb(experts, k))
+    assert round(expected, 2) == copies
+    np.testing.assert_allclose(came.sum() / (size * tokens), expected, rtol=0.01)
+
+
+@pytest.mark.slow
+@ALONE
+@pytest.mark.parametrize(("size", "per_host", "experts"), [(64, 8, 128), (256, 16, 512)])
+def test_more_ranks_than_a_host_has(size, per_host, experts):
+    """In a process of its own, which has as many devices."""
+    worker = pathlib.Path(__file__).parents[1] / "support" / "many_ranks_worker.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+    command = [sys.executable, str(worker), str(size), str(per_host), str(experts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"{size} ranks ok" in done.stdout

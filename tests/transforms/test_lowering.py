@@ -1,0 +1,107 @@
+"""Programs lowered for CUDA on any machine: what a GPU would be asked to run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import count_calls, ranks
+from layers import E, R, inputs, layer
+
+import jax_ep
+from jax_ep import _extension
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_every_op_lowers_for_cuda(order, gpu_group):
+    on = ranks(R)
+    x, ids, w = inputs()
+
+    def shard(x, ids, w):
+        sent = jax_ep.dispatch(x, ids, w, group=gpu_group, num_experts=E, order=order, implementation="ffi")
+        again = jax_ep.redispatch(x, sent.handle, implementation="ffi")
+        out = jax_ep.combine(sent.x + again, sent.handle, implementation="ffi")
+        layout = jax_ep.get_dispatch_layout(ids, num_experts=E, num_ranks=R, implementation="ffi")
+        moved = jax_ep.permute(x, ids, num_local_experts=E, implementation="ffi")
+        back = jax_ep.unpermute(moved.x, moved.row_map, topk_weights=w, implementation="ffi")
+        return out + back, layout.num_tokens_per_expert
+
+    mapped = jax.jit(on.map(shard))
+    text = mapped.trace(x, ids, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
+    counts = count_calls(text)
+    assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
+
+
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_the_kernel_makes_fp8(order, gpu_group):
+    x, ids, _ = inputs()
+
+    def shard(x, ids):
+        wide = jnp.tile(x, (1, 128))
+        sent = jax_ep.dispatch(wide, ids, group=gpu_group, num_experts=E, order=order, quantize="fp8")
+        return sent.x.values
+
+    mapped = jax.jit(ranks(R).map(shard))
+    text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"quantize = (\d)", text) == ["1"]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_waits_are_measured_only_for_statistics(measured, gpu_group):
+    """Without them the handler has no room for `wait_us`, the last of its results before the rows."""
+    x, ids, _ = inputs()
+
+    def shard(x, ids):
+        begin = jax_ep.DispatchStatistics.zeros(gpu_group, E) if measured else None
+        sent = jax_ep.dispatch(x, ids, group=gpu_group, num_experts=E, statistics=begin, implementation="ffi")
+        return sent.x, sent.statistics
+
+    mapped = jax.jit(ranks(R).map(shard))
+    text = mapped.trace(x, ids).lower(lowering_platforms=("cuda",)).as_text()
+    (results,) = re.findall(r"@jax_ep_route\b.*-> \((.*)\)", text)
+    assert results.split(", ")[-2] == f"tensor<{R if measured else 0}xf32>"
+
+
+def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
+    on = ranks(R)
+    x, ids, w = inputs()
+    mapped = on.map(lambda *a: layer(*a, gpu_group, implementation="ffi"))
+    gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(mapped(x, ids, w)), argnums=(0, 1)))
+    text = gradient.trace(x, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
+    assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}
+
+
+def test_a_program_for_other_devices_than_the_group_s_is_refused():
+    on = ranks(2)
+    x, ids, w = inputs(2)
+    mapped = jax.jit(on.map(lambda *a: layer(*a, on.group, implementation="ffi")))
+    other = "cpu" if jax.default_backend() == "gpu" else "cuda"
+    with pytest.raises(ValueError, match=rf"lowered for {other}, but Group\(.*has (cpu|gpu) devices"):
+        mapped.trace(x, ids, w).lower(lowering_platforms=(other,))
+
+
+def test_num_sms_reaches_all_products(monkeypatch):
+    monkeypatch.setattr(_extension, "current_platform", lambda: "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
+    sizes = jnp.ones((3,), jnp.int32)
+
+    def run(rows, weights):
+        product = lambda rows, weights: jax_ep.grouped_dot(rows, weights, sizes, num_sms=50)
+        fp8 = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
+        return product(*fp8), jax.vjp(product, rows, weights)[1](jnp.ones((20, 256)))
+
+    traced = jax.jit(run).trace(jnp.ones((20, 128)), jnp.ones((3, 128, 256)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"@jax_ep_grouped_dot(?:_fp8)?\b.*num_sms = 50 : i64", text)) == 3
+
+
+def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):
+    monkeypatch.setattr(_extension, "current_platform", lambda: "gpu")
+    monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
+    sizes = jnp.ones((3,), jnp.int32)
+    loss = lambda rows, weights: jnp.sum(jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes)))
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    traced = gradient.trace(jnp.ones((20, 8)), jnp.ones((3, 8, 16)))
+    assert [a.shape for a in traced.out_info[1]] == [(20, 8), (3, 8, 16)]
+    assert count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo")) == {"grouped_dot": 3}
