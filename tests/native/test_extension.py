@@ -19,6 +19,6 @@ def test_types():
     assert set(offered) <= set(typed)
     for name, function in offered.items():
         signature = function.__doc__.splitlines()[0].replace("collections.abc.", "")
-        said = str(inspect.signature(typed[name])).replace("'", "").replace("dict[str, Any]", "dict")
-        said = said.replace("collections.abc.", "")
+        said = str(inspect.signature(typed[name])).replace("typing.", "").replace("collections.abc.", "")
+        said = said.replace("dict[str, Any]", "dict")
         assert signature == name + said.replace("(self, ", "(").replace("(self)", "()")
