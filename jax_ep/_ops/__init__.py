@@ -1,4 +1,4 @@
-"""What users call: one module per op, with its docstring, checks and result types.
+"""The public ops: one module each, with its docstring, checks and result types.
 
 May import `_transport` and what is below it. Ops do not import each other, except that `moe` and `overlap`
 call `dispatch` and `combine`.

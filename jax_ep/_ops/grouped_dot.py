@@ -12,6 +12,7 @@ from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of, vary_alike
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi, xla
+from jax_ep._transport.backend import Product
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of, dequantize_fp8
 from jax_ep._transport.payload import is_differentiable
 
@@ -75,7 +76,7 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             "whole, not their values, or cast both to a wider dtype"
         )
     _check_shapes(rows, w, group_sizes)
-    return _product(0, num_sms, *vary_alike([rows, w, group_sizes]))
+    return _product(Product.FORWARD, num_sms, *vary_alike([rows, w, group_sizes]))
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
@@ -123,13 +124,12 @@ _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 @custom_vjp(0, 1)
 def _product(
-    product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+    product: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Computes one of three products.
+    """Computes a product.
 
-    0: rows [C, M] times matrices [L, M, N]. 1: rows [C, N] times their transposes. 2: for each group [L, M,
-    N] its rows [C, M], transposed, times the others [C, N]. Each is linear in both operands, and its
-    gradients are two of the three, so gradients of any order are products of these kinds.
+    Each product is linear in both operands, and its gradients are the two others, so gradients of any order
+    are products of these kinds.
     """
 
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -141,20 +141,31 @@ def _product(
 
 
 def _product_fwd(
-    product: int, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+    product: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
 ) -> Any:
     return _product(product, num_sms, rows, others, group_sizes), (rows, others, group_sizes)
 
 
-def _product_bwd(product: int, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+def _product_bwd(product: Product, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
     rows, others, group_sizes = saved
-    # For each operand: which product it is, and of what.
-    ways = {
-        0: ((1, cotangent, others), (2, rows, cotangent)),
-        1: ((0, cotangent, others), (2, cotangent, rows)),
-        2: ((1, others, cotangent), (0, rows, cotangent)),
+    # The product, and its operands, that is the gradient of each operand.
+    gradients = {
+        Product.FORWARD: (
+            (Product.TRANSPOSED, cotangent, others),
+            (Product.WEIGHTS, rows, cotangent),
+        ),
+        Product.TRANSPOSED: (
+            (Product.FORWARD, cotangent, others),
+            (Product.WEIGHTS, cotangent, rows),
+        ),
+        Product.WEIGHTS: (
+            (Product.TRANSPOSED, others, cotangent),
+            (Product.FORWARD, rows, cotangent),
+        ),
     }
-    d_rows, d_others = (_product(way, num_sms, one, other, group_sizes) for way, one, other in ways[product])
+    d_rows, d_others = (
+        _product(kind, num_sms, left, right, group_sizes) for kind, left, right in gradients[product]
+    )
     if jax.sharding.get_abstract_mesh().explicit_axes:
         d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
         d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
@@ -178,10 +189,10 @@ def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
             dequantize_fp8(QuantizedArray(*pair), jnp.float32)
             for pair in ((rows, scales), (matrices, matrix_scales))
         )
-        product: jax.Array = _product(0, num_sms, *wide, sizes)
+        product: jax.Array = _product(Product.FORWARD, num_sms, *wide, sizes)
         return product.astype(jnp.bfloat16)
 
-    return _sharded(0, one, *operands)
+    return _sharded(Product.FORWARD, one, *operands)
 
 
 def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
@@ -195,7 +206,7 @@ def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
 _fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
 
 
-def _sharded(product: int, function: Any, *operands: jax.Array) -> jax.Array:
+def _sharded(product: Product, function: Any, *operands: jax.Array) -> jax.Array:
     """Returns function(*operands). The first two operands are those of the product.
 
     Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
@@ -209,7 +220,11 @@ def _sharded(product: int, function: Any, *operands: jax.Array) -> jax.Array:
         if not explicit:
             return function(*operands)
         own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
-        spec = {0: [own[0], other[2]], 1: [own[0], other[1]], 2: [None, own[1], other[1]]}[product]
+        spec = {
+            Product.FORWARD: [own[0], other[2]],
+            Product.TRANSPOSED: [own[0], other[1]],
+            Product.WEIGHTS: [None, own[1], other[1]],
+        }[product]
         if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
             spec[-1] = None
         result = jax.sharding.PartitionSpec(*spec)

@@ -1,4 +1,4 @@
-"""What executes the actions on one rank, and what it returns.
+"""The protocol of backends, which execute the actions of one rank, and their results.
 
 `Ffi` (ffi.py) and `Xla` (xla.py) are such backends. `TwoHops` (two_hops.py) and `Stream` (stream.py) wrap
 one. `choose` (choice.py) chooses the backend of an op, once.
@@ -18,15 +18,23 @@ OnTimeout = Literal["raise", "mask"]
 
 
 class Packing(enum.IntEnum):
-    """How `route` converts rows while it sends them. Quantize in ffi/core/params.h has the same numbers."""
+    """Conversion of rows while `route` sends them. Quantize in ffi/core/params.h has the same numbers."""
 
     NONE = 0
     FP8 = 1
     FP8_ROUNDED = 2  # with scales rounded up to powers of two
 
 
+class Product(enum.IntEnum):
+    """Products of rows by groups. ffi/core/params.h has the same numbers."""
+
+    FORWARD = 0  # rows [C, M] times matrices [L, M, N]
+    TRANSPOSED = 1  # rows [C, N] times the transposes of matrices [L, M, N]
+    WEIGHTS = 2  # for each group, its rows [C, M], transposed, times others [C, N]: [L, M, N]
+
+
 class Attendance(NamedTuple):
-    """Which ranks take part in an op that some may miss."""
+    """Ranks that take part in an op that some may miss."""
 
     active_ranks: jax.Array | None = None  # int32 [R], 0: as if it were not there. None: all must come
     masks: bool = False  # a rank that does not come in time is left out; otherwise the op fails
@@ -34,7 +42,7 @@ class Attendance(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Which ranks took part, and how long they were waited for."""
+    """Ranks that took part, and how long they were waited for."""
 
     active_ranks: jax.Array | None  # int32 [R], 0 also for ranks that did not come; None if none was passed
     wait_us: jax.Array | None  # float32 [R] microseconds until each rank had come, if measured
@@ -81,7 +89,7 @@ class Backend(Protocol):
     """The actions that move rows between ranks. Hashable, because rules for gradients keep it."""
 
     keeps_bits: ClassVar[bool]
-    """Whether rows arrive bit for bit. Otherwise NaNs may change, unless floats are sent as integers."""
+    """True if rows arrive bit for bit. Otherwise NaNs may change, unless floats are sent as integers."""
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         """Returns whether `route` can convert rows like those of x to FP8 while it sends them."""

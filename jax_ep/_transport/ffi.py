@@ -26,6 +26,7 @@ from jax_ep._transport.backend import (
     Leaves,
     Packing,
     Permutation,
+    Product,
     Routed,
 )
 from jax_ep._transport.collectives import place
@@ -71,7 +72,7 @@ def _rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) ->
 
 
 def quantizes(routing: Routing, x: jax.Array) -> bool:
-    """Whether `route` can make FP8 of rows like x itself."""
+    """Returns whether the kernels convert rows like those of x to FP8."""
     is_wide = _bits(x) == 64
     return routing.group._platform == "gpu" and _extension.extension() is not None and not is_wide
 
@@ -79,7 +80,7 @@ def quantizes(routing: Routing, x: jax.Array) -> bool:
 def goes_through_arena(
     routing: Routing, leaves: Sequence[jax.Array], packing: Packing = Packing.NONE
 ) -> bool:
-    """Whether `route` brings these rows by way of the arena: on GPUs, of few tokens."""
+    """Returns whether `route` sends these rows through the arena, as for few tokens on GPUs."""
     module = _extension.extension()
     if routing.group._platform != "gpu" or module is None:
         return False
@@ -150,7 +151,7 @@ def _push(
     leaves: Sequence[jax.Array],
     factors: Sequence[jax.Array],
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """What arrives beside the rows (weights, or dot products), and the rows."""
+    """Returns the weights, or dot products, that arrive, and the rows."""
     routing = handle.routing
     weighs = topk_weights is not None or row_weights is not None
     operands = [*_handle_arrays(handle), _or_empty(topk_weights), _or_empty(row_weights), *leaves, *factors]
@@ -172,13 +173,12 @@ def gather(group: Group, x: jax.Array) -> jax.Array:
 
 
 def grouped_dot(
-    product: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
+    product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
 ) -> jax.Array:
-    """`product` is 0: rows times matrices, 1: times their transposes, 2: rows^T times rows; see params.h."""
-    if product == 2:
+    if product is Product.WEIGHTS:
         shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
     else:
-        shape = (rows.shape[0], others.shape[2 if product == 0 else 1])
+        shape = (rows.shape[0], others.shape[2 if product is Product.FORWARD else 1])
     out, _ = call(
         "grouped_dot",
         [rows, others, group_sizes],
@@ -197,7 +197,7 @@ def grouped_dot_fp8(
     group_sizes: jax.Array,
     num_sms: int,
 ) -> jax.Array:
-    """Rows [C, M] times matrices that lie transposed [L, N, M], in bfloat16."""
+    """Multiplies rows [C, M] by matrices that are stored transposed [L, N, M]. Returns bfloat16."""
     out, _ = call(
         "grouped_dot_fp8",
         [rows, row_scales, matrices, matrix_scales, group_sizes],
@@ -208,7 +208,7 @@ def grouped_dot_fp8(
 
 
 def _products_scratch(group_sizes: jax.Array) -> Result:
-    """As GroupedDotScratchBytes in ffi/core/params.h."""
+    """Returns the scratch memory of a product: GroupedDotScratchBytes in ffi/core/params.h."""
     return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8
 
 

@@ -20,7 +20,7 @@ SCALE = np.float32(1 / 448)
 
 
 FLOOR = 1e-4
-"""What counts at least as the largest magnitude in a block, so that no scale is 0."""
+"""Least value of the largest magnitude in a block, so that no scale is 0."""
 
 
 BLOCK = 128

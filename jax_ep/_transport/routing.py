@@ -39,7 +39,7 @@ class Routing:
 
     @property
     def makes_two_hops(self) -> bool:
-        """Whether rows go to hosts first, and from there to ranks. Without rows nothing is sent."""
+        """True if rows go to hosts first, and from there to ranks. Without rows nothing is sent."""
         return self.num_hosts > 1 and self.num_tokens > 0 and self.capacity > 0
 
     @property
@@ -56,7 +56,7 @@ class Routing:
 
     @property
     def has_row_per_choice(self) -> bool:
-        """Whether a token has a row for each of its choices. Otherwise it has one for each of its ranks."""
+        """True if a token has a row for each of its choices. Otherwise it has one for each of its ranks."""
         return self.order != "rank"
 
     @property
@@ -99,7 +99,7 @@ class Handle:
     """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
     -1 none here, or dropped. By rank None."""
     within: "Handle | None"
-    """Of a group that spans hosts: the handle of hop 2, whose tokens are the rows that hop 1 brought. In the
+    """If the group spans hosts, the handle of hop 2, whose tokens are the rows that hop 1 brought. In the
     arrays above, the choices of tokens that hop 1 dropped are unused. Else None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
     """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
