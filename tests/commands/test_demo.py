@@ -21,6 +21,7 @@ def run(*command, timeout=200):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--quantize"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
 )

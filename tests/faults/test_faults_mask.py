@@ -108,6 +108,7 @@ def without(*late):
 ALL = np.ones((R, R), np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "late", "order", "more"),
     [

@@ -61,6 +61,7 @@ def trained_loss(quantize, seed):
     return values[-1]
 
 
+@pytest.mark.slow
 def test_training_reaches_the_loss_of_rows_as_they_are():
     """Within what different seeds make of it."""
     plain, quantised = (

@@ -39,6 +39,7 @@ def payload(kind):
     return (values, scales), read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "worst_case", "cached"])
 @pytest.mark.parametrize("with_topk", [True, False])
 @pytest.mark.parametrize("kind", ["random", "rank", "fp8"])

@@ -31,6 +31,7 @@ def test_counts_equal_the_oracle(kind, num_ranks, num_experts, k, implementation
     assert_equal(got, ids, num_experts, num_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize(
     ("tokens", "num_ranks", "num_experts", "k"),
