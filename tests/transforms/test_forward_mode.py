@@ -16,7 +16,8 @@ MATRICES = jnp.asarray(floats((2, H, H)))
 
 
 def on_all(function):
-    return ranks(R).map(function)
+    # The mesh is made at the call, because a host may have too few devices for it.
+    return lambda x: ranks(R).map(function)(x)
 
 
 def dispatch(x, weights=None, **options):
