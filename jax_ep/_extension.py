@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol, cast
 import jax
 import numpy as np
 
-# "ffi apart" is the asynchronous backend: the FFI handlers, on a stream of their own.
-Implementation = Literal["ffi", "ffi apart", "xla"]
+Implementation = Literal["ffi", "xla"]
 
 
 class Extension(Protocol):

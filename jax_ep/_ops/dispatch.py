@@ -186,19 +186,19 @@ def dispatch(
       num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
         for a batch that has fewer tokens than the shapes of the program. None: T.
       active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is
-        skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and nobody
-        waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
+        skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and no
+        rank waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
         dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialized, as
-        other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a
-        group with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does
-        not wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks
-        nor on_timeout="mask" (ValueError).
+        other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a group
+        with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does not
+        wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks nor
+        on_timeout="mask" (ValueError).
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
         the others go on without it, and it is marked 0 in the result, which the next op should be given; a
         rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had
         sent before they gave up. It then counts these ranks as present, and its next op marks them.) The
         collectives of "xla" wait for every rank, however long, and give active_ranks back as they were.
-      statistics: what earlier dispatches added up, or None.
+      statistics: those of earlier dispatches, or None.
       implementation: None, "ffi" or "xla".
 
     Returns:
@@ -230,7 +230,7 @@ def dispatch(
         )
     if round_scale and quantize is None:
         raise ValueError(
-            "dispatch: round_scale needs quantize, for rows that are not quantized have no scales"
+            "dispatch: round_scale needs quantize, because rows that are not quantized have no scales"
         )
     if quantize is not None:
         check_quantize(quantize, x, leaves)

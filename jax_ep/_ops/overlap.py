@@ -88,10 +88,10 @@ def dispatch_start(
       num_experts: E.
       order: "expert", "rank" or "expert_padded".
       implementation: None, "ffi" or "xla".
-      **options: what else `dispatch` takes.
+      **options: other options of `dispatch`.
 
     Returns:
-      What `dispatch_done` takes.
+      The argument of `dispatch_done`.
 
     Raises:
       ValueError, TypeError: as `dispatch`.
@@ -138,10 +138,10 @@ def combine_start(
       y: [C, ...] rows, as for `combine`; so are all arguments.
       handle: of the dispatch.
       implementation: None, "ffi" or "xla".
-      **options: what else `combine` takes.
+      **options: other options of `combine`.
 
     Returns:
-      What `combine_done` takes.
+      The argument of `combine_done`.
 
     Raises:
       ValueError, TypeError: as `combine`.
@@ -157,7 +157,7 @@ def combine_done(pending: PendingCombine[Result]) -> Result:
       pending: of `combine_start`.
 
     Returns:
-      What `combine` returns.
+      The result of `combine`.
 
     Raises:
       TypeError: `pending` does not come from `combine_start`.

@@ -71,12 +71,6 @@ def _rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) ->
     return [((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
 
 
-def quantizes(routing: Routing, x: jax.Array) -> bool:
-    """Returns whether the kernels convert rows like those of x to FP8."""
-    is_wide = _bits(x) == 64
-    return routing.group._platform == "gpu" and _extension.extension() is not None and not is_wide
-
-
 def goes_through_arena(
     routing: Routing, leaves: Sequence[jax.Array], packing: Packing = Packing.NONE
 ) -> bool:
@@ -219,7 +213,8 @@ class Ffi:
     keeps_bits: ClassVar[bool] = True
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
-        return quantizes(routing, x)
+        has_kernels = routing.group._platform == "gpu" and _extension.extension() is not None
+        return has_kernels and _bits(x) != 64
 
     def layout(
         self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
@@ -311,8 +306,8 @@ class Ffi:
         # A call takes leaves of one dtype, which they nearly always are.
         for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
             places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-            mine, theirs = [leaves[i] for i in places], [factors[i] for i in places]
-            dots, moved = _push(handle, None, row_weights, mine, theirs)
+            alike, factors_alike = [leaves[i] for i in places], [factors[i] for i in places]
+            dots, moved = _push(handle, None, row_weights, alike, factors_alike)
             all_dots = all_dots + dots
             for i, rows in zip(places, moved, strict=True):
                 scaled[i] = rows

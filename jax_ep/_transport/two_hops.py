@@ -66,14 +66,14 @@ def find_places(
     by_rank, by_expert, *of_wanted = jnp.split(everywhere, [ranks, ranks + routing.num_experts], axis=1)
     earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
     expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)
-    mine = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
+    local_counts = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
     if routing.has_row_per_choice:
         before = jnp.sum(jnp.where(earlier, by_expert, 0), axis=0, dtype=jnp.int32)
         blocks = block_sizes(routing, expert_counts).reshape(ranks, experts)
         starts = (jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks).reshape(-1)
         sent_rows = _rows_by_expert(inner, routing, ids, starts + before)
         rows_between = jnp.sum(by_expert.reshape(ranks, ranks, experts), axis=-1, dtype=jnp.int32)
-        tokens_per_expert, group_sizes = fill_of_blocks(routing, mine)
+        tokens_per_expert, group_sizes = fill_of_blocks(routing, local_counts)
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
     else:
         before = jnp.sum(jnp.where(earlier, by_rank, 0), axis=0, dtype=jnp.int32)
@@ -85,7 +85,9 @@ def find_places(
         num_tokens = jnp.minimum(arrive, routing.capacity)
     to_me = jnp.take(of_wanted[0] if wanted is not ids else rows_between, me, axis=1)
     num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
-    return Places(sent_rows, rows_between, mine, tokens_per_expert, group_sizes, num_tokens, num_dropped)
+    return Places(
+        sent_rows, rows_between, local_counts, tokens_per_expert, group_sizes, num_tokens, num_dropped
+    )
 
 
 def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
@@ -157,10 +159,10 @@ class TwoHops:
         places = find_places(self.inner, routing, ids, wanted, gather)
         # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
         places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
-        told = _tell(self.inner, routing, ids, places, topk_weights)
+        metadata = _send_metadata(self.inner, routing, ids, places, topk_weights)
         rows = [send(self.inner, routing, ids, leaf) for leaf in leaves]
-        told, rows = jax.lax.optimization_barrier((told, rows))
-        handle, weights = _make_handle(self.inner, routing, ids, places, told)
+        metadata, rows = jax.lax.optimization_barrier((metadata, rows))
+        handle, weights = _make_handle(self.inner, routing, ids, places, metadata)
         assert handle.within is not None
         waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
         counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
@@ -180,7 +182,7 @@ class TwoHops:
             None if topk_weights is None else send(self.inner, handle.routing, handle.topk_idx, topk_weights)
         )
         return self.inner.push(
-            _within_of(handle),
+            _inner_handle(handle),
             [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
             weights,
         )
@@ -193,7 +195,7 @@ class TwoHops:
         row_weights: jax.Array,
     ) -> tuple[Leaves, jax.Array]:
         rows = [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
-        return self.inner.push_scaled(_within_of(handle), rows, factors, row_weights)
+        return self.inner.push_scaled(_inner_handle(handle), rows, factors, row_weights)
 
     def pull(
         self,
@@ -204,7 +206,7 @@ class TwoHops:
         weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        partials, returned, _ = self.inner.pull(_within_of(handle), rows, row_weights, (), weights)
+        partials, returned, _ = self.inner.pull(_inner_handle(handle), rows, row_weights, (), weights)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
@@ -223,7 +225,7 @@ class TwoHops:
         return tuple(sums), total, Attended(None, None)
 
 
-def _within_of(handle: Handle) -> Handle:
+def _inner_handle(handle: Handle) -> Handle:
     """Returns the handle of hop 2."""
     assert handle.within is not None
     return handle.within
@@ -283,7 +285,7 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
     return jnp.where(senders < 0, -1, senders // routing.num_hosts)
 
 
-def _tell(
+def _send_metadata(
     inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
 ) -> jax.Array:
     """Sends ids, destinations and the bits of weights of each token in hop 1. Returns -1 where none came."""
@@ -296,22 +298,22 @@ def _tell(
     integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
-    told = jnp.concatenate(integers, axis=1)
-    return _through_hop_1(inner, routing, jnp.where(senders[:, None] < 0, -1, told))
+    metadata = jnp.concatenate(integers, axis=1)
+    return _through_hop_1(inner, routing, jnp.where(senders[:, None] < 0, -1, metadata))
 
 
 def _make_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, told: jax.Array
+    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, metadata: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
-    global_ids, rows, bits = jnp.split(told, [sizes[0], sum(sizes)], axis=1)
+    global_ids, rows, bits = jnp.split(metadata, [sizes[0], sum(sizes)], axis=1)
     here = _host_of(routing, global_ids) == host(routing.group)
     within_ids = jnp.where(here, global_ids - host(routing.group) * routing.within.num_experts, -1)
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _within(inner, routing, within_ids, rows, places)
+    within = _make_inner_handle(inner, routing, within_ids, rows, places)
     prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
@@ -321,7 +323,9 @@ def _make_handle(
     return handle, weights
 
 
-def _within(inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places) -> Handle:
+def _make_inner_handle(
+    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places
+) -> Handle:
     """Makes the handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks

@@ -289,8 +289,8 @@ class Xla:
             return tuple(sums), None, attended
         returned = take(weights, here)
         if not routing.has_row_per_choice:
-            mine = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
-            returned = jnp.where(mine, returned, 0)
+            is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+            returned = jnp.where(is_local, returned, 0)
         return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
 
     def permute(
