@@ -95,7 +95,7 @@ struct MailOpening {
 
   __device__ MailOpening(const Peers& peers, const MeshPosition* position_operand,
                          const Attendance& attendance)
-      : opening(peers, position_operand) {
+      : opening(peers, position_operand, true) {
     const int r = threadIdx.x % kWarp;
     if (!IsOpeningWarp() || r >= peers.num_ranks) return;
     heard = ArenaOf(peers, peers.rank).heard[r];
@@ -117,7 +117,6 @@ class MailSession {
         BlockClock().began = 0;
         BlockClock().limit = 0;
         fails = !mail_opening.opening.Finish(peers_, op_);
-        if (!fails && blockIdx.x > 0) fails = !AwaitOpening(mail_opening.opening.epoch());
       }
       fails = __ballot_sync(kAllLanes, fails) != 0;
       const uint32_t epoch = __shfl_sync(kAllLanes, mail_opening.opening.epoch(), kWarp - 1);
@@ -129,7 +128,9 @@ class MailSession {
       fails |= missing != 0;
       if (Opening::IsOpeningThread()) {
         if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
-        state_of_block() = {epoch, mail_opening.opening.CallOf(peers_), ranks, writable, !fails, fails};
+        const bool holds_channel = mail_opening.opening.HoldsChannel(peers_);
+        const Call call = mail_opening.opening.CallOf(peers_);
+        state_of_block() = {epoch, call, ranks, writable, holds_channel, !fails, fails};
       }
     }
     __syncthreads();
@@ -279,12 +280,16 @@ class MailSession {
   template <typename Fill>
   __device__ void Close(Fill&& fill) {
     Channel& own = peers_.own();
-    if (!state_of_block().is_open && !SettleUnopened(fill)) return;
+    if (!state_of_block().holds_channel && !BelongsToOpenOp(fill)) return;
     Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
     const BlockEnd end = CountEnd(own, has_failed());
     if (!end.is_last) return;
-    if (end.any_failed) GiveUpMail(peers_, op_, epoch(), fill);
+    if (end.any_failed) {
+      GiveUpMail(peers_, op_, epoch(), fill);
+      // If the first block has found the gate closed, the channel is not used any more.
+      if (LoadRelaxed(&own.opened) != Pack(peers_.call.site + 1, epoch())) return;
+    }
     if (threadIdx.x == 0) FreeChannel(own, epoch());
   }
 
@@ -294,7 +299,7 @@ class MailSession {
     uint32_t epoch;
     Call call;
     uint32_t ranks, writable;
-    bool is_open, has_failed;
+    bool holds_channel, is_open, has_failed;
   };
   __device__ static State& state_of_block() {
     __shared__ State state;
@@ -302,20 +307,6 @@ class MailSession {
   }
 
   __device__ Call call() const { return state_of_block().call; }
-
-  // Waits until the first block has opened this op. Returns false if it does not, because the gate is closed,
-  // or because this block began while another op of the rank was ending and took this op for an earlier one.
-  // The wait has no time-out, because the first block waits for nothing before it opens the op. A rank that
-  // is delayed there must only be late for the others, and must not fail the op.
-  __device__ bool AwaitOpening(uint32_t epoch) const {
-    EpochWord opened;
-    const auto is_open = [&] {
-      opened = LoadRelaxed(&peers_.own().opened);
-      return opened == Pack(peers_.call.site + 1, epoch);
-    };
-    return PollUntil(is_open,
-                     [&] { return static_cast<int32_t>(EpochOf(opened) - epoch) > 0 || IsGivenUp(peers_); });
-  }
 
   // Returns the participating ranks that this rank may write to: those that it has heard from in the previous
   // op, and others once they have begun this one. Called by the warp that opens the op.
@@ -336,25 +327,18 @@ class MailSession {
     return __ballot_sync(kAllLanes, writable);
   }
 
-  // Ends a block that has not found the op open, because the group has failed or another op uses the arena.
-  // Returns true if this rank has opened the op after all; the op has then failed. Called by the whole block;
-  // synchronizes.
+  // Returns whether this rank has opened the op, of which this block has found the channel in use by another
+  // op; the op has then failed, and the block's end counts. If the op is not open, blocks that came after the
+  // other op had ended may still have written results, and their ends never add up. So this block fills the
+  // results when those blocks have ended. Called by the whole block; synchronizes.
   template <typename Fill>
-  __device__ bool SettleUnopened(Fill&& fill) {
+  __device__ bool BelongsToOpenOp(Fill&& fill) {
     __shared__ bool is_opened;
-    if (threadIdx.x == 0) {
-      // The gate is also closed if this block has only taken the op for an earlier one, because the op must
-      // not be opened any more.
-      const uint32_t user = NumberOf(LoadRelaxed(&peers_.own().opened)) - 1;
-      RecordFailure(peers_, op_, Phase::kChannel, epoch(), 1u << peers_.rank, Call{0, user}.WithBlocks(0));
-      is_opened = HasOpened(peers_, &state_of_block().epoch);
-    }
+    if (threadIdx.x == 0) is_opened = HasOpened(peers_, &state_of_block().epoch);
     __syncthreads();
     epoch_ = state_of_block().epoch;
-    if (is_opened) return true;
-    // No block of this op has written anything.
-    if (is_leader()) FailEverywhere(peers_, op_, epoch(), fill);
-    return false;
+    if (!is_opened) GiveUpMail(peers_, op_, epoch(), fill);
+    return is_opened;
   }
 
   const Peers& peers_;

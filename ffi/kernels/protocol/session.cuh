@@ -40,17 +40,22 @@ __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uin
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
 }
 
+// Returns the epoch of the last op that has ended, and the call site that holds the channel (Channel::holder).
+__device__ inline EpochWord* HolderWord(Channel& own) { return reinterpret_cast<EpochWord*>(&own.holder); }
+
 // The first step of an op, by the last thread of each block. The constructor issues the loads, and nothing
 // waits for them before Finish.
 class Opening {
  public:
-  __device__ Opening(const Peers& peers, const MeshPosition* position_operand) {
+  // If `claims_channel`, every block claims the channel for the op's call site, so it need not wait until the
+  // first block has opened the op.
+  __device__ Opening(const Peers& peers, const MeshPosition* position_operand, bool claims_channel = false) {
     if (!IsOpeningThread() || peers.num_ranks == 0) return;
     Channel& own = peers.own();
-    const volatile uint32_t* const epoch = &own.epoch;
     const MeshPosition position = *position_operand;
-    if (blockIdx.x == 0) Stall(peers, Phase::kEnter, *epoch + 1);
-    last_ = *epoch;
+    if (blockIdx.x == 0) Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(HolderWord(own))) + 1);
+    if (claims_channel) holder_ = atomicCAS(&own.holder, 0u, peers.call.site + 1);
+    last_ = LoadRelaxed(HolderWord(own));  // after the claim, from when on the epoch stays the same
     // As far as the compiler can tell, this number differs between lanes. Otherwise it would add once for all
     // lanes, and wait here for the old value.
     const uint32_t one = threadIdx.x + 2 - blockDim.x;
@@ -63,33 +68,40 @@ class Opening {
   // Opens the op in the first block. In other blocks only checks whether the gate is open. Returns false if
   // the group has failed, the channel is in use, or the program runs on another mesh than the group's.
   __device__ bool Finish(const Peers& peers, Op op) const {
-    const bool is_open = blockIdx.x == 0 ? Open(peers, op) : NumberOf(gate_) == 0;
+    const bool holds = HoldsChannel(peers);
+    const bool is_open = blockIdx.x == 0 ? Open(peers, op, holds) : holds && NumberOf(gate_) == 0;
+    if (!holds) RecordInUse(peers, op, holder_);
     if (position_.rank == peers.rank) return is_open;
     RecordFailure(peers, op, Phase::kRank, epoch(), position_.rank);
     return false;
   }
-  __device__ uint32_t epoch() const { return last_ + 1; }
+  // Returns whether no other call site has claimed the channel.
+  __device__ bool HoldsChannel(const Peers& peers) const {
+    return holder_ == 0 || holder_ == peers.call.site + 1;
+  }
+  __device__ uint32_t epoch() const { return EpochOf(last_) + 1; }
   // Returns the call as it is published.
   __device__ Call CallOf(const Peers& peers) const { return peers.call.In(position_.list); }
 
  private:
-  __device__ bool Open(const Peers& peers, Op op) const {
+  __device__ bool Open(const Peers& peers, Op op, bool holds) const {
     Channel& own = peers.own();
-    if (gate_ == Pack(0, last_)) {
+    if (holds && gate_ == Pack(0, EpochOf(last_))) {
       StoreWord(&own.opened, peers.call.site + 1, epoch());
       return true;
     }
     (void)AddEpochs(&own.gate, ~0u);
-    if (NumberOf(gate_) == 0) {
-      // Another op of this rank has opened the channel and has not ended.
-      const uint32_t user = NumberOf(LoadRelaxed(&own.opened)) - 1;
-      RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank, Call{0, user}.WithBlocks(0));
-    }
+    if (holds && NumberOf(gate_) == 0) RecordInUse(peers, op, NumberOf(LoadRelaxed(&own.opened)));
     return false;
+  }
+  // Another op of this rank, with call site `user` - 1, uses the channel and has not ended.
+  __device__ void RecordInUse(const Peers& peers, Op op, uint32_t user) const {
+    RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank, Call{0, user - 1}.WithBlocks(0));
   }
 
   // As they were loaded: to compute with one would wait for it.
-  uint32_t last_ = 0;        // the epoch of the op before
+  uint32_t holder_ = 0;      // of the channel, before this block claimed it
+  EpochWord last_ = 0;       // with the epoch of the op before
   uint64_t gate_ = 0;        // before this op opened it
   MeshPosition position_{};  // according to the program
 };
@@ -145,7 +157,7 @@ __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
     (void)AddEpochs(&own.gate, 2);  // so that its epoch also becomes 1
     StoreWord(&own.opened, 0, 1);
   }
-  *static_cast<volatile uint32_t*>(&own.epoch) = epoch;  // last, because an op may open from now on
+  StoreWord(HolderWord(own), 0, epoch);  // last, because an op may open from now on
 }
 
 // Ends an op that was opened and has failed. fill() overwrites the results once nothing else writes to them.
