@@ -80,6 +80,10 @@ ARENA_MISTAKES = {
             (SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed % gridDim.x == 0,"),
         ],
     ),
+    "goes on in a channel that another op holds": (
+        "stray",
+        [(SESSION, "return holder_ == 0 || holder_ == peers.call.site + 1;", "return true;")],
+    ),
     "goes on without its own rows": (
         "two",
         [(MAIL, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],

@@ -53,7 +53,9 @@ class Opening {
     if (!IsOpeningThread() || peers.num_ranks == 0) return;
     Channel& own = peers.own();
     const MeshPosition position = *position_operand;
-    if (blockIdx.x == 0) Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(HolderWord(own))) + 1);
+    if (blockIdx.x == 0 || claims_channel) {
+      Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(HolderWord(own))) + 1);
+    }
     if (claims_channel) holder_ = atomicCAS(&own.holder, 0u, peers.call.site + 1);
     last_ = LoadRelaxed(HolderWord(own));  // after the claim, from when on the epoch stays the same
     // As far as the compiler can tell, this number differs between lanes. Otherwise it would add once for all
