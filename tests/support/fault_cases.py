@@ -55,8 +55,9 @@ class Seen:
 
 def tokens_of(rig: Rig, how: str = "inside") -> int:
     number = rig.rng.random()
-    if how != "inside" and number > 0.6:
-        return FEW_ENOUGH_FOR_SLOTS  # nobody waits for a rank that is inside of such an op
+    # Nobody waits for a rank that is inside of an op of few tokens, and two such ops cannot run concurrently.
+    if how != "inside" and not rig.style.concurrent and number > 0.6:
+        return FEW_ENOUGH_FOR_SLOTS
     return SEVERAL_WAVES if rig.on_gpus and number < 0.25 else FEW
 
 

@@ -159,7 +159,7 @@ struct Report {
   uint32_t epoch;
   uint32_t reason;      // Phase::kGivenUp: the Reason that was found
   uint64_t call;        // Call::WithBlocks(0)
-  uint64_t other_call;  // Phase::kCall, kChannel and kHop: the call of the first of those ranks
+  uint64_t other_call;  // Phase::kCall, kChannel and kHop: the call of the first of those ranks, 0: unknown
   uint64_t hop;         // Phase::kHop: the HopReason
   uint32_t left_out;    // 1 once an op has left out a rank, which may since have counted fewer ops
 

@@ -40,7 +40,8 @@ __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uin
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
 }
 
-// Returns the epoch of the last op that has ended, and the call site that holds the channel (Channel::holder).
+// Returns the epoch of the last op that has ended, and the call site that holds the channel
+// (Channel::holder).
 __device__ inline EpochWord* HolderWord(Channel& own) { return reinterpret_cast<EpochWord*>(&own.holder); }
 
 // The first step of an op, by the last thread of each block. The constructor issues the loads, and nothing
@@ -72,7 +73,7 @@ class Opening {
   __device__ bool Finish(const Peers& peers, Op op) const {
     const bool holds = HoldsChannel(peers);
     const bool is_open = blockIdx.x == 0 ? Open(peers, op, holds) : holds && NumberOf(gate_) == 0;
-    if (!holds) RecordInUse(peers, op, holder_);
+    if (!holds) RecordInUse(peers, op);
     if (position_.rank == peers.rank) return is_open;
     RecordFailure(peers, op, Phase::kRank, epoch(), position_.rank);
     return false;
@@ -93,12 +94,12 @@ class Opening {
       return true;
     }
     (void)AddEpochs(&own.gate, ~0u);
-    if (holds && NumberOf(gate_) == 0) RecordInUse(peers, op, NumberOf(LoadRelaxed(&own.opened)));
+    if (holds && NumberOf(gate_) == 0) RecordInUse(peers, op);
     return false;
   }
-  // Another op of this rank, with call site `user` - 1, uses the channel and has not ended.
-  __device__ void RecordInUse(const Peers& peers, Op op, uint32_t user) const {
-    RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank, Call{0, user - 1}.WithBlocks(0));
+  // Another op of this rank uses the channel and has not ended.
+  __device__ void RecordInUse(const Peers& peers, Op op) const {
+    RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank);
   }
 
   // As they were loaded: to compute with one would wait for it.

@@ -138,7 +138,8 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
       return Text(op, of_group, "rank(s)", missing, " called ", other == call ? "another call of " : "",
                   other, ", where rank ", report.rank, " called ", call, ". No row was moved.", kRemedy);
     case Phase::kChannel:
-      return Text(op, of_group, "rank ", report.rank, " began ", call, " while ", other,
+      return Text(op, of_group, "rank ", report.rank, " began ", call, " while ",
+                  Call::Of(report.other_call).hash == 0 ? "another op" : other,
                   " was still running on the same GPU, in the same of ", kChannels,
                   " channels (ops of few tokens share one). Let one of them use the other's result, so "
                   "that they run in turn.",
