@@ -201,26 +201,21 @@ def weights(op: str, name: str, value: Any, shape: tuple[int, ...], axes: str) -
     return values.astype(jnp.float32)
 
 
-def leaves(
-    op: str, name: str, arrays: Sequence[Any], first: tuple[int, ...], axes: str, source: str
-) -> list[jax.Array]:
-    """Checks the leaves of a payload, and returns them as arrays.
+def leaf(op: str, name: str, value: Any, first: tuple[int, ...], axes: str, source: str) -> jax.Array:
+    """Checks a leaf of a payload, and returns it as an array.
 
-    The dimensions of every leaf must begin with `first`. The error message calls these dimensions `axes`,
-    and gives `source` as the place that they come from.
+    Its dimensions must begin with `first`. The error message calls these dimensions `axes`, and gives
+    `source` as the place that they come from.
     """
-    result = []
-    for value in arrays:
-        leaf = array(op, f"every leaf of {name}", value)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise TypeError(f"{op}: {name} cannot hold {leaf.dtype}; for keys pass jax.random.key_data(...)")
-        if leaf.shape[: len(first)] != first:
-            sizes = first[0] if len(first) == 1 else list(first)
-            raise ValueError(
-                f"{op}: every array of {name} must be [{axes}, ...] with {axes} = {sizes} ({source}), "
-                f"got {shape_text(leaf)}"
-            )
-        result.append(leaf)
+    result = array(op, f"every leaf of {name}", value)
+    if jnp.issubdtype(result.dtype, jax.dtypes.extended):
+        raise TypeError(f"{op}: {name} cannot hold {result.dtype}; for keys pass jax.random.key_data(...)")
+    if result.shape[: len(first)] != first:
+        sizes = first[0] if len(first) == 1 else list(first)
+        raise ValueError(
+            f"{op}: every array of {name} must be [{axes}, ...] with {axes} = {sizes} ({source}), "
+            f"got {shape_text(result)}"
+        )
     return result
 
 

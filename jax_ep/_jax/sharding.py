@@ -31,7 +31,7 @@ def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
     return jax.tree.map(vary, arrays)
 
 
-def whole(arrays: Tree) -> Tree:
+def unshard(arrays: Tree) -> Tree:
     """Gathers the arrays of a pytree over Explicit mesh axes, because an op needs all rows and all columns.
 
     The op's results are then not sharded over these axes, and gradients have the types that JAX expects.
@@ -47,6 +47,11 @@ def whole(arrays: Tree) -> Tree:
         return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
 
     return jax.tree.map(gather, arrays)
+
+
+def to_one_type(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
+    """Returns an op's operands, not sharded over Explicit axes, and varying over the same manual ones."""
+    return vary_alike(unshard(arrays), axes)
 
 
 def axes_of(entry: Any) -> set[str]:

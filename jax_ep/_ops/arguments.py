@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax_ep._checks import array, at_least_one, on_device, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
-from jax_ep._transport.backend import Attendance, Backend
+from jax_ep._transport.backend import Backend
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
 
@@ -30,35 +30,6 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
             raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     return jnp.where(tokens < given.reshape(()).astype(jnp.int32), ids, jnp.asarray(-1, ids.dtype))
-
-
-def attendance(op: str, active_ranks: Any, on_timeout: Any, group: Group, waits: bool = False) -> Attendance:
-    """Checks and returns who takes part in an op. Its `active_ranks` is None if all ranks must."""
-    if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
-        raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
-    masks, num_ranks = on_timeout == "mask", group.size
-    if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
-        raise ValueError(
-            f"{op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, for JAX's "
-            f"collectives between hosts wait for all ranks, got {group!r}; leave them out, or choose ranks "
-            "of one host"
-        )
-    if active_ranks is None:
-        return Attendance(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, waits)
-    given = array(op, "active_ranks", active_ranks)
-    kinds = (jnp.integer, jnp.bool_)
-    if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
-        raise ValueError(
-            f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
-            f"{shape_text(given)}"
-        )
-    is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
-    if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
-        raise ValueError(
-            f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, not "
-            f"their numbers, got {np.asarray(active_ranks).tolist()}"
-        )
-    return Attendance(given.astype(bool).astype(jnp.int32), masks, waits)
 
 
 def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from jax_ep import _checks
-from jax_ep._jax.sharding import vary_alike, whole
-from jax_ep._ops import arguments
+from jax_ep._jax.sharding import to_one_type
 from jax_ep._ops.arguments import open_handle
-from jax_ep._transport.backend import OnTimeout
+from jax_ep._transport.attendance import Attendance, OnTimeout
+from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
 from jax_ep._transport.routing import Handle
 
@@ -62,12 +62,11 @@ def combine(
     """
     handle, backend = open_handle("combine", handle, implementation)
     routing = handle.routing
-    leaves, tree = jax.tree.flatten(y)
-    if not leaves:
-        raise ValueError("combine: y holds no array")
     axes = "C" if routing.slots is None else "L, R * T"
-    leaves = _checks.leaves("combine", "y", leaves, routing.buffer, axes, "the capacity of the handle")
-    leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in leaves]
+    payload = Payload.check("combine", "y", y, routing.buffer, axes, "the capacity of the handle")
+    if not payload.leaves:
+        raise ValueError("combine: y holds no array")
+    leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in payload.leaves]
     _checks.floating("combine", "y", leaves)
     weights = None
     if row_weights is not None:
@@ -78,21 +77,19 @@ def combine(
             )
         weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{axes}]")
         weights = weights.reshape(routing.capacity)
-    biases = _biases(bias, tree, leaves, routing.num_tokens)
-
-    attendance = arguments.attendance("combine", active_ranks, on_timeout, routing.group)
-
-    operands = whole((handle, tuple(leaves), weights, biases, attendance.active_ranks))
-    handle, rows, weights, biases, active = vary_alike(operands, routing.group._axes)
-    attendance = attendance._replace(active_ranks=active)
+    biases = _biases(bias, payload.tree, leaves, routing.num_tokens)
+    attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
+    operands = (handle, tuple(leaves), weights, biases, attendance)
+    handle, rows, weights, biases, attendance = to_one_type(operands, routing.group._axes)
+    active = None
     with jax.named_scope("jax_ep.combine"):
-        if active is not None:
+        if attendance.may_miss:
             sums, active = pull_attended(backend, handle, rows, weights, biases, attendance)
         elif weights is None and not biases:
             sums, _ = pull(backend, handle, rows, None)
         else:
             sums = pull_scaled(backend, handle, rows, weights, biases)
-    result = jax.tree.unflatten(tree, sums)
+    result = payload.rebuild("combine", sums)
     return result if active is None else (result, active)
 
 

@@ -7,15 +7,16 @@ import jax
 
 from jax_ep import _checks
 from jax_ep._group.group import Group
-from jax_ep._jax.sharding import vary_alike, whole
+from jax_ep._jax.sharding import to_one_type, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
-from jax_ep._transport.backend import OnTimeout
-from jax_ep._transport.checkpoint import CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._transport.attendance import Attendance, OnTimeout
+from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, plain
-from jax_ep._transport.fp8_rows import Quantize, check_quantize, route_fp8
-from jax_ep._transport.push_pull import attach, push, refuse_complex_gradients, route
+from jax_ep._transport.fp8_rows import Quantize, sender
+from jax_ep._transport.payload import Payload
+from jax_ep._transport.push_pull import arrived, push
 from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_experts, worst_case_capacity
 
 
@@ -215,10 +216,9 @@ def dispatch(
     group._resolve(plain(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
-    leaves, tree = jax.tree.flatten(x)
     ids = _checks.topk_idx("dispatch", topk_idx)
     num_tokens, top_k = ids.shape
-    leaves = _checks.leaves("dispatch", "x", leaves, (num_tokens,), "T", "of topk_idx")
+    payload = Payload.check("dispatch", "x", x, (num_tokens,), "T", "of topk_idx")
     num_experts = _checks.num_experts("dispatch", num_experts, group.size)
     alignment = _checks.at_least_one("dispatch", "expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
@@ -228,12 +228,7 @@ def dispatch(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
         )
-    if round_scale and quantize is None:
-        raise ValueError(
-            "dispatch: round_scale needs quantize, because rows that are not quantized have no scales"
-        )
-    if quantize is not None:
-        check_quantize(quantize, x, leaves)
+    send = sender(quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
     worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
@@ -247,29 +242,20 @@ def dispatch(
     routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
     if statistics is not None:
         check_statistics(statistics, routing)
-    attendance = arguments.attendance("dispatch", active_ranks, on_timeout, group, statistics is not None)
-    statistics = whole(statistics)
-    operands = whole((tuple(leaves), ids, weights, attendance.active_ranks))
-    sources, ids, weights, active = vary_alike(operands, group._axes)
-    sent = (sources, ids, weights, attendance._replace(active_ranks=active))
+    attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
+    statistics = unshard(statistics)
+    operands = to_one_type((payload, ids, weights, attendance), group._axes)
     with jax.named_scope("jax_ep.dispatch"):
-        backend = choose(routing, implementation)
-        if quantize is None:
-            out = attach(backend, route(backend, routing, *sent), sources, weights)
-            rows = refuse_complex_gradients("dispatch", sources, out.rows)
-            rows = jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS))
-        else:
-            rows, out = route_fp8(backend, routing, *sent, quantize, round_scale)
-        arrived = name_all(out.weights, CHECKPOINT_WEIGHTS)
-    rows, arrived = in_slots(routing, (rows, arrived))
+        rows, out = send(choose(routing, implementation), routing, *operands)
+        arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
     if statistics is not None:
         statistics = add_to(statistics, out)
     counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped)
     rest = (*counts, out.handle, out.attended.active_ranks, statistics)
     if out.topk_idx is not None:
-        return DispatchedByRank(rows, out.topk_idx, arrived, *rest)
+        return DispatchedByRank(rows, out.topk_idx, arrived_weights, *rest)
     assert out.group_sizes is not None  # by expert
-    return DispatchedByExpert(rows, arrived, out.group_sizes, *rest)
+    return DispatchedByExpert(rows, arrived_weights, out.group_sizes, *rest)
 
 
 @overload
@@ -306,19 +292,17 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
     """
     handle, backend = open_handle("redispatch", handle, implementation)
     routing = handle.routing
-    leaves, tree = jax.tree.flatten(x)
-    leaves = _checks.leaves("redispatch", "x", leaves, (routing.num_tokens,), "T", "of the handle")
+    payload = Payload.check("redispatch", "x", x, (routing.num_tokens,), "T", "of the handle")
     weights = None
     if topk_weights is not None:
         shape = (routing.num_tokens, routing.top_k)
         weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
-    if not leaves and weights is None:
+    if not payload.leaves and weights is None:
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    operands = vary_alike(whole((handle, tuple(leaves), weights)), routing.group._axes)
+    handle, payload, weights = to_one_type((handle, payload, weights), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
-        rows, arrived = push(backend, *operands)
-        rows = refuse_complex_gradients("redispatch", operands[1], rows)
-    out = in_slots(routing, jax.tree.unflatten(tree, name_all(rows, CHECKPOINT_ROWS)))
+        moved, arrived_weights = push(backend, handle, payload.leaves, weights)
+        rows = arrived("redispatch", routing, payload, moved)
     if topk_weights is None:
-        return out
-    return out, in_slots(routing, name_all(arrived, CHECKPOINT_WEIGHTS))
+        return rows
+    return rows, in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS))

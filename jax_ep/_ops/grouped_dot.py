@@ -13,8 +13,8 @@ from jax_ep._jax.sharding import axes_of, vary_alike
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi, xla
 from jax_ep._transport.backend import Product
+from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of, dequantize_fp8
-from jax_ep._transport.payload import is_differentiable
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "

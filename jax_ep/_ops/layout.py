@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_ep import _checks
-from jax_ep._jax.sharding import whole
+from jax_ep._jax.sharding import unshard
 from jax_ep._ops import arguments
 from jax_ep._transport.choice import choose_local
 
@@ -61,7 +61,7 @@ def get_dispatch_layout(
         raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
-    counts = backend.layout(whole(ids), num_experts, num_ranks, per_node)
+    counts = backend.layout(unshard(ids), num_experts, num_ranks, per_node)
     return DispatchLayout(
         counts.num_tokens_per_rank,
         None if ranks_per_node is None else counts.num_tokens_per_node,

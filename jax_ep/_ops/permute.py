@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import vary_alike, whole
+from jax_ep._jax.sharding import to_one_type
 from jax_ep._transport.backend import LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
-from jax_ep._transport.payload import SUMMED, is_differentiable, move_bits, sum_dtype
-from jax_ep._transport.push_pull import refuse_complex_gradients
+from jax_ep._transport.dtypes import SUMMED, is_differentiable, sum_dtype
+from jax_ep._transport.payload import Payload, move_bits
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep._transport.xla import routed_experts
 
@@ -66,9 +66,8 @@ def permute(
       TypeError: a leaf of x is of a kind that cannot be moved.
     """
     choose_local(implementation)  # raises before the other checks
-    leaves, tree = jax.tree.flatten(x)
     ids = _checks.topk_idx("permute", topk_idx)
-    leaves = _checks.leaves("permute", "x", leaves, ids.shape[:1], "C", "of topk_idx")
+    payload = Payload.check("permute", "x", x, ids.shape[:1], "C", "of topk_idx")
     experts = _checks.at_least_one("permute", "num_local_experts", num_local_experts, _checks.MOST_EXPERTS)
     alignment = _checks.at_least_one("permute", "expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
@@ -76,14 +75,14 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _checks.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    operands = vary_alike(whole((tuple(leaves), ids, weights)))
+    payload, ids, weights = to_one_type((payload, ids, weights))
     with jax.named_scope("jax_ep.permute"):
         backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
         how = (backend, experts, alignment, capacity)
-        out = _permute(how, *operands)
-        rows = refuse_complex_gradients("permute", operands[0], out.rows)
+        out = _permute(how, payload.leaves, ids, weights)
+        rows = payload.rebuild("permute", out.rows)
     return Permuted(
-        x=jax.tree.unflatten(tree, rows),
+        x=rows,
         row_map=out.row_map,
         group_sizes=out.group_sizes,
         tokens_per_expert=out.tokens_per_expert,
@@ -246,7 +245,7 @@ def unpermute(
                 f"got {_checks.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    operands = vary_alike(whole((y, row_map, weights, bias, ids)))
+    operands = to_one_type((y, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
         backend = choose_local(implementation, is_empty=not (row_map.shape[0] and y.shape[0]))
         return _unpermute(backend, summed, *operands).astype(out_dtype)

@@ -6,15 +6,15 @@ one. `choose` (choice.py) chooses the backend of an op, once.
 
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
 from jax_ep._group.group import Group
+from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.routing import Handle, Routing
 
 Leaves = tuple[jax.Array, ...]
-OnTimeout = Literal["raise", "mask"]
 
 
 class Packing(enum.IntEnum):
@@ -31,24 +31,6 @@ class Product(enum.IntEnum):
     FORWARD = 0  # rows [C, M] times matrices [L, M, N]
     TRANSPOSED = 1  # rows [C, N] times the transposes of matrices [L, M, N]
     WEIGHTS = 2  # for each group, its rows [C, M], transposed, times others [C, N]: [L, M, N]
-
-
-class Attendance(NamedTuple):
-    """Ranks that take part in an op that some may miss."""
-
-    active_ranks: jax.Array | None = None  # int32 [R], 0: as if it were not there. None: all must come
-    masks: bool = False  # a rank that does not come in time is left out; otherwise the op fails
-    waits: bool = False  # measure how long each rank was waited for
-
-
-class Attended(NamedTuple):
-    """Ranks that took part, and how long they were waited for."""
-
-    active_ranks: jax.Array | None  # int32 [R], 0 also for ranks that did not come; None if none was passed
-    wait_us: jax.Array | None  # float32 [R] microseconds until each rank had come, if measured
-
-
-EVERYBODY = Attendance()
 
 
 class Routed(NamedTuple):

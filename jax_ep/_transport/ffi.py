@@ -18,17 +18,8 @@ from jax_ep._group.group import Group
 from jax_ep._jax.ffi_call import Result, call
 from jax_ep._jax.platform import on_platform
 from jax_ep._transport import collectives
-from jax_ep._transport.backend import (
-    EVERYBODY,
-    Attendance,
-    Attended,
-    LayoutCounts,
-    Leaves,
-    Packing,
-    Permutation,
-    Product,
-    Routed,
-)
+from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Product, Routed
 from jax_ep._transport.collectives import place
 from jax_ep._transport.fp8 import BLOCK, FP8
 from jax_ep._transport.routing import Handle, Routing
@@ -106,15 +97,15 @@ def _active_ranks(attendance: Attendance) -> jax.Array:
 def _attended(routing: Routing, attendance: Attendance) -> dict[str, Result]:
     ranks = routing.num_ranks
     return {
-        "active_ranks": ((0 if attendance.active_ranks is None else ranks,), INT),
-        "wait_us": ((ranks if attendance.waits else 0,), jnp.float32),
+        "active_ranks": ((ranks if attendance.may_miss else 0,), INT),
+        "wait_us": ((ranks if attendance.measures else 0,), jnp.float32),
     }
 
 
 def _as_attended(attendance: Attendance, named: dict[str, jax.Array]) -> Attended:
     return Attended(
-        None if attendance.active_ranks is None else named["active_ranks"],
-        named["wait_us"] if attendance.waits else None,
+        named["active_ranks"] if attendance.may_miss else None,
+        named["wait_us"] if attendance.measures else None,
     )
 
 

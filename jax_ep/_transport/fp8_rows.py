@@ -1,5 +1,7 @@
 """Rows that travel as FP8, and who packs them: XLA, or the kernel that sends them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -7,12 +9,14 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import without_gradient
-from jax_ep._transport.backend import Attendance, Backend, Leaves, Packing, Routed
+from jax_ep._transport.attendance import Attendance
+from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
-from jax_ep._transport.payload import is_differentiable
-from jax_ep._transport.push_pull import attach, route
-from jax_ep._transport.routing import Routing
+from jax_ep._transport.payload import Payload
+from jax_ep._transport.push_pull import attach, route, send
+from jax_ep._transport.routing import Routing, in_slots
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
@@ -23,7 +27,19 @@ NO_GRADIENT = (
 )
 
 
-def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
+def sender(quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> Callable[..., tuple[Any, Routed]]:
+    """Checks how a dispatch is to quantize. Returns `send`, or the function that does the same with FP8."""
+    if quantize is not None:
+        _check(quantize, x, leaves)
+        return functools.partial(_send_fp8, quantize, round_scale)
+    if round_scale:
+        raise ValueError(
+            "dispatch: round_scale needs quantize, because rows that are not quantized have no scales"
+        )
+    return send
+
+
+def _check(quantize: Any, x: Any, leaves: Leaves) -> None:
     if not isinstance(quantize, str) or quantize not in ("fp8", "fp8_dequantize"):
         raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
     if isinstance(x, QuantizedArray):
@@ -46,18 +62,18 @@ def check_quantize(quantize: Any, x: Any, leaves: list[jax.Array]) -> None:
         )
 
 
-def route_fp8(
+def _send_fp8(
+    quantize: Quantize,
+    round_scale: bool,
     backend: Backend,
     routing: Routing,
-    leaves: Leaves,
+    payload: Payload,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     attendance: Attendance,
-    quantize: Quantize,
-    round_scale: bool,
 ) -> tuple[Any, Routed]:
-    """Routes rows that travel as FP8. Returns the rows that arrive, as `quantize` specifies, and the rest."""
-    (x,) = leaves
+    """Does what `send` does, with rows that travel as FP8, and arrive as `quantize` specifies."""
+    (x,) = payload.leaves
     if backend.packs_fp8(routing, x):
         sent = _route_as_fp8(backend, routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
@@ -65,12 +81,12 @@ def route_fp8(
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         out = attach(backend, sent._replace(rows=()), (), topk_weights)
-        return without_gradient(NO_GRADIENT, x, packed), out
+        return in_slots(routing, without_gradient(NO_GRADIENT, x, packed)), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
-    out = attach(backend, named, leaves, topk_weights)
-    return out.rows[0], out
+    out = attach(backend, named, payload.leaves, topk_weights)
+    return in_slots(routing, out.rows[0]), out
 
 
 def _route_as_fp8(

@@ -1,69 +1,84 @@
-"""A payload's leaves on the wire and back: narrow dtypes, bit patterns, dtypes of sums."""
+"""The rows of an op: a pytree as users pass it, its leaves, and their bits on the wire."""
 
-import functools
-import operator
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _checks
+from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._transport.backend import Backend, Leaves, LocalBackend
-
-# What the handlers sum. Sums in other floats are rounded to them from float32.
-SUMMED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+from jax_ep._transport.dtypes import as_reals, bits_of, from_reals
 
 
-def as_reals(array: jax.Array) -> jax.Array:
-    """Returns complex numbers [...] as their real and imaginary parts [..., 2]; other arrays as they are."""
-    if not jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return array
-    return jnp.stack([jnp.real(array), jnp.imag(array)], axis=-1)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """The rows that an op moves. Between `check` and `rebuild` only its leaves are used."""
+
+    leaves: Leaves
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def check(
+        cls, op: str, name: str, rows: Any, first: tuple[int, ...], axes: str, source: str
+    ) -> "Payload":
+        """Checks the argument `name` of an op. Every array begins with the dimensions `first`.
+
+        Error messages call these dimensions `axes`, and give `source` as the place that they come from.
+        """
+        leaves, tree = jax.tree.flatten(rows)
+        return cls(tuple(_checks.leaf(op, name, leaf, first, axes, source) for leaf in leaves), tree)
+
+    def rebuild(
+        self, op: str, rows: Leaves, finish: Callable[[jax.Array], jax.Array] = lambda row: row
+    ) -> Any:
+        """Returns the moved rows as users passed them, each one after `finish`.
+
+        A gradient through rows of complex leaves raises TypeError.
+        """
+        moved = [finish(_real_gradient(op, *pair)) for pair in zip(self.leaves, rows, strict=True)]
+        return jax.tree.unflatten(self.tree, moved)
 
 
-def from_reals(array: jax.Array, dtype: Any) -> jax.Array:
-    """Undoes `as_reals` of an array of the dtype."""
-    return jax.lax.complex(array[..., 0], array[..., 1]) if array.dtype != dtype else array
+def _real_gradient(op: str, leaf: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns a row. If its leaf is complex, a gradient through it raises TypeError."""
+    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return row
+    error = (
+        f"{op}: complex rows have no gradient, got {jax.typeof(leaf)}; pass their real and imaginary "
+        "parts as two leaves (jnp.real, jnp.imag), or jax.lax.stop_gradient of them"
+    )
+    # A gradient of other leaves must not raise it.
+    return without_gradient(error, leaf, jax.lax.stop_gradient(row))
 
 
-def sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which rows of a dtype are summed."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def sum_of_all(terms: Sequence[jax.Array]) -> jax.Array:
-    """Returns the sum of arrays of one shape, in the widest dtype among them."""
-    widest = jnp.float64 if any(term.dtype == jnp.float64 for term in terms) else jnp.float32
-    return functools.reduce(operator.add, [term.astype(widest) for term in terms])
-
-
-def bits_of(dtype: Any) -> Any:
-    """Returns the dtype of unsigned integers that are as wide as a dtype."""
-    return jnp.dtype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
-
-
-def is_differentiable(dtype: Any) -> bool:
-    """Returns whether a payload of this dtype has gradients: it must be floating, of 16 bits or more."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
-
-
-def move_bits(backend: Backend | LocalBackend, move: Any, leaves: Leaves) -> Any:
+def move_bits(
+    backend: Backend | LocalBackend, move: Callable[[Leaves], Sequence[Any]], leaves: Leaves
+) -> Any:
     """Calls move(leaves), whose first result is the moved leaves, so that they arrive bit for bit.
 
     Complex numbers travel as their two parts, and elements narrower than a byte as whole bytes. XLA may
     change the bits of a NaN. If it moves the rows, floats travel as integers of their width.
     """
-    reals = [as_reals(leaf) for leaf in leaves]
-    carriers = [_carrier(not backend.keeps_bits, real.dtype) for real in reals]
-    sent = [
-        _with_bits(real, bits).astype(carrier) for real, (bits, carrier) in zip(reals, carriers, strict=True)
-    ]
-    moved, *rest = move(tuple(sent))
-    rows = [
-        _with_bits(row.astype(bits), real.dtype)
-        for row, real, (bits, _) in zip(moved, reals, carriers, strict=True)
-    ]
-    return (tuple(from_reals(row, leaf.dtype) for row, leaf in zip(rows, leaves, strict=True)), *rest)
+    moved, *rest = move(tuple(_to_wire(backend, leaf) for leaf in leaves))
+    rows = (_from_wire(backend, row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
+    return (tuple(rows), *rest)
+
+
+def _to_wire(backend: Backend | LocalBackend, leaf: jax.Array) -> jax.Array:
+    real = as_reals(leaf)
+    bits, carrier = _carrier(not backend.keeps_bits, real.dtype)
+    return _with_bits(real, bits).astype(carrier)
+
+
+def _from_wire(backend: Backend | LocalBackend, row: jax.Array, dtype: Any) -> jax.Array:
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    real = jnp.finfo(dtype).dtype if is_complex else dtype
+    bits, _ = _carrier(not backend.keeps_bits, real)
+    return from_reals(_with_bits(row.astype(bits), real), dtype)
 
 
 def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:

@@ -10,16 +10,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
-from jax_ep._transport.backend import Attendance, Backend, Leaves, Routed
-from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, name_all
-from jax_ep._transport.payload import is_differentiable, keep_bits, move_bits, sum_dtype, sum_of_all
-from jax_ep._transport.routing import Handle, Routing, flat_real_rows, for_backward, row_experts
-
-_MISSED = (
-    "with active_ranks or on_timeout='mask' it has no gradient, because other ranks may take part in the "
-    "backward pass; train without them, or pass jax.lax.stop_gradient of its arguments"
+from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._transport.attendance import Attendance, refuse_gradient
+from jax_ep._transport.backend import Backend, Leaves, Routed
+from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
+from jax_ep._transport.dtypes import is_differentiable, sum_dtype, sum_of_all
+from jax_ep._transport.payload import Payload, keep_bits, move_bits
+from jax_ep._transport.routing import (
+    Handle,
+    Routing,
+    flat_real_rows,
+    for_backward,
+    in_slots,
+    row_experts,
 )
+
+
+def send(
+    backend: Backend,
+    routing: Routing,
+    payload: Payload,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    attendance: Attendance,
+) -> tuple[Any, Routed]:
+    """Routes a payload. Returns the rows that arrive, as users get them, and the other results."""
+    routed = route(backend, routing, payload.leaves, topk_idx, topk_weights, attendance)
+    out = attach(backend, routed, payload.leaves, topk_weights)
+    return arrived("dispatch", routing, payload, out.rows), out
+
+
+def arrived(op: str, routing: Routing, payload: Payload, rows: Leaves) -> Any:
+    """Returns rows [C, ...] as users get them, each with its name for `jax.checkpoint`."""
+    return payload.rebuild(op, rows, lambda row: in_slots(routing, name_all(row, CHECKPOINT_ROWS)))
 
 
 def route(
@@ -37,8 +60,8 @@ def route(
     `attach`. Rows and weights get theirs after it, because they are residuals of the next function.
     """
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
-    send = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
-    rows, weights, *indices = move_bits(backend, send, fixed)
+    move = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
+    rows, weights, *indices = move_bits(backend, move, fixed)
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
 
@@ -47,11 +70,11 @@ def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.A
 
     A push that ranks may miss has no gradient.
     """
-    arrived = (routed.rows, routed.weights)
+    moved = (routed.rows, routed.weights)
     if routed.attended.active_ranks is None:
-        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *arrived)
+        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *moved)
     else:
-        rows, weights = without_gradient(f"dispatch: {_MISSED}", (leaves, topk_weights), arrived)
+        rows, weights = refuse_gradient("dispatch", (leaves, topk_weights), moved)
     return routed._replace(rows=rows, weights=weights)
 
 
@@ -178,7 +201,7 @@ def pull_attended(
     sources = (rows, row_weights, biases)
     fixed = jax.lax.stop_gradient(sources)
     sums, _, attended = backend.pull(handle, *fixed, None, attendance)
-    return without_gradient(f"combine: {_MISSED}", sources, sums), attended.active_ranks
+    return refuse_gradient("combine", sources, sums), attended.active_ranks
 
 
 @custom_vjp(0)
@@ -232,19 +255,3 @@ def _pull_cotangents(
     for i, total in zip(summed, sums, strict=True):
         gradients[i] = total
     return tuple(gradients), d_weights
-
-
-def refuse_complex_gradients(op: str, leaves: Leaves, rows: Leaves) -> Leaves:
-    """Returns the rows. A gradient through those of complex leaves raises TypeError."""
-
-    def refuse(leaf: jax.Array, row: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            return row
-        error = (
-            f"{op}: complex rows have no gradient, got {jax.typeof(leaf)}; pass their real and imaginary "
-            "parts as two leaves (jnp.real, jnp.imag), or jax.lax.stop_gradient of them"
-        )
-        # A gradient of other leaves must not raise it.
-        return without_gradient(error, leaf, jax.lax.stop_gradient(row))
-
-    return tuple(refuse(leaf, row) for leaf, row in zip(leaves, rows, strict=True))

@@ -15,7 +15,8 @@ from jax.experimental import compute_on
 from jax_ep._group.group import Group
 from jax_ep._jax.vmap import takes_no_batch
 from jax_ep._transport import ffi
-from jax_ep._transport.backend import EVERYBODY, Attendance, Attended, Leaves, Packing, Routed
+from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.backend import Leaves, Packing, Routed
 from jax_ep._transport.routing import Handle, Routing
 
 # XLA's name of the stream that its own collectives run on.
@@ -52,7 +53,7 @@ class Stream:
         for one other op only.
         """
         few = packing is not Packing.NONE or ffi.goes_through_arena(routing, leaves)
-        if few or routing.slots is not None or attendance.active_ranks is not None:
+        if few or routing.slots is not None or attendance.may_miss:
             return self.inner.route(routing, leaves, topk_idx, topk_weights, attendance, packing)
         routed = self.inner.route(routing, (), topk_idx, topk_weights, attendance)
         return routed._replace(rows=self.push(routed.handle, leaves, None)[0])
@@ -88,12 +89,12 @@ class Stream:
         weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        if attendance.active_ranks is not None:
+        if attendance.may_miss:
             return self.inner.pull(handle, rows, row_weights, biases, weights, attendance)
         returned = None if weights is None else _begin(self._pull_weights, handle, weights)
         # If there are biases, there is only one array.
         sums = tuple(_begin(self._pull_row, handle, row_weights, row, tuple(biases)) for row in rows)
-        return sums, returned, Attended(None, None)
+        return sums, returned, Attended()
 
     def _pull_weights(self, handle: Handle, weights: jax.Array) -> Any:
         return self.inner.pull(handle, (), None, (), weights)[1]

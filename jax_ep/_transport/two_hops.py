@@ -14,17 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._transport.backend import (
-    EVERYBODY,
-    Attendance,
-    Attended,
-    InnerBackend,
-    Leaves,
-    Packing,
-    Routed,
-)
+from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.backend import InnerBackend, Leaves, Packing, Routed
 from jax_ep._transport.collectives import host, rank
-from jax_ep._transport.payload import sum_dtype
+from jax_ep._transport.dtypes import sum_dtype
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
 from jax_ep._transport.xla import invert, routed_experts, take
 
@@ -164,8 +157,8 @@ class TwoHops:
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
         handle, weights = _make_handle(self.inner, routing, ids, places, metadata)
         assert handle.within is not None
-        waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
-        counts = (places.group_sizes, places.num_tokens, places.num_dropped, Attended(None, waits), handle)
+        attended = attendance.as_attended(routing.num_ranks)
+        counts = (places.group_sizes, places.num_tokens, places.num_dropped, attended, handle)
         if places.tokens_per_expert is not None:
             moved, arrived_weights = self.inner.push(handle.within, rows, weights)
             return Routed(moved, arrived_weights, None, places.tokens_per_expert, *counts)
@@ -217,12 +210,12 @@ class TwoHops:
                 total = total + bias.astype(wide)
             sums.append(total.astype(partial.dtype))
         if returned is None:
-            return tuple(sums), None, Attended(None, None)
+            return tuple(sums), None, Attended()
         hosts = _host_of(handle.routing, handle.topk_idx)
         total = jnp.zeros_like(returned, shape=hosts.shape)
         for number, part in enumerate(take_back(self.inner, handle, returned)):
             total = jnp.where(hosts == number, part, total)
-        return tuple(sums), total, Attended(None, None)
+        return tuple(sums), total, Attended()
 
 
 def _inner_handle(handle: Handle) -> Handle:

@@ -16,18 +16,10 @@ from jax_ep._extension import current_platform
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport import collectives
-from jax_ep._transport.backend import (
-    EVERYBODY,
-    Attendance,
-    Attended,
-    LayoutCounts,
-    Packing,
-    Permutation,
-    Product,
-    Routed,
-)
+from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Product, Routed
 from jax_ep._transport.collectives import exchange, gather, rank
-from jax_ep._transport.payload import sum_dtype, sum_of_all
+from jax_ep._transport.dtypes import sum_dtype, sum_of_all
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
 
 
@@ -78,12 +70,6 @@ def _by_expert(
     rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier[None], axis=-1, dtype=jnp.int32)
     end = capacity if slots is None else (ids % blocks.shape[1] + 1) * slots
     return jnp.where((ids >= 0) & (rows < end), rows, -1), starts
-
-
-def _attended(routing: Routing, attendance: Attendance) -> Attended:
-    """Returns the attendance that was passed: JAX's collectives wait for every rank, and measure nothing."""
-    waits = jnp.zeros((routing.num_ranks,), jnp.float32) if attendance.waits else None
-    return Attended(attendance.active_ranks, waits)
 
 
 def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
@@ -172,8 +158,8 @@ class Xla:
         ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
         me = rank(routing.group)
         my_ids = routed_experts(topk_idx, routing.num_experts)
-        if attendance.active_ranks is not None:
-            active = attendance.active_ranks * attendance.active_ranks[me]
+        active = attendance.peers_of(me)
+        if active is not None:
             my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
         ids = gather(routing.group, my_ids).reshape(-1, routing.top_k)
         pairs = _count_pairs(ids, routing.num_experts)
@@ -212,7 +198,7 @@ class Xla:
                 (arrived_idx >= 0) & (arrived_idx // experts == me), arrived_idx - me * experts, -1
             )
         counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
-        return Routed(moved, weights, arrived_idx, *counts, _attended(routing, attendance), handle)
+        return Routed(moved, weights, arrived_idx, *counts, attendance.as_attended(ranks), handle)
 
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
@@ -262,8 +248,8 @@ class Xla:
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
         routing = handle.routing
         here, ids = _rows_here(handle)
-        if attendance.active_ranks is not None:
-            active = attendance.active_ranks * attendance.active_ranks[rank(routing.group)]
+        active = attendance.peers_of(rank(routing.group))
+        if active is not None:
             active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
             active = active.reshape(-1, *[1] * (here.ndim - 1))
             here = jnp.where(active > 0, here, -1)
@@ -284,7 +270,7 @@ class Xla:
             for bias in biases:
                 total = total + bias.astype(wide)
             sums.append(total.astype(leaf.dtype))
-        attended = _attended(routing, attendance)
+        attended = attendance.as_attended(routing.num_ranks)
         if weights is None:
             return tuple(sums), None, attended
         returned = take(weights, here)

@@ -1,0 +1,93 @@
+"""Attendance: which ranks take part in an op that some may miss."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_ep import _checks
+from jax_ep._group.group import Group
+from jax_ep._jax.custom_vjp import without_gradient
+
+OnTimeout = Literal["raise", "mask"]
+
+
+class Attended(NamedTuple):
+    """Ranks that took part in an op, and how long they were waited for."""
+
+    active_ranks: jax.Array | None = None
+    """int32 [R], 0 also for ranks that did not come. None if all had to come."""
+    wait_us: jax.Array | None = None
+    """float32 [R] microseconds until each rank had come, if measured."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Attendance:
+    """Ranks that take part in an op, and what happens if one does not come in time."""
+
+    active_ranks: jax.Array | None = None
+    """int32 [R], 0: as if the rank were not there. None: all ranks must come."""
+    masks: bool = dataclasses.field(default=False, metadata={"static": True})
+    """A rank that does not come in time is left out. Otherwise the op fails."""
+    measures: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Measure how long each rank is waited for."""
+
+    @classmethod
+    def check(
+        cls, op: str, active_ranks: Any, on_timeout: Any, group: Group, measures: bool = False
+    ) -> "Attendance":
+        """Checks the arguments of an op."""
+        if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
+            raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
+        masks, num_ranks = on_timeout == "mask", group.size
+        if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
+            raise ValueError(
+                f"{op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, because "
+                f"JAX's collectives between hosts wait for all ranks, got {group!r}; leave them out, or "
+                "choose ranks of one host"
+            )
+        if active_ranks is None:
+            return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures)
+        given = _checks.array(op, "active_ranks", active_ranks)
+        kinds = (jnp.integer, jnp.bool_)
+        if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
+            raise ValueError(
+                f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
+                f"{_checks.shape_text(given)}"
+            )
+        is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
+        if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
+            raise ValueError(
+                f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, "
+                f"not their numbers, got {np.asarray(active_ranks).tolist()}"
+            )
+        return cls(given.astype(bool).astype(jnp.int32), masks, measures)
+
+    @property
+    def may_miss(self) -> bool:
+        """True if ranks may miss the op, which then has no gradient."""
+        return self.active_ranks is not None
+
+    def peers_of(self, rank: jax.Array) -> jax.Array | None:
+        """Returns int32 [R]: 1 for the ranks that exchange rows with this one. None if all do."""
+        return None if self.active_ranks is None else self.active_ranks * self.active_ranks[rank]
+
+    def as_attended(self, num_ranks: int) -> Attended:
+        """Returns the result of an op that waits for every rank, however long, and measures nothing."""
+        return Attended(self.active_ranks, jnp.zeros((num_ranks,), jnp.float32) if self.measures else None)
+
+
+EVERYBODY = Attendance()
+
+
+def refuse_gradient(op: str, sources: Any, results: Any) -> Any:
+    """Returns the results of an op that ranks may miss. Their gradient raises TypeError."""
+    error = (
+        f"{op}: with active_ranks or on_timeout='mask' it has no gradient, because other ranks may take part "
+        "in the backward pass; train without them, or pass jax.lax.stop_gradient of its arguments"
+    )
+    return without_gradient(error, sources, results)
