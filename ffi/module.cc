@@ -192,12 +192,12 @@ std::pair<std::string, std::string> FindNcclVersion() {
   return {nccl == nullptr ? "" : NcclVersionText(version), reason};
 }
 
-// `seats` holds ordinal, number of the host and id of the rail for each device of this process.
+// `rails` holds ordinal, number of the host and id of the rail for each device of this process.
 std::string ConnectRails(const std::string& key,
-                         const std::vector<std::tuple<int64_t, int, std::string>>& seats, int num_hosts) {
-  std::vector<RailDevice> rails;
-  for (const auto& [device, host, id] : seats) rails.push_back({device, host, id});
-  return BeginRails(key)->Connect(rails, num_hosts);
+                         const std::vector<std::tuple<int64_t, int, std::string>>& rails, int num_hosts) {
+  std::vector<RailDevice> devices;
+  for (const auto& [device, host, id] : rails) devices.push_back({device, host, id});
+  return BeginRails(key)->Connect(devices, num_hosts);
 }
 
 std::string AllocateRails(const std::string& key) { return FindPendingRails(key)->Allocate(); }
@@ -260,7 +260,7 @@ NB_MODULE(_C, m) {
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
   m.def("build_info", &BuildInfo, "Returns how this extension was built");
   m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
-        nb::arg("num_ranks"), nb::arg("hands_on"), nb::arg("timeout_s"), nb::arg("num_sms"),
+        nb::arg("num_ranks"), nb::arg("relays_for_other_hosts"), nb::arg("timeout_s"), nb::arg("num_sms"),
         "Opens a group, or adds a user to it");
   m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user. The last one closes the group");
   m.def("take_expired", &TakeExpired, nb::arg("key"),
@@ -300,7 +300,7 @@ NB_MODULE(_C, m) {
   m.def("nccl_version", &FindNcclVersion,
         "Returns the version of the NCCL that JAX has loaded, empty with a reason if hops cannot use it");
   m.def("rail_id", &MakeRailId, Unlocked(), "Returns an id by which the ranks of a rail find each other");
-  m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("seats"), nb::arg("num_hosts"), Unlocked(),
+  m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("rails"), nb::arg("num_hosts"), Unlocked(),
         "Connects this process's devices with those of other hosts. Returns an error, empty on success");
   m.def("allocate_rails", &AllocateRails, nb::arg("key"), Unlocked(),
         "Allocates the windows and loads the kernel. Returns an error, empty on success");

@@ -11,8 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_ep._jax.sharding import in_lists_along, may_differ_along, vary_alike
-from jax_ep._jax.vmap import one_by_one
+from jax_ep._jax.sharding import vary_alike, varying_axes, with_own_lists
+from jax_ep._jax.vmap import loop_over_batch
 
 Result = tuple[tuple[int, ...], Any]  # shape, dtype
 
@@ -77,14 +77,14 @@ def _primitive(target: str) -> Primitive:
         ]
         communicates = "group" in dict(parameters["attributes"])
         assert not (communicates and is_batched[0]), "a device's position is the same for a whole batch"
-        known_axes = may_differ_along(batch_first[0]) if communicates else set()
+        known_axes = varying_axes(batch_first[0]) if communicates else set()
         batch_first = vary_alike(batch_first)
         if communicates:
             # The axes over which `spmd_axis_name` spreads the batch were not yet known when the position was
             # computed.
-            new_axes = may_differ_along(batch_first[0]) - known_axes
-            batch_first[0] = in_lists_along(new_axes, batch_first[0])
-        outs = one_by_one(functools.partial(primitive.bind, **parameters), batch_first, is_batched)
+            new_axes = varying_axes(batch_first[0]) - known_axes
+            batch_first[0] = with_own_lists(new_axes, batch_first[0])
+        outs = loop_over_batch(functools.partial(primitive.bind, **parameters), batch_first, is_batched)
         return outs, [0] * len(outs)
 
     mlir.register_lowering(primitive, lowering)

@@ -59,14 +59,14 @@ def axes_of(entry: Any) -> set[str]:
     return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
-def may_differ_along(arrays: Any) -> set[str]:
+def varying_axes(arrays: Any) -> set[str]:
     """Returns the manual mesh axes along which `arrays`, and so an op's results, may differ."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
     # Under check_vma=False the arrays' types do not list the axes.
     return set().union(*varying) or set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def in_lists_along(axes: set[str], position: jax.Array) -> jax.Array:
+def with_own_lists(axes: set[str], position: jax.Array) -> jax.Array:
     """Returns a device's position [2] in a mesh where each index along `axes` has its own lists of ranks.
 
     A position holds the device's rank, and the number of the list of ranks that the device belongs to.

@@ -10,19 +10,19 @@ from jax.interpreters import ad, batching, mlir
 Function = Callable[..., Any]  # takes arrays
 
 
-def takes_no_batch(function: Function) -> Function:
+def vmap_by_loop(function: Function) -> Function:
     """Returns the function such that `jax.vmap` calls it once per batch element."""
     function = jax.custom_batching.custom_vmap(function)
 
     @function.def_vmap
     def _(size: int, is_batched: list[bool], *operands: Any) -> Any:
-        out = one_by_one(function, operands, is_batched)
+        out = loop_over_batch(function, operands, is_batched)
         return out, jax.tree.map(lambda _: True, out)
 
     return function
 
 
-def one_by_one(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
+def loop_over_batch(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
     """Returns the results [B, ...] of function(*operands) for each element of the batched operands."""
     batches = [operand for operand, batched in zip(operands, is_batched, strict=True) if batched]
     for batch in batches:

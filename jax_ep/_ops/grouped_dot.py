@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax_ep import _checks, _extension
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of, vary_alike
-from jax_ep._jax.vmap import takes_no_batch
+from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._transport import ffi, xla
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable
@@ -214,7 +214,7 @@ def _sharded(product: Product, function: Any, *operands: jax.Array) -> jax.Array
     of rows.
     """
 
-    @takes_no_batch
+    @vmap_by_loop
     def call(*operands: jax.Array) -> jax.Array:
         explicit = jax.sharding.get_abstract_mesh().explicit_axes
         if not explicit:

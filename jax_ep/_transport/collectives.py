@@ -11,7 +11,7 @@ import numpy as np
 from jax_ep import _extension
 from jax_ep._group.group import Group
 from jax_ep._jax.ffi_call import call
-from jax_ep._jax.sharding import may_differ_along
+from jax_ep._jax.sharding import varying_axes
 
 IndexGroups = tuple[tuple[int, ...], ...]
 
@@ -22,7 +22,7 @@ def rank(group: Group) -> jax.Array:
     return index if group._index_groups is None else index % group.size
 
 
-def place(group: Group, arrays: Any) -> jax.Array:
+def mesh_position(group: Group, arrays: Any) -> jax.Array:
     """Returns the device's position in the mesh, int32 [2]: its rank, and the number of its list of ranks.
 
     A handler checks with it that the program runs on the group's mesh: the rank must be that of the device in
@@ -30,11 +30,11 @@ def place(group: Group, arrays: Any) -> jax.Array:
     along the mesh axes that the group does not have, and, if the group is that of a host, for each host. Axes
     along which none of `arrays` varies do not count, because all devices along them have the same rows. The
     position must not vary along them either, because otherwise the op's results would (`check_vma=True`). If
-    `jax.vmap` lets them vary later, `in_lists_along` counts these axes.
+    `jax.vmap` lets them vary later, `with_own_lists` counts these axes.
     """
     index = jax.lax.axis_index(group.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    known = may_differ_along((index, arrays)) - set(group._axes)
+    known = varying_axes((index, arrays)) - set(group._axes)
     others = [axis for axis in mesh.axis_names if axis in known]
     number = (jax.lax.axis_index((*others, *group._axes)) if others else index).astype(jnp.int32)
     size = np.int32(group.size)
@@ -102,4 +102,4 @@ def _told(within: Group, blocks: jax.Array, ends: bool) -> jax.Array:
     if _extension.extension() is None:
         return blocks
     options = {"group": within._key, "num_ranks": np.int64(within.size), "ends": np.int64(ends)}
-    return call("hop", [place(within, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)[0]
+    return call("hop", [mesh_position(within, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)[0]

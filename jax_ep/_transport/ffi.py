@@ -20,7 +20,7 @@ from jax_ep._jax.platform import on_platform
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Product, Routed
-from jax_ep._transport.collectives import place
+from jax_ep._transport.collectives import mesh_position
 from jax_ep._transport.fp8 import BLOCK, FP8
 from jax_ep._transport.routing import Handle, Routing
 
@@ -42,8 +42,8 @@ def _routing_attributes(
     }
 
 
-def _place(group: Group, arrays: Any) -> jax.Array:
-    return on_platform(place(group, arrays), group._platform, repr(group))
+def _position(group: Group, arrays: Any) -> jax.Array:
+    return on_platform(mesh_position(group, arrays), group._platform, repr(group))
 
 
 def _or_empty(array: jax.Array | None) -> jax.Array:
@@ -142,7 +142,7 @@ def _push(
     operands = [*_handle_arrays(handle), _or_empty(topk_weights), _or_empty(row_weights), *leaves, *factors]
     weights, *moved = call(
         "push",
-        [_place(routing.group, operands), *operands],
+        [_position(routing.group, operands), *operands],
         [_arrived_weights(routing, weighs), *_rows_like(leaves, routing.capacity)],
         **_routing_attributes(routing),
     )
@@ -153,7 +153,7 @@ def gather(group: Group, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
     shape = (group.size * x.shape[0], *x.shape[1:])
     options = {"group": group._key, "num_ranks": np.int64(group.size)}
-    (out,) = call("gather", [_place(group, x), x], [(shape, x.dtype)], **options)
+    (out,) = call("gather", [_position(group, x), x], [(shape, x.dtype)], **options)
     return out
 
 
@@ -253,7 +253,7 @@ class Ffi:
         operands = [topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves]
         named, rows = _call_named(
             "route",
-            [_place(routing.group, operands), *operands],
+            [_position(routing.group, operands), *operands],
             results,
             _rows_like(leaves if packing is Packing.NONE else _as_fp8(*leaves), routing.capacity),
             _routing_attributes(routing, attendance.masks, packing),
@@ -328,7 +328,7 @@ class Ffi:
         ]
         named, sums = _call_named(
             "pull",
-            [_place(routing.group, operands), *operands],
+            [_position(routing.group, operands), *operands],
             {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)},
             [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
             _routing_attributes(routing, attendance.masks),
@@ -410,5 +410,7 @@ class Ffi:
         if within is None or not group._has_rails:
             return collectives.between_hosts(group, blocks)
         options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
-        (out,) = call("rail_hop", [_place(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)
+        (out,) = call(
+            "rail_hop", [_position(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options
+        )
         return out

@@ -13,7 +13,7 @@ from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
 from jax_ep._group.group import Group
-from jax_ep._jax.vmap import takes_no_batch
+from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._transport import ffi
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import Leaves, Packing, Routed
@@ -130,7 +130,7 @@ def _begin(function: Callable[..., Any], *operands: Any) -> jax.Array:
     # done of each function that is called in it.
     program = jax.make_jaxpr(lambda *leaves: function(*jax.tree.unflatten(tree, leaves)))(*leaves)
 
-    @takes_no_batch  # because XLA does not compile a loop in an asynchronous call
+    @vmap_by_loop  # because XLA does not compile a loop in an asynchronous call
     def asynchronous(*leaves: jax.Array) -> jax.Array:
         compute = lambda *leaves: eval_jaxpr(program.jaxpr, program.consts, *leaves)[0]
         memory = jax.memory.Space.Device

@@ -22,7 +22,7 @@ from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_bloc
 from jax_ep._transport.xla import invert, routed_experts, take
 
 
-class Places(NamedTuple):
+class Routes(NamedTuple):
     sent_rows: jax.Array  # [T, R] by rank, [T, K] by expert; -1 none or dropped
     rows_between: jax.Array  # [R, R] from rank s to rank d, before drops
     expert_counts: jax.Array  # [L]
@@ -32,13 +32,13 @@ class Places(NamedTuple):
     num_dropped: jax.Array  # [1]
 
 
-def find_places(
+def find_routes(
     inner: InnerBackend,
     routing: Routing,
     ids: jax.Array,
     wanted: jax.Array,
     gather: Callable[[jax.Array], jax.Array],
-) -> Places:
+) -> Routes:
     """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
 
     `wanted` are the choices before hop 1 dropped some. gather(numbers) returns the numbers [n] of all ranks
@@ -78,7 +78,7 @@ def find_places(
         num_tokens = jnp.minimum(arrive, routing.capacity)
     to_me = jnp.take(of_wanted[0] if wanted is not ids else rows_between, me, axis=1)
     num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
-    return Places(
+    return Routes(
         sent_rows, rows_between, local_counts, tokens_per_expert, group_sizes, num_tokens, num_dropped
     )
 
@@ -149,22 +149,22 @@ class TwoHops:
         wanted = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, wanted)
         gather = lambda numbers: gather_numbers(self.inner, routing, numbers)
-        places = find_places(self.inner, routing, ids, wanted, gather)
+        routes = find_routes(self.inner, routing, ids, wanted, gather)
         # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
-        places, leaves = jax.lax.optimization_barrier((places, tuple(leaves)))
-        metadata = _send_metadata(self.inner, routing, ids, places, topk_weights)
+        routes, leaves = jax.lax.optimization_barrier((routes, tuple(leaves)))
+        metadata = _send_metadata(self.inner, routing, ids, routes, topk_weights)
         rows = [send(self.inner, routing, ids, leaf) for leaf in leaves]
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
-        handle, weights = _make_handle(self.inner, routing, ids, places, metadata)
+        handle, weights = _make_handle(self.inner, routing, ids, routes, metadata)
         assert handle.within is not None
         attended = attendance.as_attended(routing.num_ranks)
-        counts = (places.group_sizes, places.num_tokens, places.num_dropped, attended, handle)
-        if places.tokens_per_expert is not None:
+        counts = (routes.group_sizes, routes.num_tokens, routes.num_dropped, attended, handle)
+        if routes.tokens_per_expert is not None:
             moved, arrived_weights = self.inner.push(handle.within, rows, weights)
-            return Routed(moved, arrived_weights, None, places.tokens_per_expert, *counts)
+            return Routed(moved, arrived_weights, None, routes.tokens_per_expert, *counts)
         # By rank the ids go with the rows.
         moved, arrived_weights = self.inner.push(handle.within, [*rows, handle.within.topk_idx], weights)
-        arrived_idx = _local_ids(routing, moved[-1], places.num_tokens)
+        arrived_idx = _local_ids(routing, moved[-1], routes.num_tokens)
         layout = self.inner.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
@@ -279,15 +279,15 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
 
 
 def _send_metadata(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, topk_weights: jax.Array | None
+    inner: InnerBackend, routing: Routing, ids: jax.Array, routes: Routes, topk_weights: jax.Array | None
 ) -> jax.Array:
     """Sends ids, destinations and the bits of weights of each token in hop 1. Returns -1 where none came."""
     senders = _senders(routing, ids)
     tokens = _tokens(routing, senders)
     if routing.has_row_per_choice:
-        sent_rows = take(places.sent_rows, tokens)
+        sent_rows = take(routes.sent_rows, tokens)
     else:  # those of a host's ranks only
-        sent_rows = take(places.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
+        sent_rows = take(routes.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
     integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
@@ -296,7 +296,7 @@ def _send_metadata(
 
 
 def _make_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, places: Places, metadata: jax.Array
+    inner: InnerBackend, routing: Routing, ids: jax.Array, routes: Routes, metadata: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
@@ -306,30 +306,30 @@ def _make_handle(
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _make_inner_handle(inner, routing, within_ids, rows, places)
-    prefix = jnp.cumsum(places.rows_between, axis=0, dtype=jnp.int32)
+    within = _make_inner_handle(inner, routing, within_ids, rows, routes)
+    prefix = jnp.cumsum(routes.rows_between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = exchange(inner, routing, _by_owner(routing, ids, places.sent_rows))
+        received = exchange(inner, routing, _by_owner(routing, ids, routes.sent_rows))
         received = received.reshape(-1, routing.top_k)
-    handle = Handle(ids, places.sent_rows, prefix, places.expert_counts, received, within, routing)
+    handle = Handle(ids, routes.sent_rows, prefix, routes.expert_counts, received, within, routing)
     return handle, weights
 
 
 def _make_inner_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, places: Places
+    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, routes: Routes
 ) -> Handle:
     """Makes the handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
-    between = places.rows_between.reshape(hosts, per_host, hosts, per_host)
+    between = routes.rows_between.reshape(hosts, per_host, hosts, per_host)
     between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
         received = exchange_within(inner, routing, _by_owner(within, ids, rows))
         received = received.reshape(-1, routing.top_k)
-    return Handle(ids, rows, prefix, places.expert_counts, received, None, within)
+    return Handle(ids, rows, prefix, routes.expert_counts, received, None, within)
 
 
 def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:

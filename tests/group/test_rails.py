@@ -43,8 +43,8 @@ class Module:
         self.asked.append("id")
         return f"id {len(self.asked)}"
 
-    def connect_rails(self, key, seats, num_hosts):
-        self.asked.append(("connect", seats, num_hosts))
+    def connect_rails(self, key, rails, num_hosts):
+        self.asked.append(("connect", rails, num_hosts))
         return self._say("connect")
 
     def _say(self, step):
@@ -100,15 +100,15 @@ def test_each_index_has_a_rail(others, monkeypatch):
     module = Module()
     assert open_rails(module, monkeypatch) == ""
     # This process has host 0, and so it names both rails.
-    seats = [(10, 0, "id 1"), (11, 0, "id 2")]
-    assert module.asked == ["id", "id", ("connect", seats, 2), *STEPS[1:]]
+    rails = [(10, 0, "id 1"), (11, 0, "id 2")]
+    assert module.asked == ["id", "id", ("connect", rails, 2), *STEPS[1:]]
 
 
 def test_groups_beside_each_other_have_rails_of_their_own(others, monkeypatch):
     module = Module()
     assert open_rails(module, monkeypatch, [[0, 0, 1, 1], [0, 0, 1, 1]]) == ""
-    _, seats, _ = module.asked[-len(STEPS)]
-    assert seats == [(10, 0, "id 1"), (11, 0, "id 2"), (14, 0, "id 3"), (15, 0, "id 4")]
+    _, rails, _ = module.asked[-len(STEPS)]
+    assert rails == [(10, 0, "id 1"), (11, 0, "id 2"), (14, 0, "id 3"), (15, 0, "id 4")]
 
 
 def test_an_equal_group_finds_what_was_settled(others, monkeypatch):
