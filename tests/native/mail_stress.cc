@@ -26,7 +26,7 @@ T Pick(Random& random, std::initializer_list<T> from) {
 // Most time-outs that an op of a rank that is not held up may last.
 constexpr int kMostWaits = 1;
 // Time that an op takes otherwise, and time that a failed op waits until stores land (GiveUpMail).
-constexpr uint64_t kSlackNs = 500'000, kStoresLandNs = 1'000'000;
+constexpr uint64_t kSlackNs = 700'000, kStoresLandNs = 1'000'000;
 
 enum Mode { kAll, kActive, kMasks, kMixed, kNumModes };
 const char* const kModeNames[] = {"all ranks", "active ranks", "masks", "mixed"};

@@ -127,9 +127,10 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
   if (call) return launch_as(*call);
   const uint32_t hash = devices->RegisterCall(description.describe());
   if (description.may_miss_ranks) {
-    // A number for this call site that has no meaning for other ranks.
+    // A number for this call site that has no meaning for other ranks. These are counted down from the last
+    // one, so that they differ from the numbers that ranks agree on.
     static std::atomic<uint32_t> sites{0};
-    const Call unmatched{hash, sites.fetch_add(1) % kMaxSites};
+    const Call unmatched{hash, kMaxSites - 1 - sites.fetch_add(1) % kMaxSites};
     context.site->Add(context.device, unmatched, description.through_arena);
     return launch_as(unmatched);
   }

@@ -99,9 +99,10 @@ struct Channel {
   // back.
   uint64_t gate;
   EpochWord opened;  // call site, plus 1, of the op opened last
-  // These two are also read and written as one EpochWord.
-  alignas(EpochWord) uint32_t holder;  // call site, plus 1, of the arena's op in flight; otherwise 0
-  uint32_t epoch;                      // of the last op whose blocks on this rank have all ended
+  // The next two are also read and written as one 64-bit word. The holder changes by a 32-bit atomic, which
+  // is safe because a device's memory serializes accesses of all sizes.
+  alignas(uint64_t) uint32_t holder;  // call site, plus 1, of the arena's op in flight; otherwise 0
+  uint32_t epoch;                     // of the last op whose blocks on this rank have all ended
   // The counters below are 0 between ops. wave_shares wrap by themselves; the block that frees the channel
   // resets the others.
   uint32_t ended;                   // blocks of this rank that have ended (CountEnd)

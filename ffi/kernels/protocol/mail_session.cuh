@@ -109,7 +109,9 @@ class MailSession {
   __device__ MailSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
-  // Opens the op. Returns false if the block must not go on with it. Called by the whole block; synchronizes.
+  // Opens the op. Returns false if the block must not go on with it. In blocks other than the first, true
+  // does not mean that the op is open: if the first block finds the gate closed, the others go on until they
+  // find it closed, too. Called by the whole block; synchronizes.
   __device__ bool Open(const MailOpening& mail_opening) {
     if (MailOpening::IsOpeningWarp()) {
       bool fails = false;
@@ -280,13 +282,17 @@ class MailSession {
   template <typename Fill>
   __device__ void Close(Fill&& fill) {
     Channel& own = peers_.own();
-    if (!state_of_block().holds_channel && !BelongsToOpenOp(fill)) return;
+    if (!state_of_block().holds_channel && !SettleWithoutClaim(fill)) return;
     Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
-    const BlockEnd end = CountEnd(own, has_failed());
+    const BlockEnd end = CountEnd(own, has_failed(), state_of_block().is_open);
     if (!end.is_last) return;
     if (end.any_failed) {
-      GiveUpMail(peers_, op_, epoch(), fill);
+      if (end.none_started) {
+        FailEverywhere(peers_, op_, epoch(), fill);
+      } else {
+        GiveUpMail(peers_, op_, epoch(), fill);
+      }
       // If the first block has found the gate closed, the channel is not used any more.
       if (LoadRelaxed(&own.opened) != Pack(peers_.call.site + 1, epoch())) return;
     }
@@ -299,7 +305,9 @@ class MailSession {
     uint32_t epoch;
     Call call;
     uint32_t ranks, writable;
-    bool holds_channel, is_open, has_failed;
+    bool holds_channel;  // no other call site had claimed it
+    bool is_open;        // the result of Open
+    bool has_failed;
   };
   __device__ static State& state_of_block() {
     __shared__ State state;
@@ -327,12 +335,12 @@ class MailSession {
     return __ballot_sync(kAllLanes, writable);
   }
 
-  // Returns whether this rank has opened the op, of which this block has found the channel in use by another
-  // op; the op has then failed, and the block's end counts. If the op is not open, blocks that came after the
-  // other op had ended may still have written results, and their ends never add up. So this block fills the
-  // results when those blocks have ended. Called by the whole block; synchronizes.
+  // Ends a block that has found the channel in use by another op. The group has then failed. Returns true if
+  // this rank has opened the block's op all the same, so that the block's end counts. Otherwise this block
+  // fills the results, because the ends of the op's blocks never add up: some may have come after the other
+  // op had ended, and gone on until they found the gate closed. Called by the whole block; synchronizes.
   template <typename Fill>
-  __device__ bool BelongsToOpenOp(Fill&& fill) {
+  __device__ bool SettleWithoutClaim(Fill&& fill) {
     __shared__ bool is_opened;
     if (threadIdx.x == 0) is_opened = HasOpened(peers_, &state_of_block().epoch);
     __syncthreads();

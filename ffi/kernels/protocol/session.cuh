@@ -40,9 +40,8 @@ __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uin
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
 }
 
-// Returns the epoch of the last op that has ended, and the call site that holds the channel
-// (Channel::holder).
-__device__ inline EpochWord* HolderWord(Channel& own) { return reinterpret_cast<EpochWord*>(&own.holder); }
+// Returns the address of Channel::holder and Channel::epoch as one word.
+__device__ inline EpochWord* EndedWord(Channel& own) { return reinterpret_cast<EpochWord*>(&own.holder); }
 
 // The first step of an op, by the last thread of each block. The constructor issues the loads, and nothing
 // waits for them before Finish.
@@ -55,10 +54,10 @@ class Opening {
     Channel& own = peers.own();
     const MeshPosition position = *position_operand;
     if (blockIdx.x == 0 || claims_channel) {
-      Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(HolderWord(own))) + 1);
+      Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(EndedWord(own))) + 1);
     }
     if (claims_channel) holder_ = atomicCAS(&own.holder, 0u, peers.call.site + 1);
-    last_ = LoadRelaxed(HolderWord(own));  // after the claim, from when on the epoch stays the same
+    last_ = LoadRelaxed(EndedWord(own));  // after the claim, from when on the epoch stays the same
     // As far as the compiler can tell, this number differs between lanes. Otherwise it would add once for all
     // lanes, and wait here for the old value.
     const uint32_t one = threadIdx.x + 2 - blockDim.x;
@@ -130,19 +129,22 @@ JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
 
 // Returned to all threads of a block when its end has been counted.
 struct BlockEnd {
-  bool is_last;     // all blocks of this rank have ended
-  bool any_failed;  // this one or one that ended before it
+  bool is_last;       // all blocks of this rank have ended
+  bool any_failed;    // this one or one that ended before it
+  bool none_started;  // all of them found that the op could not be opened
 };
 
 // Counts the end of a block. Its stores are not fenced before that (see kStoresLand). Called by the whole
 // block, which has synchronized; synchronizes.
-__device__ inline BlockEnd CountEnd(Channel& own, bool failed) {
-  constexpr uint32_t kFailed = 1u << 16;  // counts failed blocks, above those that have ended
+__device__ inline BlockEnd CountEnd(Channel& own, bool failed, bool started = true) {
+  constexpr uint32_t kFailed = 1u << 10;   // counts failed blocks, above those that have ended
+  constexpr uint32_t kStarted = 1u << 20;  // counts those that started
+  static_assert(kMaxBlocks < kFailed, "the counts do not overlap");
   __shared__ BlockEnd end;
   if (threadIdx.x == 0) {
-    const uint32_t added = failed ? kFailed + 1 : 1;
+    const uint32_t added = 1 + (failed ? kFailed : 0) + (started ? kStarted : 0);
     const uint32_t ended = atomicAdd(&own.ended, added) + added;
-    end = {ended % kFailed == gridDim.x, ended >= kFailed};
+    end = {ended % kFailed == gridDim.x, ended / kFailed % kFailed != 0, ended < kStarted};
     if (end.is_last) own.ended = 0;
   }
   __syncthreads();
@@ -160,7 +162,7 @@ __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
     (void)AddEpochs(&own.gate, 2);  // so that its epoch also becomes 1
     StoreWord(&own.opened, 0, 1);
   }
-  StoreWord(HolderWord(own), 0, epoch);  // last, because an op may open from now on
+  StoreWord(EndedWord(own), 0, epoch);  // last, because an op may open from now on
 }
 
 // Ends an op that was opened and has failed. fill() overwrites the results once nothing else writes to them.
@@ -328,8 +330,8 @@ class Session {
   __device__ void Close(Fill&& fill) const {
     Channel& own = peers_.own();
     __syncthreads();
-    const BlockEnd end =
-        counts_ends_ ? CountEnd(own, has_failed()) : BlockEnd{blockIdx.x == gridDim.x - 1, has_failed()};
+    const BlockEnd end = counts_ends_ ? CountEnd(own, has_failed())
+                                      : BlockEnd{blockIdx.x == gridDim.x - 1, has_failed(), false};
     if (!end.is_last) return;
     if (end.any_failed) GiveUp(peers_, op_, epoch(), counts_ends_, fill);
     if (threadIdx.x != 0) return;

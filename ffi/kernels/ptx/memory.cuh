@@ -32,8 +32,8 @@ __device__ inline void StoreRelease(uint64_t* address, uint64_t value) {
 }
 
 // Stores the lower half of a word. Its owner may change the upper half at the same time by 64-bit atomics.
-// This is the only 32-bit access to such a word, and it is used because a peer over PCIe has no atomics. It
-// is safe because a device's memory serializes accesses of all sizes.
+// A 32-bit store is used because a peer over PCIe has no atomics. It is safe because a device's memory
+// serializes accesses of all sizes.
 __device__ inline void StoreLowerHalf(uint64_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

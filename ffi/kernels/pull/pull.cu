@@ -95,9 +95,10 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
   }
 }
 
-// The way rows are read: through rings, by loads tuned for at most kFewRows rows of a token, or by loads
-// tuned for any number. Each is a kernel of its own because they need different numbers of registers.
-enum class SumEngine { kRing, kTwoRanks, kAnyRanks };
+// The way rows are read: through rings, by loads tuned for at most kFewRows ranks, each of which has a row of
+// a token, or by loads tuned for any number. Each is a kernel of its own because they need different numbers
+// of registers.
+enum class SumEngine { kRing, kFewRanks, kAnyRanks };
 template <SumEngine kEngine>
 constexpr int kThreads = kEngine == SumEngine::kRing ? kMaxTeamWarps * kWarp : 512;
 
@@ -125,7 +126,7 @@ __device__ void DescribeBuffers(const PullArgs& args, Published& outgoing) {
 //   close   | the last block frees the channel for the next op
 template <typename T, SumEngine kEngine>
 __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
-  constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kTwoRanks;
+  constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kFewRanks;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ Published outgoing, published[kMaxRanks];
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
@@ -185,7 +186,7 @@ static cudaError_t WithKernel(Float type, SumEngine engine, F&& f) {
   return WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     return engine == SumEngine::kRing       ? f(PullKernel<T, SumEngine::kRing>)
-           : engine == SumEngine::kTwoRanks ? f(PullKernel<T, SumEngine::kTwoRanks>)
+           : engine == SumEngine::kFewRanks ? f(PullKernel<T, SumEngine::kFewRanks>)
                                             : f(PullKernel<T, SumEngine::kAnyRanks>);
   });
 }
@@ -218,9 +219,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
                                  device.num_sms, device.sm_budget);
     args.num_pullers = plan.links;
     const SumEngine engine = by_ring                            ? SumEngine::kRing
-                             : args.shape.num_ranks <= kFewRows ? SumEngine::kTwoRanks
+                             : args.shape.num_ranks <= kFewRows ? SumEngine::kFewRanks
                                                                 : SumEngine::kAnyRanks;
-    const int num_threads = by_ring ? args.ring.threads() : kThreads<SumEngine::kTwoRanks>;
+    const int num_threads = by_ring ? args.ring.threads() : kThreads<SumEngine::kFewRanks>;
     const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
       // This must be the same for all shapes, because another thread may be about to launch the same kernel.
       const cudaError_t error =
@@ -239,7 +240,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
 cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
   for (Float type : kTypes) {
-    for (SumEngine engine : {SumEngine::kRing, SumEngine::kTwoRanks, SumEngine::kAnyRanks}) {
+    for (SumEngine engine : {SumEngine::kRing, SumEngine::kFewRanks, SumEngine::kAnyRanks}) {
       const cudaError_t error =
           WithKernel(type, engine, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
       if (error != cudaSuccess) return error;

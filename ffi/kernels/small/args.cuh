@@ -23,7 +23,7 @@ __device__ inline WarpShare WarpsOf(int first, int last) {
 // The division of an op for few tokens among blocks and warps. A dispatch has, in this order, blocks that
 // send, blocks that receive, and metadata blocks, which publish this rank's choices and write the handle, the
 // counts and zeros. No block both sends and receives, because an SM's loads wait behind its stores to peers.
-// In a combine all blocks are senders, and their warps share all work.
+// In a combine every block both sends and receives, by different warps, and `num_senders` is all of them.
 struct SmallPlan {
   Peers peers;
   Slots slots;

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kMetadataBlocks = 4;
 
-// Waits for everything that `ranks` send to this rank. Called by the whole block. Returns bit r if rank r was
-// missed.
+// Waits for everything that `ranks` send to this rank, and reads the choices for this into the table, which
+// is built after it. Called by the whole block. Returns bit r if rank r was missed.
 JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const RoutingTable table,
                               uint32_t ranks) {
   const Shape& shape = args.shape;
@@ -57,6 +57,7 @@ __device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& sessio
     // Tokens that were sent at about the same time are received at about the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
     missing |= ReceiveToken(args, session, table, team, source, token);
+    if (missing != 0 && IsGivenUp(args.peers)) break;
   }
   return missing;
 }

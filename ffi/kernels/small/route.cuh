@@ -48,7 +48,8 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
   return pair;
 }
 
-// Returns the first word of this rank's choices that a thread of the metadata blocks publishes.
+// Returns the first (rank, word) that a thread of the metadata blocks publishes, as rank * ChoiceWords +
+// word.
 __device__ inline int FirstWord(const SmallPushArgs& args) {
   return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kSmallThreads +
          static_cast<int>(threadIdx.x);

@@ -107,6 +107,7 @@ __device__ void SendRow(const SmallPushArgs& args, const MailSession& session, i
         reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = vectors[j].bits;
         if constexpr (!std::is_void_v<T>) {
           constexpr int kLanes = WireVector<T>::kLanes;
+          // The scales are the second payload.
           if (i % kLanes == 0) {
             reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = vectors[j].scale;
           }

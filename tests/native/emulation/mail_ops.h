@@ -86,8 +86,8 @@ struct MailRun {
 inline std::function<void(int rank, const char* what)> on_disagreement;
 
 // Checks that all threads of a block have the same view of the session. A thread may be late right after
-// Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleUnopened), which no
-// thread reads before the block synchronizes again.
+// Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleWithoutClaim), which
+// no thread reads before the block synchronizes again.
 inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession& session, bool is_open) {
   emulation::Quiet quiet;
   MailRun::View& first = run.ViewOf(blockIdx.x, place);
@@ -135,7 +135,7 @@ inline void FillMail(MailRun& run) {
   run.was_filled = true;
 }
 
-// Stores rows in the first warp and flags them in the last one, as SendTokens and FlagTokens do.
+// Stores rows in the first warp and flags them in the last one, as SendTokens and SendArrivalFlags do.
 constexpr int kStored = 1, kFlagged = 3;
 
 inline void SendRows(const MailRun& run, const MailSession& session) {
