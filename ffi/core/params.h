@@ -76,7 +76,7 @@ struct PushOperands {
   HandleArrays handle;                   // written by a push that routes, otherwise read
   int32_t num_payloads;
   const float* topk_weights;  // [T, K], or null
-  float* arrived_weights;     // [C, K] by rank, [C] by expert, or null
+  float* arrived_weights;  // [C, K] by rank, [C] by expert, or null; of a push that scales the dot products
 
   // Set by a push that routes; otherwise null.
   TopkIds topk_idx;
@@ -131,8 +131,8 @@ struct PullOperands {
   const float* row_weights;  // [C] by expert, or null: the factor of each row
   bool folds;  // the kernels first sum a token's rows at each rank, into the summands' `partial`
   int32_t num_biases;
-  const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: returned to ...
-  float* topk_weights;           // ... [T, K], 0 where a choice has no row
+  const float* arrived_weights;  // [C, K] by rank, [C] by expert, or null: sent back to their tokens
+  float* topk_weights;           // [T, K] where they arrive, 0 where a choice has no row
   Attendance attendance;
 };
 
@@ -165,8 +165,8 @@ struct PermuteParams {
   int32_t* group_sizes;        // [L]
   int32_t* tokens_per_expert;  // [L]
   int32_t* num_dropped;        // [1]
-  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels ...
-  int32_t* routed_idx;         // ... and [C, K] after it
+  int32_t* chunk_counts;       // [NumChunks, NumBins] scratch of the kernels
+  int32_t* routed_idx;         // [C, K] scratch, directly after chunk_counts
 };
 
 // The operands of a repermute: the same permutation, applied to another array. With weights, as in the
@@ -180,8 +180,8 @@ struct RepermuteParams {
   uint8_t* written;           // [P] scratch of the kernels: 1 if a choice maps to the row
   const float* topk_weights;  // [C, K] factor of each choice's row, or null: rows are copied unchanged
   // Used with weights only.
-  Float type;           // of the payload and of ...
-  const void* factors;  // ... [P, ...]
+  Float type;           // of payload and factors
+  const void* factors;  // [P, ...]
   float* dots;          // [C, K] dot product of the two rows of each choice, 0 if it has no row
 };
 

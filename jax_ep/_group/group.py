@@ -57,8 +57,8 @@ class GroupStats:
 
     Attributes:
       implementation: "ffi" or "xla". The group's ops use it if their `implementation` is None.
-      reason: why the implementation is not "ffi", or why rows between hosts of GPUs do not use "nccl". Empty
-        if they do.
+      reason: the reason for a fallback, otherwise empty. With implementation "xla": why the handlers cannot
+        be used. With "ffi" on GPUs of several hosts: why NCCL's device API cannot be used between them.
       device_bytes: bytes of JAX's memory that the group occupies on each device.
       ranks_per_node: number of ranks that share a host. If it is smaller than the group's size, rows make two
         hops: one between hosts, and one within the host, which uses `implementation`.
@@ -74,7 +74,10 @@ class GroupStats:
 
 
 class PeerTimeoutError(TimeoutError):
-    """A wait for other ranks that lasted longer than the group's `timeout_s`. The message names them."""
+    """An op failed because of another rank: it was late, stalled, died, or ran another op.
+
+    The message says which rank, and what to do.
+    """
 
 
 class Group:
@@ -112,12 +115,12 @@ class Group:
       TypeError: the mesh has no devices; `timeout_s` is not a number; `num_sms` or `ranks_per_node` is not an
         int.
       PeerTimeoutError: the group spans processes, and another process did not make the group within
-        `timeout_s` (at least a minute), or earlier programs did not end. This process should then end.
+        `timeout_s` (at least a minute), or earlier programs did not end. Exit the process in this case.
 
     If GPUs of several processes (`jax.distributed`) form a group, all processes that own devices of the mesh
     must make the same groups in the same order, because they exchange the addresses of their memory
-    (docs/multi_process.md). After a failure (`check`), all processes must make the group again before it
-    works. Rows between hosts then travel through JAX's collectives.
+    (docs/multi_process.md). After a failure (`check`), all processes must make the group again. From then on,
+    rows between hosts travel through JAX's collectives, even if NCCL's device API was used before.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class Group:
             self._within = self._make_within(devices.reshape(-1, per_host), size, timeout_s, num_sms)
         self._set_up(devices, timeout_s, num_sms, reason)
         if self._within is not None and self._platform == "gpu":
-            self._without_rails = self._open_rails(self._within, devices, timeout_s)
+            self._rails_error = self._open_rails(self._within, devices, timeout_s)
 
     @staticmethod
     def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
@@ -159,7 +162,7 @@ class Group:
     def _open_rails(self, within: "Group", devices: np.ndarray, timeout_s: float) -> str:
         limit_s = max(timeout_s, handshake.LEAST_S)
         try:
-            return nccl.open_rails(devices, within._size, within._reason_against_ffi(), limit_s)
+            return nccl.open_rails(devices, within._size, within._ffi_error(), limit_s)
         except BaseException as error:
             if module := _extension.extension():
                 module.close_group(within._key)
@@ -198,15 +201,15 @@ class Group:
         self._rails_key = nccl.key_of(devices, self.ranks_per_node)
         self._closed = False
         self._setup_error = reason
-        # Why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
-        self._without_rails = ""
+        # The reason why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
+        self._rails_error = ""
         module = _extension.extension()
         if module is not None and self._within is None:
             self._open(module, devices, num_sms)
 
     def _open(self, module: Extension, devices: np.ndarray, num_sms: int | None) -> None:
         """Opens the group in the extension, which must happen before a kernel waits for a peer."""
-        if self._platform == "gpu" and not self._reason_against_ffi():
+        if self._platform == "gpu" and not self._ffi_error():
             self._setup_error = self._open_on_gpus(module, list(devices.flat))
         # XLA identifies a handler's device by its ordinal in this process on GPUs, and by its id on CPUs.
         on_gpu = self._platform == "gpu"
@@ -242,7 +245,7 @@ class Group:
             raise PeerTimeoutError(str(error)) from None
 
     def _open_in_one_process(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
-        """Does the work of `_open_on_gpus` for groups none of which spans this process and another one."""
+        """Opens a group on GPUs if no ranks of this process communicate with those of another one."""
         controls = memory.control_blocks(module, self._key, local, self._timeout_s)
         if module.has_expired(self._key):
             handshake.drain(local, 3 * max(self._timeout_s, handshake.LEAST_S))
@@ -276,22 +279,26 @@ class Group:
     @property
     def _has_rails(self) -> bool:
         """True if rows travel between hosts through NCCL's device API."""
-        return self._within is not None and self._platform == "gpu" and not self._without_rails
+        return self._within is not None and self._platform == "gpu" and not self._rails_error
 
     def stats(self) -> GroupStats:
         """Returns the implementation that this group uses, and the memory that it occupies."""
         self._require_open("stats")
-        reason = self._reason_against_ffi()
+        reason = self._ffi_error()
         module = _extension.extension()
         between = None if self._within is None else "nccl" if self._has_rails else "xla"
         if reason or module is None:
             return GroupStats("xla", reason, 0, self.ranks_per_node, between)
         size = module.control_bytes() if self._platform == "gpu" else 0
-        reason = self._without_rails and f"rows between hosts use XLA's collectives: {self._without_rails}"
+        reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
         return GroupStats("ffi", reason, size, self.ranks_per_node, between)
 
     def check(self) -> None:
-        """Raises `PeerTimeoutError` if a wait of this group expired since the last check."""
+        """Raises `PeerTimeoutError` if an op of this group has failed because of another rank.
+
+        It does not wait for running ops, so call it when their results are ready (`jax.block_until_ready`).
+        On the CPU a failure is raised once, on GPUs by every call until the `Group` is created again.
+        """
         self._require_open("check")
         module = _extension.extension()
         text = None if module is None else module.take_expired((self._within or self)._key)
@@ -361,7 +368,7 @@ class Group:
         _extension.check_implementation(implementation)
         if implementation == "xla":
             return "xla"
-        reason = self._reason_against_ffi()
+        reason = self._ffi_error()
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
         if reason and self._spans_processes:
@@ -372,10 +379,10 @@ class Group:
             _extension.warn_of_falling_back(self._platform, reason)
         return "xla" if reason else "ffi"
 
-    def _reason_against_ffi(self) -> str:
+    def _ffi_error(self) -> str:
         """Returns why the group's ops cannot use FFI handlers, empty if they can."""
         if self._within is not None:
-            return self._within._reason_against_ffi()
+            return self._within._ffi_error()
         reason = _extension.reason_against_ffi(self._platform) or self._setup_error
         if not reason and self._spans_processes and self._platform != "gpu":
             return "on CPUs the ranks of a host must live in one process"

@@ -13,7 +13,7 @@ from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
 from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
-from jax_ep._transport.choice import choose, plain
+from jax_ep._transport.choice import choose, requested_implementation
 from jax_ep._transport.fp8_rows import Quantize, sender
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push
@@ -53,9 +53,8 @@ class DispatchedByExpert:
     """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
 
     With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
-    On GPUs empty slots of x may hold anything, including NaN, unless a gradient goes through the dispatch to
-    its rows or weights. (Then they are zero, except with FP8.) `is_row` is their mask, and `row_weights` are
-    0 there.
+    On GPUs empty slots of x may hold anything, including NaN. If x or topk_weights are differentiated, they
+    are zero, except with quantize="fp8". `is_row` is their mask, and `row_weights` are 0 there.
     """
 
     x: Any
@@ -69,7 +68,7 @@ class DispatchedByExpert:
     tokens_per_expert: jax.Array
     """int32 [L] kept rows of each expert, without padding."""
     num_tokens: jax.Array
-    """int32 [1] rows kept at this rank, without padding."""
+    """int32 [1] rows kept at this rank, without padding: a token counts once for each of its choices."""
     num_dropped: jax.Array
     """int32 [1] rows dropped because the buffer of this rank was full."""
     handle: Handle
@@ -169,41 +168,44 @@ def dispatch(
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
-        in an array [L, R * T, ...] with R * T slots for each expert, for products that take a mask, of few
-        tokens; without a capacity. On GPUs empty slots are not cleared: what x holds there may be NaN.
+        in an array [L, R * T, ...] with R * T slots for each expert, and without a capacity. Use it for
+        batched products over all slots, with few tokens. On GPUs empty slots are not cleared: what x holds
+        there may be NaN.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
-        stated order and carry no gradient; `num_dropped` counts them. At least a.
-      host_capacity: where ranks span hosts, rows that this rank can take in the hop between hosts, as many
-        from each host, its own included. None means the worst case, T from each. Further ones are dropped in
-        the order of tokens: as if their choices on that host were -1, but counted there in `num_dropped`.
+        stated order and carry no gradient; `num_dropped` counts them. Must be at least a.
+      host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
+        all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
+        be at least the number of hosts. None means T from each, so that nothing is dropped there. Excess
+        tokens are dropped in the order of tokens. Their choices on that host then count as -1, and
+        `num_dropped` there counts them.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
-      quantize: how the rows travel, x then being one floating array [T, ..., H] and 128 dividing H. None: as
-        they are. "fp8": as `quantize_fp8(x)` makes them; they arrive as a `QuantizedArray`, as `grouped_dot`
-        takes it, and have no gradient. "fp8_dequantize": the same, but they arrive in x's dtype, and have the
-        gradients of a dispatch that did not quantize ("straight through"; a cotangent is not rounded to FP8).
-      round_scale: the scales are rounded up to powers of two. (A number within 1/32 of the largest one of
-        x's dtype may then come back as infinity.)
-      num_valid_tokens: int32 scalar (or [1]), at most T: tokens from it on are as if all their ids were -1,
-        for a batch that has fewer tokens than the shapes of the program. None: T.
-      active_ranks: integers or bools [R], the same on all ranks; None: all take part. A rank marked 0 is
-        skipped: its tokens, and the choices that fell on its experts, are as if their ids were -1, and no
-        rank waits for it. It may call the op nevertheless; nothing arrives there. No gradient goes through a
-        dispatch with active_ranks or on_timeout="mask" (TypeError), and it must not be rematerialized, as
-        other ranks might take part the second time. On GPUs such a dispatch takes few tokens, and a group
-        with num_sms of 8 or more (docs/howto/failing_ranks.md has the limits), and its first call does not
-        wait on the host until all ranks have come to it. Ranks that span hosts take neither active_ranks nor
-        on_timeout="mask" (ValueError).
+      quantize: None sends the rows as they are. With the other values x must be one floating array
+        [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
+        `QuantizedArray`, as `grouped_dot` takes it, and have no gradient. "fp8_dequantize" sends the same,
+        but the rows arrive in x's dtype, and have the gradients of a dispatch that did not quantize
+        ("straight through"; a cotangent is not rounded to FP8).
+      round_scale: if true, scales are rounded up to powers of two. (A number within 1/32 of the largest one
+        of x's dtype may then come back as infinity.)
+      num_valid_tokens: int32 scalar (or [1]), at most T. Tokens with an index from it on are ignored, as if
+        all their ids were -1. Use it for partial batches. None: T.
+      active_ranks: integers or bools [R], the same on all ranks. None: all take part. A rank marked 0 is
+        skipped: its tokens, and choices of its experts, count as -1, and no rank waits for it. It may still
+        call the op, but nothing arrives there. Limits: no gradient goes through a dispatch with active_ranks
+        or on_timeout="mask" (TypeError); it must not be rematerialized, because other ranks might take part
+        the second time; all ranks share a host (ValueError); on GPUs the batch must be small and the group's
+        num_sms at least 8 (docs/howto/failing_ranks.md).
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
-        the others go on without it, and it is marked 0 in the result, which the next op should be given; a
-        rank that comes too late finds all others marked 0. (On GPUs it may first find the rows that they had
-        sent before they gave up. It then counts these ranks as present, and its next op marks them.) The
-        collectives of "xla" wait for every rank, however long, and give active_ranks back as they were.
+        the others continue without it, and `active_ranks` of the result marks it 0. Pass those to the next
+        op. A rank that comes too late gets `active_ranks` with all others marked 0. (On GPUs it may first get
+        the rows that they had sent before they gave up. It then counts these ranks as present, and its next
+        op marks them.) With implementation="xla" every rank is waited for, however long, and `active_ranks`
+        are returned as they were passed.
       statistics: those of earlier dispatches, or None.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      `DispatchedByExpert` or `DispatchedByRank`, as `order` says.
+      `DispatchedByExpert` or `DispatchedByRank`, depending on `order`.
 
     Raises:
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
@@ -213,7 +215,7 @@ def dispatch(
         dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
-    group._resolve(plain(implementation))  # raises before the other checks
+    group._resolve(requested_implementation(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     ids = _checks.topk_idx("dispatch", topk_idx)

@@ -22,7 +22,7 @@ class MoEStats:
     tokens_per_expert: jax.Array
     """int32 [L] kept rows of each expert."""
     num_tokens: jax.Array
-    """int32 [1] rows kept at this rank."""
+    """int32 [1] rows kept at this rank: a token counts once for each of its choices."""
     num_dropped: jax.Array
     """int32 [1] rows dropped because the buffer of this rank was full."""
 
@@ -43,7 +43,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[[DispatchedByExpert], Any],
     *,
     group: Group,
     num_experts: int,
@@ -57,7 +57,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[[DispatchedByExpert], Any],
     *,
     group: Group,
     num_experts: int,
@@ -70,7 +70,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[[DispatchedByExpert], Any],
     *,
     group: Group,
     num_experts: int,
@@ -92,21 +92,21 @@ def moe(
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
       topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
       topk_weights: floating [..., T, K] of 16 bits or more.
-      expert_fn: (sent: DispatchedByExpert) -> [C, H']. `sent.x` [C, H] are the rows, those of expert l after
-        those of expert l - 1; `jax_ep.grouped_dot(sent.x, w, sent.group_sizes)` with w [L, H, H'] is such a
-        product (on NVIDIA GPUs `jax.lax.ragged_dot` is also correct, but multiplies all rows by every
-        matrix). Its result is floating. Its values in padding and tail rows are ignored. `combine` applies
-        the weights afterwards.
+      expert_fn: function (sent: DispatchedByExpert) -> floating [C, H'] array, or pytree of such arrays.
+        `sent.x` [C, H] holds the rows, sorted by local expert. `jax_ep.grouped_dot(sent.x, w,
+        sent.group_sizes)` with w [L, H, H'] multiplies the rows of each expert by its matrix. (On NVIDIA GPUs
+        `jax.lax.ragged_dot` is also correct, but multiplies all rows by every matrix.) Values in padding and
+        tail rows are ignored. The function must not apply the weights; `moe` does so afterwards.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
         `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
         expert_alignment.
-      host_capacity: rows that this rank can take in the hop between hosts, as for `dispatch`.
+      host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
-      num_valid_tokens: int32 scalar, at most T (times the leading axes): later tokens count as absent, and
-        their sums are zero. None: all.
+      num_valid_tokens: int32 scalar. The leading axes are merged in row-major order, and tokens from this
+        index on are ignored; their sums are zero. It is not a length for each sequence. None: all tokens.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 

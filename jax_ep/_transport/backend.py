@@ -68,7 +68,10 @@ class Permutation(NamedTuple):
 
 
 class Backend(Protocol):
-    """The actions that move rows between ranks. Hashable, because rules for gradients keep it."""
+    """The actions that move rows between ranks: route, push and pull.
+
+    A backend is hashable, because custom_vjp takes it as an argument that is not differentiated.
+    """
 
     keeps_bits: ClassVar[bool]
     """True if rows arrive bit for bit. Otherwise NaNs may change, unless floats are sent as integers."""
@@ -114,18 +117,19 @@ class Backend(Protocol):
         rows: Sequence[jax.Array],
         row_weights: jax.Array | None,
         biases: Sequence[jax.Array],
-        weights: jax.Array | None,
+        arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         """Sums each token's rows [C, ...] times their weights [C], and biases [T, ...], to [T, ...].
 
-        Also returns `weights` ([C, K] by rank, [C] by expert) to their tokens: [T, K].
+        Also sends `arrived_weights` ([C, K] by rank, [C] by expert) back to their tokens: [T, K]. This is the
+        gradient of `route` and `push` with respect to topk_weights.
         """
         ...
 
 
 class LocalBackend(Protocol):
-    """The ops of one rank, without communication."""
+    """The ops of one rank, without communication. C input rows, P rows of the permuted array."""
 
     keeps_bits: ClassVar[bool]
 
@@ -141,7 +145,10 @@ class LocalBackend(Protocol):
         expert_alignment: int,
         capacity: int,
     ) -> Permutation: ...
-    def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array: ...
+    def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
+        """Copies rows [C, ...] of another array to [P, ...], along the map of a permutation."""
+        ...
+
     def repermute_scaled(
         self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -167,5 +174,5 @@ class InnerBackend(Backend, LocalBackend, Protocol):
     """A backend that `TwoHops` can wrap."""
 
     def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
-        """Hop 1: sends block h of [hosts, ...] to the rank of this one's index on host h."""
+        """Hop 1: sends block h of [hosts, ...] to the rank that has the same index on host h."""
         ...

@@ -21,14 +21,14 @@ class Asynchronous:
     implementation: str | None
 
 
-def plain(implementation: str | Asynchronous | None) -> str | None:
-    """Returns the implementation as users name it."""
+def requested_implementation(implementation: str | Asynchronous | None) -> str | None:
+    """Returns "ffi", "xla" or None, as the user passed it."""
     return implementation.implementation if isinstance(implementation, Asynchronous) else implementation
 
 
 def choose(routing: Routing, implementation: str | Asynchronous | None) -> Backend:
     """Returns the backend of an op along a routing. Raises ValueError if it cannot be used."""
-    resolved = routing.group._resolve(plain(implementation))
+    resolved = routing.group._resolve(requested_implementation(implementation))
     if not (routing.num_tokens and routing.capacity):
         return Xla()  # makes the empty results; no rank sends anything
     inner = Ffi() if resolved == "ffi" else Xla()

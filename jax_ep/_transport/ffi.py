@@ -310,18 +310,18 @@ class Ffi:
         rows: Sequence[jax.Array],
         row_weights: jax.Array | None,
         biases: Sequence[jax.Array],
-        weights: jax.Array | None,
+        arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         routing = handle.routing
-        returned = (0,) if weights is None else (routing.num_tokens, routing.top_k)
+        returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
         # By expert the kernels first sum each token's rows where they lie.
         folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
         operands = [
             *_handle_arrays(handle),
             _or_empty(row_weights),
-            _or_empty(weights),
+            _or_empty(arrived_weights),
             _active_ranks(attendance),
             *rows,
             *biases,
@@ -333,7 +333,7 @@ class Ffi:
             [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
             _routing_attributes(routing, attendance.masks),
         )
-        returned_weights = None if weights is None else named["topk_weights"]
+        returned_weights = None if arrived_weights is None else named["topk_weights"]
         return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
 
     def permute(

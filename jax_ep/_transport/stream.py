@@ -86,12 +86,12 @@ class Stream:
         rows: Sequence[jax.Array],
         row_weights: jax.Array | None,
         biases: Sequence[jax.Array],
-        weights: jax.Array | None,
+        arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         if attendance.may_miss:
-            return self.inner.pull(handle, rows, row_weights, biases, weights, attendance)
-        returned = None if weights is None else _begin(self._pull_weights, handle, weights)
+            return self.inner.pull(handle, rows, row_weights, biases, arrived_weights, attendance)
+        returned = None if arrived_weights is None else _begin(self._pull_weights, handle, arrived_weights)
         # If there are biases, there is only one array.
         sums = tuple(_begin(self._pull_row, handle, row_weights, row, tuple(biases)) for row in rows)
         return sums, returned, Attended()

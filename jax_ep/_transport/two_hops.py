@@ -22,7 +22,9 @@ from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_bloc
 from jax_ep._transport.xla import invert, routed_experts, take
 
 
-class Routes(NamedTuple):
+class Destinations(NamedTuple):
+    """Destinations of the rows of this rank's tokens, and counts of the rows that this rank receives."""
+
     sent_rows: jax.Array  # [T, R] by rank, [T, K] by expert; -1 none or dropped
     rows_between: jax.Array  # [R, R] from rank s to rank d, before drops
     expert_counts: jax.Array  # [L]
@@ -32,13 +34,13 @@ class Routes(NamedTuple):
     num_dropped: jax.Array  # [1]
 
 
-def find_routes(
+def compute_destinations(
     inner: InnerBackend,
     routing: Routing,
     ids: jax.Array,
     wanted: jax.Array,
     gather: Callable[[jax.Array], jax.Array],
-) -> Routes:
+) -> Destinations:
     """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
 
     `wanted` are the choices before hop 1 dropped some. gather(numbers) returns the numbers [n] of all ranks
@@ -70,15 +72,15 @@ def find_routes(
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
     else:
         before = jnp.sum(jnp.where(earlier, by_rank, 0), axis=0, dtype=jnp.int32)
-        goes = layout.is_token_in_rank.astype(jnp.int32)
-        rows = before[None] + jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
-        sent_rows = jnp.where((goes > 0) & (rows < routing.capacity), rows, -1)
+        is_sent = layout.is_token_in_rank.astype(jnp.int32)
+        rows = before[None] + jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
+        sent_rows = jnp.where((is_sent > 0) & (rows < routing.capacity), rows, -1)
         rows_between, tokens_per_expert, group_sizes = by_rank, None, None
         arrive = jnp.sum(jnp.take(by_rank, me, axis=1), keepdims=True, dtype=jnp.int32)
         num_tokens = jnp.minimum(arrive, routing.capacity)
     to_me = jnp.take(of_wanted[0] if wanted is not ids else rows_between, me, axis=1)
     num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
-    return Routes(
+    return Destinations(
         sent_rows, rows_between, local_counts, tokens_per_expert, group_sizes, num_tokens, num_dropped
     )
 
@@ -89,7 +91,8 @@ def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
 
 def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
     """Returns [T, K]. `first` [E] is the row of this rank's first choice of each expert at its receiver."""
-    # What this rank's choices would be ordered by on one device; from there they shift expert by expert.
+    # Order this rank's choices by expert, as if it were the only rank. Then shift the rows of each expert to
+    # their start at the receiver.
     alone = inner.permute((), ids, None, routing.num_experts, 1, ids.size)
     counts = alone.tokens_per_expert
     shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
@@ -100,30 +103,40 @@ def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first
     return jnp.where((ids >= 0) & (rows < end), rows, -1)
 
 
-def exchange_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
+def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
     """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
     within = routing.within
     ranks = within.num_ranks
-    # A dispatch by rank, in which each rank has a token for each: they arrive by source.
-    one_each = Routing(within.group, "rank", ranks, 1, ranks, ranks, 1)
+    # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
+    one_each = Routing(
+        group=within.group,
+        order="rank",
+        num_tokens=ranks,
+        top_k=1,
+        num_experts=ranks,
+        capacity=ranks,
+        expert_alignment=1,
+    )
     ids = jnp.arange(ranks, dtype=jnp.int32)[:, None]
     return inner.route(one_each, (blocks,), ids, None).rows[0]
 
 
-def exchange(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
+def all_to_all(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
     """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = inner.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
-    came = exchange_within(inner, routing, came.swapaxes(0, 1).reshape(per_host, -1))
-    return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
+    received = inner.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+    received = all_to_all_within(inner, routing, received.swapaxes(0, 1).reshape(per_host, -1))
+    return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
 
-def gather_numbers(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
-    """Returns the numbers [n] of all ranks: [R, n]."""
+def all_gather(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
+    """Gathers the numbers [n] of all ranks. Returns [R, n]."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    came = inner.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
-    came = exchange_within(inner, routing, jnp.broadcast_to(came.reshape(1, -1), (per_host, came.size)))
-    return came.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)
+    received = inner.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+    received = all_to_all_within(
+        inner, routing, jnp.broadcast_to(received.reshape(1, -1), (per_host, received.size))
+    )
+    return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,23 +161,29 @@ class TwoHops:
         assert packing is Packing.NONE
         wanted = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, wanted)
-        gather = lambda numbers: gather_numbers(self.inner, routing, numbers)
-        routes = find_routes(self.inner, routing, ids, wanted, gather)
-        # One kernel at a time that waits for other ranks: two may not find room on a GPU side by side.
-        routes, leaves = jax.lax.optimization_barrier((routes, tuple(leaves)))
-        metadata = _send_metadata(self.inner, routing, ids, routes, topk_weights)
+        gather = lambda numbers: all_gather(self.inner, routing, numbers)
+        destinations = compute_destinations(self.inner, routing, ids, wanted, gather)
+        # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
+        destinations, leaves = jax.lax.optimization_barrier((destinations, tuple(leaves)))
+        metadata = _send_metadata(self.inner, routing, ids, destinations, topk_weights)
         rows = [send(self.inner, routing, ids, leaf) for leaf in leaves]
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
-        handle, weights = _make_handle(self.inner, routing, ids, routes, metadata)
+        handle, weights = _make_handle(self.inner, routing, ids, destinations, metadata)
         assert handle.within is not None
         attended = attendance.as_attended(routing.num_ranks)
-        counts = (routes.group_sizes, routes.num_tokens, routes.num_dropped, attended, handle)
-        if routes.tokens_per_expert is not None:
+        counts = (
+            destinations.group_sizes,
+            destinations.num_tokens,
+            destinations.num_dropped,
+            attended,
+            handle,
+        )
+        if destinations.tokens_per_expert is not None:
             moved, arrived_weights = self.inner.push(handle.within, rows, weights)
-            return Routed(moved, arrived_weights, None, routes.tokens_per_expert, *counts)
+            return Routed(moved, arrived_weights, None, destinations.tokens_per_expert, *counts)
         # By rank the ids go with the rows.
         moved, arrived_weights = self.inner.push(handle.within, [*rows, handle.within.topk_idx], weights)
-        arrived_idx = _local_ids(routing, moved[-1], routes.num_tokens)
+        arrived_idx = _local_ids(routing, moved[-1], destinations.num_tokens)
         layout = self.inner.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
@@ -196,10 +215,10 @@ class TwoHops:
         rows: Sequence[jax.Array],
         row_weights: jax.Array | None,
         biases: Sequence[jax.Array],
-        weights: jax.Array | None,
+        arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        partials, returned, _ = self.inner.pull(_inner_handle(handle), rows, row_weights, (), weights)
+        partials, returned, _ = self.inner.pull(_inner_handle(handle), rows, row_weights, (), arrived_weights)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
@@ -229,27 +248,27 @@ def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
     return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_hosts))
 
 
-def _slots(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns [T, hosts]: each token's row among those that its rank sends to a host, -1 none or dropped."""
+def _hop_1_rows(routing: Routing, ids: jax.Array) -> jax.Array:
+    """Returns [T, hosts]: the index of each token among those sent to a host, -1 not sent or dropped."""
     numbers = jnp.arange(routing.num_hosts, dtype=jnp.int32)[None, None]
-    goes = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
-    slots = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - goes
-    return jnp.where((goes > 0) & (slots < routing.host_rows), slots, -1)
+    is_sent = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
+    rows = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
+    return jnp.where((is_sent > 0) & (rows < routing.host_rows), rows, -1)
 
 
 def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
     """Returns the ids [T, K], -1 also for choices on hosts whose buffer is full in hop 1."""
     if routing.host_rows == routing.num_tokens:
         return ids
-    slots = jnp.take_along_axis(_slots(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
-    return jnp.where(slots < 0, -1, ids)
+    rows = jnp.take_along_axis(_hop_1_rows(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
+    return jnp.where(rows < 0, -1, ids)
 
 
 def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
     """Returns [hosts * rows of hop 1]: the token that goes there, as token * hosts + host, -1 if none."""
-    slots = _slots(routing, ids)
+    rows = _hop_1_rows(routing, ids)
     first = routing.host_rows * jnp.arange(routing.num_hosts, dtype=jnp.int32)
-    return invert(jnp.where(slots < 0, -1, first[None] + slots), routing.num_hosts * routing.host_rows)
+    return invert(jnp.where(rows < 0, -1, first[None] + rows), routing.num_hosts * routing.host_rows)
 
 
 def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> jax.Array:
@@ -270,8 +289,8 @@ def take_back(inner: InnerBackend, handle: Handle, rows: jax.Array) -> list[jax.
     blocks = _through_hop_1(inner, routing, rows).reshape(
         routing.num_hosts, routing.host_rows, *rows.shape[1:]
     )
-    slots = _slots(routing, handle.topk_idx)
-    return [take(blocks[number], slots[:, number]) for number in range(routing.num_hosts)]
+    hop_1_rows = _hop_1_rows(routing, handle.topk_idx)
+    return [take(blocks[number], hop_1_rows[:, number]) for number in range(routing.num_hosts)]
 
 
 def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
@@ -279,15 +298,19 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
 
 
 def _send_metadata(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, routes: Routes, topk_weights: jax.Array | None
+    inner: InnerBackend,
+    routing: Routing,
+    ids: jax.Array,
+    destinations: Destinations,
+    topk_weights: jax.Array | None,
 ) -> jax.Array:
     """Sends ids, destinations and the bits of weights of each token in hop 1. Returns -1 where none came."""
     senders = _senders(routing, ids)
     tokens = _tokens(routing, senders)
     if routing.has_row_per_choice:
-        sent_rows = take(routes.sent_rows, tokens)
+        sent_rows = take(destinations.sent_rows, tokens)
     else:  # those of a host's ranks only
-        sent_rows = take(routes.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
+        sent_rows = take(destinations.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
     integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
@@ -296,7 +319,7 @@ def _send_metadata(
 
 
 def _make_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, routes: Routes, metadata: jax.Array
+    inner: InnerBackend, routing: Routing, ids: jax.Array, destinations: Destinations, metadata: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
@@ -306,30 +329,32 @@ def _make_handle(
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _make_inner_handle(inner, routing, within_ids, rows, routes)
-    prefix = jnp.cumsum(routes.rows_between, axis=0, dtype=jnp.int32)
+    within = _make_inner_handle(inner, routing, within_ids, rows, destinations)
+    prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = exchange(inner, routing, _by_owner(routing, ids, routes.sent_rows))
+        received = all_to_all(inner, routing, _by_owner(routing, ids, destinations.sent_rows))
         received = received.reshape(-1, routing.top_k)
-    handle = Handle(ids, routes.sent_rows, prefix, routes.expert_counts, received, within, routing)
+    handle = Handle(
+        ids, destinations.sent_rows, prefix, destinations.expert_counts, received, within, routing
+    )
     return handle, weights
 
 
 def _make_inner_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, routes: Routes
+    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
 ) -> Handle:
     """Makes the handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
-    between = routes.rows_between.reshape(hosts, per_host, hosts, per_host)
+    between = destinations.rows_between.reshape(hosts, per_host, hosts, per_host)
     between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = exchange_within(inner, routing, _by_owner(within, ids, rows))
+        received = all_to_all_within(inner, routing, _by_owner(within, ids, rows))
         received = received.reshape(-1, routing.top_k)
-    return Handle(ids, rows, prefix, routes.expert_counts, received, None, within)
+    return Handle(ids, rows, prefix, destinations.expert_counts, received, None, within)
 
 
 def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:

@@ -243,7 +243,7 @@ class Xla:
         rows: Sequence[jax.Array],
         row_weights: jax.Array | None,
         biases: Sequence[jax.Array],
-        weights: jax.Array | None,
+        arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
         routing = handle.routing
@@ -271,9 +271,9 @@ class Xla:
                 total = total + bias.astype(wide)
             sums.append(total.astype(leaf.dtype))
         attended = attendance.as_attended(routing.num_ranks)
-        if weights is None:
+        if arrived_weights is None:
             return tuple(sums), None, attended
-        returned = take(weights, here)
+        returned = take(arrived_weights, here)
         if not routing.has_row_per_choice:
             is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
             returned = jnp.where(is_local, returned, 0)

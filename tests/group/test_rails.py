@@ -262,7 +262,7 @@ def two_hosts(monkeypatch):
     on = ranks(R, R // 2)
     for group in (on.group, on.group._within):
         monkeypatch.setattr(group, "_platform", "gpu")
-        monkeypatch.setattr(group, "_without_rails", "")
+        monkeypatch.setattr(group, "_rails_error", "")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     return on
 
@@ -294,7 +294,7 @@ def test_xla_means_its_collectives(two_hosts):
 
 
 def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
-    monkeypatch.setattr(two_hosts.group, "_without_rails", "there is no network")
+    monkeypatch.setattr(two_hosts.group, "_rails_error", "there is no network")
     reason = "rows between hosts use XLA's collectives: there is no network"
     expected = jax_ep.GroupStats("ffi", reason, 1, R // 2, "xla")
     assert stats_of(two_hosts.group, monkeypatch) == expected

@@ -40,9 +40,13 @@ struct PushContribution final : Contribution {
 
 }  // namespace
 
+// Called by FinishPush (decode/push.h). Adds this rank's push to the meeting of all ranks; the last one moves
+// the rows.
 static ffi::Future LaunchPush(const CpuContext& context, const char* op, GroupMember member, PushCall call) {
   if (call.params.quantize != Quantize::kNone) {
-    return CpuContext::Fail(InvalidArgument(op, ": on the CPU rows become FP8 before they are sent"));
+    return CpuContext::Fail(InvalidArgument(
+        op, ": the handler on the CPU does not quantize rows, so the attribute quantize must be 0, got ",
+        static_cast<int>(call.params.quantize), "; quantize the rows before the call"));
   }
   const Attendance attendance = call.params.attendance;
   return Meet(context, std::move(member), std::make_unique<PushContribution>(std::move(call)), attendance);
