@@ -86,7 +86,7 @@ class Program:
         np.testing.assert_array_equal(after_dispatch, in_dispatch)
         np.testing.assert_array_equal(after_combine, in_combine)
         for rank in range(R):
-            ids = oracle.of_active(self.ids, E, in_dispatch[rank])
+            ids = oracle.mask_inactive(self.ids, E, in_dispatch[rank])
             want = oracle.dispatch(x, ids, None, E, self.order, self.capacity)
             assert same_bits(rows[rank].reshape(-1, H), want[rank].x)
             np.testing.assert_array_equal(num_dropped[rank], want[rank].num_dropped)
@@ -238,6 +238,6 @@ def test_a_rank_that_is_left_behind_in_a_scan(late):
         views = without(late) if step else ALL
         np.testing.assert_array_equal(active[step].reshape(R, R), views)
         for rank in range(R):
-            ids = oracle.of_active(program.ids, E, views[rank])
+            ids = oracle.mask_inactive(program.ids, E, views[rank])
             copies = (ids[rank] >= 0).sum(axis=-1, keepdims=True)
             assert_close(sums[step].reshape(R, T, H)[rank], program.x[rank] * copies, terms=K)

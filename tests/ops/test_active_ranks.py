@@ -92,7 +92,7 @@ def test_both_ways(case, mode):
     for patterns in PATTERNS:
         active, later = map(as_users_pass, patterns)
         sent, (sums, after) = run(x, IDS, weights, y, VALID[:, None], active, later)
-        ids = oracle.of_active(IDS, E, active, VALID if partly_valid else None)
+        ids = oracle.mask_inactive(IDS, E, active, VALID if partly_valid else None)
         want = oracle.dispatch(x, ids, weights if weighted else None, E, order, capacity)
         check_dispatch(sent, want, ids, order, active, quantize)
         row_weights = None
@@ -222,7 +222,7 @@ def test_a_rank_that_takes_no_part_need_not_call(implementation):
             check_vma=False,
         )
         sums = np.asarray(jax.jit(mapped)(x.reshape(-1, H), IDS.reshape(-1, K), active)).reshape(R, T, H)
-        choices = (oracle.of_active(IDS, E, active) >= 0).sum(axis=-1, keepdims=True)
+        choices = (oracle.mask_inactive(IDS, E, active) >= 0).sum(axis=-1, keepdims=True)
         assert_close(sums[active == 1], (x * choices)[active == 1], terms=K)
         assert (sums[active == 0] == 7).all()
 

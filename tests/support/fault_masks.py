@@ -50,7 +50,7 @@ class Masked:
     def require_right(self, shards, ranks, there):
         """What `ranks` have made of the tokens and experts of those that were there."""
         active = np.isin(np.arange(self.rig.size), list(there)).astype(np.int32)
-        ids = oracle.of_active(self.ids, self.experts, active)
+        ids = oracle.mask_inactive(self.ids, self.experts, active)
         want = oracle.dispatch(self.x, ids, None, self.experts, self.order)
         sums = oracle.combine(np.stack([2 * one.x for one in want]), want, TOKENS, active=active)
         for rank in ranks:

@@ -85,7 +85,7 @@ wide, counts = floats((R, T, 256)), np.arange(R, dtype=np.int32) * 5 % (T + 1)
 run = jax.jit(jax.shard_map(padded, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 sent, totals = run(spread(wide), spread(ids), spread(w), spread(counts))
 packed = jax_ep.quantize_fp8(wide, round_scale=True)
-valid = oracle.of_active(ids, E, np.ones(R), counts)
+valid = oracle.mask_inactive(ids, E, np.ones(R), counts)
 of_values, of_scales, of_rows = (
     oracle.dispatch(np.asarray(array), valid, w, E, "expert_padded")
     for array in (packed.values, packed.scales, jax_ep.dequantize_fp8(packed, wide.dtype))

@@ -1,6 +1,7 @@
-"""What the ops must do, in NumPy loops: slow and obvious.
+"""Reference implementations of the ops, in NumPy loops.
 
-Everything is global: x [R, T, ...], topk_idx [R, T, K]; results are lists, one entry a rank.
+Arguments are those of all ranks: x [R, T, ...], topk_idx [R, T, K]. Results are lists with one entry per
+rank.
 """
 
 import dataclasses
@@ -10,12 +11,12 @@ import numpy as np
 
 
 def routed(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
-    """int32 ids of one rank's tokens [T, K], -1 where unused or out of range."""
+    """Returns int32 ids of one rank's tokens [T, K], -1 where unused or out of range."""
     return np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1).astype(np.int32)
 
 
 def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int = 1) -> tuple:
-    """Counts of one rank's tokens: per rank, per node, per expert, and is_token_in_rank."""
+    """Returns the counts of one rank's tokens per rank, per host, per expert, and is_token_in_rank."""
     experts_per_rank = num_experts // num_ranks
     in_rank = np.zeros((len(topk_idx), num_ranks), bool)
     per_expert = np.zeros(num_experts, np.int32)
@@ -29,8 +30,8 @@ def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_nod
     return in_rank.sum(axis=0).astype(np.int32), per_node, per_expert, in_rank
 
 
-def of_active(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: Any = None) -> np.ndarray:
-    """Ids of all ranks [R, T, K], -1 where one that is not active [R] had a part, or past num_valid [R]."""
+def mask_inactive(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: Any = None) -> np.ndarray:
+    """Returns ids [R, T, K], -1 if the token's or the expert's rank is inactive, or t >= num_valid[rank]."""
     num_ranks, num_tokens, _ = topk_idx.shape
     ids = np.stack([routed(one, num_experts) for one in topk_idx])
     for rank, tokens in enumerate(ids):
@@ -43,23 +44,23 @@ def of_active(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: An
 
 
 def dropped_by_hop_1(ids: np.ndarray, experts: int, per_host: int, host_rows: int) -> np.ndarray:
-    """The ids [R, T, K], -1 where a host has no room for a token: the first `host_rows` of each rank fit."""
+    """Returns ids [R, T, K], -1 if a host has no room for the token: `host_rows` of each rank fit."""
     kept = np.stack([routed(one, experts) for one in ids])
     host_of = np.where(kept < 0, -1, kept // (experts // (len(ids) // per_host)))
     for rank, tokens in enumerate(kept):
         for host in range(len(ids) // per_host):
             sent = 0
             for t in range(len(tokens)):
-                goes = host_of[rank, t] == host
-                if goes.any() and sent >= host_rows:
-                    tokens[t, goes] = -1
-                sent += goes.any()
+                to_host = host_of[rank, t] == host
+                if to_host.any() and sent >= host_rows:
+                    tokens[t, to_host] = -1
+                sent += to_host.any()
     return kept
 
 
 @dataclasses.dataclass
 class Received:
-    """What one rank must have after a dispatch, and where each row came from."""
+    """The results of a dispatch on one rank, and the source of each row."""
 
     x: np.ndarray
     topk_idx: np.ndarray | None
@@ -78,9 +79,10 @@ def worst_case(order: str, rows: int, top_k: int, local: int, alignment: int = 1
 
 
 def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int) -> tuple[list, list]:
-    """The rows that arrive at a rank if nothing is dropped, None for padding; the blocks by expert.
+    """Returns the rows (source, token, k) that arrive at a rank if none is dropped, and None for padding.
 
-    ids [R, T, K] are routed. Of padded experts `alignment` is the size of every block, which holds all rows.
+    Also returns (begin, end of its rows, end of the block) of each expert. ids [R, T, K] are routed. With
+    order "expert_padded", `alignment` is the size of each block, in which all rows of the expert must fit.
     """
     rows: list = []
     blocks: list = []
@@ -96,6 +98,7 @@ def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int)
             for t, token in enumerate(tokens):
                 rows.extend((s, t, k) for k, e in enumerate(token) if e == expert)
         end = len(rows)
+        assert order != "expert_padded" or end - begin <= alignment
         rows.extend([None] * (begin + alignment - end if order == "expert_padded" else -end % alignment))
         blocks.append((begin, end, len(rows)))
     return rows, blocks
@@ -161,6 +164,7 @@ def dispatch(
 
 
 def rank_prefix_matrix(topk_idx: np.ndarray, num_experts: int, order: str) -> np.ndarray:
+    """Returns [R, R]: [s, d] is the number of rows that ranks 0..s send to rank d, before drops."""
     num_ranks = len(topk_idx)
     local = num_experts // num_ranks
     ids = np.stack([routed(one, num_experts) for one in topk_idx])
@@ -186,7 +190,8 @@ def combine(
     `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype. With `per_host`
     ranks on each host, a host sends the sum of its ranks, rounded to y's dtype, and hosts are added in order.
     Nothing comes from ranks, and goes to ranks, that are not `active` [R].
-    Orders agree: `received` lists a rank's rows by expert, so a token's rows there are sorted by k first.
+    `received` lists the rows of a rank by expert, so those of a token are first sorted by k, which is the
+    documented order.
     """
     num_ranks = len(received)
     wide = np.float64 if y.dtype == np.float64 else np.float32
