@@ -8,7 +8,7 @@ import jax
 from jax_ep import _checks
 from jax_ep._jax.sharding import to_one_type
 from jax_ep._ops.arguments import open_handle
-from jax_ep._transport.attendance import Attendance, OnTimeout
+from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
 from jax_ep._transport.routing import Handle
@@ -81,16 +81,16 @@ def combine(
     attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
     handle, rows, weights, biases, attendance = to_one_type(operands, routing.group._axes)
-    active = None
+    attended = Attended()
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:
-            sums, active = pull_attended(backend, handle, rows, weights, biases, attendance)
+            sums, attended = pull_attended(backend, handle, rows, weights, biases, attendance)
         elif weights is None and not biases:
             sums, _ = pull(backend, handle, rows, None)
         else:
             sums = pull_scaled(backend, handle, rows, weights, biases)
     result = payload.rebuild("combine", sums)
-    return result if active is None else (result, active)
+    return (result, attended.active_ranks) if attendance.may_miss else result
 
 
 def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:

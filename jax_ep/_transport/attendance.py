@@ -23,6 +23,11 @@ class Attended(NamedTuple):
     wait_us: jax.Array | None = None
     """float32 [R] microseconds until each rank had come, if measured."""
 
+    @property
+    def may_miss(self) -> bool:
+        """True if ranks may have missed the op."""
+        return self.active_ranks is not None
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

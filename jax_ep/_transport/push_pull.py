@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._transport.attendance import Attendance, refuse_gradient
+from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
 from jax_ep._transport.backend import Backend, Leaves, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype, sum_of_all
@@ -71,10 +71,10 @@ def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.A
     A push that ranks may miss has no gradient.
     """
     moved = (routed.rows, routed.weights)
-    if routed.attended.active_ranks is None:
-        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *moved)
-    else:
+    if routed.attended.may_miss:
         rows, weights = refuse_gradient("dispatch", (leaves, topk_weights), moved)
+    else:
+        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *moved)
     return routed._replace(rows=rows, weights=weights)
 
 
@@ -196,12 +196,12 @@ def pull_attended(
     row_weights: jax.Array | None,
     biases: Leaves,
     attendance: Attendance,
-) -> tuple[Leaves, jax.Array | None]:
+) -> tuple[Leaves, Attended]:
     """Pulls as `pull_scaled` if ranks may miss the op, without gradients. Also returns who took part."""
     sources = (rows, row_weights, biases)
     fixed = jax.lax.stop_gradient(sources)
     sums, _, attended = backend.pull(handle, *fixed, None, attendance)
-    return refuse_gradient("combine", sources, sums), attended.active_ranks
+    return refuse_gradient("combine", sources, sums), attended
 
 
 @custom_vjp(0)
