@@ -34,7 +34,7 @@ def blocks(page):
     return [match[1] for match in BLOCK.finditer(text)]
 
 
-LONG = ("fp8.md", "grouped_products.md", "overlap.md", "scan.md")
+LONG = ("failing_ranks.md", "fp8.md", "grouped_products.md", "overlap.md", "scan.md")
 PAGES = [
     pytest.param(page, id=str(page.relative_to(DOCS)), marks=[pytest.mark.slow] * (page.name in LONG))
     for page in sorted(DOCS.rglob("*.md"))

@@ -92,6 +92,7 @@ def test_vmap(implementation):
             np.testing.assert_allclose(got_one, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eager_mode():
     """Outside of jit: shard_map runs each op by itself."""
     on = ranks(2)
