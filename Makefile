@@ -30,7 +30,7 @@ test-slow: $(TEST_GROUPS) $(VENV)/.built
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, few tokens the way of many, and by plain loads and stores instead of bulk copies.
 # (Not the documentation and the examples, which run on the CPU and need more packages.)
-GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider --timeout 60 --ignore tests/docs
+GPU_TEST := JAX_PLATFORMS=cuda,cpu $(PYTHON) -P -m pytest -p no:cacheprovider -p no:benchmark --timeout 60 --ignore tests/docs
 test-gpu:
 	$(GPU_TEST) -m "not no_gpu and not gpu_processes" -k "not eager" $(ARGS)
 	JAX_EP_NO_ARENA=1 $(GPU_TEST) -m moves_rows -k "not eager" $(ARGS)
@@ -50,7 +50,7 @@ format: $(VENV)/.group-lint
 # What communicates, with the GPUs shared among PROCESSES processes, of which several share one if there are fewer;
 # and what such processes must do besides.
 test-gpu-processes:
-	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider tests/group -m gpu_processes $(ARGS)
+	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider -p no:benchmark tests/group -m gpu_processes $(ARGS)
 	JAX_PLATFORMS=cuda $(PYTHON) tests/support/processes.py $(or $(PROCESSES),2) --ignore tests/docs \
 		--ignore tests/commands -m processes -k "not eager" $(ARGS)
 
