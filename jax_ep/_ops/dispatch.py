@@ -252,12 +252,19 @@ def dispatch(
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
     if statistics is not None:
         statistics = add_to(statistics, out)
-    counts = (out.tokens_per_expert, out.num_tokens, out.num_dropped)
-    rest = (*counts, out.handle, out.attended.active_ranks, statistics)
+    common = {
+        "x": rows,
+        "tokens_per_expert": out.tokens_per_expert,
+        "num_tokens": out.num_tokens,
+        "num_dropped": out.num_dropped,
+        "handle": out.handle,
+        "active_ranks": out.attended.active_ranks,
+        "statistics": statistics,
+    }
     if out.topk_idx is not None:
-        return DispatchedByRank(rows, out.topk_idx, arrived_weights, *rest)
+        return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)
     assert out.group_sizes is not None  # by expert
-    return DispatchedByExpert(rows, arrived_weights, out.group_sizes, *rest)
+    return DispatchedByExpert(row_weights=arrived_weights, group_sizes=out.group_sizes, **common)
 
 
 @overload

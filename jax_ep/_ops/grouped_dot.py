@@ -76,7 +76,7 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             "whole, not their values, or cast both to a wider dtype"
         )
     _check_shapes(rows, w, group_sizes)
-    return _product(Product.FORWARD, num_sms, *vary_alike([rows, w, group_sizes]))
+    return _product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
@@ -150,17 +150,17 @@ def _product_bwd(product: Product, num_sms: int, saved: tuple[jax.Array, ...], c
     rows, others, group_sizes = saved
     # The product, and its operands, that is the gradient of each operand.
     gradients = {
-        Product.FORWARD: (
-            (Product.TRANSPOSED, cotangent, others),
+        Product.ROWS: (
+            (Product.ROWS_TRANSPOSED, cotangent, others),
             (Product.WEIGHTS, rows, cotangent),
         ),
-        Product.TRANSPOSED: (
-            (Product.FORWARD, cotangent, others),
+        Product.ROWS_TRANSPOSED: (
+            (Product.ROWS, cotangent, others),
             (Product.WEIGHTS, cotangent, rows),
         ),
         Product.WEIGHTS: (
-            (Product.TRANSPOSED, others, cotangent),
-            (Product.FORWARD, rows, cotangent),
+            (Product.ROWS_TRANSPOSED, others, cotangent),
+            (Product.ROWS, rows, cotangent),
         ),
     }
     d_rows, d_others = (
@@ -189,10 +189,10 @@ def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
             dequantize_fp8(QuantizedArray(*pair), jnp.float32)
             for pair in ((rows, scales), (matrices, matrix_scales))
         )
-        product: jax.Array = _product(Product.FORWARD, num_sms, *wide, sizes)
+        product: jax.Array = _product(Product.ROWS, num_sms, *wide, sizes)
         return product.astype(jnp.bfloat16)
 
-    return _sharded(Product.FORWARD, one, *operands)
+    return _sharded(Product.ROWS, one, *operands)
 
 
 def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
@@ -221,8 +221,8 @@ def _sharded(product: Product, function: Any, *operands: jax.Array) -> jax.Array
             return function(*operands)
         own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
         spec = {
-            Product.FORWARD: [own[0], other[2]],
-            Product.TRANSPOSED: [own[0], other[1]],
+            Product.ROWS: [own[0], other[2]],
+            Product.ROWS_TRANSPOSED: [own[0], other[1]],
             Product.WEIGHTS: [None, own[1], other[1]],
         }[product]
         if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension

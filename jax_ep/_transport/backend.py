@@ -26,10 +26,10 @@ class Packing(enum.IntEnum):
 
 
 class Product(enum.IntEnum):
-    """Products of rows by groups. ffi/core/params.h has the same numbers."""
+    """Products of rows by groups: GroupedDot in ffi/core/params.h, with the same numbers."""
 
-    FORWARD = 0  # rows [C, M] times matrices [L, M, N]
-    TRANSPOSED = 1  # rows [C, N] times the transposes of matrices [L, M, N]
+    ROWS = 0  # rows [C, M] times matrices [L, M, N]
+    ROWS_TRANSPOSED = 1  # rows [C, N] times the transposes of matrices [L, M, N]
     WEIGHTS = 2  # for each group, its rows [C, M], transposed, times others [C, N]: [L, M, N]
 
 

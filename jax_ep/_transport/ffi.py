@@ -163,7 +163,7 @@ def grouped_dot(
     if product is Product.WEIGHTS:
         shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
     else:
-        shape = (rows.shape[0], others.shape[2 if product is Product.FORWARD else 1])
+        shape = (rows.shape[0], others.shape[2 if product is Product.ROWS else 1])
     out, _ = call(
         "grouped_dot",
         [rows, others, group_sizes],

@@ -2,7 +2,7 @@
 
 Hop 1 sends a token's row, with its ids and the destinations of its rows, to the rank of the same index on
 each host that has one of its experts. The source has computed these destinations, so hop 2 is a push along a
-handle among the ranks of a host. Rows arrive where a single hop would put them, in the order of their
+handle among the ranks of a host. Rows num_arriving where a single hop would put them, in the order of their
 sources, not of the ranks that relay them. A pull goes the same way back: a host sums a token's rows, and one
 sum travels.
 """
@@ -38,27 +38,29 @@ def compute_destinations(
     inner: InnerBackend,
     routing: Routing,
     ids: jax.Array,
-    wanted: jax.Array,
+    ids_before_drops: jax.Array,
     gather: Callable[[jax.Array], jax.Array],
 ) -> Destinations:
     """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
 
-    `wanted` are the choices before hop 1 dropped some. gather(numbers) returns the numbers [n] of all ranks
-    [R, n].
+    `ids_before_drops` are the choices before hop 1 dropped some, or `ids` itself if it dropped none.
+    gather(numbers) returns the numbers [n] of all ranks [R, n].
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.group)
     layout = inner.layout(ids, routing.num_experts, ranks, 1)
     counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
-    if wanted is not ids:
-        of_wanted = inner.layout(wanted, routing.num_experts, ranks, 1)
+    if ids_before_drops is not ids:
+        before_drops = inner.layout(ids_before_drops, routing.num_experts, ranks, 1)
         counts.append(
-            _per_rank(routing, of_wanted.num_tokens_per_expert)
+            _per_rank(routing, before_drops.num_tokens_per_expert)
             if routing.has_row_per_choice
-            else of_wanted.num_tokens_per_rank
+            else before_drops.num_tokens_per_rank
         )
-    everywhere = gather(jnp.concatenate(counts))
-    by_rank, by_expert, *of_wanted = jnp.split(everywhere, [ranks, ranks + routing.num_experts], axis=1)
+    all_counts = gather(jnp.concatenate(counts))
+    by_rank, by_expert, *rows_before_drops = jnp.split(
+        all_counts, [ranks, ranks + routing.num_experts], axis=1
+    )
     earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
     expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)
     local_counts = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
@@ -76,9 +78,9 @@ def compute_destinations(
         rows = before[None] + jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
         sent_rows = jnp.where((is_sent > 0) & (rows < routing.capacity), rows, -1)
         rows_between, tokens_per_expert, group_sizes = by_rank, None, None
-        arrive = jnp.sum(jnp.take(by_rank, me, axis=1), keepdims=True, dtype=jnp.int32)
-        num_tokens = jnp.minimum(arrive, routing.capacity)
-    to_me = jnp.take(of_wanted[0] if wanted is not ids else rows_between, me, axis=1)
+        num_arriving = jnp.sum(jnp.take(by_rank, me, axis=1), keepdims=True, dtype=jnp.int32)
+        num_tokens = jnp.minimum(num_arriving, routing.capacity)
+    to_me = jnp.take(rows_before_drops[0] if ids_before_drops is not ids else rows_between, me, axis=1)
     num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
     return Destinations(
         sent_rows, rows_between, local_counts, tokens_per_expert, group_sizes, num_tokens, num_dropped
@@ -107,7 +109,7 @@ def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) 
     """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
     within = routing.within
     ranks = within.num_ranks
-    # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
+    # A dispatch by rank of one token to each rank. Rows num_arriving in the order of their sources.
     one_each = Routing(
         group=within.group,
         order="rank",
@@ -159,10 +161,10 @@ class TwoHops:
         packing: Packing = Packing.NONE,
     ) -> Routed:
         assert packing is Packing.NONE
-        wanted = routed_experts(topk_idx, routing.num_experts)
-        ids = without_dropped(routing, wanted)
+        ids_before_drops = routed_experts(topk_idx, routing.num_experts)
+        ids = without_dropped(routing, ids_before_drops)
         gather = lambda numbers: all_gather(self.inner, routing, numbers)
-        destinations = compute_destinations(self.inner, routing, ids, wanted, gather)
+        destinations = compute_destinations(self.inner, routing, ids, ids_before_drops, gather)
         # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
         destinations, leaves = jax.lax.optimization_barrier((destinations, tuple(leaves)))
         metadata = _send_metadata(self.inner, routing, ids, destinations, topk_weights)

@@ -106,7 +106,7 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     if product is Product.WEIGHTS:
         return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
-    matrices = others if product is Product.FORWARD else others.swapaxes(1, 2)
+    matrices = others if product is Product.ROWS else others.swapaxes(1, 2)
     if current_platform() == "tpu":
         return jax.lax.ragged_dot(rows, matrices, group_sizes)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:

@@ -40,7 +40,7 @@ struct CpuContext {
   static std::shared_ptr<Group> FindGroup(std::string_view key) {
     return jax_ep::FindGroup(std::string(key));
   }
-  static MeshPosition ReadPlace(const MeshPosition* place) { return *place; }
+  static MeshPosition ReadPosition(const MeshPosition* position) { return *position; }
 };
 
 // Context of ops that do not communicate.

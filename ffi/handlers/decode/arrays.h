@@ -47,7 +47,9 @@ class Arrays {
   int32_t* TakeInts(const char* name, const std::vector<int64_t>& shape, bool used = true) {
     return Take<ffi::S32>(name, shape, used);
   }
-  const MeshPosition* TakePlace() { return reinterpret_cast<const MeshPosition*>(TakeInts("place", {2})); }
+  const MeshPosition* TakePosition() {
+    return reinterpret_cast<const MeshPosition*>(TakeInts("position", {2}));
+  }
   float* TakeFloats(const char* name, const std::vector<int64_t>& shape, bool used = true) {
     return Take<ffi::F32>(name, shape, used);
   }

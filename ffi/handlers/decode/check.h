@@ -103,7 +103,7 @@ ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& ar
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
 // Stands for a place that only the kernel can compare, because it lies on the device.
-constexpr MeshPosition kPlaceOnDevice{-1, 0};
+constexpr MeshPosition kPositionOnDevice{-1, 0};
 
 // A device as a member of an open group.
 struct GroupMember {
@@ -112,7 +112,7 @@ struct GroupMember {
   int32_t list;  // in the program's mesh, whose lists may be in another order than the group's
 };
 // Finds a device in the group of a call. `place` is the device's place in the program's mesh, or
-// kPlaceOnDevice.
+// kPositionOnDevice.
 ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
                       int32_t device_ordinal, const MeshPosition& place, int32_t num_ranks,
                       GroupMember& member);

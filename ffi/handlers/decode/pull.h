@@ -59,7 +59,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   PullParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.position_operand = in.TakePlace();
+  params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
@@ -78,7 +78,7 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   auto error =
       FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
                   FindMember(op, attributes.group, context.FindGroup(attributes.group), context.device,
-                             context.ReadPlace(params.position_operand), shape.num_ranks, member)});
+                             context.ReadPosition(params.position_operand), shape.num_ranks, member)});
   if (error.failure()) return context.FailRun(std::move(error));
   params.rank = member.position.rank;
   // Moving a vector does not move its elements.

@@ -27,7 +27,7 @@ typename Context::Result FinishPush(Context context, const char* op, PushCall ca
                             : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
                                              call.payloads, params.scales() ? &call.factors : nullptr),
                   FindMember(op, group, context.FindGroup(group), context.device,
-                             context.ReadPlace(params.position_operand), shape.num_ranks, member)});
+                             context.ReadPosition(params.position_operand), shape.num_ranks, member)});
   if (error.failure()) return context.FailRun(std::move(error));
   params.rank = member.position.rank;
   // Moving a vector does not move its elements.
@@ -47,7 +47,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.position_operand = in.TakePlace();
+  params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
   const bool weighted = in.HasElements();
@@ -81,7 +81,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   PushParams& params = call.params;
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
-  params.position_operand = in.TakePlace();
+  params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
   const bool weighted = in.HasElements();

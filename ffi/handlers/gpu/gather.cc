@@ -8,7 +8,7 @@ static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi:
                          ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
   const char* op = "gather";
   GroupMember member;
-  auto error = FindMember(op, group, context.FindGroup(group), context.device, kPlaceOnDevice,
+  auto error = FindMember(op, group, context.FindGroup(group), context.device, kPositionOnDevice,
                           static_cast<int32_t>(num_ranks), member);
   if (error.failure()) return error;
   if (place.element_count() != 2 || in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||

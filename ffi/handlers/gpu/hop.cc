@@ -14,7 +14,7 @@ static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi
                           int64_t num_ranks) {
   const char* op = "hop between hosts";
   GroupMember member;
-  auto error = FindMember(op, group, context.FindGroup(group), context.device, kPlaceOnDevice,
+  auto error = FindMember(op, group, context.FindGroup(group), context.device, kPositionOnDevice,
                           static_cast<int32_t>(num_ranks), member);
   if (error.failure()) return error;
   const auto rails = FindRails(std::string(rail_key));

@@ -58,7 +58,7 @@ struct GpuContext {
   static ffi::Error FailRun(ffi::Error error) { return error; }
   std::shared_ptr<Group> FindGroup(std::string_view key) const { return site->FindGroup(key); }
   // Returns no place: the operand lies on the device, where the kernel compares it.
-  static MeshPosition ReadPlace(const MeshPosition*) { return kPlaceOnDevice; }
+  static MeshPosition ReadPosition(const MeshPosition*) { return kPositionOnDevice; }
 };
 
 struct GpuLocalContext {
