@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
 MANY = most_ranks()
 
 
-def run_dispatch(x, ids, weights, num_experts, implementation="ffi", **options):
-    on = ranks(len(ids))
+def run_dispatch(x, ids, weights, num_experts, implementation="ffi", per_host=None, **options):
+    on = ranks(len(ids), per_host)
 
     def shard(x, ids, weights):
         return jax_ep.dispatch(
@@ -79,12 +79,14 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
-@pytest.mark.parametrize("size", [3, 5, 6, 7])
-def test_dispatch_accepts_any_number_of_ranks(size, order):
+@pytest.mark.parametrize(
+    ("size", "per_host"), [(3, None), (5, None), (6, None), (7, None), (6, 3), (6, 2), (6, 1)]
+)
+def test_dispatch_accepts_any_number_of_ranks(size, per_host, order):
     tokens, k, experts = 130, 4, 6 * size
     ids, weights = routing("sprinkled", size, tokens, k, experts), floats((size, tokens, k))
     x = tagged_rows(size, tokens, 200, BF16)
-    got = run_dispatch(x, ids, weights, experts, order=order)
+    got = run_dispatch(x, ids, weights, experts, per_host=per_host, order=order)
     check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
 
 
@@ -143,29 +145,33 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("width", [1, 7, 16])
-def test_any_dtype_and_row_size_bit_for_bit(dtype, width, implementation):
+@pytest.mark.parametrize(
+    ("width", "order", "per_host"),
+    [(1, "rank", None), (7, "rank", None), (16, "rank", None), (5, "expert", 2)],
+)
+def test_any_dtype_and_row_size_bit_for_bit(dtype, width, order, per_host, implementation):
     ids = routing("uniform", 4, 6, 2, 8)
     x = tagged_rows(4, 6, width, dtype)
-    got = run_dispatch(x, ids, None, 8, implementation, order="rank")
-    check(got, oracle.dispatch(x, ids, None, 8, "rank"), got.x)
+    got = run_dispatch(x, ids, None, 8, implementation, per_host, order=order)
+    check(got, oracle.dispatch(x, ids, None, 8, order), got.x)
 
 
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(("order", "per_host"), [("rank", None), ("expert", None), ("rank", 2)])
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn"])
-def test_sub_byte_elements_arrive_unchanged(dtype, order, implementation):
+def test_sub_byte_elements_arrive_unchanged(dtype, order, per_host, implementation):
+    on = ranks(4, per_host)
     ids = routing("sprinkled", 4, 6, 2, 8)
     x = tagged_rows(4, 6, 3, np.uint8) % (2 if dtype.endswith("int2") else 5)  # which the dtype can hold
 
     def shard(x, ids):
         rows = x.astype(dtype)
         sent = jax_ep.dispatch(
-            rows, ids, group=ranks(4).group, num_experts=8, order=order, implementation=implementation
+            rows, ids, group=on.group, num_experts=8, order=order, implementation=implementation
         )
         assert sent.x.dtype == rows.dtype
         return sent.x.astype(jnp.float32)
 
-    got = ranks(4).run(shard, x.astype(np.float32), ids)
+    got = on.run(shard, x.astype(np.float32), ids)
     for rank, one in enumerate(oracle.dispatch(x.astype(np.float32), ids, None, 8, order)):
         assert same_bits(got[rank], one.x)
 
