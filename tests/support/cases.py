@@ -47,7 +47,8 @@ def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int 
         ids = np.concatenate([ids, np.full((ranks, tokens, k - ids.shape[-1]), -1, np.int32)], axis=-1)
     if kind == "sprinkled":
         ids[rng.random(ids.shape) < 0.3] = -1
-        ids[rng.random(ids.shape) < 0.1] = experts + 3  # out of range: unused
+        out_of_range = rng.random(ids.shape) < 0.1  # unused, from the first such id on
+        ids[out_of_range] = experts + np.arange(out_of_range.sum()) % 4
         ids[rng.random(ids.shape) < 0.1] = -7
         ids[..., -1] = np.where(rng.random(ids.shape[:-1]) < 0.3, ids[..., 0], ids[..., -1])  # repeated
     return ids
