@@ -9,16 +9,16 @@
 namespace jax_ep {
 
 // Copies the array, so that XLA cannot move the collective out of the two calls.
-static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> place, ffi::AnyBuffer in,
+static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> position, ffi::AnyBuffer in,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
                       int64_t ends) {
-  if (in.size_bytes() != out->size_bytes() || place.element_count() != 2) {
-    return InvalidArgument("hop: expected one place and a result of the operand's ", in.size_bytes(),
+  if (in.size_bytes() != out->size_bytes() || position.element_count() != 2) {
+    return InvalidArgument("hop: expected one position and a result of the operand's ", in.size_bytes(),
                            " bytes, got ", out->size_bytes());
   }
   GroupMember member;
-  const MeshPosition own_place{place.typed_data()[0], place.typed_data()[1]};
-  auto error = FindMember("hop", group, FindGroup(std::string(group)), device, own_place,
+  const MeshPosition own_position{position.typed_data()[0], position.typed_data()[1]};
+  auto error = FindMember("hop", group, FindGroup(std::string(group)), device, own_position,
                           static_cast<int32_t>(num_ranks), member);
   if (error.failure()) {
     FailRun(run.run_id, error.message());
@@ -37,7 +37,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HopHandler, Hop,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()  // place [2]
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // position [2]
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<std::string_view>("group")

@@ -80,7 +80,7 @@ ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& id
 }
 
 ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
-                      int32_t device_ordinal, const MeshPosition& place, int32_t num_ranks,
+                      int32_t device_ordinal, const MeshPosition& in_program, int32_t num_ranks,
                       GroupMember& member) {
   member.group = std::move(group);
   if (member.group == nullptr) {
@@ -89,15 +89,15 @@ ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_pt
                           "); make the Group again before running it");
   }
   const auto position = member.group->Find(device_ordinal);
-  if (!position || (place.rank >= 0 && position->rank != place.rank) ||
+  if (!position || (in_program.rank >= 0 && position->rank != in_program.rank) ||
       member.group->num_ranks() != num_ranks) {
     return InvalidArgument(op, ": group ", member.group->name(), " was made for another mesh: device ",
-                           device_ordinal, " runs as rank ", place.rank, " of ", num_ranks,
+                           device_ordinal, " runs as rank ", in_program.rank, " of ", num_ranks,
                            position ? ", and is another rank there" : ", and is not in it",
                            "; make the Group from the mesh of this shard_map");
   }
   member.position = *position;
-  member.list = place.list;
+  member.list = in_program.list;
   return ffi::Error::Success();
 }
 

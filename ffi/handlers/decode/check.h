@@ -102,7 +102,7 @@ ffi::Error DecodeQuantized(const char* op, const std::vector<ffi::AnyBuffer>& ar
 
 ffi::Error DecodeIds(const char* what, const ffi::AnyBuffer& buffer, TopkIds& ids);
 
-// Stands for a place that only the kernel can compare, because it lies on the device.
+// Stands for a position that only the kernel can compare, because it lies on the device.
 constexpr MeshPosition kPositionOnDevice{-1, 0};
 
 // A device as a member of an open group.
@@ -111,10 +111,10 @@ struct GroupMember {
   Group::Position position;
   int32_t list;  // in the program's mesh, whose lists may be in another order than the group's
 };
-// Finds a device in the group of a call. `place` is the device's place in the program's mesh, or
+// Finds a device in the group of a call. `in_program` is its position in the program's mesh, or
 // kPositionOnDevice.
 ffi::Error FindMember(const char* op, std::string_view group_key, std::shared_ptr<Group> group,
-                      int32_t device_ordinal, const MeshPosition& place, int32_t num_ranks,
+                      int32_t device_ordinal, const MeshPosition& in_program, int32_t num_ranks,
                       GroupMember& member);
 
 }  // namespace jax_ep

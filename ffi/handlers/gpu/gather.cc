@@ -4,22 +4,22 @@
 
 namespace jax_ep {
 
-static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer in,
+static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> position, ffi::AnyBuffer in,
                          ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
   const char* op = "gather";
   GroupMember member;
   auto error = FindMember(op, group, context.FindGroup(group), context.device, kPositionOnDevice,
                           static_cast<int32_t>(num_ranks), member);
   if (error.failure()) return error;
-  if (place.element_count() != 2 || in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||
+  if (position.element_count() != 2 || in.dimensions().size() == 0 || in.size_bytes() % 16 != 0 ||
       out->size_bytes() != in.size_bytes() * num_ranks) {
-    return InvalidArgument(op, ": expected a place, an array of a multiple of 16 bytes and a result of ",
+    return InvalidArgument(op, ": expected a position, an array of a multiple of 16 bytes and a result of ",
                            num_ranks, " times as many bytes");
   }
   const int64_t rows = in.dimensions()[0];
   const GatherParams params{static_cast<int32_t>(num_ranks),
                             member.position.rank,
-                            reinterpret_cast<const MeshPosition*>(place.typed_data()),
+                            reinterpret_cast<const MeshPosition*>(position.typed_data()),
                             static_cast<const std::byte*>(in.untyped_data()),
                             static_cast<std::byte*>(out->untyped_data()),
                             rows,
@@ -34,7 +34,7 @@ static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi:
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGatherHandler, Gather,
                               ffi::Ffi::Bind()
                                   .Ctx<GpuContext>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // place [2]
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // position [2]
                                   .Arg<ffi::AnyBuffer>()           // [rows, ...]
                                   .Ret<ffi::AnyBuffer>()           // [R * rows, ...]
                                   .Attr<std::string_view>("group")

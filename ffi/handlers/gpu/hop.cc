@@ -9,7 +9,7 @@ constexpr const char* kCompileAgain =
     "but this program was compiled for that connection. Make the Group anew in all processes, and compile "
     "again (jax.clear_caches())";
 
-static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi::AnyBuffer in,
+static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> position, ffi::AnyBuffer in,
                           ffi::Result<ffi::AnyBuffer> out, std::string_view group, std::string_view rail_key,
                           int64_t num_ranks) {
   const char* op = "hop between hosts";
@@ -25,7 +25,7 @@ static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi
   const int64_t hosts = in.dimensions().size() == 0 ? 0 : in.dimensions()[0];
   std::string precondition_error;
   const bool fits =
-      hosts == hop.window.hosts && place.element_count() == 2 && out->size_bytes() == in.size_bytes();
+      hosts == hop.window.hosts && position.element_count() == 2 && out->size_bytes() == in.size_bytes();
   if (rail == nullptr) {
     precondition_error =
         Text("GPU ", context.device, " is not connected to other hosts by NCCL, ", kCompileAgain);
@@ -36,7 +36,7 @@ static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi
     precondition_error =
         Text("the connection by NCCL has failed and is not used again (", why, "), ", kCompileAgain);
   }
-  hop.position_operand = reinterpret_cast<const MeshPosition*>(place.typed_data());
+  hop.position_operand = reinterpret_cast<const MeshPosition*>(position.typed_data());
   hop.in = static_cast<const std::byte*>(in.untyped_data());
   hop.out = static_cast<std::byte*>(out->untyped_data());
   hop.block_bytes = hosts == 0 ? 0 : bytes / hosts;
@@ -65,7 +65,7 @@ static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> place, ffi
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRailHopHandler, RailHop,
                               ffi::Ffi::Bind()
                                   .Ctx<GpuContext>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // place [2] among all ranks
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // position [2] among all ranks
                                   .Arg<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Ret<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Attr<std::string_view>("group")

@@ -57,7 +57,7 @@ struct GpuContext {
   static ffi::Error Fail(ffi::Error error) { return error; }
   static ffi::Error FailRun(ffi::Error error) { return error; }
   std::shared_ptr<Group> FindGroup(std::string_view key) const { return site->FindGroup(key); }
-  // Returns no place: the operand lies on the device, where the kernel compares it.
+  // Returns no position: the operand lies on the device, where the kernel compares it.
   static MeshPosition ReadPosition(const MeshPosition*) { return kPositionOnDevice; }
 };
 

@@ -287,16 +287,21 @@ class MailSession {
     __syncthreads();
     const BlockEnd end = CountEnd(own, has_failed(), state_of_block().is_open);
     if (!end.is_last) return;
+    bool is_opened = true;
     if (end.any_failed) {
       if (end.none_started) {
         FailEverywhere(peers_, op_, epoch(), fill);
       } else {
         GiveUpMail(peers_, op_, epoch(), fill);
       }
-      // If the first block has found the gate closed, the channel is not used any more.
-      if (LoadRelaxed(&own.opened) != Pack(peers_.call.site + 1, epoch())) return;
+      is_opened = LoadRelaxed(&own.opened) == Pack(peers_.call.site + 1, epoch());
     }
-    if (threadIdx.x == 0) FreeChannel(own, epoch());
+    if (threadIdx.x != 0) return;
+    if (is_opened) {
+      FreeChannel(own, epoch());
+    } else {
+      StoreWord(EndedWord(own), 0, epoch() - 1);  // gives the claim back; no op has ended
+    }
   }
 
  private:
