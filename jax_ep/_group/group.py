@@ -74,9 +74,9 @@ class GroupStats:
 
 
 class PeerTimeoutError(TimeoutError):
-    """An op failed because of another rank: it was late, stalled, died, or ran another op.
+    """An op failed, or a Group could not be made, usually because of another rank.
 
-    The message says which rank, and what to do.
+    That rank was late, stalled, died, or ran another op. The message says what happened, and what to do.
     """
 
 
@@ -294,10 +294,15 @@ class Group:
         return GroupStats("ffi", reason, size, self.ranks_per_node, between)
 
     def check(self) -> None:
-        """Raises `PeerTimeoutError` if an op of this group has failed because of another rank.
+        """Raises `PeerTimeoutError` if an op of this group has failed.
 
-        It does not wait for running ops, so call it when their results are ready (`jax.block_until_ready`).
-        On the CPU a failure is raised once, on GPUs by every call until the `Group` is created again.
+        That is, a rank was late, stalled or died, ranks called different ops, or an op ran on another mesh or
+        at the same time as another op of its channel.
+
+        It does not wait for running ops, so call it when results are ready (`jax.block_until_ready`). On CPUs
+        of several hosts it also names ranks whose hop between hosts has lasted longer than `timeout_s`; their
+        results may never be ready. On the CPU the first failure since the last call is raised, once. On GPUs
+        every call raises it until the `Group` is created again.
         """
         self._require_open("check")
         module = _extension.extension()

@@ -49,8 +49,8 @@ def unshard(arrays: Tree) -> Tree:
     return jax.tree.map(gather, arrays)
 
 
-def to_one_type(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
-    """Returns an op's operands, not sharded over Explicit axes, and varying over the same manual ones."""
+def align_axes(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
+    """Gathers an op's operands over Explicit axes, and makes them vary over the same manual axes."""
     return vary_alike(unshard(arrays), axes)
 
 

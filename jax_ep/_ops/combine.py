@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_ep import _checks
-from jax_ep._jax.sharding import to_one_type
+from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.payload import Payload
@@ -80,7 +80,7 @@ def combine(
     biases = _biases(bias, payload.tree, leaves, routing.num_tokens)
     attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
-    handle, rows, weights, biases, attendance = to_one_type(operands, routing.group._axes)
+    handle, rows, weights, biases, attendance = align_axes(operands, routing.group._axes)
     attended = Attended()
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:

@@ -7,14 +7,14 @@ import jax
 
 from jax_ep import _checks
 from jax_ep._group.group import Group
-from jax_ep._jax.sharding import to_one_type, unshard
+from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
 from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, requested_implementation
-from jax_ep._transport.fp8_rows import Quantize, sender
+from jax_ep._transport.fp8_rows import Quantize, choose_send
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push
 from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_experts, worst_case_capacity
@@ -176,9 +176,9 @@ def dispatch(
         stated order and carry no gradient; `num_dropped` counts them. Must be at least a.
       host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
         all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
-        be at least the number of hosts. None means T from each, so that nothing is dropped there. Excess
-        tokens are dropped in the order of tokens. Their choices on that host then count as -1, and
-        `num_dropped` there counts them.
+        be at least the number of hosts. None means T from each, so that this hop drops nothing. Otherwise
+        each host keeps the first tokens of a rank that fit. Of a token that is dropped, the choices on that
+        host count as -1, and the ranks there that would have received it count it in `num_dropped`.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
@@ -193,8 +193,8 @@ def dispatch(
         skipped: its tokens, and choices of its experts, count as -1, and no rank waits for it. It may still
         call the op, but nothing arrives there. Limits: no gradient goes through a dispatch with active_ranks
         or on_timeout="mask" (TypeError); it must not be rematerialized, because other ranks might take part
-        the second time; all ranks share a host (ValueError); on GPUs the batch must be small and the group's
-        num_sms at least 8 (docs/howto/failing_ranks.md).
+        the second time; all ranks must share a host (otherwise ValueError); on GPUs a rank has few tokens,
+        and the group's num_sms must be at least 8 (docs/howto/failing_ranks.md has all limits).
       on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
         the others continue without it, and `active_ranks` of the result marks it 0. Pass those to the next
         op. A rank that comes too late gets `active_ranks` with all others marked 0. (On GPUs it may first get
@@ -230,7 +230,7 @@ def dispatch(
             "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
             f"nor an expert_alignment, got {capacity} and {alignment}"
         )
-    send = sender(quantize, round_scale, x, payload.leaves)
+    send = choose_send(quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
     worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
@@ -246,7 +246,7 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = unshard(statistics)
-    operands = to_one_type((payload, ids, weights, attendance), group._axes)
+    operands = align_axes((payload, ids, weights, attendance), group._axes)
     with jax.named_scope("jax_ep.dispatch"):
         rows, out = send(choose(routing, implementation), routing, *operands)
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
@@ -308,7 +308,7 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not payload.leaves and weights is None:
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    handle, payload, weights = to_one_type((handle, payload, weights), routing.group._axes)
+    handle, payload, weights = align_axes((handle, payload, weights), routing.group._axes)
     with jax.named_scope("jax_ep.redispatch"):
         moved, arrived_weights = push(backend, handle, payload.leaves, weights)
         rows = arrived("redispatch", routing, payload, moved)

@@ -105,8 +105,9 @@ def moe(
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
-      num_valid_tokens: int32 scalar. The leading axes are merged in row-major order, and tokens from this
-        index on are ignored; their sums are zero. It is not a length for each sequence. None: all tokens.
+      num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
+        row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
+        for each sequence. None: all tokens.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 

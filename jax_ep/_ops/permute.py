@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import to_one_type
+from jax_ep._jax.sharding import align_axes
 from jax_ep._transport.backend import LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
 from jax_ep._transport.dtypes import SUMMED, is_differentiable, sum_dtype
@@ -75,7 +75,7 @@ def permute(
     weights = None
     if topk_weights is not None:
         weights = _checks.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
-    payload, ids, weights = to_one_type((payload, ids, weights))
+    payload, ids, weights = align_axes((payload, ids, weights))
     with jax.named_scope("jax_ep.permute"):
         backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
         how = (backend, experts, alignment, capacity)
@@ -245,7 +245,7 @@ def unpermute(
                 f"got {_checks.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    operands = to_one_type((y, row_map, weights, bias, ids))
+    operands = align_axes((y, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
         backend = choose_local(implementation, is_empty=not (row_map.shape[0] and y.shape[0]))
         return _unpermute(backend, summed, *operands).astype(out_dtype)

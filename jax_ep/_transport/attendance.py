@@ -45,7 +45,7 @@ class Attendance:
     def check(
         cls, op: str, active_ranks: Any, on_timeout: Any, group: Group, measures: bool = False
     ) -> "Attendance":
-        """Checks the arguments of an op."""
+        """Checks active_ranks and on_timeout of an op, and returns them as an Attendance."""
         if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
             raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
         masks, num_ranks = on_timeout == "mask", group.size

@@ -27,7 +27,9 @@ NO_GRADIENT = (
 )
 
 
-def sender(quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> Callable[..., tuple[Any, Routed]]:
+def choose_send(
+    quantize: Any, round_scale: bool, x: Any, leaves: Leaves
+) -> Callable[..., tuple[Any, Routed]]:
     """Checks how a dispatch is to quantize. Returns `send`, or the function that does the same with FP8."""
     if quantize is not None:
         _check(quantize, x, leaves)

@@ -35,15 +35,15 @@ class Payload:
     def rebuild(
         self, op: str, rows: Leaves, finish: Callable[[jax.Array], jax.Array] = lambda row: row
     ) -> Any:
-        """Returns the moved rows as users passed them, each one after `finish`.
+        """Returns finish(row) of each moved row, in the pytree that users passed.
 
         A gradient through rows of complex leaves raises TypeError.
         """
-        moved = [finish(_real_gradient(op, *pair)) for pair in zip(self.leaves, rows, strict=True)]
+        moved = [finish(_refuse_complex_gradient(op, *pair)) for pair in zip(self.leaves, rows, strict=True)]
         return jax.tree.unflatten(self.tree, moved)
 
 
-def _real_gradient(op: str, leaf: jax.Array, row: jax.Array) -> jax.Array:
+def _refuse_complex_gradient(op: str, leaf: jax.Array, row: jax.Array) -> jax.Array:
     """Returns a row. If its leaf is complex, a gradient through it raises TypeError."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return row

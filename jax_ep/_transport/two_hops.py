@@ -2,7 +2,7 @@
 
 Hop 1 sends a token's row, with its ids and the destinations of its rows, to the rank of the same index on
 each host that has one of its experts. The source has computed these destinations, so hop 2 is a push along a
-handle among the ranks of a host. Rows num_arriving where a single hop would put them, in the order of their
+handle among the ranks of a host. Rows arrive where a single hop would put them, in the order of their
 sources, not of the ranks that relay them. A pull goes the same way back: a host sums a token's rows, and one
 sum travels.
 """
@@ -109,7 +109,7 @@ def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) 
     """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
     within = routing.within
     ranks = within.num_ranks
-    # A dispatch by rank of one token to each rank. Rows num_arriving in the order of their sources.
+    # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
     one_each = Routing(
         group=within.group,
         order="rank",
@@ -168,7 +168,7 @@ class TwoHops:
         # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
         destinations, leaves = jax.lax.optimization_barrier((destinations, tuple(leaves)))
         metadata = _send_metadata(self.inner, routing, ids, destinations, topk_weights)
-        rows = [send(self.inner, routing, ids, leaf) for leaf in leaves]
+        rows = [send_to_hosts(self.inner, routing, ids, leaf) for leaf in leaves]
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
         handle, weights = _make_handle(self.inner, routing, ids, destinations, metadata)
         assert handle.within is not None
@@ -193,11 +193,13 @@ class TwoHops:
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
         weights = (
-            None if topk_weights is None else send(self.inner, handle.routing, handle.topk_idx, topk_weights)
+            None
+            if topk_weights is None
+            else send_to_hosts(self.inner, handle.routing, handle.topk_idx, topk_weights)
         )
         return self.inner.push(
             _inner_handle(handle),
-            [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
+            [send_to_hosts(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
             weights,
         )
 
@@ -208,7 +210,7 @@ class TwoHops:
         factors: Sequence[jax.Array],
         row_weights: jax.Array,
     ) -> tuple[Leaves, jax.Array]:
-        rows = [send(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
+        rows = [send_to_hosts(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
         return self.inner.push_scaled(_inner_handle(handle), rows, factors, row_weights)
 
     def pull(
@@ -279,7 +281,7 @@ def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> ja
     return inner.between_hosts(routing.group, blocks).reshape(rows.shape)
 
 
-def send(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+def send_to_hosts(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
     """Sends a payload [T, ...] in hop 1. Returns [hosts * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
     return _through_hop_1(inner, routing, take(array, _tokens(routing, senders)))

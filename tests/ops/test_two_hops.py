@@ -193,10 +193,10 @@ def test_a_group_is_that_of_its_hosts(open_group):
     assert f"ranks_per_node={R // 2}" in repr(two)
 
 
-def test_combines_by_rank_of_rows_that_are_handed_on_avoid_the_arena(open_group):
+def test_combines_by_rank_of_rows_that_are_relayed_avoid_the_arena(open_group):
     """What comes from a rank there lies among rows of others, which slots by number cannot tell.
 
-    A rank that is alone on its host hands on nothing to others.
+    A rank that is alone on its host relays nothing to others.
     """
     module = _extension.extension()
     if not hasattr(module, "fits_arena"):
@@ -242,7 +242,7 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
-        came = two_hops.send(ffi.Ffi(), handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
+        came = two_hops.send_to_hosts(ffi.Ffi(), handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
         layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
         mine = jax.lax.axis_index("ep") // (size // hosts)
         elsewhere = jnp.arange(hosts)[:, None] != mine

@@ -44,7 +44,7 @@ def mask_inactive(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid
 
 
 def dropped_by_hop_1(ids: np.ndarray, experts: int, per_host: int, host_rows: int) -> np.ndarray:
-    """Returns ids [R, T, K], -1 if a host has no room for the token: `host_rows` of each rank fit."""
+    """Returns ids [R, T, K], -1 where a host keeps only the first host_rows tokens of each rank."""
     kept = np.stack([routed(one, experts) for one in ids])
     host_of = np.where(kept < 0, -1, kept // (experts // (len(ids) // per_host)))
     for rank, tokens in enumerate(kept):

@@ -297,10 +297,10 @@ class MailWorld {
     // The number of blocks differs between ops and ranks.
     args.num_senders = 1 + static_cast<int>(random_() % (work.pushes ? 2 : 4));
     args.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
-    const int keepers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
+    const int metadata_blocks = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     run->summing_warps = 1 + static_cast<int>(random_() % 2);
     args.team_warps = 1 + static_cast<int>(random_() % run->summing_warps);
-    const int blocks = args.num_senders + args.num_receivers + keepers;
+    const int blocks = args.num_senders + args.num_receivers + metadata_blocks;
     for (int i = 0; i < work.tokens * work.top_k; ++i) {
       run->topk_idx.push_back(work.Expert(r, i / work.top_k, i % work.top_k, R));
     }
