@@ -154,6 +154,7 @@ def test_tensor_parallel_experts(open_group, split):
     )
 
 
+@pytest.mark.slow
 def test_last_batch_runs_the_same_program(on_ranks):
     """Rows that are no tokens hold some numbers here; they get zeros, and give no gradient."""
     parameters, router, x = feed_forward_parameters(), floats((H, E), seed=9), floats((N, H))
