@@ -2,7 +2,8 @@
 //
 // A kernel makes a MailOpening early, then a MailSession, and then calls in this order:
 //
-//   Open          the rank opens the op, and determines which peers it may write to
+//   Open          each block claims the channel, the first one opens the op, and each determines which peers
+//                 this rank may write to
 //   PublishCall   the last block, the leader, publishes the call
 //   AwaitCall     the leader compares the calls of all ranks; or, if ranks may be left out,
 //   AgreeOnRanks  all blocks call this, which also settles the ranks that take part
