@@ -52,6 +52,7 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 nb::dict CpuTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(LayoutHandler);
+  targets["jax_ep_balance"] = Capsule(BalanceHandler);
   targets["jax_ep_route"] = Stages(RouteInstantiate, RouteHandler);
   targets["jax_ep_push"] = Stages(PushInstantiate, PushHandler);
   targets["jax_ep_pull"] = Stages(PullInstantiate, PullHandler);
@@ -83,6 +84,7 @@ nb::dict GpuStages(F* execute) {
 nb::dict GpuTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(GpuLayoutHandler);
+  targets["jax_ep_balance"] = Capsule(GpuBalanceHandler);
   targets["jax_ep_route"] = GpuStages(GpuRouteHandler);
   targets["jax_ep_push"] = GpuStages(GpuPushHandler);
   targets["jax_ep_pull"] = GpuStages(GpuPullHandler);

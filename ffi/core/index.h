@@ -23,6 +23,7 @@ enum class Order : int32_t {
   kRank = 0,          // one row for each (token, rank): by source rank, then token
   kExpert = 1,        // one row for each choice: by local expert, then source rank, then token, then k
   kExpertPadded = 2,  // one row for each choice, in blocks of `alignment` rows, one block per local expert
+  kPlaced = 3,  // one row for each (token, rank), where the handle puts it: the program makes the handle
 };
 
 // The static part of a routing, equal on all ranks of a group.
@@ -42,10 +43,12 @@ struct Shape {
   // Returns true if a token has one row for each of its choices. Otherwise it has one row for each rank that
   // it goes to. That row stands for all of the token's choices at the rank, whose ids and weights travel with
   // it. Code reads these properties, never the order itself.
-  JAX_EP_HD bool has_row_per_choice() const { return order != Order::kRank; }
+  JAX_EP_HD bool has_row_per_choice() const { return has_expert_blocks(); }
   // Returns true if the rows of each local expert form a block, which may be padded. Otherwise the rows of
   // each source rank do.
-  JAX_EP_HD bool has_expert_blocks() const { return order != Order::kRank; }
+  JAX_EP_HD bool has_expert_blocks() const {
+    return order == Order::kExpert || order == Order::kExpertPadded;
+  }
   // Returns true if each of these blocks has exactly `alignment` rows. Rows that do not fit are dropped.
   JAX_EP_HD bool has_fixed_blocks() const { return order == Order::kExpertPadded; }
   // Returns the rows of an expert's block, including padding, if the expert has `rows` rows.

@@ -30,6 +30,27 @@ struct LayoutParams {
   bool* is_token_in_rank;          // [T, R]
 };
 
+// The operands of a plan of redundant experts, equal on all ranks except for `source` and `ends`. A physical
+// expert is an instance of a logical one. Each rank has L + S of them: first its L home experts, then S
+// redundant ones.
+struct BalanceParams {
+  int32_t num_ranks;              // R
+  int32_t num_experts;            // E logical experts
+  int32_t num_redundant_experts;  // S of each rank
+  int32_t tolerance;              // thousandths of the mean by which a rank's rows may exceed the mean
+  int32_t min_rows;               // fewest rows that are worth a move
+  const int32_t* counts;          // [R, E] rows that each rank has for each logical expert
+  const int32_t* source;          // [1] the rank of `ends`, limited to 0 ... R - 1
+  int32_t* physical_to_logical;   // [P], -1 unused
+  int32_t* quotas;                // [P] rows that each physical expert computes
+  int32_t* order;                 // [P] physical experts by logical expert, then rank; unused ones last
+  int32_t* ends;                  // [P] rows of `source`, by logical expert, that go to order[: i + 1]
+
+  JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
+  JAX_EP_HD int32_t physical_per_rank() const { return num_local_experts() + num_redundant_experts; }
+  JAX_EP_HD int32_t num_physical_experts() const { return num_ranks * physical_per_rank(); }
+};
+
 // An array whose rows are moved bit for bit.
 struct Payload {
   const std::byte* in;  // [T, row_bytes]

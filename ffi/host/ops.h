@@ -11,6 +11,7 @@
 namespace jax_ep::host {
 
 void Layout(const LayoutParams& params);
+void Balance(const BalanceParams& params);
 
 // Numbers of rows and choices that a rank sends, counted before the ranks meet.
 struct SendCounts {

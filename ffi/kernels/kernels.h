@@ -12,6 +12,8 @@ namespace jax_ep::cuda {
 // The layout kernel counts ranks, nodes and experts in shared memory, 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
+// The state of the plan (core/balance.h) must fit in a block's shared memory.
+cudaError_t LaunchBalance(const BalanceParams& params, const Device& device, cudaStream_t stream);
 // Writes topk_idx, chunk_counts (see index.h), and each row's index within its chunk to sent_rows.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
@@ -34,6 +36,7 @@ cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& devic
 
 // Load every kernel on the current device, so that none has to be loaded while a peer's kernel waits.
 cudaError_t PreloadLayout();
+cudaError_t PreloadBalance();
 cudaError_t PreloadCount();
 cudaError_t PreloadPush();
 cudaError_t PreloadPull();

@@ -34,7 +34,7 @@ struct PermuteAttributes {
 inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                             const ffi::AnyBuffer* topk_idx, Shape& shape) {
   const auto& [group, order, num_ranks, num_experts, capacity, alignment, masks, quantize] = attributes;
-  if (order < static_cast<int64_t>(Order::kRank) || order > static_cast<int64_t>(Order::kExpertPadded)) {
+  if (order < static_cast<int64_t>(Order::kRank) || order > static_cast<int64_t>(Order::kPlaced)) {
     return InvalidArgument(op, ": attribute order out of range: ", order);
   }
   for (const auto& [name, value] : {std::pair("num_ranks", num_ranks), std::pair("num_experts", num_experts),

@@ -43,9 +43,10 @@ void GpuCallSite::ReleasePath() {
 }
 
 std::string Describe(const Shape& shape) {
-  return Text(shape.order == Order::kRank ? "rank"
-              : shape.has_fixed_blocks()  ? "expert_padded"
-                                          : "expert",
+  return Text(shape.order == Order::kRank     ? "rank"
+              : shape.order == Order::kPlaced ? "placed"
+              : shape.has_fixed_blocks()      ? "expert_padded"
+                                              : "expert",
               ", ", shape.num_ranks, " ranks, ", shape.num_tokens, " tokens a rank, top-", shape.top_k,
               " of ", shape.num_experts, " experts, capacity ", shape.capacity, ", alignment ",
               shape.alignment);

@@ -1,6 +1,8 @@
 // Handlers on GPUs: decode the operands as on the CPU, then launch.
 #include <algorithm>
 
+#include "core/balance.h"
+#include "handlers/decode/balance.h"
 #include "handlers/decode/layout.h"
 #include "handlers/decode/permute.h"
 #include "handlers/decode/pull.h"
@@ -49,10 +51,11 @@ bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
 }
 
 // By rank, a slot stands for the n-th row that came from a rank. Rows that ranks relay for other hosts are
-// ordered by their original senders, so a slot could not be matched with its row.
+// ordered by their original senders, and placed rows in any way, so a slot could not be matched with its row.
 bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
-  return (shape.has_row_per_choice() || !group.relays_for_other_hosts()) &&
-         FitsArena(group, shape, row_bytes);
+  const bool has_slots =
+      shape.has_row_per_choice() || (shape.order == Order::kRank && !group.relays_for_other_hosts());
+  return has_slots && FitsArena(group, shape, row_bytes);
 }
 
 static bool GoesThroughArena(const Group& group, const PushCall& call) {
@@ -189,6 +192,14 @@ static ffi::Error LaunchLayout(const GpuLocalContext& context, const LayoutParam
   return LaunchResult("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }
 
+static ffi::Error LaunchBalance(const GpuLocalContext& context, const BalanceParams& params) {
+  const cuda::Device device = ThisDevice(nullptr);
+  auto error = CheckAtMost("balance", "bytes of shared memory for the plan", BalanceStateBytes(params),
+                           device.shared_bytes);
+  if (error.failure()) return error;
+  return LaunchResult("balance", cuda::LaunchBalance(params, device, context.stream));
+}
+
 static ffi::Error LaunchPermute(const GpuLocalContext& context, const PermuteParams& params) {
   auto error = CheckLimits("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
@@ -237,6 +248,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullHandler, Pull<GpuContext>,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuLayoutHandler, Layout<GpuLocalContext>,
                               BindLayout(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuBalanceHandler, Balance<GpuLocalContext>,
+                              BindBalance(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPermuteHandler, Permute<GpuLocalContext>,
                               BindArrays<PermuteAttributes>(ffi::Ffi::Bind().Ctx<GpuLocalContext>()),

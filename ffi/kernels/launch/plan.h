@@ -67,6 +67,10 @@ constexpr double kMinRingRowBytes = 8192;  // bytes
 // Most tokens for which latency dominates. A warp then sends one token at a time.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
+// Placed rows are mostly a rank's own, which its memory, not its links, bounds. So all SMs move them. Of a
+// push, one in this many clears the rows that stay empty, because the host does not know their number.
+constexpr int32_t kAllSms = 1024;
+constexpr int32_t kClearingShare = 4;
 // Minimum time of an op. Below it an op is bound by latency, not by bytes.
 constexpr double kMinMicroseconds = 10;
 
@@ -152,6 +156,11 @@ inline SmPlan PlanScale(const Shape& shape, double row_bytes, bool by_ring, int3
 
 // Plans a push that moves rows, or converts them to FP8. It copies all rows of a token except the first.
 inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int32_t num_sms, int32_t budget) {
+  if (shape.order == Order::kPlaced) {
+    SmPlan plan = PlanSms(1, kAllSms, {1, 0}, num_sms, budget);
+    const int32_t clearing = std::max(plan.total() / kClearingShare, 1);
+    return {plan.total() - clearing, clearing};
+  }
   const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
   const double cleared = std::max(shape.capacity - rows, 0.0), copied = rows - tokens;
   const double clear_us = cleared * row_bytes / kStoreRate, link_us = LinkMicroseconds(shape, row_bytes);
@@ -178,6 +187,7 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool
 // rank's own bytes.
 inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
   const int32_t ranks = shape.num_ranks, num_peers = std::max(ranks - 1, 1);
+  if (shape.order == Order::kPlaced) return kAllSms;
   if (by_ring && ranks == 2) return ranks * (folds ? kFoldingRingPullersOfTwo : kRingPullersOfTwo);
   if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / num_peers;
   const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
