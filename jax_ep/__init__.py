@@ -7,6 +7,10 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupStats as GroupStats
 from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError
+from jax_ep._ops.balance import RedundantExperts as RedundantExperts
+from jax_ep._ops.balance import balance as balance
+from jax_ep._ops.balance import balanced_capacity as balanced_capacity
+from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
 from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
@@ -27,8 +31,14 @@ from jax_ep._ops.overlap import dispatch_start as dispatch_start
 from jax_ep._ops.permute import Permuted as Permuted
 from jax_ep._ops.permute import permute as permute
 from jax_ep._ops.permute import unpermute as unpermute
+from jax_ep._ops.replicate import PendingReplicate as PendingReplicate
+from jax_ep._ops.replicate import replicate as replicate
+from jax_ep._ops.replicate import replicate_done as replicate_done
+from jax_ep._ops.replicate import replicate_start as replicate_start
 from jax_ep._ops.statistics import DispatchStatistics as DispatchStatistics
+from jax_ep._transport.balance import BalancePlan as BalancePlan
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
+from jax_ep._transport.checkpoint import CHECKPOINT_REPLICAS as CHECKPOINT_REPLICAS
 from jax_ep._transport.checkpoint import CHECKPOINT_ROWS as CHECKPOINT_ROWS
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHTS
 from jax_ep._transport.checkpoint import save_ep_residuals as save_ep_residuals
@@ -39,9 +49,11 @@ from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [
     "CHECKPOINT_HANDLE",
+    "CHECKPOINT_REPLICAS",
     "CHECKPOINT_ROWS",
     "CHECKPOINT_WEIGHTS",
     "DISABLE_JAX_EXPORT_CHECKS",
+    "BalancePlan",
     "DispatchLayout",
     "DispatchStatistics",
     "DispatchedByExpert",
@@ -53,8 +65,12 @@ __all__ = [
     "PeerTimeoutError",
     "PendingCombine",
     "PendingDispatch",
+    "PendingReplicate",
     "Permuted",
     "QuantizedArray",
+    "RedundantExperts",
+    "balance",
+    "balanced_capacity",
     "combine",
     "combine_done",
     "combine_start",
@@ -66,8 +82,12 @@ __all__ = [
     "grouped_dot",
     "moe",
     "permute",
+    "plan_redundant_experts",
     "quantize_fp8",
     "redispatch",
+    "replicate",
+    "replicate_done",
+    "replicate_start",
     "save_ep_residuals",
     "unpermute",
 ]

@@ -4,6 +4,7 @@ import jax
 
 _TARGETS = (
     "layout",
+    "balance",
     "route",
     "push",
     "pull",

@@ -8,8 +8,10 @@ import jax
 
 from jax_ep import _checks
 from jax_ep._group.group import Group
+from jax_ep._ops.balance import balance, balanced_capacity
 from jax_ep._ops.combine import combine
-from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
+from jax_ep._ops.dispatch import dispatch
+from jax_ep._ops.replicate import replicate
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
 
@@ -17,14 +19,23 @@ from jax_ep._transport.fp8_rows import Quantize
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEStats:
-    """Row counts of one layer at this rank. L experts on this rank."""
+    """Row counts of one layer at this rank. L experts on this rank, or L + S with redundant ones. R ranks."""
 
     tokens_per_expert: jax.Array
-    """int32 [L] kept rows of each expert."""
+    """int32 [L] kept rows of each expert; [L + S] with redundant ones."""
     num_tokens: jax.Array
     """int32 [1] rows kept at this rank: a token counts once for each of its choices."""
     num_dropped: jax.Array
     """int32 [1] rows dropped because the buffer of this rank was full."""
+    loads_before: jax.Array | None = None
+    """int32 [R] rows of each rank if all were computed at home. This and the next are None without redundant
+    experts."""
+    loads_after: jax.Array | None = None
+    """int32 [R] rows that each rank got, before drops."""
+    num_moved: jax.Array | None = None
+    """int32 [1] rows of all ranks that were not computed at their expert's home."""
+    num_replicas: jax.Array | None = None
+    """int32 [1] redundant experts of all ranks."""
 
 
 class MoEOptions(TypedDict, total=False):
@@ -35,6 +46,8 @@ class MoEOptions(TypedDict, total=False):
     expert_alignment: int
     quantize: Quantize | None
     num_valid_tokens: Any
+    num_redundant_experts: int
+    expert_params: Any
     implementation: str | None
 
 
@@ -43,7 +56,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[..., jax.Array],
     *,
     group: Group,
     num_experts: int,
@@ -57,7 +70,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[..., jax.Array],
     *,
     group: Group,
     num_experts: int,
@@ -70,7 +83,7 @@ def moe(
     x: Any,
     topk_idx: Any,
     topk_weights: Any,
-    expert_fn: Callable[[DispatchedByExpert], jax.Array],
+    expert_fn: Callable[..., jax.Array],
     *,
     group: Group,
     num_experts: int,
@@ -79,14 +92,19 @@ def moe(
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     num_valid_tokens: Any = None,
+    num_redundant_experts: int = 0,
+    expert_params: Any = None,
     return_stats: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, MoEStats]:
     """Computes a Mixture-of-Experts layer: sends tokens to experts, runs them, and returns weighted sums.
 
-    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights. It calls
-    `dispatch`, `expert_fn` and `combine`. Those have more options: other orders, ranks that may be missing,
-    statistics, rounded scales.
+    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights, or with these as
+    `expert_params`. It calls `dispatch`, `expert_fn` and `combine`. Those have more options: other orders,
+    ranks that may be missing, statistics, rounded scales.
+
+    With `num_redundant_experts` it first calls `balance` and `replicate`: ranks with few rows compute rows of
+    hot experts, so that every rank gets about T * K rows, whatever the routing (docs/balance.md).
 
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
@@ -96,18 +114,24 @@ def moe(
         `sent.x` [C, H] holds the rows, sorted by local expert. `jax_ep.grouped_dot(sent.x, w,
         sent.group_sizes)` with w [L, H, H'] multiplies the rows of each expert by its matrix. (On NVIDIA GPUs
         `jax.lax.ragged_dot` is also correct, but multiplies all rows by every matrix.) Values in padding and
-        tail rows are ignored. The function must not apply the weights; `moe` does so afterwards.
+        tail rows are ignored. The function must not apply the weights; `moe` does so afterwards. With
+        expert_params it is (sent, params), with arrays [L, ...], or [L + S, ...] with redundant experts.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
-        `dispatch`. Further rows are dropped and counted: their experts add nothing to the token. At least
-        expert_alignment.
+        `dispatch`. With redundant experts None means 1.05 * T * K and the padding of each expert
+        (`balanced_capacity`). Further rows are dropped and counted: their experts add nothing to the token.
+        At least expert_alignment.
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.
+      num_redundant_experts: S, slots a rank for instances of other ranks' hot experts, from 0 to L; needs
+        expert_params. `balance` has more options.
+      expert_params: array or pytree of arrays [L, ...], the weights of this rank's home experts.
+        Differentiable.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 
@@ -141,7 +165,27 @@ def moe(
         raise TypeError(
             f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
         )
+    if num_redundant_experts and expert_params is None:
+        raise ValueError(
+            "moe: num_redundant_experts needs expert_params, the weights [L, ...] that moe sends to other "
+            "ranks; expert_fn then takes (sent, params)"
+        )
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
+    plan = None
+    if num_redundant_experts:
+        plan = balance(
+            topk_idx,
+            group=group,
+            num_experts=num_experts,
+            num_redundant_experts=num_redundant_experts,
+            num_valid_tokens=num_valid_tokens,
+            implementation=implementation,
+        )
+        topk_idx, num_experts = plan.topk_idx, plan.num_experts
+        expert_params = replicate(expert_params, plan, implementation=implementation)
+        if capacity is None:
+            alignment = _checks.at_least_one("moe", "expert_alignment", expert_alignment)
+            capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
     sent = dispatch(
         x,
         topk_idx,
@@ -156,13 +200,22 @@ def moe(
         implementation=implementation,
     )
     with jax.named_scope("jax_ep.experts"):
-        y = expert_fn(sent)
+        y = expert_fn(sent) if expert_params is None else expert_fn(sent, expert_params)
     _check_result(y, sent.handle.routing.capacity)
     out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out
-    return out, MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+    stats = MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+    if plan is not None:
+        stats = dataclasses.replace(
+            stats,
+            loads_before=plan.loads_before,
+            loads_after=plan.loads_after,
+            num_moved=plan.num_moved,
+            num_replicas=plan.num_replicas,
+        )
+    return out, stats
 
 
 def _check_result(y: Any, rows: int) -> None:

@@ -12,6 +12,7 @@ import jax
 
 from jax_ep._group.group import Group
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.routing import Handle, Routing
 
 Leaves = tuple[jax.Array, ...]
@@ -92,6 +93,20 @@ class Backend(Protocol):
         """Computes a handle, and sends rows [T, ...] and weights [T, K] along it."""
         ...
 
+    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
+        """Returns the int32 numbers [n] of all ranks: [R, n]. Uses the group of the routing only."""
+        ...
+
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+    ) -> Handle:
+        """Makes the handle of a routing of order "placed", along which rows go where `sent_rows` [T, R] says.
+
+        `hosts` bool [T, hosts]: the token goes to the host. `rows_between` [R, R]: the rows from rank s to
+        rank d, which fill the first rows of its buffer. If a token has no row at rank d, its entry is -1.
+        """
+        ...
+
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
@@ -136,6 +151,15 @@ class LocalBackend(Protocol):
     def layout(
         self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
     ) -> LayoutCounts: ...
+    def plan_experts(
+        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    ) -> ExpertPlan:
+        """Plans where the rows `counts` int32 [R, E] are computed: the same bits from every backend.
+
+        `source`: int32 scalar, the rank whose choices `ends` divides.
+        """
+        ...
+
     def permute(
         self,
         leaves: Sequence[jax.Array],

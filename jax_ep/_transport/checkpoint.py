@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._transport.dtypes import bits_of, is_differentiable
 
 CHECKPOINT_HANDLE = "jax_ep_handle"
-"""Name of all index results of `dispatch`: the handle, the counts, the received ids."""
+"""Name of all index results of `dispatch` (the handle, the counts, the received ids) and of `balance`."""
 
 
 CHECKPOINT_WEIGHTS = "jax_ep_weights"
@@ -18,6 +18,11 @@ CHECKPOINT_WEIGHTS = "jax_ep_weights"
 
 CHECKPOINT_ROWS = "jax_ep_rows"
 """Name of the rows that `dispatch` and `redispatch` return."""
+
+
+CHECKPOINT_REPLICAS = "jax_ep_replicas"
+"""Name of the weights that `replicate` returns. `save_ep_residuals` does not keep them, because they would
+take as much memory as the weights once more. The backward pass sends them again."""
 
 
 _saves = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS)

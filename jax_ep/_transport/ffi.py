@@ -20,9 +20,10 @@ from jax_ep._jax.platform import on_platform
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Product, Routed
+from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.collectives import mesh_position
 from jax_ep._transport.fp8 import BLOCK, FP8
-from jax_ep._transport.routing import Handle, Routing
+from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 INT = jnp.int32
 
@@ -32,7 +33,7 @@ def _routing_attributes(
 ) -> dict[str, Any]:
     return {
         "group": routing.group._key,
-        "order": np.int64(("rank", "expert", "expert_padded").index(routing.order)),
+        "order": np.int64(ORDERS.index(routing.order)),
         "num_ranks": np.int64(routing.num_ranks),
         "num_experts": np.int64(routing.num_experts),
         "capacity": np.int64(routing.capacity),
@@ -279,6 +280,26 @@ class Ffi:
             handle=handle,
         )
 
+    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
+        """Sends one row to every rank: for few numbers that is faster than a collective."""
+        ranks = routing.num_ranks
+        row_to_each = Routing(
+            group=routing.group,
+            order="rank",
+            num_tokens=1,
+            top_k=ranks,
+            num_experts=ranks,
+            capacity=ranks,
+            expert_alignment=1,
+        )
+        ids = jnp.arange(ranks, dtype=INT)[None]
+        return self.route(row_to_each, (numbers[None],), ids, None).rows[0]
+
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+    ) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, rows_between)
+
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:
@@ -335,6 +356,19 @@ class Ffi:
         )
         returned_weights = None if arrived_weights is None else named["topk_weights"]
         return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
+
+    def plan_experts(
+        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    ) -> ExpertPlan:
+        ranks, experts = counts.shape
+        physical = experts + ranks * num_slots
+        attributes = {
+            "num_redundant_experts": np.int64(num_slots),
+            "tolerance": np.int64(tolerance),
+            "min_rows": np.int64(min_rows),
+        }
+        results: list[Result] = [((physical,), INT)] * len(ExpertPlan._fields)
+        return ExpertPlan(*call("balance", [counts, source[None]], results, **attributes))
 
     def permute(
         self,

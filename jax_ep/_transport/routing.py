@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax_ep._group.group import Group
 
 Order = Literal["rank", "expert", "expert_padded"]
+ORDERS = ("rank", "expert", "expert_padded", "placed")
+"""The orders of Order in ffi/core/index.h. "placed": a token has one row for each rank, as by rank, but the
+program makes the handle and puts the row anywhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Routing:
     """Static part of a routing: equal on all ranks, known at trace time."""
 
     group: Group
-    order: Order
+    order: Order | Literal["placed"]
     num_tokens: int  # T, tokens on this rank
     top_k: int  # K
     num_experts: int  # E, in all
@@ -57,7 +60,7 @@ class Routing:
     @property
     def has_row_per_choice(self) -> bool:
         """True if a token has a row for each of its choices. Otherwise it has one for each of its ranks."""
-        return self.order != "rank"
+        return self.order in ("expert", "expert_padded")
 
     @property
     def slots(self) -> int | None:
@@ -103,6 +106,17 @@ class Handle:
     arrays above, the choices of tokens that hop 1 dropped are unused. Else None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
     """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
+
+
+def placed_handle(
+    routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+) -> Handle:
+    """Makes the handle of rows that the program places: `Backend.place` within a host."""
+    del hosts
+    no_ids = jnp.full_like(sent_rows, -1, shape=(routing.num_tokens, routing.top_k))
+    prefix = jnp.cumsum(rows_between, axis=0, dtype=jnp.int32)
+    counts = jnp.zeros_like(prefix, shape=(routing.num_local_experts,))
+    return Handle(no_ids, sent_rows, prefix, counts, None, None, routing)
 
 
 def for_backward(handle: Handle) -> Handle:

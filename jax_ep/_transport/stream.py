@@ -58,6 +58,14 @@ class Stream:
         routed = self.inner.route(routing, (), topk_idx, topk_weights, attendance)
         return routed._replace(rows=self.push(routed.handle, leaves, None)[0])
 
+    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
+        return self.inner.gather(routing, numbers)
+
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+    ) -> Handle:
+        return self.inner.place(routing, hosts, sent_rows, rows_between)
+
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:

@@ -189,6 +189,23 @@ class TwoHops:
         layout = self.inner.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
+    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
+        return all_gather(self.inner, routing, numbers)
+
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+    ) -> Handle:
+        # A choice of a token stands for a host: an expert there.
+        per_host = routing.num_experts // routing.num_hosts
+        first = per_host * jnp.arange(routing.num_hosts, dtype=jnp.int32)
+        ids = jnp.where(hosts, jnp.broadcast_to(first[None], hosts.shape), -1)
+        no_counts = jnp.zeros_like(rows_between, shape=(routing.num_local_experts,))
+        destinations = Destinations(
+            sent_rows, rows_between, no_counts, None, None, no_counts[:1], no_counts[:1]
+        )
+        metadata = _send_metadata(self.inner, routing, ids, destinations, None)
+        return _make_handle(self.inner, routing, ids, destinations, metadata)[0]
+
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[Leaves, jax.Array | None]:

@@ -18,9 +18,17 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Product, Routed
+from jax_ep._transport.balance import ExpertPlan, plan_experts
 from jax_ep._transport.collectives import exchange, gather, rank
 from jax_ep._transport.dtypes import sum_dtype, sum_of_all
-from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks, flat_real_rows
+from jax_ep._transport.routing import (
+    Handle,
+    Routing,
+    block_sizes,
+    fill_of_blocks,
+    flat_real_rows,
+    placed_handle,
+)
 
 
 def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
@@ -200,6 +208,14 @@ class Xla:
         counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
         return Routed(moved, weights, arrived_idx, *counts, attendance.as_attended(ranks), handle)
 
+    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
+        return gather(routing.group, numbers)
+
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
+    ) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, rows_between)
+
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -278,6 +294,11 @@ class Xla:
             is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
             returned = jnp.where(is_local, returned, 0)
         return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
+
+    def plan_experts(
+        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    ) -> ExpertPlan:
+        return plan_experts(counts, source, num_slots, tolerance, min_rows)
 
     def permute(
         self,

@@ -52,7 +52,11 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Ops that are made of other ops.
-COMPOSED = {"moe": {"dispatch", "combine"}, "overlap": {"dispatch", "combine"}, "dispatch": {"statistics"}}
+COMPOSED = {
+    "moe": {"balance", "replicate", "dispatch", "combine"},
+    "overlap": {"dispatch", "combine"},
+    "dispatch": {"statistics"},
+}
 
 
 def modules_of(room):

@@ -213,6 +213,15 @@ def lowered_for_gpus(group, implementation):
     return gradient.trace(x).lower(lowering_platforms=("cuda",))
 
 
+def annotated_ops(text):
+    """Returns the handlers, by asynchronous call, of a lowered program."""
+    annotated = re.findall(r'%(\w+)(:?\d*) = (?:func\.)?call @(\w+)\(.*_xla_stream_annotation = "coll', text)
+    bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
+    assert all(not several for _, several, _ in annotated)
+    assert text.count("_xla_stream_annotation") == len(annotated)
+    return sorted(re.findall(r"@jax_ep_(\w+)\(", bodies[name]) for _, _, name in annotated)
+
+
 def test_what_is_apart(gpu_group):
     """Rows on their way to the experts, sums on their way back, and the gradients of the rows.
 
@@ -221,13 +230,24 @@ def test_what_is_apart(gpu_group):
     lowered = lowered_for_gpus(gpu_group, "ffi")
     # The push of the gradient brings dot products with the rows, too.
     assert count_calls(lowered.as_text("hlo")) == {"route": 1, "push": 2, "pull": 2}
-    text = lowered.as_text()
-    annotated = re.findall(r'%(\w+)(:?\d*) = (?:func\.)?call @(\w+)\(.*_xla_stream_annotation = "coll', text)
-    bodies = dict(re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL))
-    ops = [re.findall(r"@jax_ep_(\w+)\(", bodies[name]) for _, _, name in annotated]
-    assert sorted(ops) == [["pull"], ["pull"], ["push"]]
-    assert all(not several for _, several, _ in annotated)
-    assert text.count("_xla_stream_annotation") == len(annotated)
+    assert annotated_ops(lowered.as_text()) == [["pull"], ["pull"], ["push"]]
+
+
+def weights_apart(group, w, ids, other, square):
+    """Sends the weights of redundant experts beside other work."""
+    plan = jax_ep.balance(ids, group=group, num_experts=E, num_redundant_experts=1)
+    pending = jax_ep.replicate_start(w, plan)
+    other = beside(other, square)
+    return jax_ep.replicate_done(pending), other
+
+
+def test_weights_of_redundant_experts_are_apart(gpu_group):
+    """Their way to the ranks, and that of their gradients home."""
+    _, ids, _, other, _ = arrays()
+    run = ranks(R).map(functools.partial(weights_apart, gpu_group))
+    loss = lambda w: jnp.sum(run(w, ids, other, floats((R * H, H)))[0] ** 2)
+    lowered = jax.jit(jax.grad(loss)).trace(floats((E, 3))).lower(lowering_platforms=("cuda",))
+    assert annotated_ops(lowered.as_text()) == [["pull"], ["push"]]
 
 
 def test_few_tokens_are_not_apart(gpu_group, monkeypatch):
@@ -260,6 +280,27 @@ def test_xla_starts_its_own_collectives(gpu_group):
     assert "_xla_stream_annotation" not in lowered_for_gpus(gpu_group, "xla").as_text()
 
 
+def beside(other, square):
+    for _ in range(4):
+        with jax.named_scope("beside"):
+            other = jnp.tanh(other @ square)
+    return other
+
+
+def work_between(program):
+    """Returns, for each asynchronous call, whether XLA schedules products between its start and its done."""
+    text = program.compile().as_text()
+    assert "is_scheduled=true" in text
+    (lines,) = [part.splitlines() for part in text.split("\n}") if re.search(r"\w-start\(", part)]
+    starts = [(i, re.search(r"%(\S+) = ", line)[1]) for i, line in enumerate(lines) if "-start(" in line]
+    print("\n".join(line[:160] for line in lines if re.search(r"-(?:start|done)\(|beside", line)))
+    filled = []
+    for begin, name in starts:
+        (end,) = [i for i, line in enumerate(lines) if re.search(rf"-done\(.*%{re.escape(name)}\)", line)]
+        filled.append(any("beside" in line for line in lines[begin:end]))
+    return filled
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_other_work_runs_between_start_and_done(backward):
     """Products that do not use the op's results lie between the two in what XLA has scheduled.
@@ -271,12 +312,6 @@ def test_other_work_runs_between_start_and_done(backward):
     assert ranks(R).group.stats().implementation == "ffi"
     x, ids, weights, other, _ = arrays(tokens=136)  # more than go through the arena
     square = floats((R * H, H), seed=4)
-
-    def beside(other, square):
-        for _ in range(4):
-            with jax.named_scope("beside"):
-                other = jnp.tanh(other @ square)
-        return other
 
     def shard(group, x, ids, weights, other, square):
         pending = jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E)
@@ -292,17 +327,16 @@ def test_other_work_runs_between_start_and_done(backward):
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, weights, other)
     else:
         program = jax.jit(run).lower(x, ids, weights, other, square)
-    text = program.compile().as_text()
-    assert "is_scheduled=true" in text
-    (lines,) = [part.splitlines() for part in text.split("\n}") if re.search(r"\w-start\(", part)]
-    starts = [(i, re.search(r"%(\S+) = ", line)[1]) for i, line in enumerate(lines) if "-start(" in line]
-    print("\n".join(line[:160] for line in lines if re.search(r"-(?:start|done)\(|beside", line)))
-    filled = []
-    for begin, name in starts:
-        (end,) = [i for i, line in enumerate(lines) if re.search(rf"-done\(.*%{re.escape(name)}\)", line)]
-        filled.append(any("beside" in line for line in lines[begin:end]))
     # Backward the gradient of the combine brings two arrays, so it is not apart; that of the dispatch is.
-    assert filled == [True, True, *[True, True] * backward]
+    assert work_between(program) == [True, True, *[True, True] * backward]
+
+
+def test_other_work_runs_while_weights_travel():
+    need_gpu()
+    skip_or_fail("devices", 2, R)
+    _, ids, _, other, _ = arrays()
+    square = floats((R * H, H), seed=4)
+    assert work_between(jax.jit(mapped(weights_apart)).lower(floats((E, 64)), ids, other, square)) == [True]
 
 
 @pytest.mark.parametrize(

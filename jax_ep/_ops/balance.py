@@ -1,0 +1,275 @@
+"""balance: a step's plan of redundant experts, so that every rank gets about as many rows."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_ep import _checks
+from jax_ep._group.group import Group
+from jax_ep._jax.sharding import align_axes, unshard
+from jax_ep._ops import arguments
+from jax_ep._transport.balance import (
+    BalancePlan,
+    ExpertPlan,
+    Instances,
+    as_thousandths,
+    loads,
+    physical_ids,
+    plan_of_map,
+)
+from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, name_all
+from jax_ep._transport.choice import choose, choose_local
+from jax_ep._transport.collectives import rank
+from jax_ep._transport.routing import Routing
+from jax_ep._transport.xla import routed_experts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RedundantExperts:
+    """A plan of redundant experts, made from counts. Physical experts are numbered as in `BalancePlan`."""
+
+    physical_to_logical: jax.Array
+    """int32 [P] logical expert of each physical expert, -1 for an empty slot."""
+    rows_per_expert: jax.Array
+    """int32 [P] rows that each physical expert gets."""
+    loads_before: jax.Array
+    """int32 [R] rows that each rank would get if all were computed at home."""
+    loads_after: jax.Array
+    """int32 [R] rows that each rank gets."""
+
+
+def balanced_capacity(
+    num_choices: int, num_local_experts: int, expert_alignment: int = 1, slack: float = 0.05
+) -> int:
+    """Returns a capacity for balanced rows: (1 + slack) times the mean, and the padding of every expert.
+
+    Args:
+      num_choices: T * K of a rank, the mean of the rows of the ranks.
+      num_local_experts: N = L + S, the physical experts of a rank.
+      expert_alignment: that of the dispatch.
+      slack: a fraction of the mean.
+    """
+    rows = math.ceil(num_choices * (1 + slack)) + num_local_experts * (expert_alignment - 1)
+    return -(-rows // expert_alignment) * expert_alignment
+
+
+def balance(
+    topk_idx: Any,
+    *,
+    group: Group,
+    num_experts: int,
+    num_redundant_experts: int | None = None,
+    tolerance: float = 0.02,
+    min_rows: int = 1,
+    num_valid_tokens: Any = None,
+    physical_to_logical: Any = None,
+    instances: Instances = "even",
+    implementation: str | None = None,
+) -> BalancePlan:
+    """Plans which rows of overloaded ranks other ranks compute. Call it inside `jax.shard_map`.
+
+    From the counts of all ranks it chooses which hot experts get a redundant instance on which ranks, and how
+    many rows each instance gets, those of its own rank first. `replicate` brings the weights there, and a
+    `dispatch` of the plan's ids the rows. The plan depends on nothing but the counts: every rank, every
+    backend and every repetition computes the same bits. (Slots and quotas as in UltraEP, exact filling as in
+    MoonEP: docs/balance.md.)
+
+    With `physical_to_logical` nothing is planned: the instances of a given placement, as EPLB computes them,
+    divide the rows of their expert.
+
+    Args:
+      topk_idx: int32 or int64 [T, K] logical experts of this rank's tokens; -1 and ids out of range are
+        unused.
+      group: the ranks.
+      num_experts: E, logical experts in all.
+      num_redundant_experts: S, slots a rank for instances of other ranks' experts, from 0 to L. With S = L
+        every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
+      tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
+        It is rounded to thousandths.
+      min_rows: the fewest rows for which an expert is replicated.
+      num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
+      physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
+        empty slots, which come last on their rank. A rank has at most one instance of an expert. Choices of
+        an expert without an instance count as unused (an error if the values are known when traced). Excludes
+        num_redundant_experts.
+      instances: how the instances of a given placement divide rows. "even": each gets the same number.
+        "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      `BalancePlan`.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others, or no shard_map binds the group's
+        axis.
+    """
+    op = "balance"
+    arguments.require_manual(op, group)
+    local = choose_local(group._resolve(implementation))
+    ids = _checks.topk_idx(op, topk_idx)
+    num_experts = _checks.num_experts(op, num_experts, group.size)
+    if (num_redundant_experts is None) == (physical_to_logical is None):
+        raise ValueError(
+            "balance: pass either num_redundant_experts, to plan for these tokens, or physical_to_logical, "
+            f"for a given placement; got {num_redundant_experts} and {physical_to_logical}"
+        )
+    options = _PlanOptions.check(op, num_redundant_experts or 0, tolerance, min_rows, num_experts, group.size)
+    placement = None
+    if physical_to_logical is not None:
+        placement = _placement(op, physical_to_logical, num_experts, group.size)
+        if instances not in ("even", "local"):
+            raise ValueError(f"balance: instances must be 'even' or 'local', got {instances!r}")
+    if num_valid_tokens is not None:
+        ids = arguments.valid_tokens(op, num_valid_tokens, ids)
+    ids, placement = align_axes((routed_experts(ids, num_experts), placement), group._axes)
+    if placement is not None:
+        ids = _with_instance(ids, placement, num_experts)
+    with jax.named_scope("jax_ep.balance"):
+        source = rank(group).astype(jnp.int32)
+        counts = _counts_of_all(group, ids, num_experts, implementation)
+        if placement is None:
+            plan = options.plan(counts, source, group._resolve(implementation))
+        else:
+            plan = plan_of_map(counts, source, placement, instances)
+        plan = name_all(plan, CHECKPOINT_HANDLE)
+        positions = local.permute((), ids, None, num_experts, 1, max(ids.size, 1)).row_map
+        physical = name_all(physical_ids(plan, positions), CHECKPOINT_HANDLE)
+    return BalancePlan(
+        topk_idx=physical,
+        physical_to_logical=plan.physical_to_logical,
+        rows_per_expert=plan.quotas,
+        loads_before=loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size),
+        loads_after=loads(plan.quotas, group.size),
+        group=group,
+        num_logical_experts=num_experts,
+    )
+
+
+def plan_redundant_experts(
+    counts: Any,
+    *,
+    num_redundant_experts: int,
+    tolerance: float = 0.02,
+    min_rows: int = 1,
+    implementation: str | None = None,
+) -> RedundantExperts:
+    """Plans redundant experts from counts that are known already. Local: no communication, no shard_map.
+
+    `balance` makes the same plan from the ids of a step. From counts of past steps it is a placement for
+    steps to come: pass its `physical_to_logical` to `balance`.
+
+    Args:
+      counts: int32 [R, E] rows that each rank has for each logical expert, not negative.
+      num_redundant_experts: S, from 0 to L = E / R.
+      tolerance: as for `balance`.
+      min_rows: as for `balance`.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      `RedundantExperts`.
+
+    Raises:
+      ValueError: an argument is out of range or does not fit the others.
+    """
+    op = "plan_redundant_experts"
+    counts = _checks.array(op, "counts", counts)
+    if counts.ndim != 2 or counts.dtype != jnp.int32 or counts.shape[0] < 1:
+        raise ValueError(f"{op}: counts must be int32 [R, E], got {_checks.shape_text(counts)}")
+    ranks, experts = counts.shape
+    _checks.num_experts(op, experts, ranks)
+    options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
+    counts = unshard(counts)
+    plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
+    return RedundantExperts(
+        physical_to_logical=plan.physical_to_logical,
+        rows_per_expert=plan.quotas,
+        loads_before=loads(jnp.sum(counts, axis=0, dtype=jnp.int32), ranks),
+        loads_after=loads(plan.quotas, ranks),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlanOptions:
+    num_slots: int  # S
+    tolerance: int  # thousandths of the mean
+    min_rows: int
+
+    @classmethod
+    def check(
+        cls, op: str, num_slots: Any, tolerance: Any, min_rows: Any, num_experts: int, num_ranks: int
+    ) -> "_PlanOptions":
+        slots, least, local = _checks.integer(num_slots), _checks.integer(min_rows), num_experts // num_ranks
+        if slots is None or not 0 <= slots <= local:
+            raise ValueError(
+                f"{op}: num_redundant_experts must be an int from 0 to the {local} experts of a rank, "
+                f"got {num_slots!r}"
+            )
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= 1:
+            raise ValueError(
+                f"{op}: tolerance must be a fraction of the mean load, from 0 to 1, got {tolerance!r}"
+            )
+        if least is None or not 0 <= least <= _checks.MOST_ROWS:
+            raise ValueError(f"{op}: min_rows must be an int of at least 0, got {min_rows!r}")
+        return cls(slots, as_thousandths(tolerance), least)
+
+    def plan(self, counts: jax.Array, source: jax.Array, implementation: str | None) -> ExpertPlan:
+        """Plans from counts int32 [R, E]. Without slots every row stays at home."""
+        if self.num_slots == 0:
+            home = jnp.arange(counts.shape[1], dtype=jnp.int32) + jnp.zeros_like(counts[0])
+            return plan_of_map(counts, source, home, "even")
+        local = choose_local(implementation)
+        return local.plan_experts(counts, source, self.num_slots, self.tolerance, self.min_rows)
+
+
+def _counts_of_all(group: Group, ids: jax.Array, num_experts: int, implementation: str | None) -> jax.Array:
+    """Returns [R, E]: how many choices of each rank fell on each expert."""
+    counts = choose_local(group._resolve(implementation)).layout(ids, num_experts, group.size, 1)
+    # Only the group of this routing counts.
+    routing = Routing(group, "rank", 1, 1, num_experts, 1, 1, 1)
+    return choose(routing, implementation).gather(routing, counts.num_tokens_per_expert)
+
+
+def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Array:
+    """Checks a given placement, and returns it as int32 [P]."""
+    placement = _checks.array(op, "physical_to_logical", value)
+    if placement.ndim != 1 or placement.dtype != jnp.int32 or placement.shape[0] % num_ranks != 0:
+        raise ValueError(
+            f"{op}: physical_to_logical must be int32 [P], P a multiple of the {num_ranks} ranks, "
+            f"got {_checks.shape_text(placement)}"
+        )
+    if not isinstance(value, Tracer):
+        _check_placement(op, np.asarray(value), num_experts, num_ranks)
+    return placement
+
+
+def _check_placement(op: str, placement: np.ndarray, num_experts: int, num_ranks: int) -> None:
+    missing = np.setdiff1d(np.arange(num_experts), placement)
+    if missing.size:
+        raise ValueError(
+            f"{op}: every logical expert needs an instance in physical_to_logical, but "
+            f"{missing[:8].tolist()} have none"
+        )
+    for number, hosted in enumerate(placement.reshape(num_ranks, -1)):
+        used = hosted[hosted >= 0]
+        if (
+            used.size != np.unique(used).size
+            or (hosted[: used.size] < 0).any()
+            or used.max(initial=0) >= num_experts
+        ):
+            raise ValueError(
+                f"{op}: physical_to_logical must give each rank distinct logical experts below "
+                f"{num_experts}, then -1 for empty slots; rank {number} has {hosted.tolist()}"
+            )
+
+
+def _with_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the ids, -1 if their expert has no instance."""
+    has = jnp.zeros_like(placement, shape=(num_experts,), dtype=jnp.bool_)
+    has = has.at[jnp.where(placement < 0, num_experts, placement)].set(True, mode="drop")
+    return jnp.where((ids >= 0) & jnp.take(has, ids, mode="clip"), ids, -1)

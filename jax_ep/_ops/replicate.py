@@ -1,0 +1,119 @@
+"""replicate: the weights of redundant experts, and its start and done."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jax_ep._jax.sharding import align_axes
+from jax_ep._ops import arguments
+from jax_ep._transport.balance import BalancePlan
+from jax_ep._transport.checkpoint import CHECKPOINT_REPLICAS, name_all
+from jax_ep._transport.choice import Asynchronous, choose
+from jax_ep._transport.payload import Payload
+from jax_ep._transport.replicate import num_pieces, place, routing_of, send_replicas
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PendingReplicate:
+    """A replicate that has been started. `replicate_done` returns its weights. A pytree."""
+
+    _result: Any
+
+
+def replicate(w: Any, plan: BalancePlan, *, implementation: str | None = None) -> Any:
+    """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
+
+    Weights travel bit for bit from their home to the ranks that need them. In the backward pass the gradients
+    of all instances are summed at home, in float32, in the order of the ranks, so a repetition has the same
+    bits. Optimizers and checkpoints see home experts only.
+
+    Args:
+      w: array [L, ...], or pytree of such arrays, of this rank's home experts, such as a `QuantizedArray`.
+        Floating leaves of 16 bits or more are differentiable.
+      plan: from `balance`, the same on all ranks.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      Arrays [N, ...] as w is made: those of the rank's physical experts, in the order of the plan; zero in
+      empty slots. With redundant experts N = L + S, and the first L are a copy of w.
+
+    Raises:
+      ValueError: a leaf does not begin with L, or no shard_map binds the group's axis.
+      TypeError: a leaf is of a kind that cannot be sent, or plan is no `BalancePlan`.
+    """
+    return _replicate("replicate", w, plan, implementation)
+
+
+def replicate_start(w: Any, plan: BalancePlan, *, implementation: str | None = None) -> PendingReplicate:
+    """Starts a `replicate`, beside which other work can run until `replicate_done`.
+
+    On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
+    layer, but no other op of the group (docs/howto/overlap.md). Where `dispatch_start` is an ordinary
+    dispatch, this is an ordinary replicate.
+
+    Args:
+      w: as for `replicate`.
+      plan: as for `replicate`.
+      implementation: None, "ffi" or "xla".
+
+    Returns:
+      The argument of `replicate_done`.
+
+    Raises:
+      ValueError, TypeError: as `replicate`.
+    """
+    return PendingReplicate(_replicate("replicate_start", w, plan, Asynchronous(implementation)))
+
+
+def replicate_done(pending: PendingReplicate) -> Any:
+    """Returns the weights of a replicate that has been started, the same bits as from `replicate`.
+
+    Args:
+      pending: of `replicate_start`.
+
+    Returns:
+      The result of `replicate`.
+
+    Raises:
+      TypeError: `pending` does not come from `replicate_start`.
+    """
+    if not isinstance(pending, PendingReplicate):
+        raise TypeError(
+            f"replicate_done: pending must be what replicate_start returned, got {type(pending).__name__}"
+        )
+    return pending._result
+
+
+def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | None) -> Any:
+    if not isinstance(plan, BalancePlan):
+        raise TypeError(
+            f"{op}: plan must be the BalancePlan that balance returned, got {type(plan).__name__}"
+        )
+    group, num_experts = plan.group, plan.num_logical_experts
+    arguments.require_manual(op, group)
+    local = num_experts // group.size
+    payload = Payload.check(op, "w", w, (local,), "L", "the experts of a rank")
+    payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), group._axes)
+    with jax.named_scope("jax_ep.replicate"):
+        placement = place(group, physical_to_logical, num_experts)
+        weights = list(payload.leaves)
+        for pieces, alike in _by_pieces(payload.leaves).items():
+            routing = routing_of(group, num_experts, plan.num_experts, pieces)
+            backend = choose(routing, implementation)
+            leaves = tuple(weights[i] for i in alike)
+            moved = send_replicas(backend, routing, placement, pieces, leaves)
+            for i, leaf in zip(alike, moved, strict=True):
+                weights[i] = leaf
+        return payload.rebuild(op, tuple(weights), lambda leaf: name_all(leaf, CHECKPOINT_REPLICAS))
+
+
+def _by_pieces(leaves: tuple[jax.Array, ...]) -> dict[int, list[int]]:
+    """Returns the leaves, by index, that are cut into the same number of pieces: one push each."""
+    grouped: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        bits = jax.dtypes.itemsize_bits(leaf.dtype)
+        grouped.setdefault(num_pieces(math.prod(leaf.shape[1:]), bits), []).append(index)
+    return grouped

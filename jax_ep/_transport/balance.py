@@ -1,0 +1,311 @@
+"""Plans of redundant experts: where the rows of hot experts are computed.
+
+R ranks, E logical experts, L = E / R experts at home on a rank, N physical experts a rank, P = R * N. A plan
+is a function of the counts of all ranks, so every rank computes the same one. docs/balance.md describes the
+method and its sources.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._group.group import Group
+from jax_ep._jax.sharding import vary_alike
+
+Instances = Literal["even", "local"]
+
+INT = jnp.int32
+
+
+class ExpertPlan(NamedTuple):
+    """Where rows are computed: the same on every rank."""
+
+    physical_to_logical: jax.Array  # [P] logical expert of each physical one, -1 an empty slot
+    quotas: jax.Array  # [P] rows that each physical expert computes
+    order: jax.Array  # [P] physical experts by logical expert, then rank; empty slots last
+    ends: jax.Array  # [P] this rank's choices, sorted by logical expert, that go to order[: i + 1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BalancePlan:
+    """Where the rows of this step's tokens are computed. A pytree, made by `balance`.
+
+    R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
+    hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
+    S slots. Except for topk_idx all arrays are the same on every rank. Use the properties inside the
+    shard_map, because outside of it the arrays hold those of all ranks.
+    """
+
+    topk_idx: jax.Array
+    """int32 [T, K] physical expert of each choice, -1 where it is unused. Pass it to `dispatch`."""
+    physical_to_logical: jax.Array
+    """int32 [P] logical expert of each physical expert, -1 for an empty slot."""
+    rows_per_expert: jax.Array
+    """int32 [P] rows that each physical expert gets."""
+    loads_before: jax.Array
+    """int32 [R] rows that each rank would get if all were computed at home."""
+    loads_after: jax.Array
+    """int32 [R] rows that each rank gets."""
+    group: Group = dataclasses.field(metadata={"static": True})
+    num_logical_experts: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_experts(self) -> int:
+        """P, the number of physical experts: `num_experts` of `dispatch`."""
+        return self.physical_to_logical.shape[0]
+
+    @property
+    def num_local_experts(self) -> int:
+        """N, the physical experts of a rank."""
+        return self.num_experts // self.group.size
+
+    @property
+    def num_moved(self) -> jax.Array:
+        """int32 [1] rows of all ranks that are not computed at their expert's home."""
+        at_home = jnp.where(self._is_at_home(), self.rows_per_expert, 0)
+        total = jnp.sum(self.rows_per_expert, keepdims=True, dtype=jnp.int32)
+        return total - jnp.sum(at_home, keepdims=True, dtype=jnp.int32)
+
+    @property
+    def num_replicas(self) -> jax.Array:
+        """int32 [1] physical experts of all ranks that are not at their home: weights that are sent."""
+        away = (self.physical_to_logical >= 0) & ~self._is_at_home()
+        return jnp.sum(away, keepdims=True, dtype=jnp.int32)
+
+    def _is_at_home(self) -> jax.Array:
+        host = jnp.arange(self.num_experts, dtype=jnp.int32) // self.num_local_experts
+        return self.physical_to_logical // (self.num_logical_experts // self.group.size) == host
+
+
+class _State(NamedTuple):
+    """A plan in the making."""
+
+    rows: jax.Array  # [E] rows that stay at home
+    load: jax.Array  # [R]
+    experts: jax.Array  # [R, S] of the slots in use, in the order of their first rows; otherwise -1
+    slot_rows: jax.Array  # [R, S]
+    blocked: jax.Array  # bool [E] no rank can take rows of this expert
+    donor: jax.Array  # the rank that fills `receiver`, which still needs `need` rows
+    receiver: jax.Array
+    need: jax.Array
+
+
+def plan_experts(
+    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+) -> ExpertPlan:
+    """Plans where rows are computed, in `jax.lax`: the same bits as from ffi/core/balance.h.
+
+    Args:
+      counts: int32 [R, E] rows that each rank has for each logical expert.
+      source: int32 scalar, the rank of `ends`.
+      num_slots: S redundant experts a rank. With S = L every rank can be filled exactly.
+      tolerance: thousandths of the mean by which a rank may exceed it.
+      min_rows: the fewest rows that are worth a move.
+    """
+    ranks, experts = counts.shape
+    local = experts // ranks
+    counts = jnp.maximum(counts, 0)
+    rows = jnp.sum(counts, axis=0, dtype=INT)
+    total = jnp.sum(rows, dtype=INT)
+    mean = total // ranks + (total % ranks > 0).astype(INT)
+    target = mean + mean // 1000 * tolerance + mean % 1000 * tolerance // 1000
+    state = _State(
+        rows=rows,
+        load=jnp.sum(rows.reshape(ranks, local), axis=1, dtype=INT),
+        experts=jnp.full((ranks, num_slots), -1, INT),
+        slot_rows=jnp.zeros((ranks, num_slots), INT),
+        blocked=jnp.zeros((experts,), jnp.bool_),
+        donor=jnp.zeros((), INT),
+        receiver=jnp.zeros((), INT),
+        need=jnp.zeros((), INT),
+    )
+    state, target, source = vary_alike((state, target, source))
+    least = max(min_rows, 1)
+    if num_slots == local:
+        step, goes_on = _fill, lambda now: (now.need > 0) | (jnp.max(now.load) - target >= least)
+    else:
+        step, goes_on = _spread, lambda now: jnp.any(_is_donor(now, target))
+    state = jax.lax.while_loop(goes_on, lambda now: step(now, target, least), state)
+    key = jnp.where(state.experts < 0, experts, state.experts)
+    by_expert = jnp.argsort(key, axis=1, stable=True)
+    slots, slot_rows = (
+        jnp.take_along_axis(array, by_expert, axis=1) for array in (state.experts, state.slot_rows)
+    )
+    home = jnp.arange(experts, dtype=INT).reshape(ranks, local)
+    physical_to_logical = jnp.concatenate([home + jnp.zeros_like(slots[:, :1]), slots], axis=1).reshape(-1)
+    quotas = jnp.concatenate([state.rows.reshape(ranks, local), slot_rows], axis=1).reshape(-1)
+    order = _by_logical_expert(physical_to_logical, experts)
+    ends = _divide(counts, source, physical_to_logical, quotas, order)
+    return ExpertPlan(physical_to_logical, quotas, order, ends)
+
+
+def _move(state: _State, expert: jax.Array, receiver: jax.Array, number: jax.Array) -> _State:
+    """Moves rows of an expert, if any, from its home to a slot of another rank."""
+    home = expert // (state.rows.shape[0] // state.load.shape[0])
+    held = state.experts[receiver] == expert
+    slot = jnp.where(jnp.any(held), jnp.argmax(held), jnp.argmax(state.experts[receiver] < 0))
+    named = jnp.where(number > 0, expert, state.experts[receiver, slot])
+    return state._replace(
+        rows=state.rows.at[expert].add(-number),
+        load=state.load.at[home].add(-number).at[receiver].add(number),
+        experts=state.experts.at[receiver, slot].set(named),
+        slot_rows=state.slot_rows.at[receiver, slot].add(number),
+    )
+
+
+def _fill(state: _State, target: jax.Array, least: int) -> _State:
+    """Fills the emptiest rank from the fullest one, the largest expert first."""
+    local = state.rows.shape[0] // state.load.shape[0]
+    begins = state.need == 0
+    donor = jnp.where(begins, jnp.argmax(state.load).astype(INT), state.donor)
+    receiver = jnp.where(begins, jnp.argmin(state.load).astype(INT), state.receiver)
+    need = jnp.where(begins, target - state.load[receiver], state.need)
+    home = jnp.arange(state.rows.shape[0], dtype=INT) // local == donor
+    expert = jnp.argmax(jnp.where(home, state.rows, -1)).astype(INT)
+    number = jnp.minimum(need, state.rows[expert])
+    state = _move(state, expert, receiver, number)
+    return state._replace(donor=donor, receiver=receiver, need=need - number)
+
+
+def _is_donor(state: _State, target: jax.Array) -> jax.Array:
+    """Returns bool [R]: ranks that have too many rows, and an expert that is not blocked."""
+    is_open = jnp.any(~state.blocked.reshape(state.load.shape[0], -1), axis=1)
+    return (state.load > target) & is_open
+
+
+def _spread(state: _State, target: jax.Array, least: int) -> _State:
+    """Moves rows of the largest expert of the fullest rank to the emptiest rank that has a slot for them.
+
+    Otherwise by a relay: a rank without room takes them, and as many rows of one of its own experts go to a
+    slot that holds that expert already. Otherwise blocks the expert.
+    """
+    local = state.rows.shape[0] // state.load.shape[0]
+    donor = jnp.argmax(jnp.where(_is_donor(state, target), state.load, -1)).astype(INT)
+    at_home = jnp.arange(state.rows.shape[0], dtype=INT) // local == donor
+    expert = jnp.argmax(jnp.where(at_home & ~state.blocked, state.rows, -1)).astype(INT)
+    amount = jnp.minimum(state.load[donor] - target, state.rows[expert])
+    takes = jnp.any((state.experts == expert) | (state.experts < 0), axis=1)
+    room = target - state.load
+    receiver = jnp.argmax(jnp.where(takes, jnp.maximum(room, 0), 0)).astype(INT)
+    number = jnp.where(takes[receiver], jnp.clip(room[receiver], 0, amount), 0)
+    number = jnp.where(number >= least, number, 0)
+    # The relay.
+    others = jnp.maximum(state.experts, 0)
+    homes = others // local
+    fits = (state.experts >= 0) & (homes != donor) & takes[homes]
+    relayed = jnp.minimum(jnp.minimum(amount, room[:, None]), state.rows[others])
+    relayed = jnp.where(fits, relayed, 0)
+    best = jnp.argmax(relayed)
+    passed = relayed.reshape(-1)[best]
+    relays = (number == 0) & (passed >= least)
+    other = others.reshape(-1)[best]
+    slots = state.experts.shape[1]
+    state = _move(state, other, (best // slots).astype(INT), jnp.where(relays, passed, 0))
+    number = jnp.where(relays, passed, number)
+    receiver = jnp.where(relays, other // local, receiver)
+    state = _move(state, expert, receiver, number)
+    return state._replace(blocked=state.blocked.at[expert].set(state.blocked[expert] | (number == 0)))
+
+
+def plan_of_map(
+    counts: jax.Array, source: jax.Array, physical_to_logical: jax.Array, instances: Instances
+) -> ExpertPlan:
+    """Returns the plan of a given placement [P]: instances of an expert divide its rows, of counts [R, E].
+
+    "even": each instance gets the same share, first of the rows of its own rank. "local": all rows of a rank
+    stay there if it has an instance, and the others are divided evenly.
+    """
+    ranks, experts = counts.shape
+    order = _by_logical_expert(physical_to_logical, experts)
+    is_used = physical_to_logical >= 0
+    logical = jnp.where(is_used, physical_to_logical, experts)
+    number = jnp.zeros_like(logical, shape=(experts + 1,)).at[logical].add(1)  # instances of each expert
+    first = jnp.cumsum(number, dtype=INT) - number
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=INT))
+    index = place - first[logical]  # of each physical expert among those of its expert
+    divisor = jnp.maximum(number, 1)[logical]
+    if instances == "even":
+        rows = _of_experts(jnp.sum(counts, axis=0, dtype=INT), logical)
+        quotas = jnp.where(is_used, rows // divisor + (index < rows % divisor).astype(INT), 0)
+        ends = _divide(counts, source, physical_to_logical, quotas, order)
+        return ExpertPlan(physical_to_logical, quotas, order, ends)
+    sources = jnp.arange(ranks, dtype=INT)[:, None]
+    is_here = sources == (jnp.arange(logical.shape[0], dtype=INT) // (logical.shape[0] // ranks))[None]
+    here = jnp.zeros_like(logical, shape=(ranks, experts + 1))
+    here = here.at[:, logical].add((is_here & is_used[None]).astype(INT))
+    rows = _of_experts(counts, logical)
+    # The remainders of different ranks begin at different instances.
+    turn = jax.lax.rem(index[None] + sources, divisor[None])
+    shares = rows // divisor[None] + (turn < rows % divisor[None]).astype(INT)
+    shares = jnp.where(here[:, logical] > 0, jnp.where(is_here, rows, 0), shares)
+    shares = jnp.where(is_used[None], shares, 0)
+    ends = jnp.cumsum(shares[source, order], dtype=INT)
+    return ExpertPlan(physical_to_logical, jnp.sum(shares, axis=0, dtype=INT), order, ends)
+
+
+def _of_experts(counts: jax.Array, logical: jax.Array) -> jax.Array:
+    """Returns the counts [..., E] of each physical expert's logical one, 0 for an empty slot."""
+    padded = jnp.concatenate([counts, jnp.zeros_like(counts[..., :1])], axis=-1)
+    return jnp.take(padded, logical, axis=-1)
+
+
+def _by_logical_expert(physical_to_logical: jax.Array, num_experts: int) -> jax.Array:
+    key = jnp.where(physical_to_logical < 0, num_experts, physical_to_logical)
+    return jnp.argsort(key, stable=True).astype(INT)
+
+
+def _divide(
+    counts: jax.Array,
+    source: jax.Array,
+    physical_to_logical: jax.Array,
+    quotas: jax.Array,
+    order: jax.Array,
+) -> jax.Array:
+    """Returns `ends` of a source.
+
+    Rows go to the instance on their own rank first, as far as its quota allows. The other rows of an expert,
+    by source rank, are laid beside what is left of its quotas, by rank.
+    """
+    ranks, experts = counts.shape
+    logical = physical_to_logical[order]
+    logical = jnp.where(logical < 0, experts, logical)
+    quotas = quotas[order]
+    hosts = order // (order.shape[0] // ranks)
+    is_here = jnp.arange(ranks, dtype=INT)[:, None] == hosts[None]
+    at_source = jnp.where(is_here, jnp.minimum(_of_experts(counts, logical), quotas[None]), 0)
+    at_source_of = jnp.zeros_like(counts, shape=(ranks, experts + 1)).at[:, logical].add(at_source)
+    rows = jnp.pad(counts, ((0, 0), (0, 1))) - at_source_of  # [R, E + 1]
+    row_begin = jnp.cumsum(rows, axis=0, dtype=INT) - rows
+    left = quotas - jnp.sum(at_source, axis=0, dtype=INT)
+    per_expert = jnp.sum(rows, axis=0, dtype=INT)
+    begin = jnp.cumsum(left, dtype=INT) - left - (jnp.cumsum(per_expert, dtype=INT) - per_expert)[logical]
+    row_begin, rows = row_begin[source, logical], rows[source, logical]
+    overlap = jnp.minimum(row_begin + rows, begin + left) - jnp.maximum(row_begin, begin)
+    return jnp.cumsum(at_source[source] + jnp.maximum(overlap, 0), dtype=INT)
+
+
+def physical_ids(plan: ExpertPlan, positions: jax.Array) -> jax.Array:
+    """Returns the physical experts [T, K] of this rank's choices.
+
+    Args:
+      plan: the plan.
+      positions: [T, K] the position of each choice among those of this rank, sorted by logical expert.
+        -1: unused.
+    """
+    instance = jnp.searchsorted(plan.ends, positions, side="right", method="scan_unrolled").astype(INT)
+    # Rows of an expert without an instance are after all ends of a given placement.
+    is_sent = (positions >= 0) & (instance < plan.ends.shape[0])
+    return jnp.where(is_sent, jnp.take(plan.order, instance, mode="clip"), -1)
+
+
+def loads(quotas: jax.Array, num_ranks: int) -> jax.Array:
+    """Returns [R]: the rows of each rank."""
+    return jnp.sum(quotas.reshape(num_ranks, -1), axis=1, dtype=INT)
+
+
+def as_thousandths(tolerance: Any) -> int:
+    """Returns a tolerance, a fraction of the mean, in the unit of the plan."""
+    return round(float(tolerance) * 1000)

@@ -1,0 +1,87 @@
+"""Replicas of experts' weights: pieces of arrays that travel as rows, as a plan places them.
+
+A push along a handle that this module makes. So its gradient is the pull along the same handle: it sums the
+gradients of all instances at the expert's home, in float32, in the order of the ranks.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._group.group import Group
+from jax_ep._transport.backend import Backend, Leaves
+from jax_ep._transport.collectives import rank
+from jax_ep._transport.push_pull import push
+from jax_ep._transport.routing import Routing
+
+# The most bytes of a piece, if an array can be cut so.
+PIECE_BYTES = 32 * 1024
+# Pieces are copied in bulk if they are multiples of this.
+PIECE_ALIGNMENT = 16
+
+
+def num_pieces(elements: int, bits: int) -> int:
+    """Returns into how many rows an expert's array is cut, of `elements` elements of `bits` bits.
+
+    The fewest that are short enough and can be copied in bulk. 1 if there is no such number.
+    """
+    if elements * bits <= 8 * PIECE_BYTES:
+        return 1
+    fits = lambda pieces: (elements // pieces * bits) % (8 * PIECE_ALIGNMENT) == 0
+    least = -(-elements * bits // (8 * PIECE_BYTES))
+    small = [d for d in range(1, math.isqrt(elements) + 1) if elements % d == 0]
+    divisors = [*small, *(elements // d for d in reversed(small))]
+    return next((d for d in divisors if d >= least and fits(d)), 1)
+
+
+class Placement(NamedTuple):
+    """Where a plan needs this rank's experts. L home experts, N physical experts a rank."""
+
+    instance: jax.Array  # [L, R] the place, among the N of each rank, of its instance of my expert; -1 none
+    between: jax.Array  # [R, R] experts that rank s sends to rank d
+
+
+def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Placement:
+    """Returns where the instances of this rank's experts are. physical_to_logical [P]."""
+    ranks, local = group.size, num_experts // group.size
+    hosted = physical_to_logical.reshape(ranks, -1)
+    homes = jnp.where(hosted < 0, -1, hosted // local)
+    number = jnp.arange(ranks, dtype=jnp.int32)
+    between = jnp.sum(homes[None] == number[:, None, None], axis=2, dtype=jnp.int32)
+    mine = rank(group).astype(jnp.int32) * local + jnp.arange(local, dtype=jnp.int32)
+    is_mine = hosted[None] == mine[:, None, None]  # [L, R, N]
+    found = jnp.argmax(is_mine, axis=2).astype(jnp.int32)
+    return Placement(jnp.where(jnp.any(is_mine, axis=2), found, -1), between)
+
+
+def routing_of(group: Group, num_experts: int, num_physical: int, pieces: int) -> Routing:
+    """Returns the routing of experts that are cut into pieces: each piece is a token."""
+    hosts = group.size // group.ranks_per_node
+    tokens = num_experts // group.size * pieces
+    return Routing(
+        group=group,
+        order="placed",
+        num_tokens=tokens,
+        top_k=hosts,
+        num_experts=group.size,
+        capacity=num_physical // group.size * pieces,
+        expert_alignment=1,
+        host_rows=tokens if hosts > 1 else 0,
+    )
+
+
+def send_replicas(
+    backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
+) -> Leaves:
+    """Sends arrays [L, ...] of this rank's experts to all their instances. Returns those here: [N, ...]."""
+    instance = placement.instance[:, None]
+    piece = jnp.arange(pieces, dtype=jnp.int32)[None, :, None]
+    rows = jnp.where(instance < 0, -1, instance * pieces + piece).reshape(-1, routing.num_ranks)
+    hosts = jnp.any(rows.reshape(rows.shape[0], routing.num_hosts, -1) >= 0, axis=2)
+    handle = backend.place(routing, hosts, rows, placement.between * pieces)
+    tokens = routing.num_tokens
+    cut = tuple(leaf.reshape(tokens, math.prod(leaf.shape[1:]) // pieces) for leaf in leaves)
+    moved, _ = push(backend, handle, cut, None)
+    return tuple(row.reshape(-1, *leaf.shape[1:]) for row, leaf in zip(moved, leaves, strict=True))

@@ -1,0 +1,234 @@
+"""Plans of redundant experts: against an oracle, what always holds of them, and how ids follow them."""
+
+import functools
+
+import balance_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ranks, routing
+from devices import most_ranks
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jax_ep
+
+R, T, K, L = most_ranks(), 24, 3, 4
+E = R * L
+
+
+@functools.partial(
+    jax.jit, static_argnames=("num_redundant_experts", "tolerance", "min_rows", "implementation")
+)
+def planned(counts, **options):
+    return jax_ep.plan_redundant_experts(counts, **options)
+
+
+def popular(kind, num_ranks, num_experts, rows, seed=0):
+    """Counts int32 [R, E] of rows whose experts are drawn from a popularity."""
+    rng = np.random.default_rng(seed)
+    weight = np.ones(num_experts)
+    if kind == "hot":
+        weight[rng.integers(num_experts)] = 3 * num_experts
+    elif kind == "incast":
+        weight[num_experts // num_ranks :] = 0
+    elif kind == "nothing":
+        rows = 0
+    else:
+        weight = rng.lognormal(0, kind, num_experts)
+    return rng.multinomial(rows, weight / weight.sum(), size=num_ranks).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "local", "slots"), [(1, 4, 1), (2, 3, 2), (3, 1, 1), (4, 4, 4), (8, 4, 2), (16, 8, 3)]
+)
+def test_plan_is_the_oracles(num_ranks, local, slots, implementation):
+    for seed, kind in enumerate([0.6, 1.5, 1.5, 2.5, "hot", "incast", "nothing"]):
+        counts = popular(kind, num_ranks, num_ranks * local, 37 * 10 ** (seed % 3), seed)
+        for tolerance, min_rows in ((0.02, 1), (0, 20)):
+            options = {"num_redundant_experts": slots, "tolerance": tolerance, "min_rows": min_rows}
+            got = planned(counts, **options, implementation=implementation)
+            want = balance_oracle.plan(counts, slots, round(1000 * tolerance), min_rows)
+            np.testing.assert_array_equal(got.physical_to_logical, want.physical_to_logical)
+            np.testing.assert_array_equal(got.rows_per_expert, want.quotas)
+            np.testing.assert_array_equal(got.loads_after, want.loads(num_ranks))
+
+
+@st.composite
+def counts_and_slots(draw):
+    num_ranks, local = draw(st.sampled_from([(2, 2), (3, 4), (8, 2)]))
+    number = st.integers(0, 400) | st.just(0)
+    rows = draw(st.lists(number, min_size=num_ranks**2 * local, max_size=num_ranks**2 * local))
+    return np.asarray(rows, np.int32).reshape(num_ranks, -1), draw(st.integers(1, local))
+
+
+@settings(max_examples=60)
+@given(counts_and_slots(), st.sampled_from([0.0, 0.02]))
+@example((np.full((2, 4), 2**27, np.int32), 1), 0.02)
+def test_what_holds_of_every_plan(drawn, tolerance):
+    counts, slots = drawn
+    num_ranks, num_experts = counts.shape
+    local, total = num_experts // num_ranks, counts.sum(axis=0)
+    plan = planned(counts, num_redundant_experts=slots, tolerance=tolerance)
+    logical = np.asarray(plan.physical_to_logical).reshape(num_ranks, -1)
+    rows = np.asarray(plan.rows_per_expert).reshape(num_ranks, -1)
+    assert (rows >= 0).all()
+    assert (rows[logical < 0] == 0).all()
+    np.testing.assert_array_equal(np.bincount(logical[logical >= 0], rows[logical >= 0], num_experts), total)
+    np.testing.assert_array_equal(logical[:, :local], np.arange(num_experts).reshape(num_ranks, local))
+    for hosted in logical:
+        used = hosted[hosted >= 0]
+        assert len(set(used)) == len(used)
+        assert (hosted[: len(used)] >= 0).all()
+    before, after = total.reshape(num_ranks, -1).sum(axis=1), rows.sum(axis=1)
+    np.testing.assert_array_equal(plan.loads_before, before)
+    np.testing.assert_array_equal(plan.loads_after, after)
+    mean = -(-int(total.sum()) // num_ranks)
+    most = mean + int(mean * 1000) * round(1000 * tolerance) // 10**6
+    assert after.max() <= max(most, before.max())
+    if slots == local:
+        assert after.max() <= most
+    if before.max() <= most:
+        np.testing.assert_array_equal(rows[:, :local].reshape(-1), total)
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.5])
+@pytest.mark.parametrize("num_ranks", [4, 8, 64])
+def test_two_slots_balance_a_skewed_router(num_ranks, sigma):
+    """At most 3 % above the mean, so nothing is dropped at a capacity of 1.05 T K."""
+    for seed in range(10):
+        counts = popular(sigma, num_ranks, 256, 4096 * 8, seed)
+        after = np.asarray(planned(counts, num_redundant_experts=2).loads_after)
+        assert after.max() <= 1.03 * after.mean()
+
+
+def test_a_slot_for_every_expert_balances_any_router():
+    for kind in ("hot", "incast", 2.5):
+        counts = popular(kind, 8, 32, 1000)
+        after = planned(counts, num_redundant_experts=4, tolerance=0.0).loads_after
+        np.testing.assert_array_equal(after, [1000] * 8)
+
+
+def shard_balance(ids, weights=None, **options):
+    """Runs balance on all ranks. Returns the plans, arrays [R, ...]."""
+    on = ranks(R)
+    run = lambda ids: jax_ep.balance(ids, group=on.group, num_experts=E, **options)
+    return on.run(run, ids)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["zipf", "sprinkled", "one_rank", "unused"])
+@pytest.mark.parametrize("slots", [0, 1, L])
+def test_ids_follow_the_plan(kind, slots, implementation):
+    """Each choice goes to an instance of its expert, as many as the plan says, in the order of the ranks."""
+    ids = routing(kind, R, T, K, E)
+    plan = shard_balance(ids, num_redundant_experts=slots, tolerance=0.0, implementation=implementation)
+    used = (ids >= 0) & (ids < E)
+    counts = np.stack([np.bincount(ids[r][used[r]], minlength=E) for r in range(R)]).astype(np.int32)
+    want = balance_oracle.plan(counts, slots)
+    for r in range(R):
+        np.testing.assert_array_equal(plan.physical_to_logical[r], want.physical_to_logical)
+        np.testing.assert_array_equal(plan.rows_per_expert[r], want.quotas)
+        np.testing.assert_array_equal(plan.loads_after[r], want.loads(R))
+        assert (plan.topk_idx[r][~used[r]] == -1).all()
+        by_expert = np.argsort(np.where(used[r], ids[r], E).reshape(-1), kind="stable")[: used[r].sum()]
+        np.testing.assert_array_equal(
+            plan.topk_idx[r].reshape(-1)[by_expert],
+            want.order[np.searchsorted(want.ends[r], np.arange(len(by_expert)), side="right")],
+        )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("instances", ["even", "local"])
+def test_given_placement(instances, implementation):
+    """Two instances of each expert of even number: at home, and on the next rank."""
+    ids = routing("zipf", R, T, K, E)
+    home = np.arange(E, dtype=np.int32).reshape(R, L)
+    placement = np.concatenate([home, np.roll(home[:, ::2], 1, axis=0)], axis=1)
+    if R == 1:
+        placement = np.concatenate([home, np.full((1, 2), -1, np.int32)], axis=1)
+    plan = shard_balance(
+        ids, physical_to_logical=placement.reshape(-1), instances=instances, implementation=implementation
+    )
+    logical = np.append(placement.reshape(-1), -1)[plan.topk_idx]
+    np.testing.assert_array_equal(logical, ids)
+    got = np.bincount(plan.topk_idx.reshape(-1), minlength=placement.size).reshape(R, -1)
+    np.testing.assert_array_equal(plan.rows_per_expert[0].reshape(R, -1), got)
+    if instances == "local":
+        for r in range(R):
+            is_here = np.isin(ids[r], placement[r])
+            assert (plan.topk_idx[r][is_here] // placement.shape[1] == r).all()
+    else:
+        total = np.bincount(ids.reshape(-1), minlength=E)
+        shares = [got[placement == e] for e in range(E)]
+        assert all(
+            share.max() - share.min() <= 1 and share.sum() == total[e] for e, share in enumerate(shares)
+        )
+
+
+@pytest.mark.processes
+def test_a_traced_placement_leaves_out_experts_without_an_instance():
+    ids = routing("uniform", R, T, K, E)
+    placement = np.where(np.arange(E) == 1, -1, np.arange(E)).astype(np.int32).reshape(R, L)
+    placement[0] = [0, 2, 3, -1]
+    on = ranks(R)
+
+    def shard(ids, placement):
+        placement = jax.lax.all_gather(placement, "ep", tiled=True)
+        return jax_ep.balance(ids, group=on.group, num_experts=E, physical_to_logical=placement)
+
+    plan = on.run(shard, ids, placement)
+    logical = np.append(placement.reshape(-1), -1)[plan.topk_idx]
+    np.testing.assert_array_equal(logical, np.where(ids == 1, -1, ids))
+
+
+@pytest.mark.processes
+def test_valid_tokens_and_vmap():
+    ids = np.stack([routing("zipf", R, T, K, E, seed) for seed in (0, 1)], axis=1)  # [R, 2, T, K]
+    on = ranks(R)
+    options = {"group": on.group, "num_experts": E, "num_redundant_experts": 2, "num_valid_tokens": 5}
+    run = lambda ids: jax.vmap(lambda one: jax_ep.balance(one, **options))(ids)
+    got = on.run(run, ids)
+    for b in (0, 1):
+        masked = np.where(np.arange(T)[:, None] < 5, ids[:, b], -1)
+        want = shard_balance(masked, num_redundant_experts=2)
+        np.testing.assert_array_equal(got.topk_idx[:, b], want.topk_idx)
+        np.testing.assert_array_equal(got.loads_after[:, b], want.loads_after)
+
+
+def test_capacity_holds_the_padding_of_each_expert():
+    assert jax_ep.balanced_capacity(1000, 6) == 1050
+    assert jax_ep.balanced_capacity(1000, 6, 8, slack=0.0) == 1048  # 1000 + 6 * 7 in blocks of 8
+    assert jax_ep.balanced_capacity(0, 6) == 0
+
+
+GOOD = {"num_redundant_experts": 1}
+REJECTED = [
+    ({}, "pass either num_redundant_experts"),
+    (GOOD | {"physical_to_logical": np.arange(E, dtype=np.int32)}, "pass either num_redundant_experts"),
+    ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),
+    (GOOD | {"tolerance": 2.0}, "a fraction of the mean load, from 0 to 1, got 2.0"),
+    (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 0, got -1"),
+    ({"physical_to_logical": np.arange(E, dtype=np.float32)}, r"must be int32 \[P\]"),
+    ({"physical_to_logical": np.zeros(E, np.int32)}, "every logical expert needs an instance"),
+    (
+        {"physical_to_logical": np.repeat(np.arange(E, dtype=np.int32), 2)},
+        "each rank distinct logical experts",
+    ),
+    (
+        {"physical_to_logical": np.arange(E, dtype=np.int32), "instances": "least"},
+        "must be 'even' or 'local'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), REJECTED)
+def test_rejects_wrong_options(options, text):
+    with pytest.raises(ValueError, match=text):
+        shard_balance(routing("uniform", R, T, K, E), **options)
+
+
+def test_rejects_wrong_counts():
+    with pytest.raises(ValueError, match=r"counts must be int32 \[R, E\], got float32\[2, 4\]"):
+        jax_ep.plan_redundant_experts(jnp.ones((2, 4)), num_redundant_experts=1)

@@ -1,0 +1,257 @@
+"""Weights of redundant experts, their gradients, and layers that use them."""
+
+import functools
+
+import balance_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, FP8, floats, ranks, same_bits, tagged_rows
+from devices import most_ranks
+
+import jax_ep
+from jax_ep._transport.replicate import num_pieces
+
+pytestmark = pytest.mark.processes
+
+R, T, K, L = most_ranks(), 16, 2, 4
+E, S, H, F = R * L, 2, 8, 6
+
+
+@functools.cache
+def skewed():
+    """Ids [R, T, K] of a router that likes the first experts, and the plan's placement [R, N]."""
+    score = np.random.default_rng(0).random((R, T, E)) * np.arange(E, 0, -1) ** 1.5
+    ids = np.argsort(-score, axis=-1)[..., :K].astype(np.int32)
+    counts = np.stack([np.bincount(one.reshape(-1), minlength=E) for one in ids]).astype(np.int32)
+    placement = balance_oracle.plan(counts, S, 20).physical_to_logical.reshape(R, -1)
+    assert R == 1 or (placement[:, L:] >= 0).any()
+    return ids, placement
+
+
+def replicated(on, w, ids, function=jax_ep.replicate, **options):
+    def shard(w, ids):
+        plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
+        return function(w, plan, **options)
+
+    return on.run(shard, w, ids)
+
+
+def per_host():
+    return [None, R // 2] if R > 2 else [None]
+
+
+@pytest.mark.moves_rows
+@pytest.mark.parametrize("hosts", per_host())
+@pytest.mark.parametrize("dtype", [BF16, np.float32, np.int8, FP8])
+def test_weights_arrive_bit_for_bit(dtype, hosts, implementation):
+    ids, placement = skewed()
+    w = {
+        "matrix": tagged_rows(R, L * 3, 5, dtype).reshape(R, L, 3, 5),
+        "bias": tagged_rows(R, L, 1, np.int32),
+    }
+    got = replicated(ranks(R, hosts), w, ids, implementation=implementation)
+    for name, array in w.items():
+        everyone = array.reshape(E, *array.shape[2:])
+        want = np.where((placement >= 0).reshape(*placement.shape, *[1] * (array.ndim - 2)), 1, 0)
+        want = everyone[np.maximum(placement, 0)].view(np.uint8) * want.astype(np.uint8)
+        assert same_bits(got[name].view(np.uint8), want)
+
+
+@pytest.mark.moves_rows
+def test_large_arrays_travel_in_pieces(implementation):
+    """Arrays of several lengths, of which some are cut, and quantized weights."""
+    ids, placement = skewed()
+    w = [floats((R, L, 96, 512)), floats((R, L, 512, 96), BF16), floats((R, L, 3))]
+    quantized = jax_ep.quantize_fp8(jnp.asarray(w[0]), block=(32, 128))
+    got, q = replicated(ranks(R), (w, quantized), ids, implementation=implementation)
+    for have, array in zip([*got, q.values, q.scales], [*w, quantized.values, quantized.scales], strict=True):
+        want = np.asarray(array).reshape(E, *array.shape[2:])[np.maximum(placement, 0)]
+        assert same_bits(have[placement >= 0], want[placement >= 0])
+
+
+def test_pieces_are_short_and_aligned():
+    for elements, bits, want in [
+        (7168 * 2048, 16, 896),
+        (512, 32, 1),
+        (3 * 2**20, 8, 96),
+        (10**6 + 3, 32, 1),
+    ]:
+        assert num_pieces(elements, bits) == want
+        assert elements % want == 0
+
+
+@pytest.mark.moves_rows
+@pytest.mark.parametrize("hosts", per_host())
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_gradients_are_summed_at_home(dtype, hosts, implementation):
+    """In float32 in the order of the ranks, and rounded once on a host. An empty slot adds nothing."""
+    ids, placement = skewed()
+    on = ranks(R, hosts)
+    w, cotangent = floats((R, L, 5), dtype), floats((R, L + S, 5), dtype, seed=3)
+
+    def shard(w, ids, cotangent):
+        plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
+        run = lambda w: jax_ep.replicate(w, plan, implementation=implementation)
+        return jax.vjp(run, w)[1](cotangent)[0]
+
+    got = on.run(shard, w, ids, cotangent)
+    want = np.zeros((E, 5), np.float32)
+    for r in range(R):
+        for n in range(L + S):
+            if placement[r, n] >= 0:
+                want[placement[r, n]] += cotangent[r, n].astype(np.float32)
+    if hosts is None:
+        assert same_bits(got, want.reshape(R, L, 5).astype(dtype))
+    else:
+        np.testing.assert_allclose(
+            got.astype(np.float32).reshape(E, 5), want, rtol=2**-7 if dtype == BF16 else 1e-6, atol=1e-6
+        )
+
+
+def layer(x, ids, weights, w, slots, **options):
+    """A layer whose experts take their weights as an argument."""
+    on = ranks(R, options.pop("hosts", None))
+
+    def experts(sent, w):
+        x = (
+            jax_ep.dequantize_fp8(sent.x, jnp.float32)
+            if isinstance(sent.x, jax_ep.QuantizedArray)
+            else sent.x
+        )
+        hidden = jnp.tanh(jax.lax.ragged_dot(x, w["up"], sent.group_sizes))
+        return jax.lax.ragged_dot(hidden, w["down"], sent.group_sizes)
+
+    def shard(x, ids, weights, w):
+        return jax_ep.moe(
+            x,
+            ids,
+            weights,
+            experts,
+            group=on.group,
+            num_experts=E,
+            num_redundant_experts=slots,
+            expert_params=w,
+            return_stats=True,
+            **options,
+        )
+
+    return on.map(shard)(x, ids, weights, w)
+
+
+@functools.cache
+def inputs(width=H):
+    w = {"up": floats((E, width, F), seed=3), "down": floats((E, F, width), seed=4)}
+    return floats((R * T, width)), skewed()[0].reshape(-1, K), floats((R * T, K), seed=2), w
+
+
+OPTIONS = [
+    {},
+    {"capacity": 3 * T * K, "expert_alignment": 4},
+    {"num_valid_tokens": 9},
+    {"quantize": "fp8_dequantize"},
+    *({"hosts": hosts} for hosts in per_host()[1:]),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_layer_is_that_without_redundant_experts(options, implementation):
+    """Values, gradients and their gradients; with nothing dropped, at 1.05 T K rows."""
+    x, ids, weights, w = inputs(128 if "quantize" in options else H)
+    options = options | {"implementation": implementation}
+
+    def loss(slots, x, weights, w):
+        out, stats = layer(x, ids, weights, w, slots, **options)
+        return jnp.sum(jnp.sin(out)), (out, stats)
+
+    def run(slots):
+        options.pop("capacity", None) if slots == 0 else None
+        gradient = jax.grad(functools.partial(loss, slots), argnums=(0, 1, 2), has_aux=True)
+
+        def curvature(x, weights, w):
+            first, aux = gradient(x, weights, w)
+            return jnp.sum(first[0] ** 2), (first, aux)
+
+        if not is_plain:
+            return None, gradient(x, weights, w)
+        # The gradient of a gradient goes through replicate once more.
+        return jax.grad(curvature, argnums=2, has_aux=True)(x, weights, w)
+
+    is_plain = options.keys() == {"implementation"}
+    run = jax.jit(run, static_argnums=0)
+    with jax.default_matmul_precision("highest"):
+        second, (first, (out, stats)) = run(S)
+        second_home, (first_home, (out_home, _)) = run(0)
+    stats = jax.device_get(stats)
+    assert stats.num_dropped.sum() == 0
+    assert stats.loads_after.max() <= 1.02 * stats.loads_before.mean() + 1
+    np.testing.assert_allclose(out, out_home, rtol=1e-4, atol=1e-4)
+    for got, want in zip(
+        jax.tree.leaves((first, second)), jax.tree.leaves((first_home, second_home)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("order", ["rank", "expert_padded"])
+def test_other_orders_take_the_ids_of_a_plan(order, implementation):
+    """The sum of a token's rows, each times the number of its logical expert, whose weight came along."""
+    ids, _ = skewed()
+    on = ranks(R)
+    x, scale = floats((R, T, H)), np.arange(E, dtype=np.float32).reshape(R, L)
+
+    def shard(x, ids, scale):
+        plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
+        scale = jax_ep.replicate(scale, plan)
+        sent = jax_ep.dispatch(x, plan.topk_idx, group=on.group, num_experts=plan.num_experts, order=order)
+        if order == "rank":
+            here = jnp.where(sent.topk_idx >= 0, jnp.take(scale, sent.topk_idx, mode="clip"), 0)
+            y = sent.x * jnp.sum(here, axis=1, keepdims=True)
+        else:
+            y = jnp.where(sent.is_row()[..., None], sent.x, 0) * scale[:, None, None]
+        return jax_ep.combine(y, sent.handle)
+
+    want = x * ids.sum(axis=-1, keepdims=True).astype(np.float32)
+    np.testing.assert_allclose(on.run(shard, x, ids, scale), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals])
+def test_remat_and_scan_repeat_the_plan(policy):
+    """The same gradients; with the policy the plan is kept, and the replicas are sent again."""
+    x, ids, weights, w = inputs()
+
+    def run(wrap):
+        def loss(x, w):
+            body = wrap(lambda x: layer(x, ids, weights, w, S)[0])
+            return jnp.sum(jax.lax.scan(lambda x, _: (body(x), None), x, None, length=2)[0] ** 2)
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return gradient(x, w), gradient.lower(x, w).as_text()
+
+    got, text = run(functools.partial(jax.checkpoint, policy=policy))
+    want, _ = run(lambda body: body)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    if jax.default_backend() == "cpu":
+        assert text.count("@jax_ep_balance(") == (2 if policy is None else 1)
+
+
+def test_start_and_done_give_the_same_bits(annotated):
+    ids, _ = skewed()
+    w = floats((R, L, 7))
+    apart = lambda w, plan: jax_ep.replicate_done(jax_ep.replicate_start(w, plan))
+    assert same_bits(replicated(ranks(R), w, ids, apart), replicated(ranks(R), w, ids))
+
+
+def test_rejects_wrong_weights_and_plans():
+    on = ranks(R)
+    ids, _ = skewed()
+    with pytest.raises(ValueError, match=rf"every array of w must be \[L, ...\] with L = {L}"):
+        replicated(on, np.zeros((R, L + 1, 2), np.float32), ids)
+    with pytest.raises(TypeError, match="plan must be the BalancePlan that balance returned, got dict"):
+        on.run(lambda w: jax_ep.replicate(w, {}), np.zeros((R, L), np.float32))
+    with pytest.raises(TypeError, match="pending must be what replicate_start returned, got int"):
+        jax_ep.replicate_done(3)
+    x, _, weights, _ = inputs()
+    with pytest.raises(ValueError, match="num_redundant_experts needs expert_params"):
+        layer(x, ids.reshape(-1, K), weights, None, S)
