@@ -9,7 +9,7 @@ from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
-PARTS = ("communication", "layer")
+PARTS = ("communication", "layer", "skew")
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
@@ -26,7 +26,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         help="communication: dispatch, combine and their related ops; layer: expert products next to dense "
-        "ones, and the whole layer next to its parts (default: both on GPUs, communication elsewhere)",
+        "ones, and the whole layer next to its parts; skew: layers with and without redundant experts under "
+        "skewed routings (default: communication and layer on GPUs, communication elsewhere)",
     )
     parser.add_argument(
         "--orders",
@@ -35,7 +36,28 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"default: all, but expert_padded only for at most {MOST_PADDED_TOKENS} tokens per rank, "
         "because its buffers would not fit otherwise",
     )
-    parser.add_argument("--routing", choices=ROUTINGS, default="uniform", help="default: %(default)s")
+    parser.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default="uniform",
+        help="of all parts except skew (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--skews",
+        nargs="+",
+        choices=ROUTINGS,
+        default=ROUTINGS,
+        metavar="ROUTING",
+        help="routings of the part skew (default: all)",
+    )
+    parser.add_argument(
+        "--redundant-experts",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4],
+        metavar="S",
+        help="redundant experts per rank in the part skew, at most its home experts (default: 1 2 4)",
+    )
     parser.add_argument(
         "--peers",
         action="store_true",
@@ -63,7 +85,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="FACTOR",
         help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
-        "uniform routing (default: the worst case; padded experts always have room for it)",
+        "uniform routing (default: the worst case; padded experts always have room for it). In the part "
+        "skew: that of the layer that may drop rows (default: 1.25)",
     )
     parser.add_argument(
         "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"
@@ -77,7 +100,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw the sweep to this file (.png, .svg or .pdf)",
+        help="draw the sweep, or the part skew, to this file (.png, .svg or .pdf)",
     )
 
 
@@ -86,8 +109,11 @@ def set_up_devices(options: argparse.Namespace) -> None:
 
     Must be called before JAX initializes its devices.
     """
-    if options.plot and not options.sweep:
-        raise SystemExit("bench: --plot draws a sweep; choose the quantity to vary with --sweep")
+    if options.plot and not options.sweep and "skew" not in (options.parts or ()):
+        raise SystemExit(
+            "bench: --plot draws a sweep or the part skew; choose the quantity to vary with --sweep, or pass "
+            "--parts skew"
+        )
     if options.join:
         address, process = options.join
         jax.distributed.initialize(address, options.processes, int(process))

@@ -6,6 +6,7 @@ those of most models: `w_down(silu(gate) * up)`, where one product computes both
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) ->
     return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
 
 
-def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
+def normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns random bfloat16 values, sharded along the first dimension."""
 
     def make(key: jax.Array) -> jax.Array:
@@ -68,12 +69,32 @@ def _normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.A
     return jax.jit(make, out_shardings=NamedSharding(mesh, P("ep")))(jax.random.key(seed))
 
 
+def on_ranks(mesh: jax.sharding.Mesh, function: Any) -> Any:
+    """Returns a program that runs a function on every rank. All arrays are sharded along their first axis."""
+    spec = P(*mesh.axis_names)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
 def _transposed(array: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), array)
 
 
 def _gradient(function: Callable[..., jax.Array], *arguments: jax.Array) -> Callable[[jax.Array], Any]:
     return jax.vjp(function, *arguments)[1]
+
+
+def with_gradients(function: Any) -> Any:
+    """Returns a function that computes the value and its gradients, except for the second argument."""
+
+    # The second argument holds integers, which have no gradient.
+    def run(first: jax.Array, integers: jax.Array, *rest: jax.Array) -> Any:
+        def call(first: jax.Array, *rest: jax.Array) -> Any:
+            return function(first, integers, *rest)
+
+        value, transposed = jax.vjp(call, first, *rest)
+        return value, transposed(value)
+
+    return run
 
 
 def product_programs(
@@ -132,19 +153,6 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: flo
     def swiglu_alone(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return swiglu(up, down, rows, sizes)
 
-    def with_gradients(function: Any) -> Any:
-        """Returns a function that computes the value and its gradients, except for the second argument."""
-
-        # The second argument holds integers, which have no gradient.
-        def run(first: jax.Array, integers: jax.Array, *rest: jax.Array) -> Any:
-            def call(first: jax.Array, *rest: jax.Array) -> Any:
-                return function(first, integers, *rest)
-
-            value, transposed = jax.vjp(call, first, *rest)
-            return value, transposed(value)
-
-        return run
-
     parts: dict[str, Any] = {
         "communication": (communication, ("x", "ids", "weights"), 0.0),
         "products": (swiglu_alone, ("rows", "sizes", "up", "down"), flop),
@@ -168,11 +176,7 @@ def programs(
 ) -> Iterator[Program]:
     """Yields all programs for a shape: the products of both matrices, and the layer with its parts."""
     shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
-    spec = P(*mesh.axis_names)
-
-    def local(function: Any) -> Any:
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped)
+    local = functools.partial(on_ranks, mesh)
 
     def moe(*arguments: Any) -> jax.Array:
         return jax_ep.moe(*arguments, capacity=capacity, **shared)
@@ -183,10 +187,10 @@ def programs(
 
     rows, sizes = local(route)(*arguments)
     experts, width, inner = shape.experts, shape.hidden, shape.inner
-    up = _normal(mesh, 1, (experts, width, 2 * inner))
-    down = _normal(mesh, 2, (experts, inner, width))
+    up = normal(mesh, 1, (experts, width, 2 * inner))
+    down = normal(mesh, 2, (experts, inner, width))
     count = min(shape.tokens * shape.top_k, rows.shape[0] // mesh.size)
-    wide, narrow = (_normal(mesh, seed, (rows.shape[0], n)) for seed, n in ((3, 2 * inner), (4, inner)))
+    wide, narrow = (normal(mesh, seed, (rows.shape[0], n)) for seed, n in ((3, 2 * inner), (4, inner)))
     yield from product_programs(local, "up", rows, up, wide, sizes, count)
     yield from product_programs(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jax_ep.bench.layers import Work
 from jax_ep.bench.shapes import Shape
+from jax_ep.bench.skew import LocalOp, SkewedLayer
 from jax_ep.command import info
 
 
@@ -145,13 +146,72 @@ def show_work(console: Console, results: list[Work]) -> None:
         console.print(table)
 
 
-def write_json(path: Path, results: list[Result], work: list[Work]) -> None:
+def show_skew(console: Console, results: list[SkewedLayer]) -> None:
+    """Prints two tables for each shape: rows and memory, and times. Times are device times if available."""
+    rows_columns = ("max/mean before", "after", "replicas", "moved", "dropped", "buffers", "temp MB")
+    for (name, shape), layers in _by_shape(results).items():
+        timed_on = "device" if layers[0].times["round trip"].device_us else "end to end"
+        ranks = layers[0].ranks
+        sizes = f"{name}: {shape.tokens} tokens x {shape.hidden}, top-{shape.top_k} of {shape.experts}, "
+        ops = list(max((layer.times for layer in layers), key=len))
+        tables = [
+            Table("routing", "S", title=f"{sizes}{ranks} ranks, rows under skew"),
+            Table("routing", "S", title=f"{sizes}{ranks} ranks, {timed_on} us under skew"),
+        ]
+        for table, columns in zip(tables, (rows_columns, ("buffers", *ops)), strict=True):
+            for column in columns:
+                table.add_column(column, justify="right")
+        for r in layers:
+            case = (r.routing, str(r.num_redundant_experts))
+            buffers = f"{r.capacity_ratio:.2f} x"
+            counts = map(str, (r.replicas, r.moved_rows, r.dropped_rows))
+            temp = "" if r.temp_bytes is None else f"{r.temp_bytes / 1e6:.4g}"
+            tables[0].add_row(*case, f"{r.before:.2f}", f"{r.after:.2f}", *counts, buffers, temp)
+            times = (f"{r.times[op].us:.1f}" if op in r.times else "" for op in ops)
+            tables[1].add_row(*case, buffers, *times)
+        for table in tables:
+            console.print(table)
+
+
+def _by_shape(results: list[SkewedLayer]) -> dict[tuple[str, Shape], list[SkewedLayer]]:
+    """Returns the layers of each shape, sorted by routing."""
+    shapes: dict[tuple[str, Shape], list[SkewedLayer]] = defaultdict(list)
+    for r in results:
+        shapes[r.name, r.shape].append(r)
+    for layers in shapes.values():
+        routings = list(dict.fromkeys(layer.routing for layer in layers))
+        layers.sort(key=lambda layer: routings.index(layer.routing))
+    return shapes
+
+
+def show_local(console: Console, results: list[LocalOp]) -> None:
+    """Prints a table of the ops that one device ran by itself, if any."""
+    table = Table("op", "by", title="one device")
+    for column in ("device us", "end to end us", "GB/s", "of the copy"):
+        table.add_column(column, justify="right")
+    for r in results:
+        device = "" if r.time.device_us is None else f"{r.time.device_us:.1f}"
+        share = "" if r.share is None else f"{r.share:.0%}"
+        table.add_row(r.op, r.by, device, f"{r.time.end_to_end_us:.1f}", _rate(r.bytes, r.time.us), share)
+    if table.row_count:
+        console.print(table)
+
+
+def write_json(
+    path: Path,
+    results: list[Result],
+    work: list[Work],
+    skew: list[SkewedLayer],
+    local: list[LocalOp],
+) -> None:
     """Writes the results as JSON, with versions and hardware, so that they can be compared later."""
     report = {
         "date": datetime.date.today().isoformat(),
         "environment": info.collect(),
         "results": [dataclasses.asdict(result) for result in results],
         "layers": [dataclasses.asdict(result) for result in work],
+        "skew": [dataclasses.asdict(result) for result in skew],
+        "one device": [dataclasses.asdict(result) for result in local],
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -186,6 +246,45 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
     axes.set_title(_title(results, swept), fontsize="medium")
     axes.grid(True, which="both", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # so that it hides no line
+    figure.savefig(path)
+
+
+def plot_skew(path: Path, results: list[SkewedLayer]) -> None:
+    """Plots the fullest rank's rows and the time of the last op, the layer, by routing: two axes a shape.
+
+    A bar is a number of redundant experts and a capacity. Without redundant experts it shows the rows before
+    the balance.
+    """
+    from matplotlib.figure import Figure
+
+    shapes = _by_shape(results)
+    figure = Figure(figsize=(max(8, 6 * len(shapes)), 7), layout="constrained")
+    grid = figure.subplots(2, len(shapes), squeeze=False)
+    for column, ((name, shape), layers) in enumerate(shapes.items()):
+        routings = list(dict.fromkeys(r.routing for r in layers))
+        bars = list(dict.fromkeys((r.num_redundant_experts, r.capacity) for r in layers))
+        op, width = list(layers[0].times)[-1], 0.8 / len(bars)
+        for r in layers:
+            bar = bars.index((r.num_redundant_experts, r.capacity))
+            x = routings.index(r.routing) + (bar - (len(bars) - 1) / 2) * width
+            label = f"S = {r.num_redundant_experts}, buffers {r.capacity_ratio:.2f} x"
+            label = label if r.routing == routings[0] else "_"  # because a legend skips such labels
+            milliseconds = r.times[op].us / 1e3
+            for axes, height in zip(grid[:, column], (r.after, milliseconds), strict=True):
+                axes.bar(x, height, width, color=f"C{bar}", label=label)
+        for axes, quantity in zip(
+            grid[:, column],
+            ("fullest rank's rows, relative to the mean", f"milliseconds, {op}"),
+            strict=True,
+        ):
+            axes.set_xticks(range(len(routings)), routings)
+            axes.set_ylabel(quantity)
+            axes.grid(True, axis="y", alpha=0.3)
+        grid[0, column].axhline(1, color="black", linestyle=":")
+        title = f"{name}: {shape.tokens} tokens a rank, top-{shape.top_k} of {shape.experts}"
+        grid[0, column].set_title(f"{title}, {layers[0].ranks} ranks", fontsize="medium")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
+        grid[1, column].legend(fontsize="small", ncols=3, **below)
     figure.savefig(path)
 
 

@@ -6,23 +6,30 @@ import numpy as np
 
 from jax_ep.bench.shapes import Shape
 
-ROUTINGS = ("uniform", "zipf", "one rank")
+ROUTINGS = ("uniform", "lognormal 0.6", "lognormal 1.5", "zipf", "one expert", "one rank")
+SHARE_OF_ONE_EXPERT = 0.6
 
 
 def route(kind: str, shape: Shape, ranks: int, seed: int = 0) -> np.ndarray:
     """Returns a random topk_idx int32 [ranks * T, K]. The choices of a token are different experts.
 
-    "uniform": all experts are equally likely. "zipf": expert e, counted from 1, is 1 / e times as likely as
-    the first expert. "one rank": all choices are experts of rank 0; if it has too few, the rest are -1.
+    "uniform": all experts are equally likely. "lognormal S": the logarithms of their likelihoods are normal
+    with standard deviation S. "zipf": expert e, counted from 1, is 1 / e times as likely as the first expert.
+    "one expert": 60 % of the tokens choose expert 0, and otherwise all are equally likely. "one rank": all
+    choices are experts of rank 0; if it has too few, the rest are -1.
     """
     rng = np.random.default_rng(seed)
     log_likelihood = np.zeros(shape.experts)
+    if kind.startswith("lognormal"):
+        log_likelihood = rng.normal(0, float(kind.split()[1]), shape.experts)
     if kind == "zipf":
         log_likelihood = -np.log(np.arange(1, shape.experts + 1))
     if kind == "one rank":
         log_likelihood[shape.experts // ranks :] = -np.inf
     # With Gumbel noise the k largest scores are k draws without replacement.
     scores = log_likelihood + rng.gumbel(size=(ranks * shape.tokens, shape.experts))
+    if kind == "one expert":
+        scores[:, 0] = np.where(rng.random(len(scores)) < SHARE_OF_ONE_EXPERT, np.inf, -np.inf)
     ids = np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.int32)
     return np.where(np.isneginf(np.take_along_axis(scores, ids, axis=1)), -1, ids).astype(np.int32)
 

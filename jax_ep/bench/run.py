@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jax_ep
-from jax_ep.bench import ceilings, layers, measure, processes, programs, report
+from jax_ep.bench import ceilings, layers, measure, processes, programs, report, skew
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -119,17 +119,18 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
                 yield Case(name, shape, count, "round trip", "", peer, None)
 
 
+def shard(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Returns an array that is sharded over the ranks along its first axis."""
+    sharding = NamedSharding(mesh, P("ep"))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def inputs(shape: Shape, ids: np.ndarray, mesh: jax.sharding.Mesh) -> Any:
     """Returns x, ids and weights, sharded over the ranks."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((len(ids), shape.hidden), np.float32).astype(jax.numpy.bfloat16)
     weights = rng.random(ids.shape, np.float32)
-    sharding = NamedSharding(mesh, P("ep"))
-
-    def shard(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    return shard(x), shard(ids), shard(weights)
+    return shard(x, mesh), shard(ids, mesh), shard(weights, mesh)
 
 
 def mesh_of(ranks: int) -> jax.sharding.Mesh:
@@ -201,6 +202,14 @@ def time_layer(name: str, ranks: int, options: argparse.Namespace) -> list[layer
     return list(layers.results(name, shape, mesh, arguments, capacity, options))
 
 
+def time_skew(name: str, ranks: int, options: argparse.Namespace) -> list[skew.SkewedLayer]:
+    """Times the layer of a shape under skewed routings, with and without redundant experts."""
+    mesh, shape = mesh_of(ranks), skew.shape_on(ranks, SHAPES[name])
+    x, _, weights = inputs(shape, route("uniform", shape, ranks), mesh)
+    ids_of = {routing: shard(route(routing, shape, ranks), mesh) for routing in options.skews}
+    return list(skew.results(name, shape, mesh, x, weights, ids_of, options))
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints its results, and returns the exit status."""
     width = None if sys.stdout.isatty() else 120
@@ -211,9 +220,11 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: several processes use all devices; leave out --devices and --sweep ranks")
     if options.sweep == "sms" and not on_gpus():
         raise SystemExit("bench: --sweep sms needs GPUs")
+    parts = parts_of(options)
+    routing = "several routings" if parts == ["skew"] else f"{options.routing} routing"
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"bfloat16, {options.routing} routing, median of {options.repeats} runs"
+        f"bfloat16, {routing}, median of {options.repeats} runs"
     )
     rates = {
         "links": ceilings.links(mesh_of(ranks), options.repeats),
@@ -222,7 +233,6 @@ def run(options: argparse.Namespace) -> int:
     for medium, rate in rates.items():
         if rate is not None:
             console.print(f"plain copies, {medium}: {rate:.3g} GB/s per device")
-    parts = parts_of(options)
     todo = list(cases(options, ranks)) if "communication" in parts else []
     results = []
     with Progress(console=console, disable=not console.is_terminal) as bar:
@@ -238,10 +248,21 @@ def run(options: argparse.Namespace) -> int:
         with console.status(f"{name} products and layer"):
             work += time_layer(name, ranks, options)
     report.show_work(console, work)
+    skewed, local = [], []
+    if "skew" in parts and ranks == 1:
+        console.print("skew on one device: the experts of one of eight ranks, and no row can move")
+        local = list(skew.local_results(mesh_of(1), SHAPES["deepseek_v3"], options))
+    for name in names_of(options) if "skew" in parts else ():
+        with console.status(f"{name} under skew"):
+            skewed += time_skew(name, ranks, options)
+    report.show_skew(console, skewed)
+    report.show_local(console, local)
     if jax.process_index() > 0:
         return 0
     if options.json:
-        report.write_json(options.json, results, work)
-    if options.plot:
+        report.write_json(options.json, results, work, skewed, local)
+    if options.plot and options.sweep:
         report.plot(options.plot, results, options.sweep)
+    elif options.plot:
+        report.plot_skew(options.plot, skewed)
     return 0

@@ -13,7 +13,7 @@ from devices import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import measure, processes, programs, report, run
+from jax_ep.bench import measure, processes, programs, report, run, skew
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -71,6 +71,12 @@ def test_choices_of_a_token_differ(kind):
         assert counts.max() < 1.3 * counts.min()
     if kind == "zipf":
         assert counts[0] > 4 * counts[15]
+    if kind.startswith("lognormal"):
+        spread = np.log(counts).std() / float(kind.split()[1])
+        assert 0.5 < spread < 1.5
+    if kind == "one expert":
+        assert abs(counts[0] - 0.6 * 2000) < 0.05 * 2000
+        assert counts[1:].max() < 1.3 * counts[1:].min()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -182,6 +188,28 @@ def test_a_chained_pair_is_weighted_by_expert():
             lambda *a, prepare=prepare: (prepare(*a)[1](a[0]),), *(a[None] for a in (x, ids, weights))
         )
         assert_close(got.reshape(x.shape), x * weights.sum(axis=1, keepdims=True), terms=3)
+
+
+def test_plans_of_one_device_have_the_counts_that_they_name(monkeypatch):
+    monkeypatch.setattr(skew, "PLANNED_TOKENS", 2048)
+    counts = {program.op: np.asarray(program.arguments[0]) for program in skew.plan_programs("xla")}
+    assert [array.shape for array in counts.values()] == [(8, 256), (8, 256), (64, 256), (64, 256)]
+    for op, array in counts.items():
+        assert (array.sum(axis=1) == 2048 * 8 // len(array)).all()
+        assert (array.min() == array.max()) == op.endswith("equal counts")
+
+
+def test_replicate_on_one_device_returns_the_weights():
+    mesh = make_mesh((1,), ("ep",))
+    with jax_ep.Group(mesh, "ep") as group:
+        copy, *replicated = skew.copy_programs(mesh, group, SHAPES["tiny"], "xla")
+        assert [program.op for program in replicated] == ["replicate", "gradient of replicate"]
+        for program in replicated:
+            weights = program.arguments[0]
+            results = jax.tree.leaves(program.function(*program.arguments))
+            for weight, result in zip(weights, results, strict=True):
+                assert (np.asarray(weight) == np.asarray(result)).all()
+            assert program.compared_with == ((copy.op, copy.by),)
 
 
 def test_the_decode_shapes_are_one_model():

@@ -117,6 +117,36 @@ def test_a_sweep_is_drawn(tmp_path, bench):
         assert text in drawn
 
 
+def test_skew_compares_layers_with_and_without_redundant_experts(tmp_path, bench):
+    skews, files = ["lognormal 1.5", "one rank"], ["--json", "out.json", "--plot", "out.svg"]
+    status, output = bench(
+        "--parts", "skew", "--devices", "4", "--skews", *skews, "--redundant-experts", "2", "5", *files
+    )
+    assert status == 0, output
+    assert "rows under skew" in output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["results"] == report["layers"] == report["one device"] == []
+    timed = {(r["routing"], r["num_redundant_experts"], r["capacity"]): r for r in report["skew"]}
+    worst, dropping, balanced = (0, 256), (0, 80), (2, 68)  # of 64 rows; a rank has no 5 experts to replicate
+    assert set(timed) == {(skew, *variant) for skew in skews for variant in (worst, dropping, balanced)}
+    for (_, num_slots, capacity), r in timed.items():
+        excess = sum(max(rows - capacity, 0) for rows in r["rows_after"])
+        assert r["dropped_rows"] == excess
+        assert sum(r["rows_after"]) == sum(r["rows_before"]) == 4 * 64
+        assert (r["replicas"] > 0) == (r["moved_rows"] > 0) == (num_slots > 0)
+        ops = ["plan", "replicate"] if num_slots else []
+        assert list(r["times"]) == [*ops, "round trip", "layer forward", "layer forward + backward"]
+        assert all(time["end_to_end_us"] > 0 for time in r["times"].values())
+        assert r["temp_bytes"] > 0
+    for variant in (worst, balanced):
+        assert timed["lognormal 1.5", *variant]["dropped_rows"] == 0
+    assert timed["lognormal 1.5", *dropping]["dropped_rows"] > 0
+    assert timed["one rank", *worst]["rows_before"] == [256, 0, 0, 0]
+    drawn = (tmp_path / "out.svg").read_text()
+    for text in (*skews, "S = 2, buffers 1.06 x", "milliseconds, layer forward + backward"):
+        assert text in drawn
+
+
 def test_a_plot_needs_a_sweep(bench):
     status, output = bench("--plot", "out.svg")
     assert status != 0
