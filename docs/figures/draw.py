@@ -1,7 +1,8 @@
 """Draws the figures of the documentation: `python docs/figures/draw.py` writes them beside this file.
 
-All of them show one small example: two ranks, a with the tokens a0 to a2 and b with b0 to b2, two experts on
-each rank, two choices a token. tests/docs/test_docs.py compares what they show with what the ops do.
+All but `skew` show one small example: two ranks, a with the tokens a0 to a2 and b with b0 to b2, two experts
+on each rank, two choices a token. tests/docs/test_docs.py compares what they show with what the ops do.
+`skew` shows a plan that `jax_ep.plan_redundant_experts` computes.
 
 The colours are CSS variables. On its own, a figure follows the reader's system; in the pages of the site it
 is part of the page and follows the page's palette (docs/theme/extra.css).
@@ -10,9 +11,16 @@ is part of the page and follows the page's palette (docs/theme/extra.css).
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
+import jax_ep
+
 TOKENS = ("a0", "a1", "a2", "b0", "b1", "b2")
 CHOICES = {"a0": (0, 2), "a1": (1, 3), "a2": (0, 3), "b0": (0, 1), "b1": (2, 3), "b2": (1, 2)}
 RANKS, EXPERTS_PER_RANK = 2, 2
+
+# The example of `skew`: rows of 4096 tokens of each rank, which choose eight experts each.
+SKEW_RANKS, SKEW_EXPERTS, SKEW_SLOTS, SKEW_ROWS = 8, 256, 2, 32768
 
 STYLE = """
 .figure {
@@ -231,7 +239,69 @@ def protocol() -> str:
     return figure(end, 258, "The steps of an op: count, enter, move, leave", parts)
 
 
-FIGURES = {"layer": layer, "orders": orders, "drops": drops, "protocol": protocol}
+def skewed_counts() -> np.ndarray:
+    """Returns int32 [R, E]: rows of each rank for each expert, whose popularity is lognormal, sigma 1.5."""
+    rng = np.random.default_rng(9)
+    popularity = rng.lognormal(0, 1.5, SKEW_EXPERTS)
+    rows = rng.multinomial(SKEW_ROWS, popularity / popularity.sum(), size=SKEW_RANKS)
+    return rows.astype(np.int32)
+
+
+def skew() -> str:
+    """Draws rows of eight ranks before and after a plan of redundant experts, and the moves."""
+    plan = jax_ep.plan_redundant_experts(skewed_counts(), num_redundant_experts=SKEW_SLOTS)
+    local = SKEW_EXPERTS // SKEW_RANKS
+    logical = np.asarray(plan.physical_to_logical).reshape(SKEW_RANKS, -1)[:, local:]
+    rows = np.asarray(plan.rows_per_expert).reshape(SKEW_RANKS, -1)
+    before, after = (np.asarray(loads) / SKEW_ROWS for loads in (plan.loads_before, plan.loads_after))
+    moves = [  # expert, its home, the rank that computes the rows, their number
+        (int(expert), int(expert) // local, rank, rows[rank, local + slot] / SKEW_ROWS)
+        for rank in range(SKEW_RANKS)
+        for slot, expert in enumerate(logical[rank])
+        if expert >= 0
+    ]
+    left, right, top, step, height, mean = 116, 444, 76, 40, 22, 140
+    bottom = top + SKEW_RANKS * step - step + height
+    parts = [
+        text(left, 20, "all rows at home", "bold", "start"),
+        text(right, 20, "two redundant experts a rank", "bold", "start"),
+        box(left, 32, 14, 14, "a") + text(left + 20, 44, "computed at home", "soft", "start"),
+        box(left + 170, 32, 14, 14, "b") + text(left + 190, 44, "moved", "soft", "start"),
+        text(right + mean + 10, 44, "moved rows of", "soft", "start"),
+    ]
+    for rank in range(SKEW_RANKS):
+        y = top + rank * step
+        leaves = sum(number for _, home, _, number in moves if home == rank)
+        arrived = [(expert, number) for expert, _, receiver, number in moves if receiver == rank]
+        stays = after[rank] - sum(number for _, number in arrived)
+        parts.append(text(14, y + 16, f"rank {rank}", "bold", "start"))
+        parts.append(text(left - 10, y + 16, f"{before[rank]:.2f}", "soft", "end"))
+        parts.append(text(right - 10, y + 16, f"{after[rank]:.2f}", "soft", "end"))
+        for x, widths in ((left, [stays, leaves]), (right, [stays, *(number for _, number in arrived)])):
+            at = float(x)
+            for i, width in enumerate(widths):
+                if width:
+                    parts.append(
+                        box(round(at, 1), y, round(max(width * mean - 1, 1), 1), height, "b" if i else "a")
+                    )
+                at += width * mean
+        names = ", ".join(str(expert) for expert, _ in arrived)
+        if names:
+            name = "expert" if len(arrived) == 1 else "experts"
+            parts.append(text(right + mean + 10, y + 16, f"{name} {names}", "soft", "start"))
+    for _, home, receiver, _ in moves:
+        x, y = left + before[home] * mean + 3, top + home * step + height / 2
+        parts.append(curve(round(x, 1), y, right - 48, top + receiver * step + height / 2, "b"))
+    for x in (left + mean, right + mean):
+        parts.append(f'<path d="M{x} {top - 10} V{bottom + 6}" class="rule"/>')
+        parts.append(text(x, bottom + 22, "mean", "soft"))
+    title = (
+        "Rows of eight ranks, relative to their mean, before and after hot experts get redundant instances"
+    )
+    return figure(720, bottom + 34, title, parts)
+
+
+FIGURES = {"layer": layer, "orders": orders, "drops": drops, "protocol": protocol, "skew": skew}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -23,6 +23,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "drops nothing (default: %(default)s)",
     )
     parser.add_argument(
+        "--balance",
+        action="store_true",
+        help="train with two redundant experts per device, and once more without them, at the same capacity",
+    )
+    parser.add_argument(
         "--quantize", action="store_true", help="send tokens to their experts as FP8 (default: as float32)"
     )
     parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: chosen for the devices")

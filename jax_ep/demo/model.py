@@ -22,6 +22,7 @@ class Config:
     capacity: int | None  # maximum number of rows per device; None for the worst case
     implementation: str | None
     quantize: Literal["fp8_dequantize"] | None = None  # format of tokens on the way to their experts
+    num_redundant_experts: int = 0  # slots of a device for instances of hot experts
     layers: int = 2
     width: int = 128
     heads: int = 4
@@ -74,17 +75,21 @@ def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     return out.reshape(x.shape) @ layer["out"]
 
 
-def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the experts' output [T, d], the load-balancing loss and the number of tokens per expert [E]."""
+def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+    """Returns the experts' output [T, d], the load-balancing loss, and the counts of all devices.
+
+    The counts are `tokens_per_expert` [E], as the router chose them, and `dropped`, the rows dropped because
+    a buffer was full.
+    """
     probabilities = jax.nn.softmax(x @ layer["router"])
     weights, topk_idx = jax.lax.top_k(probabilities, config.top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
-    def experts(sent: jax_ep.DispatchedByExpert) -> jax.Array:
-        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, layer["up"], sent.group_sizes))
-        return jax_ep.grouped_dot(hidden, layer["down"], sent.group_sizes)
+    def experts(sent: jax_ep.DispatchedByExpert, params: Params) -> jax.Array:
+        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, params["up"], sent.group_sizes))
+        return jax_ep.grouped_dot(hidden, params["down"], sent.group_sizes)
 
-    y = jax_ep.moe(
+    y, stats = jax_ep.moe(
         x,
         topk_idx,
         weights,
@@ -93,6 +98,9 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
         num_experts=config.num_experts,
         capacity=config.capacity,
         quantize=config.quantize,
+        num_redundant_experts=config.num_redundant_experts,
+        expert_params={"up": layer["up"], "down": layer["down"]},
+        return_stats=True,
         implementation=config.implementation,
     )
     layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=config.num_experts, num_ranks=config.group.size)
@@ -101,18 +109,8 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     # As in Switch Transformer (arXiv:2101.03961): the share of tokens times the mean probability.
     share = tokens / jnp.sum(tokens)
     balance = config.num_experts * jnp.sum(share * jax.lax.pmean(jnp.mean(probabilities, axis=0), axis))
-    return y, balance, tokens
-
-
-def dropped_rows(config: Config, tokens: jax.Array) -> jax.Array:
-    """Returns the number of rows that were dropped because a device's buffer was full.
-
-    tokens [E] is the number of tokens that are routed to each expert.
-    """
-    if config.capacity is None:
-        return jnp.zeros((), tokens.dtype)
-    routed_rows = jnp.sum(tokens.reshape(config.group.size, -1), axis=1)
-    return jnp.sum(jnp.maximum(routed_rows - config.capacity, 0))
+    dropped = jax.lax.psum(stats.num_dropped[0], axis)
+    return y, balance, {"tokens_per_expert": tokens, "dropped": dropped}
 
 
 def loss(config: Config, params: Params, batch: jax.Array) -> tuple[jax.Array, Params]:
@@ -122,16 +120,15 @@ def loss(config: Config, params: Params, batch: jax.Array) -> tuple[jax.Array, P
     """
     inputs, targets = batch[:, :-1], batch[:, 1:]
     x = params["embed"][inputs] + params["position"]
-    balance = dropped = 0.0
-    tokens = jnp.zeros((config.num_experts,), jnp.int32)
+    balance, counts = 0.0, []
     for layer in params["layers"]:
         x = x + attention(config, layer, normalize(x))
-        y, layer_balance, layer_tokens = mixture(config, layer, normalize(x).reshape(-1, config.width))
+        y, layer_balance, layer_counts = mixture(config, layer, normalize(x).reshape(-1, config.width))
         x = x + y.reshape(x.shape)
-        balance, tokens = balance + layer_balance, tokens + layer_tokens
-        dropped = dropped + dropped_rows(config, layer_tokens)
+        balance = balance + layer_balance
+        counts.append(layer_counts)
     logits = normalize(x) @ params["embed"].T
     log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     nats = jax.lax.pmean(-jnp.mean(log_probability), config.group.axis_name)
-    metrics = {"loss": nats, "tokens_per_expert": tokens, "dropped": dropped}
+    metrics = {"loss": nats, **jax.tree.map(lambda *layers: sum(layers), *counts)}
     return nats + config.balance * balance, metrics

@@ -1,6 +1,7 @@
 """Training of the demo's model, with a comparison of the two implementations."""
 
 import argparse
+import dataclasses
 import itertools
 import math
 import time
@@ -22,6 +23,7 @@ from jax_ep.demo import data, model
 SEQUENCES = 4  # per device and step
 COMPARED_STEPS = 4
 HELD_OUT_BATCHES = 8
+REDUNDANT_EXPERTS = 2  # per device, with --balance
 # Largest accepted difference of losses, in nats. It is larger on GPUs, because they multiply float32 values
 # as tf32, which has 10 bits, so small rounding differences soon affect the loss.
 AGREEMENT = {"cpu": 1e-3, "gpu": 1e-2}
@@ -76,7 +78,44 @@ def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation
     mean_rows = SEQUENCES * model.Config.window * options.top_k  # per device
     capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
     quantize = "fp8_dequantize" if options.quantize else None
-    return model.Config(group, options.experts, options.top_k, capacity, implementation, quantize)
+    slots = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
+    return model.Config(group, options.experts, options.top_k, capacity, implementation, quantize, slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of a training run."""
+
+    history: list[dict]  # metrics of each step
+    before: float  # held-out bits per byte
+    after: float
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(metrics["loss"]) for metrics in self.history]
+
+    @property
+    def dropped(self) -> list[int]:
+        return [int(metrics["dropped"]) for metrics in self.history]
+
+
+def train_and_evaluate(
+    config: model.Config,
+    mesh: jax.sharding.Mesh,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    steps: int,
+    console: Console,
+) -> Result:
+    """Trains a model from the start, and returns its result."""
+    sequences = SEQUENCES * config.group.size
+    trainer = Trainer(config, mesh, steps)
+    held_out_batches = list(
+        itertools.islice(data.batches(held_out, sequences, config.window, 1), HELD_OUT_BATCHES)
+    )
+    before = trainer.bits_per_byte(held_out_batches)
+    history = train(trainer, data.batches(text, sequences, config.window, 0), steps, console)
+    return Result(history, before, trainer.bits_per_byte(held_out_batches))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,26 +129,35 @@ def run(options: argparse.Namespace) -> int:
         config = make_config(options, group, implementation)
         text, held_out = data.load(options.text, config.window)
         sequences = SEQUENCES * group.size
-        trainer = Trainer(config, mesh, options.steps)
-        count = sum(leaf.size for leaf in jax.tree.leaves(trainer.params))
+        shapes = jax.eval_shape(lambda key: model.init(config, key), jax.random.key(0))
+        count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         console.print(
             f"{count / 1e6:.1f} M parameters, {options.experts} experts (top-{options.top_k}) on "
             f"{group.size} {group._platform} devices, implementation {implementation!r};\n"
             f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens per step"
         )
-        held_out_batches = list(
-            itertools.islice(data.batches(held_out, sequences, config.window, 1), HELD_OUT_BATCHES)
-        )
-        before = trainer.bits_per_byte(held_out_batches)
-        history = train(trainer, data.batches(text, sequences, config.window, 0), options.steps, console)
-        after = trainer.bits_per_byte(held_out_batches)
+        if options.balance:
+            console.print(f"with {config.num_redundant_experts} redundant experts per device:")
+        results = [train_and_evaluate(config, mesh, text, held_out, options.steps, console)]
+        if options.balance:
+            console.print("without redundant experts, at the same capacity:")
+            plain = dataclasses.replace(config, num_redundant_experts=0)
+            results.append(train_and_evaluate(plain, mesh, text, held_out, options.steps, console))
 
-        losses = [float(metrics["loss"]) for metrics in history]
-        show_experts(console, history[-1]["tokens_per_expert"], group.size)
-        table = Table("", "", show_header=False)
-        table.add_row("loss, first and last step (nats per byte)", f"{losses[0]:.3f} → {losses[-1]:.3f}")
-        table.add_row("held-out bits per byte, before and after", f"{before:.3f} → {after:.3f}")
-        table.add_row("rows dropped in the last step", str(int(history[-1]["dropped"])))
+        losses = results[0].losses
+        show_experts(console, results[0].history[-1]["tokens_per_expert"], group.size)
+        names = [f"{config.num_redundant_experts} redundant experts", "none"] if options.balance else [""]
+        table = Table("", *names, show_header=options.balance)
+        table.add_row(
+            "loss, first and last step (nats per byte)",
+            *(f"{result.losses[0]:.3f} → {result.losses[-1]:.3f}" for result in results),
+        )
+        table.add_row(
+            "held-out bits per byte, before and after",
+            *(f"{result.before:.3f} → {result.after:.3f}" for result in results),
+        )
+        table.add_row("rows dropped in the last step", *(str(result.dropped[-1]) for result in results))
+        table.add_row("rows dropped in all steps", *(str(sum(result.dropped)) for result in results))
         agree = True
         if stats.reason:
             table.add_row("'ffi' was not compared with 'xla'", stats.reason)

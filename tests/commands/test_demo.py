@@ -21,15 +21,21 @@ def run(*command, timeout=200):
     )
 
 
+@pytest.fixture
+def short_run(tmp_path):
+    """Arguments of a run of twelve steps on two devices."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    return ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--quantize"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
 )
-def test_a_short_run_learns_and_agrees(tmp_path, run_command, options):
+def test_a_short_run_learns_and_agrees(short_run, run_command, options):
     """The plain one as a user calls it, in a process whose devices the command sets up."""
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    arguments = ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text), *options]
+    arguments = [*short_run, *options]
     if options:
         status, output = run_command(*arguments)
     else:
@@ -42,6 +48,21 @@ def test_a_short_run_learns_and_agrees(tmp_path, run_command, options):
     assert "agree, largest difference" in out
     assert "implementation 'ffi'" in out
     assert "on 2 cpu devices" in out
+
+
+@pytest.mark.slow
+def test_redundant_experts_drop_no_row(short_run, run_command):
+    """At a capacity at which the second run, without them, drops rows."""
+    status, output = run_command(*short_run, "--balance", "--capacity", "1.05")
+    assert status == 0, output
+    out = re.sub(r"\s+", " ", output)
+    dropped, dropped_without = map(int, re.search(r"dropped in all steps │ (\d+) │ (\d+)", out).groups())
+    assert dropped == 0 < dropped_without
+    values = re.search(r"first and last step[^│]*│ ([\d.]+) → ([\d.]+) │ ([\d.]+) → ([\d.]+)", out).groups()
+    first, last, first_without, last_without = map(float, values)
+    assert last < first - 1
+    assert last_without < first_without - 1
+    assert "agree, largest difference" in out
 
 
 def test_rejects_missing_text(run_command):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import balance_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GO_ON = ("capacity.md", "export.md", "moving_from.md")
+GO_ON = ("balance.md", "capacity.md", "export.md", "moving_from.md")
 # start.md, which all others begin with, sets up its own devices, and failing_ranks.md lets ranks fail.
 OWN_PROCESS = ("start.md", "failing_ranks.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -115,3 +116,17 @@ def test_figure_of_full_buffers():
         kept, num_dropped = dispatched(order, capacity=4)
         assert kept[0] == [token for _, token in DRAW[rows](0)][:4]
         assert num_dropped[0] == lost
+
+
+def test_figure_of_skew():
+    counts, ranks, slots = DRAW["skewed_counts"](), DRAW["SKEW_RANKS"], DRAW["SKEW_SLOTS"]
+    plan = balance_oracle.plan(counts, slots, tolerance=20)
+    before, after = counts.sum(axis=0).reshape(ranks, -1).sum(axis=1), plan.loads(ranks)
+    drawn = re.findall(r">(\d\.\d\d)<", DRAW["skew"]())
+    shown = [f"{rows / DRAW['SKEW_ROWS']:.2f}" for pair in zip(before, after, strict=True) for rows in pair]
+    assert drawn == shown
+    redundant = plan.physical_to_logical.reshape(ranks, -1)[:, -slots:]
+    named = [
+        name for names in re.findall(r">experts? ([\d, ]+)<", DRAW["skew"]()) for name in names.split(", ")
+    ]
+    assert named == [str(expert) for expert in redundant.reshape(-1) if expert >= 0]

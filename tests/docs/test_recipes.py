@@ -298,6 +298,50 @@ def test_an_updated_bias():
     np.testing.assert_array_equal(bias, [0.5, -0.5, 0, 0])
 
 
+def test_placed_experts(on_ranks):
+    """With the placement of the same tokens' counts: values and gradients, also of the weights at home."""
+    x, ids, weights = tokens()
+    ids = ids.at[:, 0].set(0)  # every token chooses expert 0
+    counts = np.stack(
+        [np.bincount(rank[(rank >= 0) & (rank < E)], minlength=E) for rank in ids.reshape(R, -1)]
+    )
+    placement = recipes_balance.plan_placement(on_ranks[0], counts.astype(np.int32), 1)
+    assert R == 1 or np.sum(placement == 0) > 1
+
+    def recipe(parameters, x, weights):
+        placed = recipes_balance.replicate_experts(*on_ranks, parameters, placement)
+        return recipes_balance.placed_experts(*on_ranks, placed, placement, E, x, ids, weights)[0]
+
+    check(recipe, lambda p, x, w: dense(p, x, ids, w), feed_forward_parameters(), x, weights)
+
+
+def test_a_new_placement_runs_the_same_program(on_ranks):
+    """A server: two steps, a placement from their counts, and a step with it, without a new compilation."""
+    parameters, (x, ids, weights) = feed_forward_parameters(), tokens()
+    ids = ids.at[:, 0].set(0)
+    traced = []
+
+    @jax.jit
+    def serve(placed, placement):
+        traced.append(placement)
+        return recipes_balance.placed_experts(*on_ranks, placed, placement, E, x, ids, weights)
+
+    place = jax.jit(lambda placement: recipes_balance.replicate_experts(*on_ranks, parameters, placement))
+    placement = recipes_balance.plan_placement(on_ranks[0], jnp.zeros((R, E), jnp.int32), 1)
+    assert placement.reshape(R, -1)[:, -1].tolist() == [-1] * R
+    placed, counts = place(placement), 0
+    for _ in range(2):
+        y, step_counts = serve(placed, placement)
+        counts += step_counts
+    assert_equal(y, dense(parameters, x, ids, weights))
+    used = ids[(ids >= 0) & (ids < E)]
+    np.testing.assert_array_equal(counts.sum(axis=0), 2 * np.bincount(used, minlength=E))
+    placement = recipes_balance.plan_placement(on_ranks[0], counts, 1)
+    y, _ = serve(place(placement), placement)
+    assert_equal(y, dense(parameters, x, ids, weights))
+    assert len(traced) == 1
+
+
 @pytest.mark.parametrize("num_experts", [R + 2, R + R // 2 + 1, 5])
 def test_uneven_experts(on_ranks, num_experts):
     x, ids, weights = tokens(num_experts)
