@@ -20,7 +20,7 @@ INT = jnp.int32
 
 
 class ExpertPlan(NamedTuple):
-    """Where rows are computed: the same on every rank."""
+    """Instances of the experts and the rows that each computes: the same on every rank."""
 
     physical_to_logical: jax.Array  # [P] logical expert of each physical one, -1 an empty slot
     quotas: jax.Array  # [P] rows that each physical expert computes
@@ -31,7 +31,7 @@ class ExpertPlan(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BalancePlan:
-    """Where the rows of this step's tokens are computed. A pytree, made by `balance`.
+    """Placement of experts, and of the rows of this step's tokens. A pytree, made by `balance`.
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its

@@ -37,7 +37,7 @@ def num_pieces(elements: int, bits: int) -> int:
 
 
 class Placement(NamedTuple):
-    """Where a plan needs this rank's experts. L home experts, N physical experts a rank."""
+    """Destinations of this rank's experts. L home experts, N physical experts a rank."""
 
     instance: jax.Array  # [L, R] the place, among the N of each rank, of its instance of my expert; -1 none
     between: jax.Array  # [R, R] experts that rank s sends to rank d
