@@ -12,7 +12,7 @@ from jax_ep._transport.balance import BalancePlan
 from jax_ep._transport.checkpoint import CHECKPOINT_REPLICAS, name_all
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.replicate import num_pieces, place, routing_of, send_replicas
+from jax_ep._transport.replicate import can_cut, num_pieces, place, routing_of, send_replicas
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +111,14 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
 
 
 def _by_pieces(leaves: tuple[jax.Array, ...]) -> dict[int, list[int]]:
-    """Returns the leaves, by index, that are cut into the same number of pieces: one push each."""
+    """Returns the leaves, by index, that are cut into the same number of pieces: one push each.
+
+    Smaller leaves are cut like a larger one where they can be, because each push meets the other ranks.
+    """
+    sizes = [(math.prod(leaf.shape[1:]), jax.dtypes.itemsize_bits(leaf.dtype)) for leaf in leaves]
+    least = [num_pieces(*size) for size in sizes]
     grouped: dict[int, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        bits = jax.dtypes.itemsize_bits(leaf.dtype)
-        grouped.setdefault(num_pieces(math.prod(leaf.shape[1:]), bits), []).append(index)
+    for index in sorted(range(len(leaves)), key=lambda index: -least[index]):
+        pieces = next((pieces for pieces in grouped if can_cut(*sizes[index], pieces)), least[index])
+        grouped.setdefault(pieces, []).append(index)
     return grouped

@@ -47,15 +47,17 @@ def _position(group: Group, arrays: Any) -> jax.Array:
     return on_platform(mesh_position(group, arrays), group._platform, repr(group))
 
 
-def _or_empty(array: jax.Array | None) -> jax.Array:
-    """Stands for an operand that is not used."""
-    return jnp.zeros((0,), jnp.float32) if array is None else array
+def _or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns the array, or a scalar for an operand that is not given.
+
+    The scalar is not an array of no elements: jaxlib 0.11.2 crashes if such an array crosses the boundary of
+    a `shard_map` in a loop, and JAX moves constants out of the loop over a model's layers.
+    """
+    return jnp.zeros((), dtype) if array is None else array
 
 
 def _handle_arrays(handle: Handle) -> list[jax.Array]:
-    received = handle.received_rows
-    if received is None:
-        received = jnp.zeros((0, handle.routing.top_k), INT)
+    received = _or_scalar(handle.received_rows, INT)
     return [handle.topk_idx, handle.sent_rows, handle.rank_prefix_matrix, handle.expert_counts, received]
 
 
@@ -89,10 +91,6 @@ def _arrived_weights(routing: Routing, present: bool) -> Result:
     by_rank = (routing.capacity, routing.top_k)
     shape = (routing.capacity,) if routing.has_row_per_choice else by_rank
     return (shape if present else (0,)), jnp.float32
-
-
-def _active_ranks(attendance: Attendance) -> jax.Array:
-    return jnp.zeros((0,), INT) if attendance.active_ranks is None else attendance.active_ranks
 
 
 def _attended(routing: Routing, attendance: Attendance) -> dict[str, Result]:
@@ -140,7 +138,7 @@ def _push(
     """Returns the weights, or dot products, that arrive, and the rows."""
     routing = handle.routing
     weighs = topk_weights is not None or row_weights is not None
-    operands = [*_handle_arrays(handle), _or_empty(topk_weights), _or_empty(row_weights), *leaves, *factors]
+    operands = [*_handle_arrays(handle), _or_scalar(topk_weights), _or_scalar(row_weights), *leaves, *factors]
     weights, *moved = call(
         "push",
         [_position(routing.group, operands), *operands],
@@ -251,7 +249,7 @@ class Ffi:
             "scratch": _scratch(tokens, routing.num_experts, ranks),
             **_attended(routing, attendance),
         }
-        operands = [topk_idx, _or_empty(topk_weights), _active_ranks(attendance), *leaves]
+        operands = [topk_idx, _or_scalar(topk_weights), _or_scalar(attendance.active_ranks, INT), *leaves]
         named, rows = _call_named(
             "route",
             [_position(routing.group, operands), *operands],
@@ -341,9 +339,9 @@ class Ffi:
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
         operands = [
             *_handle_arrays(handle),
-            _or_empty(row_weights),
-            _or_empty(arrived_weights),
-            _active_ranks(attendance),
+            _or_scalar(row_weights),
+            _or_scalar(arrived_weights),
+            _or_scalar(attendance.active_ranks, INT),
             *rows,
             *biases,
         ]
@@ -392,7 +390,7 @@ class Ffi:
             "capacity": np.int64(capacity),
             "alignment": np.int64(expert_alignment),
         }
-        operands = [topk_idx, _or_empty(topk_weights), *leaves]
+        operands = [topk_idx, _or_scalar(topk_weights), *leaves]
         named, rows = _call_named("permute", operands, results, _rows_like(leaves, capacity), attributes)
         return Permutation(
             rows=tuple(rows),
@@ -405,7 +403,7 @@ class Ffi:
 
     def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
         results = [*_rows_like([leaf], num_permuted), ((0,), jnp.float32), ((num_permuted,), jnp.uint8)]
-        return call("repermute", [row_map, leaf, _or_empty(None), _or_empty(None)], results)[0]
+        return call("repermute", [row_map, leaf, _or_scalar(None), _or_scalar(None)], results)[0]
 
     def repermute_scaled(
         self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
@@ -431,8 +429,8 @@ class Ffi:
         operands = [
             y,
             row_map,
-            _or_empty(topk_weights),
-            _or_empty(bias),
+            _or_scalar(topk_weights),
+            _or_scalar(bias),
             row_map if topk_idx is None else topk_idx,
         ]
         (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])

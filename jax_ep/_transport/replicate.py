@@ -29,11 +29,15 @@ def num_pieces(elements: int, bits: int) -> int:
     """
     if elements * bits <= 8 * PIECE_BYTES:
         return 1
-    fits = lambda pieces: (elements // pieces * bits) % (8 * PIECE_ALIGNMENT) == 0
     least = -(-elements * bits // (8 * PIECE_BYTES))
     small = [d for d in range(1, math.isqrt(elements) + 1) if elements % d == 0]
     divisors = [*small, *(elements // d for d in reversed(small))]
-    return next((d for d in divisors if d >= least and fits(d)), 1)
+    return next((d for d in divisors if d >= least and can_cut(elements, bits, d)), 1)
+
+
+def can_cut(elements: int, bits: int, pieces: int) -> bool:
+    """Returns whether an expert's array can be cut into so many pieces that are copied in bulk."""
+    return elements % pieces == 0 and (elements // pieces * bits) % (8 * PIECE_ALIGNMENT) == 0
 
 
 class Placement(NamedTuple):

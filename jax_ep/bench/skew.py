@@ -32,7 +32,7 @@ from jax_ep.bench.shapes import Shape
 DROPPING_CAPACITY = 1.25
 PLANNED_RANKS, PLANNED_EXPERTS, PLANNED_SLOTS = (8, 64), 256, 2
 PLANNED_TOKENS = 32768  # of all ranks
-COPIED_EXPERTS = 4
+COPIED_EXPERTS = 2
 MOST_CPU_FLOP = 1e9  # of a layer's products on a rank
 
 

@@ -81,11 +81,11 @@ def test_balance(changed, text):
 
 
 def test_rows_that_do_not_fit():
-    x, row_map, empty = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros((0,))
+    x, row_map, absent = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros(())
     with pytest.raises(jax.errors.JaxRuntimeError, match="the result must have 4 rows of y's shape"):
-        call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, empty, empty, row_map)
+        call("unpermute", [((5, 3), jnp.float32)], jnp.zeros((8, 3)), row_map, absent, absent, row_map)
 
-    def again(rows, dots, weights=empty, factors=empty, leaf=x):
+    def again(rows, dots, weights=absent, factors=absent, leaf=x):
         results = [(rows, leaf.dtype), (dots, jnp.float32), ((8,), jnp.uint8)]
         call("repermute", results, row_map, leaf, weights, factors)
 

@@ -71,6 +71,30 @@ def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
     assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}
 
 
+@pytest.mark.skipif(R == 1, reason="On one rank XLA partitions nothing.")
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_no_empty_array_crosses_shard_map_in_a_loop(order, gpu_group):
+    """It crashes the compiler of jaxlib 0.11.2, in the gradient of any loop over layers."""
+    on = ranks(R)
+    x, ids, w = inputs()
+
+    def shard(x, ids, w):
+        sent = jax_ep.dispatch(x, ids, w, group=gpu_group, num_experts=E, order=order, implementation="ffi")
+        rows = jnp.sin(sent.x)
+        if order == "rank":
+            moved = jax_ep.permute(rows, sent.topk_idx, num_local_experts=E // R, implementation="ffi")
+            rows = jax_ep.unpermute(jnp.sin(moved.x), moved.row_map, implementation="ffi")
+        return jax_ep.combine(rows, sent.handle, implementation="ffi")
+
+    def loss(x, w):
+        return jnp.sum(jax.lax.scan(lambda x, _: (on.map(shard)(x, ids, w), None), x, length=2)[0])
+
+    text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    bodies = re.findall(r"sdy.manual_computation.*", text)
+    assert len(bodies) > 2
+    assert not [body for body in bodies if "tensor<0x" in body]
+
+
 def test_a_program_for_other_devices_than_the_group_s_is_refused():
     on = ranks(2)
     x, ids, w = inputs(2)

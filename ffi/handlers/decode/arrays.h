@@ -27,7 +27,7 @@ class Arrays {
  public:
   Arrays(const char* op, std::vector<ffi::AnyBuffer> buffers) : op_(op), buffers_(std::move(buffers)) {}
 
-  // Returns the next buffer's data. A buffer that is not `used` must have no elements, and its data is null.
+  // Returns the next buffer's data, or null for a buffer that is not `used`, and must not be given.
   template <ffi::DataType dtype>
   ffi::NativeType<dtype>* Take(const char* name, const std::vector<int64_t>& shape, bool used = true) {
     const ffi::AnyBuffer* const buffer = Next(name);
@@ -36,8 +36,8 @@ class Arrays {
       return Fail<dtype>(InvalidArgument(op_, ": ", name, " has the wrong dtype"));
     }
     if (!used) {
-      if (buffer->element_count() == 0) return nullptr;
-      return Fail<dtype>(InvalidArgument(op_, ": ", name, " is not used and must have no elements"));
+      if (!IsGiven(*buffer)) return nullptr;
+      return Fail<dtype>(InvalidArgument(op_, ": ", name, " is not used and must not be given"));
     }
     if (auto error = CheckShape((op_ + ": " + name).c_str(), *buffer, shape); error.failure()) {
       return Fail<dtype>(std::move(error));
@@ -54,9 +54,9 @@ class Arrays {
     return Take<ffi::F32>(name, shape, used);
   }
 
-  // Return the next buffer, and whether it has elements, without taking it.
+  // Return the next buffer, and whether it is given, without taking it.
   const ffi::AnyBuffer* Peek() const { return next_ < buffers_.size() ? &buffers_[next_] : nullptr; }
-  bool HasElements() const { return Peek() != nullptr && Peek()->element_count() > 0; }
+  bool NextIsGiven() const { return Peek() != nullptr && IsGiven(*Peek()); }
 
   // Takes router output [T, K] of either integer width.
   TopkIds TakeIds(const char* name) {

@@ -74,6 +74,12 @@ inline std::optional<Float> FloatOfType(ffi::DataType type) {
   }
 }
 
+// Returns whether an array is given. A scalar stands for an operand that is not, no elements for a result.
+template <typename Buffer>
+bool IsGiven(const Buffer& buffer) {
+  return buffer.dimensions().size() > 0 && buffer.element_count() > 0;
+}
+
 // Returns the number of elements of one row: the product of all dimensions except the first.
 inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   int64_t elements = 1;

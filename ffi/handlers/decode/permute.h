@@ -15,7 +15,7 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   if (auto error = MakeShape(op, attributes.routing(), in.Peek(), shape); error.failure()) return error;
   params.topk_idx = in.TakeIds("topk_idx");
-  const bool weighted = in.HasElements();
+  const bool weighted = in.NextIsGiven();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
   // The payloads [C, ...] follow.
 
@@ -49,7 +49,7 @@ typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_
   auto error = DecodePayloads("repermute", {leaf}, {*out}, num_rows, num_permuted, payloads);
   if (error.failure()) return error;
   params.payload = payloads[0];
-  if (topk_weights.element_count() > 0) {
+  if (IsGiven(topk_weights)) {
     const auto type = FloatOfType(leaf.element_type());
     if (!type || factors.element_type() != leaf.element_type()) {
       return InvalidArgument("repermute: rows with weights, and the factors, must be of one dtype: ",
@@ -92,11 +92,11 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
       ElementsPerRow(*out) != ElementsPerRow(y)) {
     return InvalidArgument("unpermute: the result must have ", num_rows, " rows of y's shape");
   }
-  if (topk_weights.element_count() > 0) {
+  if (IsGiven(topk_weights)) {
     auto error = CheckShape("unpermute: topk_weights", topk_weights, {num_rows, top_k});
     if (error.failure()) return error;
   }
-  if (bias.element_count() > 0) {
+  if (IsGiven(bias)) {
     const auto bias_type = FloatOfType(bias.element_type());
     if (!bias_type || ElementsPerRow(bias) != ElementsPerRow(y)) {
       return InvalidArgument("unpermute: bias must be floating, with rows of y's shape");
@@ -114,7 +114,7 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
   params.row_map = row_map.typed_data();
   params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type, nullptr};
   params.out_type = *out_type;
-  params.topk_weights = topk_weights.element_count() > 0 ? topk_weights.typed_data() : nullptr;
+  params.topk_weights = IsGiven(topk_weights) ? topk_weights.typed_data() : nullptr;
   return LaunchUnpermute(context, params);
 }
 

@@ -62,8 +62,8 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
-  params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.HasElements());
-  const bool returns_weights = in.HasElements();
+  params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, in.NextIsGiven());
+  const bool returns_weights = in.NextIsGiven();
   params.arrived_weights = in.TakeFloats("arrived weights", ArrivedWeightsShape(shape), returns_weights);
   params.topk_weights = out.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, returns_weights);
   // The kernels publish a single array of weights: those of the rows, or those to return.

@@ -50,7 +50,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
-  const bool weighted = in.HasElements();
+  const bool weighted = in.NextIsGiven();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
   params.handle = TakeHandle(out, shape);
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted);
@@ -84,9 +84,9 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
-  const bool weighted = in.HasElements();
+  const bool weighted = in.NextIsGiven();
   params.topk_weights = in.TakeFloats("topk_weights", {shape.num_tokens, shape.top_k}, weighted);
-  const bool scales = in.HasElements();
+  const bool scales = in.NextIsGiven();
   params.row_weights = in.TakeFloats("row_weights", {shape.capacity}, scales);
   if (scales && (weighted || !shape.has_row_per_choice())) {
     return Context::Fail(

@@ -83,13 +83,13 @@ inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   return handle;
 }
 
-// Takes the attendance of the ranks: an operand and two results, each [R] or empty.
+// Takes the attendance of the ranks: an operand and two results, each [R], or not given.
 inline Attendance TakeAttendance(Arrays& in, Arrays& out, const RoutingAttributes& attributes) {
-  const bool some = in.HasElements();
+  const bool some = in.NextIsGiven();
   Attendance attendance{};
   attendance.active_ranks = in.TakeInts("active_ranks", {attributes.num_ranks}, some);
   attendance.active_after = out.TakeInts("active_ranks after it", {attributes.num_ranks}, some);
-  attendance.wait_us = out.TakeFloats("wait_us", {attributes.num_ranks}, out.HasElements());
+  attendance.wait_us = out.TakeFloats("wait_us", {attributes.num_ranks}, out.NextIsGiven());
   attendance.masks = attributes.masks != 0;
   return attendance;
 }
