@@ -49,6 +49,8 @@ def balanced_capacity(
 ) -> int:
     """Returns a capacity for balanced rows: (1 + slack) times the mean, and the padding of every expert.
 
+    At least expert_alignment.
+
     Args:
       num_choices: T * K of a rank, the mean of the rows of the ranks.
       num_local_experts: N = L + S, the physical experts of a rank.
@@ -56,7 +58,7 @@ def balanced_capacity(
       slack: a fraction of the mean.
     """
     rows = math.ceil(num_choices * (1 + slack)) + num_local_experts * (expert_alignment - 1)
-    return -(-rows // expert_alignment) * expert_alignment
+    return max(-(-rows // expert_alignment), 1) * expert_alignment
 
 
 def balance(
@@ -92,7 +94,8 @@ def balance(
         every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
       tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
         It is rounded to thousandths.
-      min_rows: the fewest rows for which an expert is replicated.
+      min_rows: the fewest rows for which an expert is replicated. With S = L, the fewest rows that a rank
+        must have above the target for any to move.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
         empty slots, which come last on their rank. A rank has at most one instance of an expert. Choices of
@@ -117,7 +120,7 @@ def balance(
     if (num_redundant_experts is None) == (physical_to_logical is None):
         raise ValueError(
             "balance: pass either num_redundant_experts, to plan for these tokens, or physical_to_logical, "
-            f"for a given placement; got {num_redundant_experts} and {physical_to_logical}"
+            f"for a given placement; got {'neither' if physical_to_logical is None else 'both'}"
         )
     options = _PlanOptions.check(op, num_redundant_experts or 0, tolerance, min_rows, num_experts, group.size)
     placement = None
@@ -165,7 +168,8 @@ def plan_redundant_experts(
     steps to come: pass its `physical_to_logical` to `balance`.
 
     Args:
-      counts: int32 [R, E] rows that each rank has for each logical expert, not negative.
+      counts: int32 [R, E] rows that each rank has for each logical expert, not negative. Their sum must be
+        less than 2**31: divide the counts of very many steps.
       num_redundant_experts: S, from 0 to L = E / R.
       tolerance: as for `balance`.
       min_rows: as for `balance`.
@@ -184,6 +188,8 @@ def plan_redundant_experts(
     ranks, experts = counts.shape
     _checks.num_experts(op, experts, ranks)
     options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
+    if not isinstance(counts, Tracer) and (total := np.asarray(counts).sum(dtype=np.int64)) >= 2**31:
+        raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
     counts = unshard(counts)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     return RedundantExperts(
@@ -210,7 +216,8 @@ class _PlanOptions:
                 f"{op}: num_redundant_experts must be an int from 0 to the {local} experts of a rank, "
                 f"got {num_slots!r}"
             )
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= 1:
+        is_number = isinstance(tolerance, int | float | np.floating) and not isinstance(tolerance, bool)
+        if not is_number or not 0 <= tolerance <= 1:
             raise ValueError(
                 f"{op}: tolerance must be a fraction of the mean load, from 0 to 1, got {tolerance!r}"
             )
@@ -238,10 +245,12 @@ def _counts_of_all(group: Group, ids: jax.Array, num_experts: int, implementatio
 def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Array:
     """Checks a given placement, and returns it as int32 [P]."""
     placement = _checks.array(op, "physical_to_logical", value)
-    if placement.ndim != 1 or placement.dtype != jnp.int32 or placement.shape[0] % num_ranks != 0:
+    is_list = placement.ndim == 1 and placement.dtype == jnp.int32
+    if not is_list or placement.shape[0] % num_ranks or placement.shape[0] < num_experts:
         raise ValueError(
-            f"{op}: physical_to_logical must be int32 [P], P a multiple of the {num_ranks} ranks, "
-            f"got {_checks.shape_text(placement)}"
+            f"{op}: physical_to_logical must be int32 [P], the whole placement on each rank, P a multiple of "
+            f"the {num_ranks} ranks and at least num_experts = {num_experts}, got "
+            f"{_checks.shape_text(placement)}"
         )
     if not isinstance(value, Tracer):
         _check_placement(op, np.asarray(value), num_experts, num_ranks)

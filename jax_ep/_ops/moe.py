@@ -104,7 +104,7 @@ def moe(
     ranks that may be missing, statistics, rounded scales.
 
     With `num_redundant_experts` it first calls `balance` and `replicate`: ranks with few rows compute rows of
-    hot experts, so that every rank gets about T * K rows, whatever the routing (docs/balance.md).
+    hot experts. If the slots suffice, every rank then gets about T * K rows (docs/balance.md).
 
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.

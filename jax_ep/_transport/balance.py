@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
@@ -17,6 +18,7 @@ from jax_ep._jax.sharding import vary_alike
 Instances = Literal["even", "local"]
 
 INT = jnp.int32
+MOST = np.int32(2**31 - 1)
 
 
 class ExpertPlan(NamedTuple):
@@ -109,9 +111,12 @@ def plan_experts(
     local = experts // ranks
     counts = jnp.maximum(counts, 0)
     rows = jnp.sum(counts, axis=0, dtype=INT)
-    total = jnp.sum(rows, dtype=INT)
-    mean = total // ranks + (total % ranks > 0).astype(INT)
+    # If the total does not fit in int32, nothing moves.
+    quotient, rest = jnp.sum(rows // ranks, dtype=INT), jnp.sum(rows % ranks, dtype=INT)
+    fits = quotient <= (MOST - rest) // ranks
+    mean = quotient + (rest + ranks - 1) // ranks
     target = mean + mean // 1000 * tolerance + mean % 1000 * tolerance // 1000
+    target = jnp.where(fits, target, MOST)
     state = _State(
         rows=rows,
         load=jnp.sum(rows.reshape(ranks, local), axis=1, dtype=INT),

@@ -88,4 +88,5 @@ def send_replicas(
     tokens = routing.num_tokens
     cut = tuple(leaf.reshape(tokens, math.prod(leaf.shape[1:]) // pieces) for leaf in leaves)
     moved, _ = push(backend, handle, cut, None)
-    return tuple(row.reshape(-1, *leaf.shape[1:]) for row, leaf in zip(moved, leaves, strict=True))
+    num_physical = routing.capacity // pieces
+    return tuple(row.reshape(num_physical, *leaf.shape[1:]) for row, leaf in zip(moved, leaves, strict=True))

@@ -41,7 +41,8 @@ def popular(kind, num_ranks, num_experts, rows, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "local", "slots"), [(1, 4, 1), (2, 3, 2), (3, 1, 1), (4, 4, 4), (8, 4, 2), (16, 8, 3)]
+    ("num_ranks", "local", "slots"),
+    [(1, 4, 1), (2, 3, 2), (3, 1, 1), (4, 4, 4), (8, 4, 1), (8, 4, 2), (16, 8, 3)],
 )
 def test_plan_is_the_oracles(num_ranks, local, slots, implementation):
     for seed, kind in enumerate([0.6, 1.5, 1.5, 2.5, "hot", "incast", "nothing"]):
@@ -131,6 +132,10 @@ def test_ids_follow_the_plan(kind, slots, implementation):
         np.testing.assert_array_equal(plan.physical_to_logical[r], want.physical_to_logical)
         np.testing.assert_array_equal(plan.rows_per_expert[r], want.quotas)
         np.testing.assert_array_equal(plan.loads_after[r], want.loads(R))
+        used_slots = want.physical_to_logical.reshape(R, -1)[:, L:] >= 0
+        one = jax.tree.map(lambda array, r=r: jnp.asarray(array[r]), plan)
+        assert one.num_replicas == used_slots.sum()
+        assert one.num_moved == want.quotas.reshape(R, -1)[:, L:].sum()
         assert (plan.topk_idx[r][~used[r]] == -1).all()
         by_expert = np.argsort(np.where(used[r], ids[r], E).reshape(-1), kind="stable")[: used[r].sum()]
         np.testing.assert_array_equal(
@@ -200,7 +205,8 @@ def test_valid_tokens_and_vmap():
 def test_capacity_holds_the_padding_of_each_expert():
     assert jax_ep.balanced_capacity(1000, 6) == 1050
     assert jax_ep.balanced_capacity(1000, 6, 8, slack=0.0) == 1048  # 1000 + 6 * 7 in blocks of 8
-    assert jax_ep.balanced_capacity(0, 6) == 0
+    assert jax_ep.balanced_capacity(0, 6, 8, slack=0.0) == 48
+    assert jax_ep.balanced_capacity(0, 6) == 1
 
 
 GOOD = {"num_redundant_experts": 1}
@@ -211,6 +217,7 @@ REJECTED = [
     (GOOD | {"tolerance": 2.0}, "a fraction of the mean load, from 0 to 1, got 2.0"),
     (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 0, got -1"),
     ({"physical_to_logical": np.arange(E, dtype=np.float32)}, r"must be int32 \[P\]"),
+    ({"physical_to_logical": np.arange(E - R, dtype=np.int32)}, "at least num_experts"),
     ({"physical_to_logical": np.zeros(E, np.int32)}, "every logical expert needs an instance"),
     (
         {"physical_to_logical": np.repeat(np.arange(E, dtype=np.int32), 2)},
@@ -232,3 +239,13 @@ def test_rejects_wrong_options(options, text):
 def test_rejects_wrong_counts():
     with pytest.raises(ValueError, match=r"counts must be int32 \[R, E\], got float32\[2, 4\]"):
         jax_ep.plan_redundant_experts(jnp.ones((2, 4)), num_redundant_experts=1)
+    many = jnp.full((2, 4), 2**28, jnp.int32)
+    with pytest.raises(ValueError, match=r"must sum to less than 2\*\*31, got 2147483648"):
+        jax_ep.plan_redundant_experts(many, num_redundant_experts=1)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_nothing_moves_if_the_total_is_too_large(slots, implementation):
+    counts = np.full((2, 4), 2**28, np.int32) + np.arange(4, dtype=np.int32) * 10**7
+    plan = planned(counts, num_redundant_experts=slots, implementation=implementation)
+    np.testing.assert_array_equal(plan.loads_after, plan.loads_before)

@@ -215,7 +215,12 @@ def test_other_orders_take_the_ids_of_a_plan(order, implementation):
     np.testing.assert_allclose(on.run(shard, x, ids, scale), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals])
+SAVE_REPLICAS = jax.checkpoint_policies.save_only_these_names(
+    jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_REPLICAS
+)
+
+
+@pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals, SAVE_REPLICAS])
 def test_remat_and_scan_repeat_the_plan(policy):
     """The same gradients; with the policy the plan is kept, and the replicas are sent again."""
     x, ids, weights, w = inputs()
@@ -234,6 +239,8 @@ def test_remat_and_scan_repeat_the_plan(policy):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     if jax.default_backend() == "cpu":
         assert text.count("@jax_ep_balance(") == (2 if policy is None else 1)
+        # Of weights, of the combine's gradient, and of weights again.
+        assert text.count("@jax_ep_push(") == (2 if policy is SAVE_REPLICAS else 3)
 
 
 def test_start_and_done_give_the_same_bits(annotated):
