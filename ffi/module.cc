@@ -98,6 +98,8 @@ nb::dict GpuTargets() {
   targets["jax_ep_unpermute"] = Capsule(GpuUnpermuteHandler);
   targets["jax_ep_grouped_dot"] = Capsule(GpuGroupedDotHandler);
   targets["jax_ep_grouped_dot_fp8"] = Capsule(GpuGroupedDotFp8Handler);
+  targets["jax_ep_grouped_dot_fp8_weights"] = Capsule(GpuGroupedDotFp8WeightsHandler);
+  targets["jax_ep_quantize"] = Capsule(GpuQuantizeHandler);
   return targets;
 }
 

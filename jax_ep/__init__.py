@@ -17,6 +17,8 @@ from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
 from jax_ep._ops.dispatch import dispatch as dispatch
 from jax_ep._ops.dispatch import redispatch as redispatch
 from jax_ep._ops.export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
+from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
+from jax_ep._ops.gated_mlp import quantize_weights as quantize_weights
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
 from jax_ep._ops.layout import DispatchLayout as DispatchLayout
 from jax_ep._ops.layout import get_dispatch_layout as get_dispatch_layout
@@ -45,6 +47,7 @@ from jax_ep._transport.checkpoint import save_ep_residuals as save_ep_residuals
 from jax_ep._transport.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._transport.fp8 import dequantize_fp8 as dequantize_fp8
 from jax_ep._transport.fp8 import quantize_fp8 as quantize_fp8
+from jax_ep._transport.fp8_passes import QuantizedWeights as QuantizedWeights
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "PendingReplicate",
     "Permuted",
     "QuantizedArray",
+    "QuantizedWeights",
     "RedundantExperts",
     "balance",
     "balanced_capacity",
@@ -78,12 +82,14 @@ __all__ = [
     "dispatch",
     "dispatch_done",
     "dispatch_start",
+    "gated_mlp",
     "get_dispatch_layout",
     "grouped_dot",
     "moe",
     "permute",
     "plan_redundant_experts",
     "quantize_fp8",
+    "quantize_weights",
     "redispatch",
     "replicate",
     "replicate_done",

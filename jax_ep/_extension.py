@@ -138,6 +138,12 @@ def reason_against_ffi(platform: str) -> str:
     return ""
 
 
+def runs_kernels() -> bool:
+    """Returns whether the program that is traced is for GPUs that this package's kernels can run on."""
+    platform = current_platform()
+    return platform in ("gpu", "cuda") and not reason_against_ffi("gpu")
+
+
 def has_fp8_products() -> bool:
     """Returns whether the local GPUs can run the kernels for FP8 products. All of them are the same model."""
     module, _ = _load()

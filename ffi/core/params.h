@@ -219,6 +219,28 @@ struct UnpermuteParams {
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
 };
 
+// Conversion to FP8 (e4m3) with scales, of rows or of matrices, as they lie and transposed.
+struct QuantizeParams {
+  const void* x;          // rows [C, M], or matrices [L, C, M]
+  Float type;             // of x without scales; not float64
+  const float* x_scales;  // of x in FP8: of 128 elements of a row [C, M / 128]; otherwise null
+  bool of_matrices;       // a scale belongs to 128 x 128 elements
+  bool rounds;            // scales are powers of two
+  float floor;            // least value of the largest magnitude in a block
+  int32_t num_matrices;   // L
+  int32_t num_rows;       // C
+  int32_t width;          // M
+  uint8_t* values;        // like x, or null
+  float* scales;  // of 128 elements of a row [C, M / 128], or of matrices [L, C / 128, M / 128]; or null
+  uint8_t* transposed;  // of rows [M, C'], of matrices [L, M, C]; or null
+  // Of 128 rows of a column [C' / 128, M]; null for matrices.
+  float* transposed_scales;
+  int32_t num_columns;  // C', or C
+  const int32_t*
+      group_sizes;  // [L] of rows: in the transpose, each group begins at a multiple of 128; or null
+  int32_t num_groups;
+};
+
 // The grouped products of a rank's rows, which are stored group by group.
 enum class GroupedDot : int32_t {
   kRows = 0,            // [C, N]: rows [C, M] times their group's matrix of others [L, M, N]
@@ -239,8 +261,10 @@ struct GroupedDotParams {
   const int32_t* group_sizes;  // [L]
   const void* rows;
   const void* others;
-  // Scales of FP8 (e4m3) operands, which only kRowsTransposed supports; otherwise null. A scale belongs to
-  // 128 elements of a row [C, N / 128], and to 128 x 128 elements of a matrix [L, M / 128, N / 128].
+  // Scales of FP8 (e4m3) operands; otherwise null. For kRowsTransposed a scale belongs to 128 elements of a
+  // row [C, N / 128], and to 128 x 128 elements of a matrix [L, M / 128, N / 128]. kWeights takes both
+  // operands transposed, [M, C] and [N, C], and a scale belongs to 128 rows of a column [C / 128, M] and [C /
+  // 128, N]. There each group begins at a multiple of 128. kRows has no FP8.
   const float* row_scales;
   const float* other_scales;
   void* out;

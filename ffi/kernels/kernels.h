@@ -32,6 +32,8 @@ cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const D
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device, cudaStream_t stream);
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
+// Widths are multiples of 128, and so are numbers of rows of matrices and of columns of a transpose.
+cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream);
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& device, cudaStream_t stream);
 
 // Load every kernel on the current device, so that none has to be loaded while a peer's kernel waits.
@@ -45,6 +47,7 @@ cudaError_t PreloadSmallPull();
 cudaError_t PreloadGather();
 cudaError_t PreloadRepermute();
 cudaError_t PreloadUnpermute();
+cudaError_t PreloadQuantize();
 cudaError_t PreloadGroupedDot();
 
 }  // namespace jax_ep::cuda

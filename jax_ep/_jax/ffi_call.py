@@ -24,6 +24,8 @@ _OPS = {
     "push": "redispatch",
     "pull": "combine",
     "grouped_dot_fp8": "grouped_dot",
+    "grouped_dot_fp8_weights": "grouped_dot",
+    "quantize": "quantize_fp8",
 }
 
 

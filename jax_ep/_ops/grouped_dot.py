@@ -7,18 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_ep import _checks, _extension
-from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import axes_of, vary_alike
-from jax_ep._jax.vmap import vmap_by_loop
-from jax_ep._transport import ffi, xla
+from jax_ep import _checks
+from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of, dequantize_fp8
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
+from jax_ep._transport.products import fp8_product, product
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
-    "bfloat16 operands, or define the gradient yourself (jax.custom_vjp)"
+    "bfloat16 operands, use gated_mlp(precision='fp8'), or define the gradient yourself (jax.custom_vjp)"
 )
 
 
@@ -60,8 +59,10 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
-        operands = [rows.values, w.values, rows.scales, w.scales, group_sizes]
-        return _fp8_product(num_sms, *vary_alike(operands))
+        operands = vary_alike([rows.values, w.values, rows.scales, w.scales, group_sizes])
+        return without_gradient(
+            _NO_GRADIENT, operands, fp8_product(num_sms, *jax.lax.stop_gradient(operands))
+        )
     rows, w = (
         _checks.array("grouped_dot", "rows", rows),
         _checks.array("grouped_dot", "w", w),
@@ -76,7 +77,7 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             "whole, not their values, or cast both to a wider dtype"
         )
     _check_shapes(rows, w, group_sizes)
-    return _product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
+    return product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
@@ -117,124 +118,3 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
             f"{of_rows[0]} x {of_rows[1]} and {of_w[0]} x {of_w[1]}; quantize them with "
             "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
         )
-
-
-_KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-
-
-@custom_vjp(0, 1)
-def _product(
-    product: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
-    """Computes a product.
-
-    Each product is linear in both operands, and its gradients are the two others, so gradients of any order
-    are products of these kinds.
-    """
-
-    def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        if _on_gpu() and rows.dtype in _KERNEL_DTYPES:
-            return ffi.grouped_dot(product, rows, others, group_sizes, num_sms)
-        return xla.grouped_dot(product, rows, others, group_sizes)
-
-    return _sharded(product, one, rows, others, group_sizes)
-
-
-def _product_fwd(
-    product: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
-) -> Any:
-    return _product(product, num_sms, rows, others, group_sizes), (rows, others, group_sizes)
-
-
-def _product_bwd(product: Product, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
-    rows, others, group_sizes = saved
-    # The product, and its operands, that is the gradient of each operand.
-    gradients = {
-        Product.ROWS: (
-            (Product.ROWS_TRANSPOSED, cotangent, others),
-            (Product.WEIGHTS, rows, cotangent),
-        ),
-        Product.ROWS_TRANSPOSED: (
-            (Product.ROWS, cotangent, others),
-            (Product.WEIGHTS, cotangent, rows),
-        ),
-        Product.WEIGHTS: (
-            (Product.ROWS_TRANSPOSED, others, cotangent),
-            (Product.ROWS, rows, cotangent),
-        ),
-    }
-    d_rows, d_others = (
-        _product(kind, num_sms, left, right, group_sizes) for kind, left, right in gradients[product]
-    )
-    if jax.sharding.get_abstract_mesh().explicit_axes:
-        d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
-        d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
-    return d_rows, d_others, np.zeros(group_sizes.shape, jax.dtypes.float0)
-
-
-_product.defvjp(_product_fwd, _product_bwd)
-
-
-@custom_vjp(0)
-def _fp8_product(num_sms: int, *operands: jax.Array) -> jax.Array:
-    """Multiplies values [C, M] and [L, M, N] with scales [C, M / 128] and [L, M / 128, N / 128]."""
-
-    def one(
-        rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
-    ) -> jax.Array:
-        if _on_gpu() and _extension.has_fp8_products():
-            transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
-            return ffi.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
-        wide = (
-            dequantize_fp8(QuantizedArray(*pair), jnp.float32)
-            for pair in ((rows, scales), (matrices, matrix_scales))
-        )
-        product: jax.Array = _product(Product.ROWS, num_sms, *wide, sizes)
-        return product.astype(jnp.bfloat16)
-
-    return _sharded(Product.ROWS, one, *operands)
-
-
-def _fp8_product_fwd(num_sms: int, *operands: jax.Array) -> Any:
-    return _fp8_product(num_sms, *operands), None
-
-
-def _fp8_product_bwd(num_sms: int, saved: None, cotangent: jax.Array) -> Any:
-    raise TypeError(_NO_GRADIENT)
-
-
-_fp8_product.defvjp(_fp8_product_fwd, _fp8_product_bwd)
-
-
-def _sharded(product: Product, function: Any, *operands: jax.Array) -> jax.Array:
-    """Returns function(*operands). The first two operands are those of the product.
-
-    Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
-    gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
-    of rows.
-    """
-
-    @vmap_by_loop
-    def call(*operands: jax.Array) -> jax.Array:
-        explicit = jax.sharding.get_abstract_mesh().explicit_axes
-        if not explicit:
-            return function(*operands)
-        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
-        spec = {
-            Product.ROWS: [own[0], other[2]],
-            Product.ROWS_TRANSPOSED: [own[0], other[1]],
-            Product.WEIGHTS: [None, own[1], other[1]],
-        }[product]
-        if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
-            spec[-1] = None
-        result = jax.sharding.PartitionSpec(*spec)
-        automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
-        return automatic(*operands)
-
-    return call(*operands)
-
-
-def _on_gpu() -> bool:
-    """Returns whether the program is for GPUs that this package's kernels can run on."""
-    platform = _extension.current_platform()
-    return platform in ("gpu", "cuda") and not _extension.reason_against_ffi("gpu")

@@ -22,7 +22,7 @@ from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Product, Routed
 from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.collectives import mesh_position
-from jax_ep._transport.fp8 import BLOCK, FP8
+from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 INT = jnp.int32
@@ -189,6 +189,75 @@ def grouped_dot_fp8(
         num_sms=np.int64(num_sms),
     )
     return out
+
+
+def grouped_dot_fp8_weights(
+    rows: jax.Array,
+    row_scales: jax.Array,
+    others: jax.Array,
+    other_scales: jax.Array,
+    group_sizes: jax.Array,
+    num_sms: int,
+) -> jax.Array:
+    """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 [L, M, N]."""
+    out, _ = call(
+        "grouped_dot_fp8_weights",
+        [rows, row_scales, others, other_scales, group_sizes],
+        [
+            ((*group_sizes.shape, rows.shape[0], others.shape[0]), jnp.bfloat16),
+            _products_scratch(group_sizes),
+        ],
+        num_sms=np.int64(num_sms),
+    )
+    return out
+
+
+def quantize(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    group_sizes: jax.Array | None,
+    round_scale: bool,
+    floor: float,
+    keeps: bool,
+    columns: int,
+) -> list[jax.Array]:
+    """Converts rows [C, M] to FP8: as they lie if it `keeps` them, and transposed if `columns` is not 0.
+
+    Returns values, scales, and those of the transpose [M, columns]. What is not asked for is empty.
+    """
+    num_rows, width = x.shape
+    results = [
+        ((num_rows, width) if keeps else (0,), FP8),
+        ((num_rows, width // BLOCK) if keeps else (0,), jnp.float32),
+        ((width, columns) if columns else (0,), FP8),
+        ((columns // BLOCK, width) if columns else (0,), jnp.float32),
+    ]
+    operands = [x, _or_scalar(x_scales), _or_scalar(group_sizes, INT)]
+    return call("quantize", operands, results, **_quantize_attributes(False, round_scale, floor))
+
+
+def quantize_matrices(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
+    """Converts matrices [L, M, N] to FP8. Returns values, scales of 128 x 128 elements, values [L, N, M].
+
+    Values that are not asked for are empty.
+    """
+    groups, height, width = w.shape
+    results = [
+        (w.shape if keeps else (0,), FP8),
+        ((groups, height // BLOCK, width // BLOCK), jnp.float32),
+        ((groups, width, height) if transposes else (0,), FP8),
+        ((0,), jnp.float32),
+    ]
+    operands = [w, _or_scalar(None), _or_scalar(None, INT)]
+    return call("quantize", operands, results, **_quantize_attributes(True, round_scale, FLOOR))[:3]
+
+
+def _quantize_attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
+    return {
+        "of_matrices": np.int64(of_matrices),
+        "round_scale": np.int64(round_scale),
+        "floor": np.float32(floor),
+    }
 
 
 def _products_scratch(group_sizes: jax.Array) -> Result:

@@ -36,10 +36,13 @@ class QuantizedArray:
       values: float8_e4m3fn [..., H].
       scales: float32 [..., H / block]. A block of `quantize_fp8(x, block=(m, n))` is m x n elements of the
         last two dimensions: [..., M / m, N / n].
+      carrier: zeros [..., H] in a wider dtype, or None. The gradient of what is computed with the array is
+        that of the carrier, which is not FP8. `dispatch(quantize="fp8")` makes it for `gated_mlp`.
     """
 
     values: jax.Array
     scales: jax.Array
+    carrier: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,13 +88,20 @@ def quantize_fp8(
             f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
         )
 
+    return quantize_blocks(x, (rows, columns), round_scale, FLOOR)
+
+
+def quantize_blocks(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float) -> QuantizedArray:
+    """Returns x in FP8. The largest magnitude of a block counts as `floor` at least: no scale is 0."""
+    rows, columns = block
+
     def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         parts = _in_blocks(x.astype(jnp.float32), rows, columns)
         # Of bits without the sign, which are ordered like magnitudes, with NaN above all: XLA:CPU (jax 0.10)
         # may lose a NaN in the maximum of many floats.
         bits = jax.lax.bitcast_convert_type(parts, jnp.int32) & 0x7FFFFFFF
         largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=(-3, -1)), jnp.float32)
-        scales = jnp.maximum(largest, FLOOR) * SCALE
+        scales = jnp.maximum(largest, floor) * SCALE
         if round_scale:
             scales = _next_power_of_two(scales)
         factors, scales = (

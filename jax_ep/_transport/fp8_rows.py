@@ -1,5 +1,6 @@
 """Rows that travel as FP8, and who packs them: XLA, or the kernel that sends them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
@@ -22,8 +24,8 @@ Quantize = Literal["fp8", "fp8_dequantize"]
 
 
 NO_GRADIENT = (
-    "dispatch: quantize='fp8' gives rows without a gradient, for it would have to be FP8 too; use "
-    "quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
+    "dispatch: rows of quantize='fp8' have a gradient only in gated_mlp(precision='fp8'), for elsewhere it "
+    "would have to be FP8 too; use quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
 )
 
 
@@ -82,8 +84,10 @@ def _send_fp8(
         sent = route(backend, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
-        out = attach(backend, sent._replace(rows=()), (), topk_weights)
-        return in_slots(routing, without_gradient(NO_GRADIENT, x, packed)), out
+        carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
+        out = attach(backend, sent._replace(rows=(carrier,)), payload.leaves, topk_weights)
+        packed = without_gradient(NO_GRADIENT, x, packed)
+        return in_slots(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))

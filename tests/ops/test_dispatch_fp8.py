@@ -54,7 +54,9 @@ def cleared(sent):
 
 
 def assert_same(got, want):
-    """Bit for bit, but any NaN as the same one: its sign is nobody's promise."""
+    """Bit for bit, but any NaN as the same one: its sign is nobody's promise. Without the carriers of x."""
+    if isinstance(getattr(got, "x", None), jax_ep.QuantizedArray):
+        got = dataclasses.replace(got, x=dataclasses.replace(got.x, carrier=None))
 
     def bits(array):
         array = np.array(array)
@@ -180,7 +182,7 @@ def test_fp8_rows_have_no_gradient():
         return jnp.sum(sent.x.values.astype(jnp.float32))[None]
 
     run = mapped(shard)
-    with pytest.raises(TypeError, match=r"gives rows without a gradient.*fp8_dequantize.*to train"):
+    with pytest.raises(TypeError, match=r"have a gradient only in gated_mlp.*fp8_dequantize.*to train"):
         jax.grad(lambda x: jnp.sum(run(x, ids, weights)))(x)
 
 

@@ -129,3 +129,19 @@ def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):
     traced = gradient.trace(jnp.ones((20, 8)), jnp.ones((3, 8, 16)))
     assert [a.shape for a in traced.out_info[1]] == [(20, 8), (3, 8, 16)]
     assert count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo")) == {"grouped_dot": 3}
+
+
+def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
+    """Six products, and a pass for each array that they read: also both cotangents, in two layouts."""
+    monkeypatch.setattr(_extension, "runs_kernels", lambda: True)
+    monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
+    sizes = jnp.full((3,), 5, jnp.int32)
+
+    def loss(rows, up, down):
+        up, down = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)
+        return jnp.sum(jax_ep.gated_mlp(rows, up, down, sizes, precision="fp8_all").astype(jnp.float32))
+
+    given = jnp.ones((20, 128)), jnp.ones((3, 128, 512)), jnp.ones((3, 256, 128))
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*given)
+    counts = count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo"))
+    assert counts == {"grouped_dot_fp8": 4, "grouped_dot_fp8_weights": 2, "quantize": 8}

@@ -27,22 +27,15 @@ class Arrays {
  public:
   Arrays(const char* op, std::vector<ffi::AnyBuffer> buffers) : op_(op), buffers_(std::move(buffers)) {}
 
-  // Returns the next buffer's data, or null for a buffer that is not `used`, and must not be given.
+  // Return the next buffer's data, or null for a buffer that is not `used`, and must not be given.
   template <ffi::DataType dtype>
   ffi::NativeType<dtype>* Take(const char* name, const std::vector<int64_t>& shape, bool used = true) {
-    const ffi::AnyBuffer* const buffer = Next(name);
-    if (buffer == nullptr) return nullptr;
-    if (buffer->element_type() != dtype) {
-      return Fail<dtype>(InvalidArgument(op_, ": ", name, " has the wrong dtype"));
-    }
-    if (!used) {
-      if (!IsGiven(*buffer)) return nullptr;
-      return Fail<dtype>(InvalidArgument(op_, ": ", name, " is not used and must not be given"));
-    }
-    if (auto error = CheckShape((op_ + ": " + name).c_str(), *buffer, shape); error.failure()) {
-      return Fail<dtype>(std::move(error));
-    }
-    return buffer->typed_data<ffi::NativeType<dtype>>();
+    const ffi::AnyBuffer* const buffer = TakeOf(dtype, name, shape, used);
+    return buffer == nullptr ? nullptr : buffer->typed_data<ffi::NativeType<dtype>>();
+  }
+  uint8_t* TakeFp8(const char* name, const std::vector<int64_t>& shape, bool used = true) {
+    const ffi::AnyBuffer* const buffer = TakeOf(ffi::F8E4M3FN, name, shape, used);
+    return buffer == nullptr ? nullptr : static_cast<uint8_t*>(buffer->untyped_data());
   }
   int32_t* TakeInts(const char* name, const std::vector<int64_t>& shape, bool used = true) {
     return Take<ffi::S32>(name, shape, used);
@@ -57,6 +50,9 @@ class Arrays {
   // Return the next buffer, and whether it is given, without taking it.
   const ffi::AnyBuffer* Peek() const { return next_ < buffers_.size() ? &buffers_[next_] : nullptr; }
   bool NextIsGiven() const { return Peek() != nullptr && IsGiven(*Peek()); }
+
+  // Returns the next buffer, of any type and shape, or null.
+  const ffi::AnyBuffer* TakeAny(const char* name) { return Next(name); }
 
   // Takes router output [T, K] of either integer width.
   TopkIds TakeIds(const char* name) {
@@ -84,10 +80,18 @@ class Arrays {
   void Keep(ffi::Error error) {
     if (error.failure() && !error_) error_ = std::move(error);
   }
-  template <ffi::DataType dtype>
-  ffi::NativeType<dtype>* Fail(ffi::Error error) {
-    Keep(std::move(error));
-    return nullptr;
+  const ffi::AnyBuffer* TakeOf(ffi::DataType dtype, const char* name, const std::vector<int64_t>& shape,
+                               bool used) {
+    const ffi::AnyBuffer* const buffer = Next(name);
+    if (buffer == nullptr) return nullptr;
+    if (buffer->element_type() != dtype) {
+      Keep(InvalidArgument(op_, ": ", name, " has the wrong dtype"));
+    } else if (used) {
+      Keep(CheckShape((op_ + ": " + name).c_str(), *buffer, shape));
+    } else if (IsGiven(*buffer)) {
+      Keep(InvalidArgument(op_, ": ", name, " is not used and must not be given"));
+    }
+    return used && !error_ ? buffer : nullptr;
   }
 
   std::string op_;

@@ -1,6 +1,7 @@
 // Grouped products on GPUs. The CPU uses XLA's ragged_dot.
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
@@ -85,6 +86,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});
 
+static ffi::Error LaunchFp8Product(const GpuLocalContext& context, const GroupedDotParams& params) {
+  const cudaError_t status = cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream);
+  if (status == cudaErrorNotSupported) {
+    return InvalidArgument(
+        "grouped_dot: FP8 products need a GPU of compute capability 9.0, and a build for architecture 90");
+  }
+  return LaunchResult("grouped_dot", status);
+}
+
 static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer rows,
                                        ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer weights,
                                        ffi::BufferR3<ffi::F32> weight_scales,
@@ -117,12 +127,7 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
   if (error.success())
     error = DecodeGroupedDot(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
-  const cudaError_t status = cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream);
-  if (status == cudaErrorNotSupported) {
-    return InvalidArgument(
-        "grouped_dot: FP8 products need a GPU of compute capability 9.0, and a build for architecture 90");
-  }
-  return LaunchResult("grouped_dot", status);
+  return LaunchFp8Product(context, params);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
@@ -134,6 +139,56 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
                                   .Arg<ffi::BufferR3<ffi::F32>>()  // scales [L, N / 128, M / 128]
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
                                   .Ret<ffi::AnyBuffer>()           // [C, N]
+                                  .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
+                                  .Attr<int64_t>("num_sms"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// The gradient of the matrices. Groups begin at multiples of 128, as GpuQuantizeHandler transposes them.
+static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyBuffer rows,
+                                              ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer others,
+                                              ffi::BufferR2<ffi::F32> other_scales,
+                                              ffi::BufferR1<ffi::S32> group_sizes,
+                                              ffi::Result<ffi::AnyBuffer> out,
+                                              ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms) {
+  if (rows.element_type() != ffi::F8E4M3FN || others.element_type() != ffi::F8E4M3FN ||
+      out->element_type() != ffi::BF16) {
+    return InvalidArgument("grouped_dot: FP8 rows must be float8_e4m3fn, the result bfloat16");
+  }
+  if (rows.dimensions().size() != 2 || others.dimensions().size() != 2) {
+    return InvalidArgument("grouped_dot: transposed FP8 rows must be [M, C] and [N, C]");
+  }
+  const int64_t inner = rows.dimensions()[0], num_rows = rows.dimensions()[1];
+  const int64_t num_groups = group_sizes.element_count(), outer = others.dimensions()[0];
+  if (inner % kFp8Block != 0 || outer % kFp8Block != 0 || num_rows % kFp8Block != 0) {
+    return InvalidArgument("grouped_dot: sizes of transposed FP8 rows must be multiples of 128, got ", inner,
+                           " and ", outer, " columns of ", num_rows, " rows");
+  }
+  GroupedDotParams params{};
+  const int64_t blocks = num_rows / kFp8Block;
+  auto error = FirstError({CheckShape("grouped_dot: the other rows", others, {outer, num_rows}),
+                           CheckShape("grouped_dot: scales of rows", row_scales, {blocks, inner}),
+                           CheckShape("grouped_dot: scales of the other rows", other_scales, {blocks, outer}),
+                           CheckShape("grouped_dot: the result", *out, {num_groups, inner, outer})});
+  if (error.success())
+    error = DecodeGroupedDot(rows, others, group_sizes, out, scratch, num_sms, outer, params);
+  if (error.failure() || out->element_count() == 0) return error;
+  std::swap(params.num_rows, params.inner);  // the rows are transposed
+  params.product = GroupedDot::kWeights;
+  params.type = Float::kBF16;
+  params.row_scales = row_scales.typed_data();
+  params.other_scales = other_scales.typed_data();
+  return LaunchFp8Product(context, params);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler, ComputeGroupedDotFp8Weights,
+                              ffi::Ffi::Bind()
+                                  .Ctx<GpuLocalContext>()
+                                  .Arg<ffi::AnyBuffer>()           // rows [M, C]
+                                  .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C / 128, M]
+                                  .Arg<ffi::AnyBuffer>()           // others [N, C]
+                                  .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C / 128, N]
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
+                                  .Ret<ffi::AnyBuffer>()           // [L, M, N]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -20,5 +20,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuRepermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuUnpermuteHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuQuantizeHandler);
 
 }  // namespace jax_ep

@@ -31,6 +31,7 @@ template <typename F>
 cudaError_t WithKernel(Operands operands, GroupedDot product, F&& f) {
   switch (operands) {
     case Operands::kFp8:
+      if (product == GroupedDot::kWeights) return f(ProductKernel<GroupedDot::kWeights, Operands::kFp8>());
       return f(ProductKernel<GroupedDot::kRowsTransposed, Operands::kFp8>());
     case Operands::kF16:
       return WithKernel<Operands::kF16>(product, f);

@@ -53,26 +53,36 @@ __device__ inline float Reciprocal(float scale) {
   return __fmaf_rn(guess, -__fmaf_rn(scale, guess, -1.0f), guess);
 }
 
+constexpr float kFloorOfRows = 1e-4f;
+
+// Returns the scale of a block whose largest magnitude has these bits as float32. NaN if it is not finite.
+__device__ inline float ScaleOf(uint32_t largest, bool rounded, float floor = kFloorOfRows) {
+  constexpr float kScale = 1.0f / 448;
+  constexpr uint32_t kInfinity = 0x7f800000, kMantissa = 0x7fffff;
+  float scale = __fmul_rn(fmaxf(__uint_as_float(largest), floor), kScale);
+  if (rounded) scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+  return largest >= kInfinity ? __uint_as_float(0x7fc00000) : scale;
+}
+
+// Returns two elements times a factor as FP8. The first one is in the low bits.
+__device__ inline uint32_t ConvertPair(float first, float second, float factor) {
+  const float2 scaled = {__fmul_rn(first, factor), __fmul_rn(second, factor)};
+  return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
+}
+
 // Converts a block to FP8. A block that is not finite gets NaN as scale and values. Called by the whole warp;
 // lanes past the end of the row may hold anything.
 template <typename T, int kVectors>
-__device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kVectors], bool rounded) {
-  constexpr float kFloor = 1e-4f, kScale = 1.0f / 448;
-  constexpr uint32_t kInfinity = 0x7f800000, kMantissa = 0x7fffff;
+__device__ inline Quantized<T, kVectors> QuantizeBlock(const uint4 (&vectors)[kVectors], bool rounded,
+                                                       float floor = kFloorOfRows) {
   constexpr int kElements = Quantized<T, kVectors>::kElements;
   Quantized<T, kVectors> out;
-  const uint32_t largest = LargestMagnitude<T>(vectors);
-  float scale = __fmul_rn(fmaxf(__uint_as_float(largest), kFloor), kScale);
-  if (rounded) scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
-  if (largest >= kInfinity) scale = __uint_as_float(0x7fc00000);
+  const float scale = ScaleOf(LargestMagnitude<T>(vectors), rounded, floor);
   const float factor = Reciprocal(scale);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const Vector<T, kElements> row{vectors[v]};
-    const auto convert_pair = [&](int j) -> uint32_t {
-      const float2 scaled = {__fmul_rn(row[j], factor), __fmul_rn(row[j + 1], factor)};
-      return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
-    };
+    const auto convert_pair = [&](int j) { return ConvertPair(row[j], row[j + 1], factor); };
     uint32_t words[kElements / 4];
 #pragma unroll
     for (int i = 0; i < kElements; i += 4) words[i / 4] = convert_pair(i) | convert_pair(i + 2) << 16;

@@ -40,8 +40,8 @@ cudaError_t PreloadSetUp();
 // The type of both operands' elements.
 enum class Operands { kF16, kBF16, kFp8 };
 
-// The kernel of one product. FP8 supports kRowsTransposed only, because tensor cores take 8-bit operands in
-// that layout only.
+// The kernel of one product. FP8 does not support kRows, and takes the operands of kWeights transposed,
+// because tensor cores take 8-bit operands in that layout only.
 template <GroupedDot kProduct, Operands kOperands>
 struct ProductKernel {
   // Launches the kernel on at most `num_sms` SMs, but on at least one cluster. An earlier kernel on the

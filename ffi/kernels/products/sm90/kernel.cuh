@@ -31,10 +31,16 @@ struct ProductTypes {
 
   using Row = cutlass::layout::RowMajor*;
   using Column = cutlass::layout::ColumnMajor*;
-  using LayoutA = std::conditional_t<kProduct == GroupedDot::kWeights, Column, Row>;
-  using LayoutB = std::conditional_t<kProduct == GroupedDot::kRowsTransposed, Column, Row>;
-  using ScaleLayouts = cutlass::detail::Sm90BlockwiseScaleConfig<1, kFp8Block, kFp8Block,
-                                                                 cute::GMMA::Major::K, cute::GMMA::Major::K>;
+  static constexpr bool kOfWeights = kProduct == GroupedDot::kWeights;
+  using LayoutA = std::conditional_t<kOfWeights && !kScales, Column, Row>;
+  using LayoutB = std::conditional_t<kProduct == GroupedDot::kRowsTransposed || kScales, Column, Row>;
+  // Of rows and matrices, or of two arrays of columns.
+  using ScaleLayouts =
+      std::conditional_t<kOfWeights,
+                         cutlass::detail::Sm90BlockwiseScaleConfig<1, 1, kFp8Block, cute::GMMA::Major::MN,
+                                                                   cute::GMMA::Major::MN>,
+                         cutlass::detail::Sm90BlockwiseScaleConfig<
+                             1, kFp8Block, kFp8Block, cute::GMMA::Major::K, cute::GMMA::Major::K>>;
   using ScaledA = cute::tuple<LayoutA, decltype(ScaleLayouts::deduce_layoutSFA())*>;
   using ScaledB = cute::tuple<LayoutB, decltype(ScaleLayouts::deduce_layoutSFB())*>;
 

@@ -12,6 +12,11 @@ namespace {
 
 constexpr int kThreads = 512;
 
+// Returns whether the operands are FP8 [M, C] and [N, C], in which groups begin at multiples of 128.
+__device__ bool HasTransposedRows(const GroupedDotParams& params) {
+  return params.row_scales != nullptr && params.product == GroupedDot::kWeights;
+}
+
 // Describes a group: the `rows` rows from `first` on. CUTLASS leaves a tile undefined if there is nothing to
 // sum over, so a group without rows gets no tiles.
 __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays& groups, int group,
@@ -32,6 +37,13 @@ __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays&
   if (params.row_scales != nullptr) {
     groups.a_scales[group] = params.row_scales + first * (inner / kFp8Block);
     groups.b_scales[group] = params.other_scales + group * (outer / kFp8Block) * (inner / kFp8Block);
+  }
+  if (HasTransposedRows(params)) {
+    groups.a[group] = static_cast<const std::byte*>(params.rows) + first;
+    groups.b[group] = others + first;
+    groups.a_strides[group] = groups.b_strides[group] = params.num_rows;
+    groups.a_scales[group] = params.row_scales + first / kFp8Block * inner;
+    groups.b_scales[group] = params.other_scales + first / kFp8Block * outer;
   }
   groups.shapes[group] = rows == 0    ? GroupShape(0, 0, 0)
                          : of_weights ? GroupShape(params.inner, params.outer, rows)
@@ -61,7 +73,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
     const bool is_group = group < params.num_groups;
-    const long long size = is_group ? max(params.group_sizes[group], 0) : 0;
+    long long size = is_group ? max(params.group_sizes[group], 0) : 0;
+    if (HasTransposedRows(params)) size = (size + kFp8Block - 1) / kFp8Block * kFp8Block;
     long long end = size;
     for (int step = 1; step < kWarp; step *= 2) {
       const long long before = __shfl_up_sync(kAllLanes, end, step);

@@ -54,9 +54,14 @@ struct TilingFor<GroupedDot::kWeights, kOperands> {
   using Type = Tiling<Pingpong, 128, 192, 64, 2, 1, 64, 64>;
 };
 
-template <GroupedDot kProduct>
-struct TilingFor<kProduct, Operands::kFp8> {
+template <>
+struct TilingFor<GroupedDot::kRowsTransposed, Operands::kFp8> {
   using Type = Tiling<Fp8Cooperative, 128, 128, 128, 1, 2, 128, 32>;
+};
+
+template <>
+struct TilingFor<GroupedDot::kWeights, Operands::kFp8> {
+  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 2, 1, 128, 32>;
 };
 
 }  // namespace jax_ep::cuda

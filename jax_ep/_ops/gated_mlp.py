@@ -1,0 +1,446 @@
+"""gated_mlp: the experts of most models as one differentiable op, in bfloat16 or in FP8."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks
+from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.sharding import vary_alike
+from jax_ep._transport.backend import Product
+from jax_ep._transport.dtypes import is_differentiable, sum_dtype
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of, dequantize_fp8
+from jax_ep._transport.fp8_passes import (
+    COTANGENT_FLOOR,
+    Columns,
+    QuantizedWeights,
+    quantize_both,
+    quantize_columns,
+    quantize_matrices,
+    quantize_rows,
+)
+from jax_ep._transport.products import fp8_product, fp8_weight_gradient, product
+
+Activation = Callable[[Any, Any], Any]
+Precision = Literal["fp8", "fp8_all"]
+
+
+def _clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate = jnp.minimum(gate, 7.0)
+    return (jnp.clip(up, -7.0, 7.0) + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clipped": _clipped,
+}
+
+
+def gated_mlp(
+    rows: Any,
+    w_up: Any,
+    w_down: Any,
+    group_sizes: Any,
+    *,
+    b_up: Any = None,
+    b_down: Any = None,
+    row_weights: Any = None,
+    activation: str | Activation = "silu",
+    precision: Precision | None = None,
+    save: Literal["preactivation", "inputs"] = "preactivation",
+    round_scale: bool = False,
+    num_sms: int | None = None,
+) -> jax.Array:
+    """Applies each expert's gated MLP to its rows, as `expert_fn` of `jax_ep.moe` does.
+
+    With z = rows @ w_up, of which the first F columns are the gate and the others the up projection, the
+    result is activation(gate, up) @ w_down, expert by expert. The products are those of `grouped_dot`, and
+    the tail past the experts' rows is not read.
+
+    In FP8 the products have FP8 operands and float32 sums: rows and cotangents with scales of 1 x 128
+    elements, weights with scales of 128 x 128, and, for "fp8_all", the operands of weights' gradients with
+    scales of 128 rows x 1 (the recipe of DeepSeek-V3, arXiv:2412.19437, section 3.3). Activations are
+    computed in float32. Blocks of cotangents may be as small as 1e-30, so a loss needs no scaling.
+
+    Args:
+      rows: floating [C, H]; the rows of expert l follow those of expert l - 1. In FP8 also a
+        `QuantizedArray` with scales [C, H / 128], such as rows that `dispatch(quantize="fp8")` delivers.
+        These have a gradient.
+      w_up: [L, H, 2F] gate, then up projection, of the dtype of rows; in FP8 of any floating dtype, or of
+        `quantize_weights`.
+      w_down: [L, F, H], likewise.
+      group_sizes: int32 [L] rows of each expert, their sum at most C.
+      b_up: [L, 2F] or None.
+      b_down: [L, H] or None.
+      row_weights: [C] or None. The result is multiplied by them. (Do not pass them to `combine` again.)
+      activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
+        (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32.
+      precision: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
+        "fp8_all": these in FP8, too. On an H100 this was not faster (docs/tuning.md). For both H and F must
+        be multiples of 128.
+      save: what the backward pass gets. "preactivation": z [C, 2F]. "inputs": nothing beyond the arguments,
+        so it computes the first product again.
+      round_scale: if true, scales are rounded up to powers of two.
+      num_sms: as for `grouped_dot`.
+
+    Returns:
+      [C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows past the sum. Differentiable in reverse
+      mode in rows, weights, biases and row_weights; without FP8 any number of times.
+
+    Raises:
+      ValueError: the shapes do not fit each other, or an option is none of those above.
+      TypeError: dtypes do not fit each other.
+    """
+    if precision not in (None, "fp8", "fp8_all"):
+        raise ValueError(f"gated_mlp: precision must be None, 'fp8' or 'fp8_all', got {precision!r}")
+    if save not in ("preactivation", "inputs"):
+        raise ValueError(f"gated_mlp: save must be 'preactivation' or 'inputs', got {save!r}")
+    if round_scale and precision is None:
+        raise ValueError("gated_mlp: round_scale needs a precision in FP8, because nothing else has scales")
+    sms = _checks.most_sms("gated_mlp", num_sms) or 0
+    products = _Wide(sms) if precision is None else _Fp8(sms, bool(round_scale), precision == "fp8_all")
+    options = _Options(_activation(activation), products, save == "preactivation")
+    given = _check(precision, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
+    with jax.named_scope("jax_ep.gated_mlp"):
+        return _gated_mlp(options, vary_alike(given))
+
+
+def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
+    """Quantizes experts' matrices once for many products, as `gated_mlp(precision="fp8")` takes them.
+
+    Both layouts that a training step reads are made in one pass. Call it once a step, outside of a loop over
+    micro-batches. Gradients of what is computed with the result go to w, as if w itself had been used.
+
+    Args:
+      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128.
+      round_scale: if true, scales are rounded up to powers of two.
+
+    Raises:
+      ValueError: 128 x 128 blocks do not divide the matrices.
+      TypeError: w is not floating, or has 64 bits.
+    """
+    w = _checks.array("quantize_weights", "w", w)
+    if w.dtype not in _WIDE_DTYPES:
+        raise TypeError(
+            f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"
+        )
+    if w.ndim != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK:
+        raise ValueError(
+            f"quantize_weights: w must be [L, M, N], M and N multiples of 128, got {_checks.shape_text(w)}"
+        )
+    kept, transposed = quantize_matrices(jax.lax.stop_gradient(w), bool(round_scale))
+    return QuantizedWeights(w, transposed, kept)
+
+
+_WIDE_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+class _Products(Protocol):
+    """The products of one precision, and how their operands are prepared. Hashable."""
+
+    def rows(self, x: Any) -> Any:
+        """Returns rows as `times` takes them."""
+        ...
+
+    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
+        """Returns rows as `times_transposed`, and as `weight_gradient` takes them."""
+        ...
+
+    def columns(self, x: Any, sizes: jax.Array) -> Any:
+        """Returns rows as `weight_gradient` takes them."""
+        ...
+
+    def times(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
+
+    def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
+
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wide:
+    """Products of operands as they are."""
+
+    num_sms: int
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x, x
+
+    def columns(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return x
+
+    def times(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS, self.num_sms, rows, w, sizes)
+
+    def times_transposed(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS_TRANSPOSED, self.num_sms, rows, w, sizes)
+
+    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fp8:
+    """Products of FP8 operands. Weights are quantized in each product, unless they come quantized."""
+
+    num_sms: int
+    rounds: bool
+    of_weights: bool  # their gradients in FP8, too
+
+    def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
+        return x if isinstance(x, QuantizedArray) else quantize_rows(x, self.rounds)
+
+    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Columns | jax.Array]:
+        if self.of_weights:
+            return quantize_both(x, sizes, self.rounds)
+        return quantize_rows(x, self.rounds, COTANGENT_FLOOR), x
+
+    def columns(self, x: jax.Array | QuantizedArray, sizes: jax.Array) -> Columns | jax.Array:
+        if self.of_weights:
+            return quantize_columns(x, sizes, self.rounds)
+        return dequantize_fp8(x) if isinstance(x, QuantizedArray) else x.astype(jnp.bfloat16)
+
+    def times(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+        is_ready = isinstance(w, QuantizedWeights)
+        transposed = w.transposed if is_ready else quantize_matrices(w, self.rounds, kept=False)[1]
+        return self._product(rows, transposed, sizes)
+
+    def times_transposed(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+        is_ready = isinstance(w, QuantizedWeights)
+        kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
+        return self._product(rows, kept, sizes)
+
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array:
+        if self.of_weights:
+            return fp8_weight_gradient(self.num_sms, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+
+    def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
+        values, scales = (part.swapaxes(1, 2) for part in (transposed.values, transposed.scales))
+        return fp8_product(self.num_sms, rows.values, values, rows.scales, scales, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    activation: Activation
+    products: _Products
+    saves_preactivation: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The arrays of a call, and in the backward pass their gradients."""
+
+    rows: Any  # [C, H], or a QuantizedArray
+    w_up: Any  # [L, H, 2F], or QuantizedWeights
+    w_down: Any  # [L, F, H], or QuantizedWeights
+    group_sizes: Any  # [L]
+    b_up: jax.Array | None
+    b_down: jax.Array | None
+    row_weights: jax.Array | None
+
+    def dtype(self) -> Any:
+        """Returns the dtype of the result."""
+        return jnp.bfloat16 if isinstance(self.rows, QuantizedArray) else self.rows.dtype
+
+
+@custom_vjp(0)
+def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
+    return _forward(options, given)[0]
+
+
+def _forward(options: _Options, given: _Given) -> tuple[jax.Array, jax.Array]:
+    """Returns the result and the preactivation."""
+    products, sizes = options.products, given.group_sizes
+    z = _preactivation(options, given)
+    hidden = _hidden(options, z, given.row_weights)
+    out = products.times(products.rows(hidden), given.w_down, sizes)
+    if given.b_down is not None:
+        out = out.astype(sum_dtype(z.dtype)) + _weighted(_per_row(given.b_down, sizes, z), given.row_weights)
+    return out.astype(given.dtype()), z
+
+
+def _preactivation(options: _Options, given: _Given) -> jax.Array:
+    products, sizes = options.products, given.group_sizes
+    z = products.times(products.rows(given.rows), given.w_up, sizes)
+    if given.b_up is None:
+        return z
+    return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, sizes, z)).astype(z.dtype)
+
+
+def _hidden(options: _Options, z: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    gate, up = jnp.split(z.astype(sum_dtype(z.dtype)), 2, axis=1)
+    return _weighted(options.activation(gate, up), row_weights).astype(z.dtype)
+
+
+def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    return rows if row_weights is None else rows * row_weights[:, None].astype(rows.dtype)
+
+
+def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the bias of each row's expert, in float32; zero past the groups."""
+    number = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    expert = jnp.searchsorted(jnp.cumsum(sizes), number, side="right")
+    return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
+
+
+def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
+    out, z = _forward(options, given)
+    if isinstance(given.rows, QuantizedArray) and given.rows.carrier is not None:
+        dtype = jnp.zeros((), given.rows.carrier.dtype)  # all that the gradient needs of it
+        given = dataclasses.replace(given, rows=dataclasses.replace(given.rows, carrier=dtype))
+    return out, (given, z if options.saves_preactivation else None)
+
+
+def _gated_mlp_bwd(options: _Options, saved: tuple[_Given, Any], d_out: jax.Array) -> tuple[_Given]:
+    given, z = saved
+    products, sizes = options.products, given.group_sizes
+    if z is None:
+        z = _preactivation(options, given)
+    hidden, backward = jax.vjp(lambda z, weights: _hidden(options, z, weights), z, given.row_weights)
+    d_out_rows, d_out_columns = products.both(d_out.astype(z.dtype), sizes)
+    d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
+    d_w_down = products.weight_gradient(products.columns(hidden, sizes), d_out_columns, sizes)
+    d_z, d_row_weights = backward(d_hidden.astype(hidden.dtype))
+    d_z_rows, d_z_columns = products.both(d_z, sizes)
+    d_rows = products.times_transposed(d_z_rows, given.w_up, sizes)
+    d_w_up = products.weight_gradient(products.columns(given.rows, sizes), d_z_columns, sizes)
+    d_b_up, d_b_down = None, None
+    if given.b_up is not None:
+        d_b_up = _sum_of_groups(d_z, sizes).astype(given.b_up.dtype)
+    if given.b_down is not None:
+        d_b_down = _sum_of_groups(_weighted(d_out, given.row_weights), sizes).astype(given.b_down.dtype)
+        if given.row_weights is not None:
+            bias = _per_row(given.b_down, sizes, z)
+            of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
+            d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
+    gradients = _Given(
+        rows=_like(given.rows, d_rows),
+        w_up=_like(given.w_up, d_w_up),
+        w_down=_like(given.w_down, d_w_down),
+        group_sizes=None,
+        b_up=d_b_up,
+        b_down=d_b_down,
+        row_weights=d_row_weights,
+    )
+    return (gradients,)
+
+
+_gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
+
+
+def _like(primal: Any, gradient: jax.Array) -> Any:
+    """Returns a gradient in the place where it belongs in an argument."""
+    if isinstance(primal, QuantizedWeights):
+        return QuantizedWeights(gradient.astype(primal.w.dtype), None, None)  # pyright: ignore
+    if isinstance(primal, QuantizedArray):
+        carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
+        return QuantizedArray(None, None, carrier)  # pyright: ignore
+    return gradient.astype(primal.dtype)
+
+
+def _sum_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated."""
+    ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
+    return product(Product.WEIGHTS, 0, ones, rows, sizes)[:, 0]
+
+
+def _activation(activation: Any) -> Activation:
+    if callable(activation):
+        return activation
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation]
+    raise ValueError(
+        f"gated_mlp: activation must be one of {sorted(ACTIVATIONS)}, or a function of gate and up, got "
+        f"{activation!r}"
+    )
+
+
+def _check(
+    precision: str | None,
+    rows: Any,
+    w_up: Any,
+    w_down: Any,
+    group_sizes: Any,
+    b_up: Any,
+    b_down: Any,
+    row_weights: Any,
+) -> _Given:
+    """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
+    array = lambda name, value: None if value is None else _checks.array("gated_mlp", name, value)
+    is_fp8 = precision is not None
+    if isinstance(rows, QuantizedArray):
+        if not is_fp8 or block_of("gated_mlp", rows) != (1, BLOCK):
+            raise TypeError(
+                "gated_mlp: a QuantizedArray of rows needs a precision in FP8, and scales of 1 x 128 elements"
+            )
+        rows = dataclasses.replace(
+            rows, values=jax.lax.stop_gradient(rows.values), scales=jax.lax.stop_gradient(rows.scales)
+        )
+    else:
+        rows = array("rows", rows)
+    matrices = []
+    for name, w in (("w_up", w_up), ("w_down", w_down)):
+        if isinstance(w, QuantizedWeights):
+            if not is_fp8:
+                raise TypeError(f"gated_mlp: {name} in FP8 needs a precision in FP8")
+            fixed = jax.lax.stop_gradient((w.transposed, w.kept))
+            matrices.append(QuantizedWeights(w.w, *fixed))
+        else:
+            matrices.append(array(name, w))
+    wide = [w.w if isinstance(w, QuantizedWeights) else w for w in matrices]
+    numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
+    if not all(is_differentiable(w.dtype) for w in numbers) or not (
+        is_fp8 or len({w.dtype for w in numbers}) == 1
+    ):
+        raise TypeError(
+            "gated_mlp: rows, w_up and w_down must have one floating dtype of 16 bits or more, or in "
+            f"FP8 any, got {', '.join(map(_checks.shape_text, numbers))}"
+        )
+    given = _Given(
+        rows=rows,
+        w_up=matrices[0],
+        w_down=matrices[1],
+        group_sizes=array("group_sizes", group_sizes),
+        b_up=array("b_up", b_up),
+        b_down=array("b_down", b_down),
+        row_weights=array("row_weights", row_weights),
+    )
+    _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
+    return given
+
+
+def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:
+    if len(rows) != 2 or len(up) != 3 or len(down) != 3:
+        raise ValueError(
+            "gated_mlp: rows must be [C, H], w_up [L, H, 2F] and w_down [L, F, H], got "
+            f"{list(rows)}, {list(up)} and {list(down)}"
+        )
+    num_experts, width, inner = down[0], rows[1], down[1]
+    wanted = {
+        "w_up": (up, (num_experts, width, 2 * inner)),
+        "w_down": (down, (num_experts, inner, width)),
+        "group_sizes": (given.group_sizes.shape, (num_experts,)),
+        "b_up": (given.b_up, (num_experts, 2 * inner)),
+        "b_down": (given.b_down, (num_experts, width)),
+        "row_weights": (given.row_weights, (rows[0],)),
+    }
+    for name, (got, want) in wanted.items():
+        shape = getattr(got, "shape", got)
+        if got is not None and tuple(shape) != want:
+            raise ValueError(
+                f"gated_mlp: {name} must be {list(want)} with rows {list(rows)} and w_down {list(down)}, got "
+                f"{list(shape)}"
+            )
+    if is_fp8 and (width % BLOCK or inner % BLOCK):
+        raise ValueError(
+            f"gated_mlp: FP8 needs widths H and F that are multiples of 128, got {width} and {inner}"
+        )

@@ -1,0 +1,147 @@
+"""The grouped products of a rank's rows: by this package's kernels on GPUs, elsewhere by XLA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import _extension
+from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.sharding import axes_of
+from jax_ep._jax.vmap import vmap_by_loop
+from jax_ep._transport import ffi, xla
+from jax_ep._transport.backend import Product
+from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
+from jax_ep._transport.fp8_passes import Columns
+
+_KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+
+
+@custom_vjp(0, 1)
+def product(
+    kind: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Computes a product.
+
+    Each product is linear in both operands, and its gradients are the two others, so gradients of any order
+    are products of these kinds.
+    """
+
+    def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
+            return ffi.grouped_dot(kind, rows, others, group_sizes, num_sms)
+        return xla.grouped_dot(kind, rows, others, group_sizes)
+
+    return _sharded(kind, one, rows, others, group_sizes)
+
+
+def _product_fwd(
+    kind: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+) -> Any:
+    return product(kind, num_sms, rows, others, group_sizes), (rows, others, group_sizes)
+
+
+def _product_bwd(kind: Product, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+    rows, others, group_sizes = saved
+    # The product, and its operands, that is the gradient of each operand.
+    gradients = {
+        Product.ROWS: (
+            (Product.ROWS_TRANSPOSED, cotangent, others),
+            (Product.WEIGHTS, rows, cotangent),
+        ),
+        Product.ROWS_TRANSPOSED: (
+            (Product.ROWS, cotangent, others),
+            (Product.WEIGHTS, cotangent, rows),
+        ),
+        Product.WEIGHTS: (
+            (Product.ROWS_TRANSPOSED, others, cotangent),
+            (Product.ROWS, rows, cotangent),
+        ),
+    }
+    d_rows, d_others = (
+        product(one, num_sms, left, right, group_sizes) for one, left, right in gradients[kind]
+    )
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
+        d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
+    return d_rows, d_others, np.zeros(group_sizes.shape, jax.dtypes.float0)
+
+
+product.defvjp(_product_fwd, _product_bwd)
+
+
+def fp8_product(
+    num_sms: int,
+    rows: jax.Array,
+    matrices: jax.Array,
+    scales: jax.Array,
+    matrix_scales: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """Multiplies values [C, M] and [L, M, N] with scales [C, M / 128] and [L, M / 128, N / 128]: bfloat16."""
+
+    def one(
+        rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        if _has_fp8_kernels():
+            transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
+            return ffi.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
+        wide = (
+            dequantize_fp8(QuantizedArray(*pair), jnp.float32)
+            for pair in ((rows, scales), (matrices, matrix_scales))
+        )
+        out: jax.Array = product(Product.ROWS, num_sms, *wide, sizes)
+        return out.astype(jnp.bfloat16)
+
+    return _sharded(Product.ROWS, one, rows, matrices, scales, matrix_scales, group_sizes)
+
+
+def fp8_weight_gradient(num_sms: int, rows: Columns, others: Columns, group_sizes: jax.Array) -> jax.Array:
+    """Multiplies, group by group, rows [C, M], transposed, by rows [C, N]: bfloat16 [L, M, N].
+
+    Both are given transposed, as `fp8_passes` makes them.
+    """
+
+    def one(
+        rows: jax.Array, others: jax.Array, scales: jax.Array, other_scales: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        if _has_fp8_kernels():
+            return ffi.grouped_dot_fp8_weights(rows, scales, others, other_scales, sizes, num_sms)
+        wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
+        out: jax.Array = product(Product.WEIGHTS, num_sms, *wide, Columns.padded_sizes(sizes))
+        return out.astype(jnp.bfloat16)
+
+    return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)
+
+
+def _has_fp8_kernels() -> bool:
+    return _extension.runs_kernels() and _extension.has_fp8_products()
+
+
+def _sharded(kind: Product, function: Any, *operands: jax.Array) -> jax.Array:
+    """Returns function(*operands). The first two operands are those of the product.
+
+    Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
+    gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
+    of rows.
+    """
+
+    @vmap_by_loop
+    def call(*operands: jax.Array) -> jax.Array:
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        if not explicit:
+            return function(*operands)
+        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
+        spec = {
+            Product.ROWS: [own[0], other[2]],
+            Product.ROWS_TRANSPOSED: [own[0], other[1]],
+            Product.WEIGHTS: [None, own[1], other[1]],
+        }[kind]
+        if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
+            spec[-1] = None
+        result = jax.sharding.PartitionSpec(*spec)
+        automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
+        return automatic(*operands)
+
+    return call(*operands)

@@ -1,0 +1,278 @@
+"""gated_mlp against a float32 reference, and its passes and products in FP8 against XLA's ops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import floats, ranks, routing, same_bits
+from devices import most_ranks
+
+import jax_ep
+from jax_ep._transport import fp8_passes
+from jax_ep._transport.fp8 import quantize_blocks
+from jax_ep._transport.products import fp8_weight_gradient
+
+C, H, F = 700, 256, 128
+SIZES = np.array([130, 0, 257, 100, 64], np.int32)
+L, USED = len(SIZES), SIZES.sum()
+EXPERT = np.repeat(np.arange(L), SIZES)
+
+
+@functools.cache
+def arrays(dtype):
+    """Rows, both matrices, both biases and row weights; NaN past the groups."""
+    rows = floats((C, H), dtype)
+    rows[USED:] = np.nan
+    up, down = floats((L, H, 2 * F), seed=2) / H**0.5, floats((L, F, H), seed=3) / F**0.5
+    biases = floats((L, 2 * F), seed=4) / 4, floats((L, H), seed=5) / 4
+    return *(jnp.asarray(a, dtype) for a in (rows, up, down, *biases)), floats((C,), seed=6)
+
+
+def reference(activation, rows, up, down, b_up, b_down, row_weights):
+    """In float32, of the used rows."""
+    rows, up, down, b_up, b_down = (a.astype(jnp.float32) for a in (rows, up, down, b_up, b_down))
+    z = jnp.einsum("ch,chf->cf", rows[:USED], up[EXPERT]) + b_up[EXPERT]
+    hidden = activation(*jnp.split(z, 2, axis=1))
+    return (jnp.einsum("cf,cfh->ch", hidden, down[EXPERT]) + b_down[EXPERT]) * row_weights[:USED, None]
+
+
+def by_op(rows, up, down, b_up, b_down, row_weights, **options):
+    extra = {"b_up": b_up, "b_down": b_down, "row_weights": row_weights}
+    return jax_ep.gated_mlp(rows, up, down, SIZES, **extra, **options)
+
+
+def with_gradients(function, given, cotangent):
+    def loss(*given):
+        out = function(*given)
+        return jnp.sum(out[:USED].astype(jnp.float32) * cotangent), out
+
+    with jax.default_matmul_precision("highest"):
+        gradients, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(given))), has_aux=True))(*given)
+    return jax.device_get((out, *gradients))
+
+
+def assert_near(got, want, tolerance):
+    """Within a share of the norm, array by array."""
+    for one, other in zip(got, want, strict=True):
+        one, other = (np.asarray(a, np.float64) for a in (one, other))
+        one = one[:USED] if one.shape[0] == C else one
+        other = other[:USED] if other.shape[0] == C else other
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
+
+
+def clipped(gate, up):
+    gate = jnp.minimum(gate, 7)
+    return (jnp.clip(up, -7, 7) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clipped": clipped,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "tolerance"),
+    [
+        (jnp.float32, {}, 5e-3 if jax.default_backend() == "gpu" else 1e-5),  # tf32
+        (jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01),
+        (jnp.bfloat16, {"precision": "fp8"}, 0.08),
+        (jnp.bfloat16, {"precision": "fp8_all"}, 0.08),
+        (jnp.bfloat16, {"precision": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(dtype, options, tolerance):
+    cotangent = floats((USED, H), seed=9)
+    got = with_gradients(functools.partial(by_op, **options), arrays(dtype), cotangent)
+    activation = ACTIVATIONS[options.get("activation", "silu")]
+    want = with_gradients(functools.partial(reference, activation), arrays(dtype), cotangent)
+    assert_near(got, want, tolerance)
+    assert not got[0][USED:].any()
+    assert not got[1][USED:].any()
+
+
+def test_a_function_as_activation_and_gradients_of_gradients():
+    rows, up, down, *_ = arrays(jnp.float32)
+    rows = rows.at[USED:].set(0)
+
+    def curvature(activation):
+        run = lambda rows, up: jnp.sum(jax_ep.gated_mlp(rows, up, down, SIZES, activation=activation) ** 2)
+        first = jax.grad(run, argnums=1)
+        return jax.jit(jax.grad(lambda rows: jnp.sum(first(rows, up) ** 2)))(rows)
+
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_array_equal(curvature("silu"), curvature(ACTIVATIONS["silu"]))
+
+
+@pytest.mark.parametrize("save", ["preactivation", "inputs"])
+@pytest.mark.parametrize("precision", [None, "fp8", "fp8_all"])
+def test_what_is_saved(save, precision):
+    """Besides the arguments: the preactivation, or nothing."""
+    rows, up, down, *_ = arrays(jnp.bfloat16)
+    run = lambda rows, up, down: jax_ep.gated_mlp(rows, up, down, SIZES, save=save, precision=precision)
+    saved = jax.eval_shape(lambda *given: jax.vjp(run, *given)[1], rows, up, down)
+    shapes = sorted(a.shape for a in jax.tree.leaves(saved) if a.ndim > 1)
+    given = [rows.shape, up.shape, down.shape]
+    assert shapes == sorted([*given, (C, 2 * F)] if save == "preactivation" else given)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_all"])
+def test_both_ways_to_save_and_quantized_weights_give_the_same_bits(precision):
+    given = arrays(jnp.bfloat16)
+    cotangent = floats((USED, H), seed=9)
+
+    def ready(rows, up, down, *others, **options):
+        return by_op(rows, jax_ep.quantize_weights(up), jax_ep.quantize_weights(down), *others, **options)
+
+    want = with_gradients(functools.partial(by_op, precision=precision), given, cotangent)
+    for function, save in ((by_op, "inputs"), (ready, "preactivation")):
+        got = with_gradients(functools.partial(function, precision=precision, save=save), given, cotangent)
+        assert all(
+            same_bits(a[:USED] if a.shape[0] == C else a, b[:USED] if b.shape[0] == C else b)
+            for a, b in zip(got, want, strict=True)
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_all"])
+def test_small_cotangents_are_not_lost(precision):
+    """A power of two in the loss is one in the gradients, bit for bit."""
+    given = arrays(jnp.bfloat16)
+    run = functools.partial(by_op, precision=precision)
+    cotangent = floats((USED, H), seed=9)
+    want, got = (with_gradients(run, given, cotangent * scale) for scale in (1.0, 2.0**-40))
+    for small, large in zip(got[1:4], want[1:4], strict=True):
+        np.testing.assert_array_equal(small.astype(np.float32), large.astype(np.float32) * 2.0**-40)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("round_scale", [False, True])
+def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
+    rows, up, *_ = arrays(dtype)
+    rows = rows.at[3, 7].set(jnp.inf).at[131, 200].set(1e-30)
+    first = jnp.asarray(rows[:USED])
+    both = jax.jit(fp8_passes.quantize_both, static_argnums=2)(rows, SIZES, round_scale)
+    again = jax_ep.quantize_fp8(first)
+    columns = [
+        jax.jit(fp8_passes.quantize_columns, static_argnums=2)(x, SIZES, round_scale)
+        for x in (rows, jax_ep.quantize_fp8(rows))
+    ]
+    wide = [first.astype(jnp.float32), jax_ep.dequantize_fp8(again, jnp.float32)]
+    floors = [fp8_passes.COTANGENT_FLOOR, 1e-4, 1e-4]
+    want = quantize_blocks(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
+    assert same_bits(both[0].values[:USED], want.values)
+    assert same_bits(both[0].scales[:USED], want.scales)
+    for (values, scales), x, floor in zip([both[1], *columns], [wide[0], *wide], floors, strict=True):
+        begin, tile = 0, 0
+        for size in SIZES:
+            tiles = -(-size // 128)
+            group = jnp.pad(x[begin : begin + size], ((0, tiles * 128 - size), (0, 0)))
+            q = quantize_blocks(group, (128, 1), round_scale, floor)
+            assert same_bits(values[:, tile * 128 : (tile + tiles) * 128], q.values.T)
+            assert same_bits(scales[tile : tile + tiles], q.scales)
+            begin, tile = begin + size, tile + tiles
+    w = jax.jit(functools.partial(jax_ep.quantize_weights, round_scale=round_scale))(up)
+    q = jax_ep.quantize_fp8(up, block=(128, 128), round_scale=round_scale)
+    for got, want in (
+        (w.kept.values, q.values),
+        (w.kept.scales, q.scales),
+        (w.transposed.values, q.values.swapaxes(1, 2)),
+        (w.transposed.scales, q.scales.swapaxes(1, 2)),
+    ):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [700], [1, 128, 127, 129, 0, 300]], ids=str)
+def test_weight_gradients_of_fp8(sizes):
+    """Against the float64 product of the same FP8 numbers."""
+    sizes = np.asarray(sizes, np.int32)
+    left, right = floats((C, H), jnp.bfloat16), floats((C, 384), jnp.bfloat16, seed=2)
+    columns = [fp8_passes.quantize_columns(jnp.asarray(x), sizes, False) for x in (left, right)]
+    got = jax.jit(fp8_weight_gradient, static_argnums=0)(0, *columns, sizes)
+    again = jax.jit(fp8_weight_gradient, static_argnums=0)(64, *columns, sizes)
+    assert same_bits(got, again)
+    wide = [np.asarray(one.dequantized(), np.float64) for one in columns]
+    ends = np.cumsum(-(-sizes // 128) * 128)
+    for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        part = slice(end - -(-size // 128) * 128, end)
+        want, terms = wide[0][part].T @ wide[1][part], np.abs(wide[0][part]).T @ np.abs(wide[1][part])
+        # The tensor cores keep 14 bits of a sum of FP8 products within a block.
+        bound = 2.0**-8 * np.abs(want) + (2.0**-12 if jax.default_backend() == "gpu" else 2.0**-20) * terms
+        assert (np.abs(np.asarray(got[group], np.float64) - want) <= bound + 1e-6).all()
+
+
+@pytest.mark.parametrize(("quantize", "precision"), [("fp8", "fp8_all"), ("fp8", "fp8"), (None, "fp8")])
+def test_a_layer_of_it_trains_in_fp8(quantize, precision, implementation):
+    """Gradients of moe in tokens, weights and router weights, near those in float32."""
+    R = most_ranks()
+    on, experts, tokens, k = ranks(R), 2 * R, 40, 2
+    x, weights = floats((R * tokens, H), jnp.bfloat16), floats((R * tokens, k), seed=7)
+    cotangent = floats(x.shape, seed=8)
+    ids = routing("random", R, tokens, k, experts).reshape(-1, k)
+    up = jnp.asarray(floats((experts, H, 2 * F), seed=2) / H**0.5, jnp.bfloat16)
+    down = jnp.asarray(floats((experts, F, H), seed=3) / F**0.5, jnp.bfloat16)
+
+    def layer(precision, quantize, x, ids, weights, up, down):
+        def expert_fn(sent):
+            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision=precision)
+
+        options = {"group": on.group, "num_experts": experts, "implementation": implementation}
+        return jax_ep.moe(x, ids, weights, expert_fn, quantize=quantize, **options)
+
+    def loss(precision, quantize, dtype, x, weights, up, down):
+        run = on.map(functools.partial(layer, precision, quantize))
+        out = run(x.astype(dtype), ids, weights, up.astype(dtype), down.astype(dtype))
+        return jnp.sum(out.astype(jnp.float32) * cotangent)
+
+    run = lambda *static: jax.jit(jax.value_and_grad(functools.partial(loss, *static), argnums=(0, 1, 2, 3)))(
+        x, weights, up, down
+    )
+    got = jax.tree.leaves(run(precision, quantize, jnp.bfloat16))[1:]
+    want = jax.tree.leaves(run(None, None, jnp.float32))[1:]
+    for one, other in zip(got, want, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.linalg.norm(one - other) <= 0.1 * np.linalg.norm(other)
+        slope = np.sum(one * other) / np.sum(other**2)
+        assert abs(slope - 1) < 0.03  # no bias
+
+
+def test_micro_batches_share_quantized_weights():
+    rows, up, down, *_ = arrays(jnp.bfloat16)
+    batches = jnp.stack([rows, rows[::-1]]).at[:, USED:].set(0)
+    batches = jnp.nan_to_num(batches)
+    run = functools.partial(jax_ep.gated_mlp, group_sizes=SIZES, precision="fp8")
+
+    def shared(up, down):
+        ready = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)
+        step = lambda total, rows: (total + jnp.sum(run(rows, *ready).astype(jnp.float32)), None)
+        return jax.lax.scan(step, 0.0, batches)[0]
+
+    got = jax.jit(jax.grad(shared, argnums=(0, 1)))(up, down)
+    alone = jax.jit(jax.grad(lambda up, down, rows: jnp.sum(run(rows, up, down).astype(jnp.float32)), (0, 1)))
+    each = [alone(up, down, rows) for rows in batches]
+    for one, *others in zip(got, *each, strict=True):
+        total = sum(other.astype(jnp.float32) for other in others)
+        np.testing.assert_allclose(one.astype(jnp.float32), total, rtol=2.0**-6, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"activation": "relu"}, ValueError, r"activation must be one of \['clipped', 'gelu', 'silu'\]"),
+        ({"precision": "int8"}, ValueError, "precision must be None, 'fp8' or 'fp8_all', got 'int8'"),
+        ({"save": "all"}, ValueError, "save must be 'preactivation' or 'inputs', got 'all'"),
+        ({"round_scale": True}, ValueError, "round_scale needs a precision in FP8"),
+        ({"w_up": np.zeros((L, H, F), np.float32)}, ValueError, r"w_up must be \[5, 256, 256\] with rows"),
+        ({"row_weights": np.zeros(3)}, ValueError, r"row_weights must be \[700\] with rows"),
+        ({"w_down": np.zeros((L, F, H), jnp.bfloat16)}, TypeError, "must have one floating dtype"),
+    ],
+    ids=str,
+)
+def test_rejects(changed, error, text):
+    rows, w_up, w_down, *_ = arrays(jnp.float32)
+    given = {"rows": rows, "w_up": w_up, "w_down": w_down, "group_sizes": SIZES} | changed
+    with pytest.raises(error, match=text):
+        jax_ep.gated_mlp(**given)
