@@ -17,6 +17,30 @@ namespace jax_ep::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Return the largest or the smallest of the lanes' numbers, of 32 bits. Called by the whole warp.
+template <typename T>
+__device__ inline T WarpMax(T value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, value);
+#else
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value = max(value, __shfl_xor_sync(kAllLanes, value, lanes));
+  }
+  return value;
+#endif
+}
+template <typename T>
+__device__ inline T WarpMin(T value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(kAllLanes, value);
+#else
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value = min(value, __shfl_xor_sync(kAllLanes, value, lanes));
+  }
+  return value;
+#endif
+}
+
 // Warps of a block that work together: all of them, or those that share a named barrier.
 struct Team {
   int thread;   // index of this thread

@@ -103,6 +103,7 @@ def balance(
         num_redundant_experts.
       instances: how the instances of a given placement divide rows. "even": each gets the same number.
         "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
+        "least_loaded": instances on ranks with fewer rows get more, so that ranks get about the same number.
       implementation: None, "ffi" or "xla".
 
     Returns:
@@ -126,8 +127,10 @@ def balance(
     placement = None
     if physical_to_logical is not None:
         placement = _placement(op, physical_to_logical, num_experts, group.size)
-        if instances not in ("even", "local"):
-            raise ValueError(f"balance: instances must be 'even' or 'local', got {instances!r}")
+        if instances not in ("even", "local", "least_loaded"):
+            raise ValueError(
+                f"balance: instances must be 'even', 'local' or 'least_loaded', got {instances!r}"
+            )
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
     ids, placement = align_axes((routed_experts(ids, num_experts), placement), group._axes)

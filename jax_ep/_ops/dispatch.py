@@ -182,7 +182,8 @@ def dispatch(
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
-        `QuantizedArray`, as `grouped_dot` takes it, and have no gradient. "fp8_dequantize" sends the same,
+        `QuantizedArray`, as `grouped_dot` takes it, and have a gradient only in `gated_mlp`. "fp8_dequantize"
+        sends the same,
         but the rows arrive in x's dtype, and have the gradients of a dispatch that did not quantize
         ("straight through"; a cotangent is not rounded to FP8).
       round_scale: if true, scales are rounded up to powers of two. (A number within 1/32 of the largest one
@@ -211,8 +212,8 @@ def dispatch(
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
         group's axis.
       TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, statistics are
-        no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8" or through a
-        dispatch that ranks may miss.
+        no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8", outside of
+        `gated_mlp`, or through a dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
     group._resolve(requested_implementation(implementation))  # raises before the other checks

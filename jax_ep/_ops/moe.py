@@ -124,7 +124,8 @@ def moe(
         At least expert_alignment.
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
-      quantize: how tokens travel to their experts, as for `dispatch`; "fp8_dequantize" to train.
+      quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
+        expert_fn is `gated_mlp(precision="fp8")`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.

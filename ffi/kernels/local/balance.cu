@@ -43,39 +43,16 @@ struct Block {
   __device__ void Max(Candidate (&candidates)[kNumber]) const {
     int32_t values[kNumber];
 #pragma unroll
-    for (int i = 0; i < kNumber; ++i) values[i] = MaxOf(candidates[i].value);
+    for (int i = 0; i < kNumber; ++i) values[i] = WarpMax(candidates[i].value);
     uint32_t indices[kNumber];
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) {
       // Without any candidate all indices are -1, which is the largest unsigned number.
       const bool is_best = candidates[i].value == values[i];
-      indices[i] = MinOf(is_best ? static_cast<uint32_t>(candidates[i].index) : UINT32_MAX);
+      indices[i] = WarpMin(is_best ? static_cast<uint32_t>(candidates[i].index) : UINT32_MAX);
     }
 #pragma unroll
     for (int i = 0; i < kNumber; ++i) candidates[i] = {values[i], static_cast<int32_t>(indices[i])};
-  }
-
- private:
-  __device__ static int32_t MaxOf(int32_t value) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(kAllLanes, value);
-#else
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-      value = max(value, __shfl_xor_sync(kAllLanes, value, lanes));
-    }
-    return value;
-#endif
-  }
-
-  __device__ static uint32_t MinOf(uint32_t value) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_min_sync(kAllLanes, value);
-#else
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-      value = min(value, __shfl_xor_sync(kAllLanes, value, lanes));
-    }
-    return value;
-#endif
   }
 };
 

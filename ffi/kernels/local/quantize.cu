@@ -71,17 +71,6 @@ struct Pair<Scaled> {
   }
 };
 
-__device__ inline uint32_t WarpMax(uint32_t value) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kAllLanes, value);
-#else
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    value = max(value, __shfl_xor_sync(kAllLanes, value, lanes));
-  }
-  return value;
-#endif
-}
-
 __device__ inline uint32_t Magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
 struct TileRows {
