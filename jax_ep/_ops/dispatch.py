@@ -183,9 +183,8 @@ def dispatch(
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
         `QuantizedArray`, as `grouped_dot` takes it, and have a gradient only in `gated_mlp`. "fp8_dequantize"
-        sends the same,
-        but the rows arrive in x's dtype, and have the gradients of a dispatch that did not quantize
-        ("straight through"; a cotangent is not rounded to FP8).
+        sends the same, but the rows arrive in x's dtype, and have the gradients of a dispatch that did not
+        quantize ("straight through"; a cotangent is not rounded to FP8).
       round_scale: if true, scales are rounded up to powers of two. (A number within 1/32 of the largest one
         of x's dtype may then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T. Tokens with an index from it on are ignored, as if

@@ -15,6 +15,8 @@ _TARGETS = (
     "unpermute",
     "grouped_dot",
     "grouped_dot_fp8",
+    "grouped_dot_fp8_weights",
+    "quantize",
 )
 
 
