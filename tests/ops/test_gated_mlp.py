@@ -162,6 +162,9 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     want = quantize_blocks(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
+    alone = jax.jit(fp8_passes.quantize_rows, static_argnums=(1, 2))(rows, round_scale, floors[0])
+    assert same_bits(alone.values[:USED], want.values)
+    assert same_bits(alone.scales[:USED], want.scales)
     for (values, scales), x, floor in zip([both[1], *columns], [wide[0], *wide], floors, strict=True):
         begin, tile = 0, 0
         for size in SIZES:
