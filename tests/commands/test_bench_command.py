@@ -117,6 +117,7 @@ def test_a_sweep_is_drawn(tmp_path, bench):
         assert text in drawn
 
 
+@pytest.mark.slow
 def test_skew_compares_layers_with_and_without_redundant_experts(tmp_path, bench):
     skews, files = ["lognormal 1.5", "one rank"], ["--json", "out.json", "--plot", "out.svg"]
     status, output = bench(

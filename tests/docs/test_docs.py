@@ -35,11 +35,13 @@ def blocks(page):
     return [match[1] for match in BLOCK.finditer(text)]
 
 
-# The pages below howto/ each run the program of start.md first.
+def goes_on(page):
+    """Returns whether a page begins with the program of start.md."""
+    return page.parent.name == "howto" or page.name in GO_ON
+
+
 PAGES = [
-    pytest.param(
-        page, id=str(page.relative_to(DOCS)), marks=[pytest.mark.slow] * (page.parent.name == "howto")
-    )
+    pytest.param(page, id=str(page.relative_to(DOCS)), marks=[pytest.mark.slow] * goes_on(page))
     for page in sorted(DOCS.rglob("*.md"))
     if blocks(page)
 ]
@@ -47,8 +49,7 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code(page, tmp_path, monkeypatch):
-    goes_on = page.parent.name == "howto" or page.name in GO_ON
-    code = "\n".join((blocks(DOCS / "start.md") if goes_on else []) + blocks(page))
+    code = "\n".join((blocks(DOCS / "start.md") if goes_on(page) else []) + blocks(page))
     if page.name in OWN_PROCESS:
         run_in_own_process(code, tmp_path)
         return

@@ -155,7 +155,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "implementation"), [*((options, "ffi") for options in OPTIONS), ({}, "xla")], ids=str
+)
 def test_layer_is_that_without_redundant_experts(options, implementation):
     """Values, gradients and their gradients; with nothing dropped, at 1.05 T K rows."""
     x, ids, weights, w = inputs(128 if "quantize" in options else H)
