@@ -133,10 +133,12 @@ def plan_experts(
     state, target, source = vary_alike((state, target, source))
     least = max(min_rows, 1)
     if num_slots == local:
-        step, goes_on = _fill, lambda now: (now.need > 0) | (jnp.max(now.load) - target >= least)
+        goes_on = lambda now: (now.need > 0) | (jnp.max(now.load) - target >= least)
+        step = lambda now: _fill(now, target)
     else:
-        step, goes_on = _spread, lambda now: jnp.any(_is_donor(now, target))
-    state = jax.lax.while_loop(goes_on, lambda now: step(now, target, least), state)
+        goes_on = lambda now: jnp.any(_is_donor(now, target))
+        step = lambda now: _spread(now, target, least)
+    state = jax.lax.while_loop(goes_on, step, state)
     key = jnp.where(state.experts < 0, experts, state.experts)
     by_expert = jnp.argsort(key, axis=1, stable=True)
     slots, slot_rows = (
@@ -164,7 +166,7 @@ def _move(state: _State, expert: jax.Array, receiver: jax.Array, number: jax.Arr
     )
 
 
-def _fill(state: _State, target: jax.Array, least: int) -> _State:
+def _fill(state: _State, target: jax.Array) -> _State:
     """Fills the emptiest rank from the fullest one, the largest expert first."""
     local = state.rows.shape[0] // state.load.shape[0]
     begins = state.need == 0

@@ -19,10 +19,10 @@ from jax_ep._jax.ffi_call import Result, call
 from jax_ep._jax.platform import on_platform
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
-from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Product, Routed
+from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Routed
 from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.collectives import mesh_position
-from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
+from jax_ep._transport.fp8 import BLOCK, FP8
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 INT = jnp.int32
@@ -47,7 +47,7 @@ def _position(group: Group, arrays: Any) -> jax.Array:
     return on_platform(mesh_position(group, arrays), group._platform, repr(group))
 
 
-def _or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
+def or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
     """Returns the array, or a scalar for an operand that is not given.
 
     The scalar is not an array of no elements: jaxlib 0.11.2 crashes if such an array crosses the boundary of
@@ -57,7 +57,7 @@ def _or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def _handle_arrays(handle: Handle) -> list[jax.Array]:
-    received = _or_scalar(handle.received_rows, INT)
+    received = or_scalar(handle.received_rows, INT)
     return [handle.topk_idx, handle.sent_rows, handle.rank_prefix_matrix, handle.expert_counts, received]
 
 
@@ -138,7 +138,7 @@ def _push(
     """Returns the weights, or dot products, that arrive, and the rows."""
     routing = handle.routing
     weighs = topk_weights is not None or row_weights is not None
-    operands = [*_handle_arrays(handle), _or_scalar(topk_weights), _or_scalar(row_weights), *leaves, *factors]
+    operands = [*_handle_arrays(handle), or_scalar(topk_weights), or_scalar(row_weights), *leaves, *factors]
     weights, *moved = call(
         "push",
         [_position(routing.group, operands), *operands],
@@ -154,115 +154,6 @@ def gather(group: Group, x: jax.Array) -> jax.Array:
     options = {"group": group._key, "num_ranks": np.int64(group.size)}
     (out,) = call("gather", [_position(group, x), x], [(shape, x.dtype)], **options)
     return out
-
-
-def grouped_dot(
-    product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
-) -> jax.Array:
-    if product is Product.WEIGHTS:
-        shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
-    else:
-        shape = (rows.shape[0], others.shape[2 if product is Product.ROWS else 1])
-    out, _ = call(
-        "grouped_dot",
-        [rows, others, group_sizes],
-        [(shape, rows.dtype), _products_scratch(group_sizes)],
-        product=np.int64(product),
-        num_sms=np.int64(num_sms),
-    )
-    return out
-
-
-def grouped_dot_fp8(
-    rows: jax.Array,
-    row_scales: jax.Array,
-    matrices: jax.Array,
-    matrix_scales: jax.Array,
-    group_sizes: jax.Array,
-    num_sms: int,
-) -> jax.Array:
-    """Multiplies rows [C, M] by matrices that are stored transposed [L, N, M]. Returns bfloat16."""
-    out, _ = call(
-        "grouped_dot_fp8",
-        [rows, row_scales, matrices, matrix_scales, group_sizes],
-        [((rows.shape[0], matrices.shape[1]), jnp.bfloat16), _products_scratch(group_sizes)],
-        num_sms=np.int64(num_sms),
-    )
-    return out
-
-
-def grouped_dot_fp8_weights(
-    rows: jax.Array,
-    row_scales: jax.Array,
-    others: jax.Array,
-    other_scales: jax.Array,
-    group_sizes: jax.Array,
-    num_sms: int,
-) -> jax.Array:
-    """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 [L, M, N]."""
-    out, _ = call(
-        "grouped_dot_fp8_weights",
-        [rows, row_scales, others, other_scales, group_sizes],
-        [
-            ((*group_sizes.shape, rows.shape[0], others.shape[0]), jnp.bfloat16),
-            _products_scratch(group_sizes),
-        ],
-        num_sms=np.int64(num_sms),
-    )
-    return out
-
-
-def quantize(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    group_sizes: jax.Array | None,
-    round_scale: bool,
-    floor: float,
-    keeps: bool,
-    columns: int,
-) -> list[jax.Array]:
-    """Converts rows [C, M] to FP8: as they lie if it `keeps` them, and transposed if `columns` is not 0.
-
-    Returns values, scales, and those of the transpose [M, columns]. What is not asked for is empty.
-    """
-    num_rows, width = x.shape
-    results = [
-        ((num_rows, width) if keeps else (0,), FP8),
-        ((num_rows, width // BLOCK) if keeps else (0,), jnp.float32),
-        ((width, columns) if columns else (0,), FP8),
-        ((columns // BLOCK, width) if columns else (0,), jnp.float32),
-    ]
-    operands = [x, _or_scalar(x_scales), _or_scalar(group_sizes, INT)]
-    return call("quantize", operands, results, **_quantize_attributes(False, round_scale, floor))
-
-
-def quantize_matrices(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
-    """Converts matrices [L, M, N] to FP8. Returns values, scales of 128 x 128 elements, values [L, N, M].
-
-    Values that are not asked for are empty.
-    """
-    groups, height, width = w.shape
-    results = [
-        (w.shape if keeps else (0,), FP8),
-        ((groups, height // BLOCK, width // BLOCK), jnp.float32),
-        ((groups, width, height) if transposes else (0,), FP8),
-        ((0,), jnp.float32),
-    ]
-    operands = [w, _or_scalar(None), _or_scalar(None, INT)]
-    return call("quantize", operands, results, **_quantize_attributes(True, round_scale, FLOOR))[:3]
-
-
-def _quantize_attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
-    return {
-        "of_matrices": np.int64(of_matrices),
-        "round_scale": np.int64(round_scale),
-        "floor": np.float32(floor),
-    }
-
-
-def _products_scratch(group_sizes: jax.Array) -> Result:
-    """Returns the scratch memory of a product: GroupedDotScratchBytes in ffi/core/params.h."""
-    return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +209,7 @@ class Ffi:
             "scratch": _scratch(tokens, routing.num_experts, ranks),
             **_attended(routing, attendance),
         }
-        operands = [topk_idx, _or_scalar(topk_weights), _or_scalar(attendance.active_ranks, INT), *leaves]
+        operands = [topk_idx, or_scalar(topk_weights), or_scalar(attendance.active_ranks, INT), *leaves]
         named, rows = _call_named(
             "route",
             [_position(routing.group, operands), *operands],
@@ -408,9 +299,9 @@ class Ffi:
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
         operands = [
             *_handle_arrays(handle),
-            _or_scalar(row_weights),
-            _or_scalar(arrived_weights),
-            _or_scalar(attendance.active_ranks, INT),
+            or_scalar(row_weights),
+            or_scalar(arrived_weights),
+            or_scalar(attendance.active_ranks, INT),
             *rows,
             *biases,
         ]
@@ -459,7 +350,7 @@ class Ffi:
             "capacity": np.int64(capacity),
             "alignment": np.int64(expert_alignment),
         }
-        operands = [topk_idx, _or_scalar(topk_weights), *leaves]
+        operands = [topk_idx, or_scalar(topk_weights), *leaves]
         named, rows = _call_named("permute", operands, results, _rows_like(leaves, capacity), attributes)
         return Permutation(
             rows=tuple(rows),
@@ -472,7 +363,7 @@ class Ffi:
 
     def repermute(self, row_map: jax.Array, leaf: jax.Array, num_permuted: int) -> jax.Array:
         results = [*_rows_like([leaf], num_permuted), ((0,), jnp.float32), ((num_permuted,), jnp.uint8)]
-        return call("repermute", [row_map, leaf, _or_scalar(None), _or_scalar(None)], results)[0]
+        return call("repermute", [row_map, leaf, or_scalar(None), or_scalar(None)], results)[0]
 
     def repermute_scaled(
         self, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
@@ -498,8 +389,8 @@ class Ffi:
         operands = [
             y,
             row_map,
-            _or_scalar(topk_weights),
-            _or_scalar(bias),
+            or_scalar(topk_weights),
+            or_scalar(bias),
             row_map if topk_idx is None else topk_idx,
         ]
         (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
-from jax_ep._transport import ffi
+from jax_ep._transport import ffi_products
 from jax_ep._transport.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quantize_blocks, quantize_fp8
 
 COTANGENT_FLOOR = 1e-30
@@ -65,7 +65,7 @@ def quantize_both(x: jax.Array, group_sizes: jax.Array, round_scale: bool) -> tu
     """
     if _extension.runs_kernels():
         shape = x.shape[0], group_sizes.shape[0]
-        values, scales, *columns = ffi.quantize(
+        values, scales, *columns = ffi_products.quantize(
             x, None, group_sizes, round_scale, COTANGENT_FLOOR, True, Columns.num_columns(*shape)
         )
         return QuantizedArray(values, scales), Columns(*columns)
@@ -76,7 +76,7 @@ def quantize_both(x: jax.Array, group_sizes: jax.Array, round_scale: bool) -> tu
 def quantize_rows(x: jax.Array, round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
     """Returns rows [C, M] in FP8, with scales of 128 elements."""
     if _extension.runs_kernels():
-        values, scales, *_ = ffi.quantize(x, None, None, round_scale, floor, True, 0)
+        values, scales, *_ = ffi_products.quantize(x, None, None, round_scale, floor, True, 0)
         return QuantizedArray(values, scales)
     return quantize_blocks(x, (1, BLOCK), round_scale, floor)
 
@@ -86,8 +86,9 @@ def quantize_columns(x: jax.Array | QuantizedArray, group_sizes: jax.Array, roun
     is_fp8 = isinstance(x, QuantizedArray)
     if _extension.runs_kernels():
         rows, scales = (x.values, x.scales) if is_fp8 else (x, None)
-        columns = Columns.num_columns(rows.shape[0], group_sizes.shape[0])
-        return Columns(*ffi.quantize(rows, scales, group_sizes, round_scale, FLOOR, False, columns)[2:])
+        count = Columns.num_columns(rows.shape[0], group_sizes.shape[0])
+        made = ffi_products.quantize(rows, scales, group_sizes, round_scale, FLOOR, False, count)
+        return Columns(*made[2:])
     return _columns(dequantize_fp8(x, jnp.float32) if is_fp8 else x, group_sizes, round_scale, FLOOR)
 
 
@@ -99,7 +100,7 @@ def quantize_matrices(
     A layout that is not asked for may be undefined.
     """
     if _extension.runs_kernels():
-        values, scales, turned = ffi.quantize_matrices(w, round_scale, kept, transposed)
+        values, scales, turned = ffi_products.quantize_matrices(w, round_scale, kept, transposed)
     else:
         q = quantize_fp8(w, block=(BLOCK, BLOCK), round_scale=round_scale)
         values, scales, turned = q.values, q.scales, q.values.swapaxes(1, 2)

@@ -10,7 +10,7 @@ from jax_ep import _extension
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
-from jax_ep._transport import ffi, xla
+from jax_ep._transport import ffi_products, xla
 from jax_ep._transport.backend import Product
 from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
 from jax_ep._transport.fp8_passes import Columns
@@ -30,7 +30,7 @@ def product(
 
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
-            return ffi.grouped_dot(kind, rows, others, group_sizes, num_sms)
+            return ffi_products.grouped_dot(kind, rows, others, group_sizes, num_sms)
         return xla.grouped_dot(kind, rows, others, group_sizes)
 
     return _sharded(kind, one, rows, others, group_sizes)
@@ -86,7 +86,7 @@ def fp8_product(
     ) -> jax.Array:
         if _has_fp8_kernels():
             transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
-            return ffi.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
+            return ffi_products.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
         wide = (
             dequantize_fp8(QuantizedArray(*pair), jnp.float32)
             for pair in ((rows, scales), (matrices, matrix_scales))
@@ -107,7 +107,7 @@ def fp8_weight_gradient(num_sms: int, rows: Columns, others: Columns, group_size
         rows: jax.Array, others: jax.Array, scales: jax.Array, other_scales: jax.Array, sizes: jax.Array
     ) -> jax.Array:
         if _has_fp8_kernels():
-            return ffi.grouped_dot_fp8_weights(rows, scales, others, other_scales, sizes, num_sms)
+            return ffi_products.grouped_dot_fp8_weights(rows, scales, others, other_scales, sizes, num_sms)
         wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
         out: jax.Array = product(Product.WEIGHTS, num_sms, *wide, Columns.padded_sizes(sizes))
         return out.astype(jnp.bfloat16)

@@ -43,7 +43,7 @@ def can_cut(elements: int, bits: int, pieces: int) -> bool:
 class Placement(NamedTuple):
     """Destinations of this rank's experts. L home experts, N physical experts a rank."""
 
-    instance: jax.Array  # [L, R] the place, among the N of each rank, of its instance of my expert; -1 none
+    instance: jax.Array  # [L, R] index, among the N experts of a rank, of its instance of an expert; or -1
     between: jax.Array  # [R, R] experts that rank s sends to rank d
 
 

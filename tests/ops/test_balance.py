@@ -44,7 +44,7 @@ def popular(kind, num_ranks, num_experts, rows, seed=0):
     ("num_ranks", "local", "slots"),
     [(1, 4, 1), (2, 3, 2), (3, 1, 1), (4, 4, 4), (8, 4, 1), (8, 4, 2), (16, 8, 3)],
 )
-def test_plan_is_the_oracles(num_ranks, local, slots, implementation):
+def test_plan_equals_that_of_the_oracle(num_ranks, local, slots, implementation):
     for seed, kind in enumerate([0.6, 1.5, 1.5, 2.5, "hot", "incast", "nothing"]):
         counts = popular(kind, num_ranks, num_ranks * local, 37 * 10 ** (seed % 3), seed)
         for tolerance, min_rows in ((0.02, 1), (0, 20)):
@@ -67,7 +67,7 @@ def counts_and_slots(draw):
 @settings(max_examples=60)
 @given(counts_and_slots(), st.sampled_from([0.0, 0.02]))
 @example((np.full((2, 4), 2**27, np.int32), 1), 0.02)
-def test_what_holds_of_every_plan(drawn, tolerance):
+def test_every_plan_is_valid(drawn, tolerance):
     counts, slots = drawn
     num_ranks, num_experts = counts.shape
     local, total = num_experts // num_ranks, counts.sum(axis=0)

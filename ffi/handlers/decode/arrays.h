@@ -1,5 +1,5 @@
 // Operands and results, read in order. The order of the Take calls is the only definition of which is which
-// in C++, so jax_ep/_transport/ffi.py must pass them in this order.
+// in C++, so jax_ep/_transport/ffi.py and ffi_products.py must pass them in this order.
 #pragma once
 
 #include <optional>

@@ -46,6 +46,8 @@ static ffi::Error ComputeQuantize(GpuLocalContext context, ffi::RemainingArgs ar
   }
   const std::vector<int64_t> shape(dims.begin(), dims.end());
   const bool keeps = out.NextIsGiven();
+  if (is_scaled && keeps)
+    return InvalidArgument("quantize: rows that are FP8 already can only be transposed");
   params.values = out.TakeFp8("values", shape, keeps);
   params.scales = of_matrices ? out.TakeFloats("scales", {L, C / kFp8Block, blocks})
                               : out.TakeFloats("scales", {C, blocks}, keeps);

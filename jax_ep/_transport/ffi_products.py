@@ -1,0 +1,114 @@
+"""Calls of the handlers of products, and of the conversions to FP8 whose results they read. GPUs only."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._jax.ffi_call import Result, call
+from jax_ep._transport.backend import Product
+from jax_ep._transport.ffi import INT, or_scalar
+from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
+
+
+def grouped_dot(
+    product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
+) -> jax.Array:
+    if product is Product.WEIGHTS:
+        shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
+    else:
+        shape = (rows.shape[0], others.shape[2 if product is Product.ROWS else 1])
+    out, _ = call(
+        "grouped_dot",
+        [rows, others, group_sizes],
+        [(shape, rows.dtype), _scratch(group_sizes)],
+        product=np.int64(product),
+        num_sms=np.int64(num_sms),
+    )
+    return out
+
+
+def grouped_dot_fp8(
+    rows: jax.Array,
+    row_scales: jax.Array,
+    matrices: jax.Array,
+    matrix_scales: jax.Array,
+    group_sizes: jax.Array,
+    num_sms: int,
+) -> jax.Array:
+    """Multiplies rows [C, M] by matrices that are stored transposed [L, N, M]. Returns bfloat16."""
+    operands = [rows, row_scales, matrices, matrix_scales, group_sizes]
+    return _fp8_product("grouped_dot_fp8", operands, (rows.shape[0], matrices.shape[1]), num_sms)
+
+
+def grouped_dot_fp8_weights(
+    rows: jax.Array,
+    row_scales: jax.Array,
+    others: jax.Array,
+    other_scales: jax.Array,
+    group_sizes: jax.Array,
+    num_sms: int,
+) -> jax.Array:
+    """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 [L, M, N]."""
+    operands = [rows, row_scales, others, other_scales, group_sizes]
+    shape = (*group_sizes.shape, rows.shape[0], others.shape[0])
+    return _fp8_product("grouped_dot_fp8_weights", operands, shape, num_sms)
+
+
+def _fp8_product(target: str, operands: list[jax.Array], shape: tuple[int, ...], num_sms: int) -> jax.Array:
+    results: list[Result] = [(shape, jnp.bfloat16), _scratch(operands[-1])]
+    return call(target, operands, results, num_sms=np.int64(num_sms))[0]
+
+
+def quantize(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    group_sizes: jax.Array | None,
+    round_scale: bool,
+    floor: float,
+    keeps: bool,
+    columns: int,
+) -> list[jax.Array]:
+    """Converts rows [C, M] to FP8: as they lie if it `keeps` them, and transposed if `columns` is not 0.
+
+    Returns values, scales, and those of the transpose [M, columns]. What is not asked for is empty.
+    """
+    num_rows, width = x.shape
+    results = [
+        ((num_rows, width) if keeps else (0,), FP8),
+        ((num_rows, width // BLOCK) if keeps else (0,), jnp.float32),
+        ((width, columns) if columns else (0,), FP8),
+        ((columns // BLOCK, width) if columns else (0,), jnp.float32),
+    ]
+    operands = [x, or_scalar(x_scales), or_scalar(group_sizes, INT)]
+    return call("quantize", operands, results, **_quantize_attributes(False, round_scale, floor))
+
+
+def quantize_matrices(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
+    """Converts matrices [L, M, N] to FP8. Returns values, scales of 128 x 128 elements, values [L, N, M].
+
+    Values that are not asked for are empty.
+    """
+    groups, height, width = w.shape
+    results = [
+        (w.shape if keeps else (0,), FP8),
+        ((groups, height // BLOCK, width // BLOCK), jnp.float32),
+        ((groups, width, height) if transposes else (0,), FP8),
+        ((0,), jnp.float32),
+    ]
+    operands = [w, or_scalar(None), or_scalar(None, INT)]
+    return call("quantize", operands, results, **_quantize_attributes(True, round_scale, FLOOR))[:3]
+
+
+def _quantize_attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
+    return {
+        "of_matrices": np.int64(of_matrices),
+        "round_scale": np.int64(round_scale),
+        "floor": np.float32(floor),
+    }
+
+
+def _scratch(group_sizes: jax.Array) -> Result:
+    """Returns the scratch memory of a product: GroupedDotScratchBytes in ffi/core/params.h."""
+    return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8
