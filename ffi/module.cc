@@ -100,6 +100,7 @@ nb::dict GpuTargets() {
   targets["jax_ep_grouped_dot_fp8"] = Capsule(GpuGroupedDotFp8Handler);
   targets["jax_ep_grouped_dot_fp8_weights"] = Capsule(GpuGroupedDotFp8WeightsHandler);
   targets["jax_ep_quantize"] = Capsule(GpuQuantizeHandler);
+  targets["jax_ep_quantize_gated"] = Capsule(GpuQuantizeGatedHandler);
   return targets;
 }
 

@@ -241,6 +241,38 @@ struct QuantizeParams {
   int32_t num_groups;
 };
 
+// An array converted to FP8: as it lies [C, M], with scales of 128 elements of a row, and transposed [M, C'],
+// with scales of 128 rows of a column. Null if it is not asked for.
+struct QuantizedResults {
+  uint8_t* values;
+  float* scales;  // [C, M / 128]
+  uint8_t* transposed;
+  float* transposed_scales;  // [C' / 128, M]
+};
+
+// The activations of gated experts: of a gate, times an up projection.
+enum class Activation : int32_t {
+  kSilu = 0,
+  kGelu = 1,     // the tanh approximation
+  kClipped = 2,  // gpt-oss: gate at most 7, up within 7, (up + 1) * gate * sigmoid(1.702 * gate)
+};
+
+// The activation of bfloat16 rows as FP8 rows, or as FP8 columns with its gradient.
+struct QuantizeGatedParams {
+  Activation activation;
+  bool rounds;           // scales are powers of two
+  float floor;           // least value of the largest magnitude in a block of d_z
+  const void* z;         // [C, 2F] gate, then up
+  const void* d_hidden;  // [C, F] the cotangent of the activation, or null
+  const int32_t* group_sizes;
+  int32_t num_groups;
+  int32_t num_rows;         // C
+  int32_t width;            // F
+  int32_t num_columns;      // C': each group begins at a multiple of 128
+  QuantizedResults hidden;  // [C, F]; transposed if d_hidden is given
+  QuantizedResults d_z;     // [C, 2F]
+};
+
 // The grouped products of a rank's rows, which are stored group by group.
 enum class GroupedDot : int32_t {
   kRows = 0,            // [C, N]: rows [C, M] times their group's matrix of others [L, M, N]

@@ -34,6 +34,7 @@ cudaError_t LaunchRepermute(const RepermuteParams& params, const Device& device,
 cudaError_t LaunchUnpermute(const UnpermuteParams& params, const Device& device, cudaStream_t stream);
 // Widths are multiples of 128, and so are numbers of rows of matrices and of columns of a transpose.
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream);
+cudaError_t LaunchQuantizeGated(const QuantizeGatedParams& params, cudaStream_t stream);
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& device, cudaStream_t stream);
 
 // Load every kernel on the current device, so that none has to be loaded while a peer's kernel waits.
@@ -48,6 +49,7 @@ cudaError_t PreloadGather();
 cudaError_t PreloadRepermute();
 cudaError_t PreloadUnpermute();
 cudaError_t PreloadQuantize();
+cudaError_t PreloadQuantizeGated();
 cudaError_t PreloadGroupedDot();
 
 }  // namespace jax_ep::cuda

@@ -26,6 +26,7 @@ _OPS = {
     "grouped_dot_fp8": "grouped_dot",
     "grouped_dot_fp8_weights": "grouped_dot",
     "quantize": "quantize_fp8",
+    "quantize_gated": "gated_mlp",
 }
 
 

@@ -17,6 +17,7 @@ _TARGETS = (
     "grouped_dot_fp8",
     "grouped_dot_fp8_weights",
     "quantize",
+    "quantize_gated",
 )
 
 

@@ -1,8 +1,7 @@
 """gated_mlp: the experts of most models as one differentiable op, in bfloat16 or in FP8."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +11,10 @@ from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of, dequantize_fp8
-from jax_ep._transport.fp8_passes import (
-    COTANGENT_FLOOR,
-    Columns,
-    QuantizedWeights,
-    quantize_both,
-    quantize_columns,
-    quantize_matrices,
-    quantize_rows,
-)
-from jax_ep._transport.products import fp8_product, fp8_weight_gradient, product
-
-Activation = Callable[[Any, Any], Any]
-Precision = Literal["fp8", "fp8_all"]
-
-
-def _clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
-    gate = jnp.minimum(gate, 7.0)
-    return (jnp.clip(up, -7.0, 7.0) + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": lambda gate, up: jax.nn.silu(gate) * up,
-    "gelu": lambda gate, up: jax.nn.gelu(gate) * up,
-    "clipped": _clipped,
-}
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
+from jax_ep._transport.fp8_passes import QuantizedWeights, quantize_matrices
+from jax_ep._transport.gated import ACTIVATIONS, Activation, Fp8, Precision, Wide, weighted
+from jax_ep._transport.products import product
 
 
 def gated_mlp(
@@ -50,7 +27,7 @@ def gated_mlp(
     b_down: Any = None,
     row_weights: Any = None,
     activation: str | Activation = "silu",
-    precision: Precision | None = None,
+    precision: Literal["fp8", "fp8_all"] | None = None,
     save: Literal["preactivation", "inputs"] = "preactivation",
     round_scale: bool = False,
     num_sms: int | None = None,
@@ -80,10 +57,10 @@ def gated_mlp(
       activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
         (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32.
       precision: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
-        "fp8_all": these in FP8, too. On an H100 this was not faster (docs/tuning.md). For both H and F must
-        be multiples of 128.
-      save: what the backward pass gets. "preactivation": z [C, 2F]. "inputs": nothing beyond the arguments,
-        so it computes the first product again.
+        "fp8_all": these in FP8, too: faster only if experts have many rows (docs/tuning.md). For both, H and
+        F must be multiples of 128.
+      save: what the backward pass gets besides the weights. "preactivation": the rows, in "fp8_all" as FP8,
+        and z [C, 2F]. "inputs": the rows, so it computes the first product again.
       round_scale: if true, scales are rounded up to powers of two.
       num_sms: as for `grouped_dot`.
 
@@ -102,8 +79,8 @@ def gated_mlp(
     if round_scale and precision is None:
         raise ValueError("gated_mlp: round_scale needs a precision in FP8, because nothing else has scales")
     sms = _checks.most_sms("gated_mlp", num_sms) or 0
-    products = _Wide(sms) if precision is None else _Fp8(sms, bool(round_scale), precision == "fp8_all")
-    options = _Options(_activation(activation), products, save == "preactivation")
+    chosen = Wide(sms) if precision is None else Fp8(sms, bool(round_scale), precision == "fp8_all")
+    options = _Options(_activation(activation), chosen, save == "preactivation")
     given = _check(precision, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
     with jax.named_scope("jax_ep.gated_mlp"):
         return _gated_mlp(options, vary_alike(given))
@@ -139,98 +116,10 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
 _WIDE_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-class _Products(Protocol):
-    """The products of one precision, and how their operands are prepared. Hashable."""
-
-    def rows(self, x: Any) -> Any:
-        """Returns rows as `times` takes them."""
-        ...
-
-    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
-        """Returns rows as `times_transposed`, and as `weight_gradient` takes them."""
-        ...
-
-    def columns(self, x: Any, sizes: jax.Array) -> Any:
-        """Returns rows as `weight_gradient` takes them."""
-        ...
-
-    def times(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
-
-    def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
-
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wide:
-    """Products of operands as they are."""
-
-    num_sms: int
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return x, x
-
-    def columns(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return x
-
-    def times(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS, self.num_sms, rows, w, sizes)
-
-    def times_transposed(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS_TRANSPOSED, self.num_sms, rows, w, sizes)
-
-    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fp8:
-    """Products of FP8 operands. Weights are quantized in each product, unless they come quantized."""
-
-    num_sms: int
-    rounds: bool
-    of_weights: bool  # their gradients in FP8, too
-
-    def rows(self, x: jax.Array | QuantizedArray) -> QuantizedArray:
-        return x if isinstance(x, QuantizedArray) else quantize_rows(x, self.rounds)
-
-    def both(self, x: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Columns | jax.Array]:
-        if self.of_weights:
-            return quantize_both(x, sizes, self.rounds)
-        return quantize_rows(x, self.rounds, COTANGENT_FLOOR), x
-
-    def columns(self, x: jax.Array | QuantizedArray, sizes: jax.Array) -> Columns | jax.Array:
-        if self.of_weights:
-            return quantize_columns(x, sizes, self.rounds)
-        return dequantize_fp8(x) if isinstance(x, QuantizedArray) else x.astype(jnp.bfloat16)
-
-    def times(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
-        is_ready = isinstance(w, QuantizedWeights)
-        transposed = w.transposed if is_ready else quantize_matrices(w, self.rounds, kept=False)[1]
-        return self._product(rows, transposed, sizes)
-
-    def times_transposed(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
-        is_ready = isinstance(w, QuantizedWeights)
-        kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
-        return self._product(rows, kept, sizes)
-
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array:
-        if self.of_weights:
-            return fp8_weight_gradient(self.num_sms, rows, d_rows, sizes)
-        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
-
-    def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
-        values, scales = (part.swapaxes(1, 2) for part in (transposed.values, transposed.scales))
-        return fp8_product(self.num_sms, rows.values, values, rows.scales, scales, sizes)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Options:
     activation: Activation
-    products: _Products
+    precision: Precision
     saves_preactivation: bool
 
 
@@ -254,35 +143,23 @@ class _Given:
 
 @custom_vjp(0)
 def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
-    return _forward(options, given)[0]
+    return _from_preactivation(options, given, _preactivation(options, given, given.rows))
 
 
-def _forward(options: _Options, given: _Given) -> tuple[jax.Array, jax.Array]:
-    """Returns the result and the preactivation."""
-    products, sizes = options.products, given.group_sizes
-    z = _preactivation(options, given)
-    hidden = _hidden(options, z, given.row_weights)
-    out = products.times(products.rows(hidden), given.w_down, sizes)
-    if given.b_down is not None:
-        out = out.astype(sum_dtype(z.dtype)) + _weighted(_per_row(given.b_down, sizes, z), given.row_weights)
-    return out.astype(given.dtype()), z
-
-
-def _preactivation(options: _Options, given: _Given) -> jax.Array:
-    products, sizes = options.products, given.group_sizes
-    z = products.times(products.rows(given.rows), given.w_up, sizes)
+def _preactivation(options: _Options, given: _Given, rows: Any) -> jax.Array:
+    z = options.precision.times(rows, given.w_up, given.group_sizes)
     if given.b_up is None:
         return z
-    return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, sizes, z)).astype(z.dtype)
+    return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, given.group_sizes, z)).astype(z.dtype)
 
 
-def _hidden(options: _Options, z: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    gate, up = jnp.split(z.astype(sum_dtype(z.dtype)), 2, axis=1)
-    return _weighted(options.activation(gate, up), row_weights).astype(z.dtype)
-
-
-def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    return rows if row_weights is None else rows * row_weights[:, None].astype(rows.dtype)
+def _from_preactivation(options: _Options, given: _Given, z: jax.Array) -> jax.Array:
+    precision, sizes = options.precision, given.group_sizes
+    hidden = precision.activate(options.activation, z, given.row_weights, sizes)
+    out = precision.times(hidden, given.w_down, sizes)
+    if given.b_down is not None:
+        out = out.astype(sum_dtype(z.dtype)) + weighted(_per_row(given.b_down, sizes, z), given.row_weights)
+    return out.astype(given.dtype())
 
 
 def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
@@ -293,31 +170,54 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
-    out, z = _forward(options, given)
-    if isinstance(given.rows, QuantizedArray) and given.rows.carrier is not None:
-        dtype = jnp.zeros((), given.rows.carrier.dtype)  # all that the gradient needs of it
-        given = dataclasses.replace(given, rows=dataclasses.replace(given.rows, carrier=dtype))
-    return out, (given, z if options.saves_preactivation else None)
+    if not options.saves_preactivation:
+        return _gated_mlp(options, given), (_without_carrier(given), None, None)
+    rows, kept = options.precision.prepare(given.rows, given.group_sizes)
+    z = _preactivation(options, given, rows)
+    out = _from_preactivation(options, given, z)
+    return out, (_without_rows(given), kept, z)
 
 
-def _gated_mlp_bwd(options: _Options, saved: tuple[_Given, Any], d_out: jax.Array) -> tuple[_Given]:
-    given, z = saved
-    products, sizes = options.products, given.group_sizes
+def _without_carrier(given: _Given) -> _Given:
+    """Drops the carrier of rows, except for its dtype, so that a scan does not store it."""
+    rows = given.rows
+    if isinstance(rows, QuantizedArray) and rows.carrier is not None:
+        rows = dataclasses.replace(rows, carrier=jnp.zeros((), rows.carrier.dtype))
+    return dataclasses.replace(given, rows=rows)
+
+
+def _without_rows(given: _Given) -> _Given:
+    """Drops the rows, except for their dtype."""
+    given = _without_carrier(given)
+    if isinstance(given.rows, QuantizedArray):
+        rows = dataclasses.replace(given.rows, values=None, scales=None)
+    else:
+        rows = jnp.zeros((), given.rows.dtype)
+    return dataclasses.replace(given, rows=rows)
+
+
+def _gated_mlp_bwd(
+    options: _Options, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array
+) -> tuple[_Given]:
+    given, kept, z = saved
+    precision, sizes = options.precision, given.group_sizes
     if z is None:
-        z = _preactivation(options, given)
-    hidden, backward = jax.vjp(lambda z, weights: _hidden(options, z, weights), z, given.row_weights)
-    d_out_rows, d_out_columns = products.both(d_out.astype(z.dtype), sizes)
-    d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
-    d_w_down = products.weight_gradient(products.columns(hidden, sizes), d_out_columns, sizes)
-    d_z, d_row_weights = backward(d_hidden.astype(hidden.dtype))
-    d_z_rows, d_z_columns = products.both(d_z, sizes)
-    d_rows = products.times_transposed(d_z_rows, given.w_up, sizes)
-    d_w_up = products.weight_gradient(products.columns(given.rows, sizes), d_z_columns, sizes)
+        rows, kept = precision.prepare(given.rows, sizes)
+        z = _preactivation(options, given, rows)
+    d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
+    d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
+    found = precision.gradients(
+        options.activation, z, given.row_weights, d_hidden, sizes, wide=given.b_up is not None
+    )
+    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes)
+    d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
+    d_w_up = precision.weight_gradient(kept, found.d_z_columns, sizes)
+    d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
-        d_b_up = _sum_of_groups(d_z, sizes).astype(given.b_up.dtype)
+        d_b_up = _sum_of_groups(found.d_z_wide, sizes).astype(given.b_up.dtype)
     if given.b_down is not None:
-        d_b_down = _sum_of_groups(_weighted(d_out, given.row_weights), sizes).astype(given.b_down.dtype)
+        d_b_down = _sum_of_groups(weighted(d_out, given.row_weights), sizes).astype(given.b_down.dtype)
         if given.row_weights is not None:
             bias = _per_row(given.b_down, sizes, z)
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
@@ -347,7 +247,7 @@ def _like(primal: Any, gradient: jax.Array) -> Any:
     return gradient.astype(primal.dtype)
 
 
-def _sum_of_groups(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+def _sum_of_groups(rows: Any, sizes: jax.Array) -> jax.Array:
     """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated."""
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
     return product(Product.WEIGHTS, 0, ones, rows, sizes)[:, 0]

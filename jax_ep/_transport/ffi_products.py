@@ -101,6 +101,52 @@ def quantize_matrices(w: jax.Array, round_scale: bool, keeps: bool, transposes: 
     return call("quantize", operands, results, **_quantize_attributes(True, round_scale, FLOOR))[:3]
 
 
+def quantize_gated(
+    activation: int, z: jax.Array, group_sizes: jax.Array, round_scale: bool
+) -> list[jax.Array]:
+    """Converts the activation of z [C, 2F] to FP8. Returns values [C, F] and scales."""
+    rows = z.shape[0], z.shape[1] // 2
+    return _quantize_gated(activation, [z, or_scalar(None), group_sizes], _scaled(rows), round_scale, FLOOR)
+
+
+def quantize_gated_gradients(
+    activation: int,
+    z: jax.Array,
+    d_hidden: jax.Array,
+    group_sizes: jax.Array,
+    round_scale: bool,
+    floor: float,
+    columns: int,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Converts the activation and its gradient to FP8. Each result is values and scales.
+
+    Returns the activation transposed [F, columns], and the cotangent of z as it lies, and transposed.
+    """
+    width = d_hidden.shape[1]
+    results = [
+        *_scaled_columns(width, columns),
+        *_scaled(z.shape),
+        *_scaled_columns(2 * width, columns),
+    ]
+    made = _quantize_gated(activation, [z, d_hidden, group_sizes], results, round_scale, floor)
+    return made[:2], made[2:4], made[4:]
+
+
+def _quantize_gated(
+    activation: int, operands: list[jax.Array], results: list[Result], round_scale: bool, floor: float
+) -> list[jax.Array]:
+    attributes = {"round_scale": np.int64(round_scale), "floor": np.float32(floor)}
+    return call("quantize_gated", operands, results, activation=np.int64(activation), **attributes)
+
+
+def _scaled(shape: tuple[int, ...]) -> list[Result]:
+    return [(shape, FP8), ((shape[0], shape[1] // BLOCK), jnp.float32)]
+
+
+def _scaled_columns(width: int, columns: int) -> list[Result]:
+    return [((width, columns), FP8), ((columns // BLOCK, width), jnp.float32)]
+
+
 def _quantize_attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
     return {
         "of_matrices": np.int64(of_matrices),

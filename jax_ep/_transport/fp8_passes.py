@@ -58,19 +58,21 @@ class QuantizedWeights:
     kept: QuantizedArray
 
 
-def quantize_both(x: jax.Array, group_sizes: jax.Array, round_scale: bool) -> tuple[QuantizedArray, Columns]:
-    """Returns cotangents of rows [C, M] in FP8, with scales of 128 elements, and the same transposed.
+def quantize_both(
+    x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+) -> tuple[QuantizedArray, Columns]:
+    """Returns rows [C, M] in FP8, with scales of 128 elements, and the same transposed.
 
     On GPUs the rows past the groups are undefined.
     """
     if _extension.runs_kernels():
         shape = x.shape[0], group_sizes.shape[0]
         values, scales, *columns = ffi_products.quantize(
-            x, None, group_sizes, round_scale, COTANGENT_FLOOR, True, Columns.num_columns(*shape)
+            x, None, group_sizes, round_scale, floor, True, Columns.num_columns(*shape)
         )
         return QuantizedArray(values, scales), Columns(*columns)
-    rows = quantize_blocks(x, (1, BLOCK), round_scale, COTANGENT_FLOOR)
-    return rows, _columns(x, group_sizes, round_scale, COTANGENT_FLOOR)
+    rows = quantize_blocks(x, (1, BLOCK), round_scale, floor)
+    return rows, _columns(x, group_sizes, round_scale, floor)
 
 
 def quantize_rows(x: jax.Array, round_scale: bool, floor: float = FLOOR) -> QuantizedArray:

@@ -1,7 +1,8 @@
 """Benchmarks of a layer's expert products and of the whole layer.
 
 Each product is compared with a dense product of equal work, and the layer with its parts. The experts are
-those of most models: `w_down(silu(gate) * up)`, where one product computes both gate and up.
+those of most models: `w_down(silu(gate) * up)`, where one product computes both gate and up. They are
+composed of JAX's ops and `grouped_dot`, or one `gated_mlp`, also in FP8.
 """
 
 import argparse
@@ -36,7 +37,8 @@ class Work:
     device_us: float | None
     end_to_end_us: float
     flop: float  # of one rank, if all ranks receive the same number of rows
-    share: float | None  # of the dense product's rate; for a layer, its slower part's share of the time
+    # Of the dense product's or the composed experts' rate; for a layer, its slower part's share of the time.
+    share: float | None
 
     @property
     def us(self) -> float:
@@ -73,6 +75,11 @@ def on_ranks(mesh: jax.sharding.Mesh, function: Any) -> Any:
     """Returns a program that runs a function on every rank. All arrays are sharded along their first axis."""
     spec = P(*mesh.axis_names)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _fits_fp8(weights: jax.Array) -> bool:
+    """Returns whether FP8, with its scales of 128 x 128 elements, divides the matrices."""
+    return weights.shape[1] % 128 == 0 and weights.shape[2] % 128 == 0
 
 
 def _transposed(array: Any) -> Any:
@@ -128,8 +135,8 @@ def product_programs(
     for direction, function in grouped.items():
         op = f"{name} {direction}"
         yield Program(op, "grouped_dot", flop, local(function), arguments, ((op, "dense"),))
-    if weights.shape[1] % 128 or weights.shape[2] % 128:
-        return  # because FP8 has one scale per 128 elements
+    if not _fits_fp8(weights):
+        return
     fp8_rows = local(jax_ep.quantize_fp8)(rows)
     # Tensor cores read FP8 matrices transposed, so the weights are stored that way.
     fp8_weights = local(lambda w: _transposed(jax_ep.quantize_fp8(w, block=(128, 128))))(weights)
@@ -138,33 +145,59 @@ def product_programs(
     yield Program(op, "grouped_dot, FP8", flop, fp8, (fp8_rows, fp8_weights, sizes), ((op, "dense"),))
 
 
-def layer_programs(local: Any, moe: Any, arrays: dict[str, jax.Array], flop: float) -> Iterator[Program]:
-    """Yields the layer, its communication alone and its products alone.
+def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) -> Iterator[Program]:
+    """Yields the layer, its communication alone and its experts alone, composed and as one op.
 
-    Each comes twice: the forward pass, and both passes.
+    Each comes twice: the forward pass, and both passes. In FP8 the weights come quantized.
     """
-
-    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
 
     def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return moe(x, ids, weights, lambda sent: sent.x)
 
-    def swiglu_alone(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
+
+    def layer_in_fp8(x: jax.Array, fixed: Any, weights: jax.Array, *matrices: Any) -> jax.Array:
+        ids, quantized = fixed
+        up, down = _with_weights(quantized, matrices)
+        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision="fp8")
+        return moe(x, ids, weights, experts, quantize="fp8")
+
+    def composed(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return swiglu(up, down, rows, sizes)
 
-    parts: dict[str, Any] = {
-        "communication": (communication, ("x", "ids", "weights"), 0.0),
-        "products": (swiglu_alone, ("rows", "sizes", "up", "down"), flop),
-        "layer": (layer, ("x", "ids", "weights", "up", "down"), flop),
-    }
+    def gated(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jax_ep.gated_mlp(rows, up, down, sizes)
+
+    def gated_in_fp8(rows: jax.Array, fixed: Any, *matrices: jax.Array) -> jax.Array:
+        sizes, quantized = fixed
+        up, down = _with_weights(quantized, matrices)
+        return jax_ep.gated_mlp(rows, up, down, sizes, precision="fp8")
+
+    rows, x, matrices = arrays["rows"], (arrays["x"], arrays["ids"], arrays["weights"]), arrays["matrices"]
+    sizes = arrays["sizes"]
     for direction, factor in (("forward", 1), ("forward + backward", 3)):
-        for part, (function, names, part_flop) in parts.items():
-            timed = local(function if factor == 1 else with_gradients(function))
-            arguments = tuple(arrays[name] for name in names)
-            others = ((f"communication {direction}", "ffi"), (f"products {direction}", "ffi"))
-            others = others if part == "layer" else ()
-            yield Program(f"{part} {direction}", "ffi", factor * part_flop, timed, arguments, others)
+        experts, work = f"experts {direction}", factor * flop
+        timed = lambda function, factor=factor: local(function if factor == 1 else with_gradients(function))
+        yield Program(f"communication {direction}", "ffi", 0.0, timed(communication), x)
+        yield Program(experts, "composed", work, timed(composed), (rows, sizes, *matrices))
+        of_composed = ((experts, "composed"),)
+        yield Program(experts, "gated_mlp", work, timed(gated), (rows, sizes, *matrices), of_composed)
+        parts = (f"communication {direction}", "ffi"), (experts, "composed")
+        yield Program(f"layer {direction}", "composed", work, timed(layer), (*x, *matrices), parts)
+        if "quantized" not in arrays:
+            continue
+        by, quantized = "gated_mlp, FP8", arrays["quantized"]
+        fixed = sizes, quantized
+        yield Program(experts, by, work, timed(gated_in_fp8), (rows, fixed, *matrices), of_composed)
+        given = x[0], (x[1], quantized), x[2], *matrices
+        parts = (f"communication {direction}", "ffi"), (experts, by)
+        yield Program(f"layer {direction}", by, work, timed(layer_in_fp8), given, parts)
+
+
+def _with_weights(quantized: Any, matrices: tuple[jax.Array, ...]) -> list[Any]:
+    """Returns quantized weights whose gradient goes to the matrices."""
+    return [dataclasses.replace(q, w=w) for q, w in zip(quantized, matrices, strict=True)]
 
 
 def programs(
@@ -178,8 +211,8 @@ def programs(
     shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
     local = functools.partial(on_ranks, mesh)
 
-    def moe(*arguments: Any) -> jax.Array:
-        return jax_ep.moe(*arguments, capacity=capacity, **shared)
+    def moe(*arguments: Any, **options: Any) -> jax.Array:
+        return jax_ep.moe(*arguments, capacity=capacity, **shared, **options)
 
     def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
         sent = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
@@ -194,7 +227,10 @@ def programs(
     yield from product_programs(local, "up", rows, up, wide, sizes, count)
     yield from product_programs(local, "down", narrow, down, rows, sizes, count)
     x, ids, weights = arguments
-    arrays = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes, "up": up, "down": down}
+    arrays: dict[str, Any] = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes}
+    arrays["matrices"] = up, down
+    if _fits_fp8(up) and _fits_fp8(down):
+        arrays["quantized"] = tuple(local(jax_ep.quantize_weights)(w) for w in (up, down))
     yield from layer_programs(local, moe, arrays, 2.0 * count * 3 * width * inner)
 
 

@@ -131,7 +131,7 @@ def show_work(console: Console, results: list[Work]) -> None:
                 "device us",
                 "end to end us",
                 "TFLOP/s",
-                "of dense, or slower part of whole",
+                "of dense, of composed, or slower part of whole",
             ):
                 tables[title].add_column(column, justify="right")
         tables[title].add_row(

@@ -30,6 +30,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", action="store_true", help="send tokens to their experts as FP8 (default: as float32)"
     )
+    parser.add_argument(
+        "--fp8", action="store_true", help="send tokens as FP8, and also compute the experts' products in FP8"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the parameters and batches (default: %(default)s)"
+    )
     parser.add_argument("--implementation", choices=["ffi", "xla"], help="default: chosen for the devices")
     parser.add_argument("--platform", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument(

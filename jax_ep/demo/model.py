@@ -21,7 +21,8 @@ class Config:
     top_k: int
     capacity: int | None  # maximum number of rows per device; None for the worst case
     implementation: str | None
-    quantize: Literal["fp8_dequantize"] | None = None  # format of tokens on the way to their experts
+    quantize: Literal["fp8", "fp8_dequantize"] | None = None  # format of tokens on the way to their experts
+    precision: Literal["fp8"] | None = None  # of the experts' products
     num_redundant_experts: int = 0  # slots of a device for instances of hot experts
     layers: int = 2
     width: int = 128
@@ -45,7 +46,7 @@ def init(config: Config, key: jax.Array) -> Params:
             "qkv": normal(d, 3 * d, fan_in=d),
             "out": normal(d, d, fan_in=d * 2 * config.layers),
             "router": normal(d, e, fan_in=d),
-            "up": normal(e, d, f, fan_in=d),
+            "up": normal(e, d, 2 * f, fan_in=d),  # gate, then up projection
             "down": normal(e, f, d, fan_in=f * 2 * config.layers),
         }
         for _ in range(config.layers)
@@ -86,8 +87,8 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
     def experts(sent: jax_ep.DispatchedByExpert, params: Params) -> jax.Array:
-        hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, params["up"], sent.group_sizes))
-        return jax_ep.grouped_dot(hidden, params["down"], sent.group_sizes)
+        matrices = params["up"], params["down"]
+        return jax_ep.gated_mlp(sent.x, *matrices, sent.group_sizes, precision=config.precision)
 
     y, stats = jax_ep.moe(
         x,

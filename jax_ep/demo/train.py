@@ -32,13 +32,13 @@ AGREEMENT = {"cpu": 1e-3, "gpu": 1e-2}
 class Trainer:
     """One training run: its parameters, optimizer and compiled step."""
 
-    def __init__(self, config: model.Config, mesh: jax.sharding.Mesh, steps: int):
+    def __init__(self, config: model.Config, mesh: jax.sharding.Mesh, steps: int, seed: int):
         self.config, self.mesh = config, mesh
         axis = config.group.axis_name
         specs = model.param_specs(config)
         self.batch_sharding = NamedSharding(mesh, P(axis))
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        self.params = jax.device_put(model.init(config, jax.random.key(0)), shardings)
+        self.params = jax.device_put(model.init(config, jax.random.key(seed)), shardings)
         schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(10, steps), max(steps, 11), 4e-4)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
         replicated = NamedSharding(mesh, P())
@@ -77,9 +77,11 @@ class Trainer:
 def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation: str | None) -> model.Config:
     mean_rows = SEQUENCES * model.Config.window * options.top_k  # per device
     capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
-    quantize = "fp8_dequantize" if options.quantize else None
+    quantize = "fp8" if options.fp8 else "fp8_dequantize" if options.quantize else None
     slots = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
-    return model.Config(group, options.experts, options.top_k, capacity, implementation, quantize, slots)
+    precision = "fp8" if options.fp8 else None
+    shared = {"quantize": quantize, "precision": precision, "num_redundant_experts": slots}
+    return model.Config(group, options.experts, options.top_k, capacity, implementation, **shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +106,18 @@ def train_and_evaluate(
     mesh: jax.sharding.Mesh,
     text: np.ndarray,
     held_out: np.ndarray,
-    steps: int,
+    options: argparse.Namespace,
     console: Console,
 ) -> Result:
     """Trains a model from the start, and returns its result."""
     sequences = SEQUENCES * config.group.size
-    trainer = Trainer(config, mesh, steps)
+    trainer = Trainer(config, mesh, options.steps, options.seed)
     held_out_batches = list(
         itertools.islice(data.batches(held_out, sequences, config.window, 1), HELD_OUT_BATCHES)
     )
     before = trainer.bits_per_byte(held_out_batches)
-    history = train(trainer, data.batches(text, sequences, config.window, 0), steps, console)
+    batches = data.batches(text, sequences, config.window, options.seed)
+    history = train(trainer, batches, options.steps, console)
     return Result(history, before, trainer.bits_per_byte(held_out_batches))
 
 
@@ -138,11 +141,11 @@ def run(options: argparse.Namespace) -> int:
         )
         if options.balance:
             console.print(f"with {config.num_redundant_experts} redundant experts per device:")
-        results = [train_and_evaluate(config, mesh, text, held_out, options.steps, console)]
+        results = [train_and_evaluate(config, mesh, text, held_out, options, console)]
         if options.balance:
             console.print("without redundant experts, at the same capacity:")
             plain = dataclasses.replace(config, num_redundant_experts=0)
-            results.append(train_and_evaluate(plain, mesh, text, held_out, options.steps, console))
+            results.append(train_and_evaluate(plain, mesh, text, held_out, options, console))
 
         losses = results[0].losses
         show_experts(console, results[0].history[-1]["tokens_per_expert"], group.size)
@@ -165,8 +168,8 @@ def run(options: argparse.Namespace) -> int:
             other = {"ffi": "xla", "xla": "ffi"}[implementation]
             steps = min(COMPARED_STEPS, options.steps)
             console.print(f"repeating the first {steps} steps with {other!r}")
-            twin = Trainer(make_config(options, group, other), mesh, options.steps)
-            batches = data.batches(text, sequences, config.window, 0)
+            twin = Trainer(make_config(options, group, other), mesh, options.steps, options.seed)
+            batches = data.batches(text, sequences, config.window, options.seed)
             twin_losses = [float(twin.step(next(batches))["loss"]) for _ in range(steps)]
             difference = max(abs(a - b) for a, b in zip(losses, twin_losses, strict=False))
             agree = difference < AGREEMENT[group._platform]

@@ -31,7 +31,7 @@ def short_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--quantize"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
+    "options", [[], pytest.param(["--fp8"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
 )
 def test_a_short_run_learns_and_agrees(short_run, run_command, options):
     """The plain one as a user calls it, in a process whose devices the command sets up."""

@@ -22,5 +22,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuQuantizeHandler);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GpuQuantizeGatedHandler);
 
 }  // namespace jax_ep

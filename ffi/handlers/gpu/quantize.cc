@@ -78,4 +78,71 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuQuantizeHandler, ComputeQuantize,
                                   .Attr<float>("floor"),
                               {ffi::Traits::kCmdBufferCompatible});
 
+// Converts the activation of z [C, 2F] to FP8 rows; or, with the cotangent d_hidden [C, F], to FP8 columns,
+// and the cotangent of z to rows and columns.
+static ffi::Error ComputeQuantizeGated(GpuLocalContext context, ffi::RemainingArgs args,
+                                       ffi::RemainingRets rets, int64_t activation, int64_t round_scale,
+                                       float floor) {
+  const char* op = "quantize_gated";
+  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  const ffi::AnyBuffer* const z = in.TakeAny("z");
+  if (z == nullptr || z->dimensions().size() != 2 || z->element_type() != ffi::BF16 ||
+      z->dimensions()[1] % (2 * kFp8Block) != 0) {
+    return InvalidArgument("quantize_gated: z must be bfloat16 [C, 2F], F a multiple of 128");
+  }
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::kClipped)) {
+    return InvalidArgument("quantize_gated: unknown activation ", activation);
+  }
+  const int64_t C = z->dimensions()[0], F = z->dimensions()[1] / 2;
+  if (auto error = CheckProduct(op, "rows", {C}); error.failure()) return error;
+  QuantizeGatedParams params{};
+  params.activation = static_cast<Activation>(activation);
+  params.rounds = round_scale != 0;
+  params.floor = floor;
+  params.z = z->untyped_data();
+  const bool is_backward = in.NextIsGiven();
+  const ffi::AnyBuffer* const d_hidden = in.TakeAny("d_hidden");
+  if (is_backward) {
+    if (d_hidden->element_type() != ffi::BF16 || d_hidden->element_count() != static_cast<size_t>(C * F)) {
+      return InvalidArgument("quantize_gated: d_hidden must be bfloat16 [C, F]");
+    }
+    params.d_hidden = d_hidden->untyped_data();
+  }
+  const ffi::AnyBuffer* const sizes = in.Peek();
+  params.num_groups = sizes == nullptr ? 0 : static_cast<int32_t>(sizes->element_count());
+  params.group_sizes = in.TakeInts("group_sizes", {params.num_groups});
+  params.num_rows = static_cast<int32_t>(C);
+  params.width = static_cast<int32_t>(F);
+  const int64_t columns = (C / kFp8Block + params.num_groups) * kFp8Block;
+  params.num_columns = static_cast<int32_t>(columns);
+  const auto take_rows = [&](QuantizedResults& to, int64_t width) {
+    to.values = out.TakeFp8("values", {C, width}, true);
+    to.scales = out.TakeFloats("scales", {C, width / kFp8Block}, true);
+  };
+  const auto take_columns = [&](QuantizedResults& to, int64_t width) {
+    to.transposed = out.TakeFp8("the transpose", {width, columns}, true);
+    to.transposed_scales = out.TakeFloats("scales of the transpose", {columns / kFp8Block, width}, true);
+  };
+  if (is_backward) {
+    take_columns(params.hidden, F);
+    take_rows(params.d_z, 2 * F);
+    take_columns(params.d_z, 2 * F);
+  } else {
+    take_rows(params.hidden, F);
+  }
+  auto error = FirstError({in.error(), out.error()});
+  if (error.failure() || C * F * params.num_groups == 0) return error;
+  return LaunchResult(op, cuda::LaunchQuantizeGated(params, context.stream));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuQuantizeGatedHandler, ComputeQuantizeGated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<GpuLocalContext>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("round_scale")
+                                  .Attr<float>("floor"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace jax_ep

@@ -49,7 +49,7 @@ std::string LoadKernels(int64_t device) {
   for (auto preload :
        {cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
         cuda::PreloadSmallPush, cuda::PreloadSmallPull, cuda::PreloadRepermute, cuda::PreloadUnpermute,
-        cuda::PreloadQuantize, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
+        cuda::PreloadQuantize, cuda::PreloadQuantizeGated, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
     const cudaError_t error = preload();
     if (error != cudaSuccess) return Failed("loading the kernels", device, error);
   }

@@ -56,12 +56,12 @@ struct TilingFor<GroupedDot::kWeights, kOperands> {
 
 template <>
 struct TilingFor<GroupedDot::kRowsTransposed, Operands::kFp8> {
-  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 1, 2, 128, 32>;
+  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 1, 2, 128, 64>;
 };
 
 template <>
 struct TilingFor<GroupedDot::kWeights, Operands::kFp8> {
-  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 2, 1, 128, 32>;
+  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 2, 1, 128, 64>;
 };
 
 }  // namespace jax_ep::cuda

@@ -1,0 +1,227 @@
+"""Gated experts in each precision: how the operands of their products are prepared."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _extension
+from jax_ep._transport import ffi_products
+from jax_ep._transport.backend import Product
+from jax_ep._transport.dtypes import sum_dtype
+from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
+from jax_ep._transport.fp8_passes import (
+    COTANGENT_FLOOR,
+    Columns,
+    QuantizedWeights,
+    quantize_both,
+    quantize_columns,
+    quantize_matrices,
+    quantize_rows,
+)
+from jax_ep._transport.products import fp8_product, fp8_weight_gradient, product
+
+Activation = Callable[[Any, Any], Any]
+
+
+def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate) * up
+
+
+def _clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    # The gradient passes at the limits, as in PyTorch. That of jnp.clip would be halved there, and a bfloat16
+    # is often equal to a limit.
+    gate = jnp.where(gate > 7.0, 7.0, gate)
+    up = jnp.where(jnp.abs(up) > 7.0, 7.0 * jnp.sign(up), up)
+    return (up + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: dict[str, Activation] = {"silu": _silu, "gelu": _gelu, "clipped": _clipped}
+
+_OF_KERNELS: dict[Any, int] = {_silu: 0, _gelu: 1, _clipped: 2}  # Activation in ffi/core/params.h
+
+
+class Gradients(NamedTuple):
+    """The operands of a backward pass after the activation's gradient."""
+
+    hidden: Any  # as `weight_gradient` takes rows
+    d_z: Any  # as `times_transposed` takes rows
+    d_z_columns: Any  # as `weight_gradient` takes the others
+    d_z_wide: jax.Array | None  # None if it was not asked for
+    d_row_weights: jax.Array | None
+
+
+class Precision(Protocol):
+    """The products of a precision, and how their operands are prepared. Hashable."""
+
+    def times(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array:
+        """Multiplies rows as they are, or as `prepare` or `activate` returns them."""
+        ...
+
+    def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
+
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array: ...
+
+    def prepare(self, rows: Any, sizes: jax.Array) -> tuple[Any, Any]:
+        """Returns rows as `times` takes them, and as they are kept for `weight_gradient`."""
+        ...
+
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
+        """Returns cotangents as `times_transposed`, and as `weight_gradient` takes them."""
+        ...
+
+    def activate(
+        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
+    ) -> Any:
+        """Returns the activation of z [C, 2F], times the row weights, as `times` takes it."""
+        ...
+
+    def gradients(
+        self,
+        activation: Activation,
+        z: jax.Array,
+        row_weights: jax.Array | None,
+        d_hidden: jax.Array,
+        sizes: jax.Array,
+        wide: bool,
+    ) -> Gradients: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Products of operands as they are."""
+
+    num_sms: int
+
+    def times(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS, self.num_sms, rows, w, sizes)
+
+    def times_transposed(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS_TRANSPOSED, self.num_sms, rows, w, sizes)
+
+    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+
+    def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rows, rows
+
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return d, d
+
+    def activate(
+        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
+    ) -> jax.Array:
+        return _hidden(activation, z, row_weights)
+
+    def gradients(
+        self,
+        activation: Activation,
+        z: jax.Array,
+        row_weights: jax.Array | None,
+        d_hidden: jax.Array,
+        sizes: jax.Array,
+        wide: bool,
+    ) -> Gradients:
+        hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
+        return Gradients(hidden, d_z, d_z, d_z, d_row_weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """Products of FP8 operands. Weights are quantized in each product, unless they come quantized."""
+
+    num_sms: int
+    rounds: bool
+    of_weights: bool  # also for the gradients of weights, which have bfloat16 operands otherwise
+
+    def times(self, rows: jax.Array | QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+        rows = rows if isinstance(rows, QuantizedArray) else quantize_rows(rows, self.rounds)
+        is_ready = isinstance(w, QuantizedWeights)
+        transposed = w.transposed if is_ready else quantize_matrices(w, self.rounds, kept=False)[1]
+        return self._product(rows, transposed, sizes)
+
+    def times_transposed(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+        is_ready = isinstance(w, QuantizedWeights)
+        kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
+        return self._product(rows, kept, sizes)
+
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array:
+        if self.of_weights:
+            if isinstance(rows, QuantizedArray):
+                rows = quantize_columns(rows, sizes, self.rounds)
+            return fp8_weight_gradient(self.num_sms, rows, d_rows, sizes)
+        rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
+        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+
+    def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
+        if isinstance(rows, QuantizedArray):
+            return rows, dataclasses.replace(rows, carrier=None)
+        if self.of_weights:
+            return quantize_both(rows, sizes, self.rounds)
+        return rows, rows
+
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Any]:
+        if self.of_weights:
+            return quantize_both(d, sizes, self.rounds, COTANGENT_FLOOR)
+        return quantize_rows(d, self.rounds, COTANGENT_FLOOR), d
+
+    def activate(
+        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
+    ) -> QuantizedArray:
+        if self._is_fused(activation, z, row_weights):
+            index = _OF_KERNELS[activation]
+            return QuantizedArray(*ffi_products.quantize_gated(index, z, sizes, self.rounds))
+        return quantize_rows(_hidden(activation, z, row_weights), self.rounds)
+
+    def gradients(
+        self,
+        activation: Activation,
+        z: jax.Array,
+        row_weights: jax.Array | None,
+        d_hidden: jax.Array,
+        sizes: jax.Array,
+        wide: bool,
+    ) -> Gradients:
+        if self.of_weights and not wide and self._is_fused(activation, z, row_weights):
+            count = Columns.num_columns(z.shape[0], sizes.shape[0])
+            hidden, rows, columns = ffi_products.quantize_gated_gradients(
+                _OF_KERNELS[activation], z, d_hidden, sizes, self.rounds, COTANGENT_FLOOR, count
+            )
+            return Gradients(Columns(*hidden), QuantizedArray(*rows), Columns(*columns), None, None)
+        hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
+        rows, columns = self.cotangents(d_z, sizes)
+        if self.of_weights:
+            hidden = quantize_columns(hidden, sizes, self.rounds)
+        return Gradients(hidden, rows, columns, d_z, d_row_weights)
+
+    def _is_fused(self, activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> bool:
+        """Returns whether a kernel computes the activation and quantizes it in one pass."""
+        is_known = activation in _OF_KERNELS and z.dtype == jnp.bfloat16
+        return _extension.runs_kernels() and is_known and row_weights is None
+
+    def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
+        values, scales = (part.swapaxes(1, 2) for part in (transposed.values, transposed.scales))
+        return fp8_product(self.num_sms, rows.values, values, rows.scales, scales, sizes)
+
+
+def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    return rows if row_weights is None else rows * row_weights[:, None].astype(rows.dtype)
+
+
+def _hidden(activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    gate, up = jnp.split(z.astype(sum_dtype(z.dtype)), 2, axis=1)
+    return weighted(activation(gate, up), row_weights).astype(z.dtype)
+
+
+def _gradients(
+    activation: Activation, z: jax.Array, row_weights: jax.Array | None, d_hidden: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the hidden rows, and the cotangents of z and the row weights."""
+    hidden, backward = jax.vjp(lambda z, weights: _hidden(activation, z, weights), z, row_weights)
+    return hidden, *backward(d_hidden.astype(hidden.dtype))
