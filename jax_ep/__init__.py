@@ -18,7 +18,6 @@ from jax_ep._ops.dispatch import dispatch as dispatch
 from jax_ep._ops.dispatch import redispatch as redispatch
 from jax_ep._ops.export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
-from jax_ep._ops.gated_mlp import quantize_weights as quantize_weights
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
 from jax_ep._ops.layout import DispatchLayout as DispatchLayout
 from jax_ep._ops.layout import get_dispatch_layout as get_dispatch_layout
@@ -33,6 +32,8 @@ from jax_ep._ops.overlap import dispatch_start as dispatch_start
 from jax_ep._ops.permute import Permuted as Permuted
 from jax_ep._ops.permute import permute as permute
 from jax_ep._ops.permute import unpermute as unpermute
+from jax_ep._ops.quantize import quantize_fp8 as quantize_fp8
+from jax_ep._ops.quantize import quantize_weights as quantize_weights
 from jax_ep._ops.replicate import PendingReplicate as PendingReplicate
 from jax_ep._ops.replicate import replicate as replicate
 from jax_ep._ops.replicate import replicate_done as replicate_done
@@ -46,7 +47,6 @@ from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHT
 from jax_ep._transport.checkpoint import save_ep_residuals as save_ep_residuals
 from jax_ep._transport.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._transport.fp8 import dequantize_fp8 as dequantize_fp8
-from jax_ep._transport.fp8 import quantize_fp8 as quantize_fp8
 from jax_ep._transport.fp8_passes import QuantizedWeights as QuantizedWeights
 from jax_ep._transport.routing import Handle as Handle
 

@@ -76,3 +76,9 @@ def with_own_lists(axes: set[str], position: jax.Array) -> jax.Array:
     names = tuple(sorted(axes))
     list_number = position[1] * jax.lax.axis_size(names) + jax.lax.axis_index(names)
     return jnp.stack([position[0], list_number.astype(jnp.int32)])
+
+
+def is_per_device() -> bool:
+    """Returns whether arrays are those of one device, as in `jax.shard_map` over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or 0 < len(mesh.axis_names) == len(mesh.manual_axes)

@@ -12,8 +12,18 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
-from jax_ep._transport.fp8_passes import QuantizedWeights, quantize_matrices
-from jax_ep._transport.gated import ACTIVATIONS, Activation, Fp8, Precision, Wide, weighted
+from jax_ep._transport.fp8_passes import QuantizedWeights
+from jax_ep._transport.gated import (
+    ACTIVATIONS,
+    Activation,
+    Fp8,
+    Precision,
+    Wide,
+    cotangent_of,
+    weighted,
+    without_carrier,
+    without_values,
+)
 from jax_ep._transport.products import product
 
 
@@ -86,36 +96,6 @@ def gated_mlp(
         return _gated_mlp(options, vary_alike(given))
 
 
-def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
-    """Quantizes experts' matrices once for many products, as `gated_mlp(precision="fp8")` takes them.
-
-    Both layouts that a training step reads are made in one pass. Call it once a step, outside of a loop over
-    micro-batches. Gradients of what is computed with the result go to w, as if w itself had been used.
-
-    Args:
-      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128.
-      round_scale: if true, scales are rounded up to powers of two.
-
-    Raises:
-      ValueError: 128 x 128 blocks do not divide the matrices.
-      TypeError: w is not floating, or has 64 bits.
-    """
-    w = _checks.array("quantize_weights", "w", w)
-    if w.dtype not in _WIDE_DTYPES:
-        raise TypeError(
-            f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"
-        )
-    if w.ndim != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK:
-        raise ValueError(
-            f"quantize_weights: w must be [L, M, N], M and N multiples of 128, got {_checks.shape_text(w)}"
-        )
-    kept, transposed = quantize_matrices(jax.lax.stop_gradient(w), bool(round_scale))
-    return QuantizedWeights(w, transposed, kept)
-
-
-_WIDE_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Options:
     activation: Activation
@@ -171,29 +151,12 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
     if not options.saves_preactivation:
-        return _gated_mlp(options, given), (_without_carrier(given), None, None)
+        rows = without_carrier(given.rows)
+        return _gated_mlp(options, given), (dataclasses.replace(given, rows=rows), None, None)
     rows, kept = options.precision.prepare(given.rows, given.group_sizes)
     z = _preactivation(options, given, rows)
     out = _from_preactivation(options, given, z)
-    return out, (_without_rows(given), kept, z)
-
-
-def _without_carrier(given: _Given) -> _Given:
-    """Drops the carrier of rows, except for its dtype, so that a scan does not store it."""
-    rows = given.rows
-    if isinstance(rows, QuantizedArray) and rows.carrier is not None:
-        rows = dataclasses.replace(rows, carrier=jnp.zeros((), rows.carrier.dtype))
-    return dataclasses.replace(given, rows=rows)
-
-
-def _without_rows(given: _Given) -> _Given:
-    """Drops the rows, except for their dtype."""
-    given = _without_carrier(given)
-    if isinstance(given.rows, QuantizedArray):
-        rows = dataclasses.replace(given.rows, values=None, scales=None)
-    else:
-        rows = jnp.zeros((), given.rows.dtype)
-    return dataclasses.replace(given, rows=rows)
+    return out, (dataclasses.replace(given, rows=without_values(given.rows)), kept, z)
 
 
 def _gated_mlp_bwd(
@@ -202,6 +165,8 @@ def _gated_mlp_bwd(
     given, kept, z = saved
     precision, sizes = options.precision, given.group_sizes
     if z is None:
+        # Otherwise XLA would find the same product in the forward pass, and keep its result.
+        given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, kept = precision.prepare(given.rows, sizes)
         z = _preactivation(options, given, rows)
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
@@ -223,9 +188,9 @@ def _gated_mlp_bwd(
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
     gradients = _Given(
-        rows=_like(given.rows, d_rows),
-        w_up=_like(given.w_up, d_w_up),
-        w_down=_like(given.w_down, d_w_down),
+        rows=cotangent_of(given.rows, d_rows),
+        w_up=cotangent_of(given.w_up, d_w_up),
+        w_down=cotangent_of(given.w_down, d_w_down),
         group_sizes=None,
         b_up=d_b_up,
         b_down=d_b_down,
@@ -235,16 +200,6 @@ def _gated_mlp_bwd(
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
-
-
-def _like(primal: Any, gradient: jax.Array) -> Any:
-    """Returns a gradient in the place where it belongs in an argument."""
-    if isinstance(primal, QuantizedWeights):
-        return QuantizedWeights(gradient.astype(primal.w.dtype), None, None)  # pyright: ignore
-    if isinstance(primal, QuantizedArray):
-        carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
-        return QuantizedArray(None, None, carrier)  # pyright: ignore
-    return gradient.astype(primal.dtype)
 
 
 def _sum_of_groups(rows: Any, sizes: jax.Array) -> jax.Array:

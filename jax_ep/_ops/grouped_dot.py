@@ -8,11 +8,13 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_ep import _checks
-from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
+from jax_ep._transport.fp8_passes import QuantizedWeights
+from jax_ep._transport.gated import Fp8, cotangent_of, without_values
 from jax_ep._transport.products import fp8_product, product
 
 _NO_GRADIENT = (
@@ -35,15 +37,17 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
       w: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
         Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
-        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied.
+        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied. Or the result
+        of `quantize_weights`, with rows of either kind.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
 
     Returns:
       [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
-      (float64 rows: in float64). Differentiable in rows and w that are not FP8, in reverse mode. Under
-      `jax.vmap` the products run one after another.
+      (float64 rows: in float64). Differentiable in rows and w that are not FP8, in reverse mode, and with
+      `quantize_weights` in the weights that it was made of, and in rows as in `gated_mlp(precision="fp8")`.
+      Under `jax.vmap` the products run one after another.
 
     Raises:
       ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
@@ -52,6 +56,10 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
     """
     num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
     group_sizes = _checks.array("grouped_dot", "group_sizes", group_sizes)
+    if isinstance(w, QuantizedWeights):
+        rows = _rows_of_quantized_weights(rows)
+        _check_shapes(rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes)
+        return _times_quantized(num_sms, *vary_alike([rows, w, group_sizes]))
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
         _check_shapes(rows.values, w.values, group_sizes)
@@ -118,3 +126,42 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
             f"{of_rows[0]} x {of_rows[1]} and {of_w[0]} x {of_w[1]}; quantize them with "
             "quantize_fp8(x) and quantize_fp8(w, block=(128, 128))"
         )
+
+
+def _rows_of_quantized_weights(rows: Any) -> Any:
+    if not isinstance(rows, QuantizedArray):
+        return _checks.array("grouped_dot", "rows", rows)
+    if block_of("grouped_dot", rows) != (1, BLOCK):
+        raise ValueError("grouped_dot: FP8 rows must have scales of 1 x 128 elements, as quantize_fp8(x) has")
+    values, scales = jax.lax.stop_gradient((rows.values, rows.scales))
+    return QuantizedArray(values, scales, rows.carrier)
+
+
+@custom_vjp(0)
+def _times_quantized(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
+    out = _fp8(num_sms).times(rows, w, group_sizes)
+    return out if isinstance(rows, QuantizedArray) else out.astype(rows.dtype)
+
+
+def _times_quantized_fwd(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+    _, kept = _fp8(num_sms).prepare(rows, group_sizes)
+    out = _times_quantized(num_sms, rows, w, group_sizes)
+    return out, (kept, without_values(rows), w, group_sizes)
+
+
+def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
+    kept, rows, w, group_sizes = saved
+    fp8 = _fp8(num_sms)
+    d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
+    gradients = (
+        cotangent_of(rows, fp8.times_transposed(d_rows, w, group_sizes)),
+        cotangent_of(w, fp8.weight_gradient(kept, d_columns, group_sizes)),
+    )
+    return *gradients, None
+
+
+_times_quantized.defvjp(_times_quantized_fwd, _times_quantized_bwd)
+
+
+def _fp8(num_sms: int) -> Fp8:
+    return Fp8(num_sms, rounds=False, of_weights=False)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _checks
-from jax_ep._checks import integer
 from jax_ep._jax.sharding import axes_of
 
 FP8 = jnp.float8_e4m3fn
@@ -50,47 +49,6 @@ class QuantizedArray:
         return self.values.shape
 
 
-def quantize_fp8(
-    x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
-) -> QuantizedArray:
-    """Quantizes an array to FP8 (e4m3), with a float32 scale for each block.
-
-    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448), because 448 is the
-    largest number of e4m3. An element times 1 / scale is rounded to nearest, ties to even, so its error is at
-    most 2^-4 of its magnitude, or 2^-10 of the scale if that is more. A block that holds a NaN, an infinity
-    or a number too large for float32 becomes NaN. (The scheme of DeepSeek-V3, arXiv:2412.19437, section
-    3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
-
-    Args:
-      x: floating [..., H], of 16 bits or more.
-      block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
-        (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
-      round_scale: scales are rounded up to powers of two, which UE8M0 can hold. A number within 1/32 of the
-        largest one of x's dtype may then come back as infinity in that dtype.
-
-    Raises:
-      ValueError: x has too few dimensions, or the blocks do not divide them.
-      TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
-    """
-    x = _checks.array("quantize_fp8", "x", x)
-    rows, columns = _pair(block)
-    if not _checks.is_float(x.dtype):
-        raise TypeError(f"quantize_fp8: x must be floating, got {_checks.shape_text(x)}")
-    if jnp.finfo(x.dtype).bits < 16:
-        raise TypeError(
-            f"quantize_fp8: x must be floating of 16 bits or more, got {_checks.shape_text(x)}, which needs "
-            "the scales that it has already; pass jax_ep.dequantize_fp8 of the QuantizedArray"
-        )
-    least = 1 if rows == 1 else 2
-    if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
-        raise ValueError(
-            f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
-            f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
-        )
-
-    return quantize_blocks(x, (rows, columns), round_scale, FLOOR)
-
-
 def quantize_blocks(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float) -> QuantizedArray:
     """Returns x in FP8. The largest magnitude of a block counts as `floor` at least: no scale is 0."""
     rows, columns = block
@@ -115,7 +73,7 @@ def quantize_blocks(x: jax.Array, block: tuple[int, int], round_scale: bool, flo
         *x.shape[: -len(per_block)],
         *(n // size for n, size in zip(x.shape[-2:], per_block, strict=True)),
     )
-    return QuantizedArray(*_run("quantize_fp8", quantize, (x,), x, x.shape, blocks))
+    return QuantizedArray(*without_gradients("quantize_fp8", quantize, (x,), x, x.shape, blocks))
 
 
 def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -139,11 +97,14 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
         parts = _in_blocks(values.astype(jnp.float32), rows, columns)
         return ((parts * scales[..., :, None, :, None]).reshape(values.shape).astype(dtype),)
 
-    (wide,) = _run("dequantize_fp8", dequantize, (q.values, q.scales), q.values, q.shape)
+    operands = q.values, q.scales
+    (wide,) = without_gradients("dequantize_fp8", dequantize, operands, q.values, q.shape)
     return wide
 
 
-def _run(name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]) -> Any:
+def without_gradients(
+    name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]
+) -> Any:
     """Returns function(*operands). A gradient is an error, because it would pass through FP8.
 
     Under Explicit sharding JAX cannot infer how blocks are sharded, so they get the sharding of the elements
@@ -224,14 +185,6 @@ def _next_power_of_two(x: jax.Array) -> jax.Array:
     """Returns the least power of two that is not below a positive x."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
-
-
-def _pair(block: Any) -> tuple[int, int]:
-    sizes = block if isinstance(block, tuple) else (1, block)
-    rows, columns = map(integer, sizes) if len(sizes) == 2 else (None, None)
-    if rows is None or columns is None or rows < 1 or columns < 1:
-        raise ValueError(f"quantize_fp8: block must be a positive int or a pair of them, got {block!r}")
-    return rows, columns
 
 
 def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -12,11 +12,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
+from jax_ep._jax.sharding import is_per_device
 from jax_ep._transport import ffi_products
-from jax_ep._transport.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quantize_blocks, quantize_fp8
+from jax_ep._transport.fp8 import (
+    BLOCK,
+    FLOOR,
+    QuantizedArray,
+    dequantize_fp8,
+    quantize_blocks,
+    without_gradients,
+)
 
 COTANGENT_FLOOR = 1e-30
 """FLOOR for cotangents, which may be very small."""
+
+KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 class Columns(NamedTuple):
@@ -56,6 +66,26 @@ class QuantizedWeights:
     w: jax.Array
     transposed: QuantizedArray
     kept: QuantizedArray
+
+
+def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
+    """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient."""
+    # XLA cannot divide a kernel's work among devices.
+    has_kernel = x.dtype in KERNEL_DTYPES and block in ((1, BLOCK), (BLOCK, BLOCK)) and x.size > 0
+    if not (has_kernel and is_per_device() and _extension.runs_kernels()):
+        return quantize_blocks(x, block, round_scale, FLOOR)
+
+    def by_kernel(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, columns = block
+        if rows == 1:
+            q = quantize_rows(x.reshape(-1, x.shape[-1]), round_scale)
+        else:
+            q = quantize_matrices(x.reshape(-1, *x.shape[-2:]), round_scale, transposed=False)[0]
+        blocks = x.shape[-2] // rows if x.ndim > 1 else 1
+        shape = *x.shape[:-2], *([blocks] if x.ndim > 1 else []), x.shape[-1] // columns
+        return q.values.reshape(x.shape), q.scales.reshape(shape)
+
+    return QuantizedArray(*without_gradients("quantize_fp8", by_kernel, (x,), x))
 
 
 def quantize_both(
@@ -104,7 +134,7 @@ def quantize_matrices(
     if _extension.runs_kernels():
         values, scales, turned = ffi_products.quantize_matrices(w, round_scale, kept, transposed)
     else:
-        q = quantize_fp8(w, block=(BLOCK, BLOCK), round_scale=round_scale)
+        q = quantize_blocks(w, (BLOCK, BLOCK), round_scale, FLOOR)
         values, scales, turned = q.values, q.scales, q.values.swapaxes(1, 2)
     return QuantizedArray(values, scales), QuantizedArray(turned, scales.swapaxes(1, 2))
 

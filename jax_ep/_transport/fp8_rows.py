@@ -15,7 +15,8 @@ from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.dtypes import is_differentiable
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8, quantize_fp8
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8
+from jax_ep._transport.fp8_passes import quantize
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import attach, route, send
 from jax_ep._transport.routing import Routing, in_slots
@@ -116,7 +117,7 @@ def _route_as_fp8(
 
 def _pack(x: jax.Array, round_scale: bool) -> Leaves:
     """Returns what is sent: the values, and the scales as integers, which have no gradients."""
-    q = quantize_fp8(jax.lax.stop_gradient(x), round_scale=round_scale)
+    q = quantize(jax.lax.stop_gradient(x), (1, BLOCK), round_scale)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 
 

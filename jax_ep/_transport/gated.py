@@ -210,6 +210,30 @@ class Fp8:
         return fp8_product(self.num_sms, rows.values, values, rows.scales, scales, sizes)
 
 
+def cotangent_of(primal: Any, gradient: jax.Array) -> Any:
+    """Returns a gradient in the place where it belongs in an argument."""
+    if isinstance(primal, QuantizedWeights):
+        return QuantizedWeights(gradient.astype(primal.w.dtype), None, None)  # pyright: ignore
+    if isinstance(primal, QuantizedArray):
+        carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
+        return QuantizedArray(None, None, carrier)  # pyright: ignore
+    return gradient.astype(primal.dtype)
+
+
+def without_carrier(rows: Any) -> Any:
+    """Drops the carrier of rows, except for its dtype, so that a scan does not store it."""
+    if isinstance(rows, QuantizedArray) and rows.carrier is not None:
+        return dataclasses.replace(rows, carrier=jnp.zeros((), rows.carrier.dtype))
+    return rows
+
+
+def without_values(rows: Any) -> Any:
+    """Drops rows, except for the dtype that `cotangent_of` needs."""
+    if isinstance(rows, QuantizedArray):
+        return dataclasses.replace(without_carrier(rows), values=None, scales=None)
+    return jnp.zeros((), rows.dtype)
+
+
 def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
     return rows if row_weights is None else rows * row_weights[:, None].astype(rows.dtype)
 

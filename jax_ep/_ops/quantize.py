@@ -1,0 +1,88 @@
+"""quantize_fp8 and quantize_weights: conversions to FP8 before products."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks
+from jax_ep._checks import integer
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray
+from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights, quantize, quantize_matrices
+
+
+def quantize_fp8(
+    x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
+) -> QuantizedArray:
+    """Quantizes an array to FP8 (e4m3), with a float32 scale for each block.
+
+    A block's scale is its largest magnitude, at least 1e-4, times float32(1 / 448), because 448 is the
+    largest number of e4m3. An element times 1 / scale is rounded to nearest, ties to even, so its error is at
+    most 2^-4 of its magnitude, or 2^-10 of the scale if that is more. A block that holds a NaN, an infinity
+    or a number too large for float32 becomes NaN. (The scheme of DeepSeek-V3, arXiv:2412.19437, section
+    3.3.2: 1 x 128 for tokens, 128 x 128 for weights.)
+
+    Args:
+      x: floating [..., H], of 16 bits or more.
+      block: the elements that share a scale: `n` in a row, or a pair (m, n) of m x n in a matrix, as
+        (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
+      round_scale: scales are rounded up to powers of two, which UE8M0 can hold. A number within 1/32 of the
+        largest one of x's dtype may then come back as infinity in that dtype.
+
+    Raises:
+      ValueError: x has too few dimensions, or the blocks do not divide them.
+      TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
+    """
+    x = _checks.array("quantize_fp8", "x", x)
+    rows, columns = _pair(block)
+    if not _checks.is_float(x.dtype):
+        raise TypeError(f"quantize_fp8: x must be floating, got {_checks.shape_text(x)}")
+    if jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(
+            f"quantize_fp8: x must be floating of 16 bits or more, got {_checks.shape_text(x)}, which needs "
+            "the scales that it has already; pass jax_ep.dequantize_fp8 of the QuantizedArray"
+        )
+    least = 1 if rows == 1 else 2
+    if x.ndim < least or x.shape[-1] % columns or (x.ndim > 1 and x.shape[-2] % rows):
+        raise ValueError(
+            f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
+            f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
+        )
+
+    return quantize(x, (rows, columns), bool(round_scale))
+
+
+def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
+    """Quantizes experts' matrices once for many products, as `gated_mlp(precision="fp8")` takes them.
+
+    Both layouts that a training step reads are made in one pass. Call it once a step, inside `jax.shard_map`
+    and outside of a loop over micro-batches. Gradients of what is computed with the result go to w, as if w
+    itself had been used.
+
+    Args:
+      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128.
+      round_scale: if true, scales are rounded up to powers of two.
+
+    Raises:
+      ValueError: 128 x 128 blocks do not divide the matrices.
+      TypeError: w is not floating, or has 64 bits.
+    """
+    w = _checks.array("quantize_weights", "w", w)
+    if w.dtype not in KERNEL_DTYPES:
+        raise TypeError(
+            f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"
+        )
+    if w.ndim != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK:
+        raise ValueError(
+            f"quantize_weights: w must be [L, M, N], M and N multiples of 128, got {_checks.shape_text(w)}"
+        )
+    kept, transposed = quantize_matrices(jax.lax.stop_gradient(w), bool(round_scale))
+    return QuantizedWeights(w, transposed, kept)
+
+
+def _pair(block: Any) -> tuple[int, int]:
+    sizes = block if isinstance(block, tuple) else (1, block)
+    rows, columns = map(integer, sizes) if len(sizes) == 2 else (None, None)
+    if rows is None or columns is None or rows < 1 or columns < 1:
+        raise ValueError(f"quantize_fp8: block must be a positive int or a pair of them, got {block!r}")
+    return rows, columns
