@@ -130,3 +130,24 @@ def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) 
     checked = handle(op, value)
     require_manual(op, checked.routing.group)
     return checked, choose(checked.routing, implementation)
+
+
+def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> None:
+    """Raises ValueError unless there is a number of rows for each matrix, as far as that is known."""
+    if group_sizes.ndim == 1 and num_matrices > group_sizes.shape[0] > 0:
+        raise ValueError(
+            f"{op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this rank, got "
+            f"{num_matrices}; shard the experts' axis over the group (shard_map's in_specs)"
+        )
+    if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"{op}: group_sizes must be int32 [{num_matrices}], a number of rows for each matrix, got "
+            f"{shape_text(group_sizes)}"
+        )
+    if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
+        sizes = np.asarray(group_sizes)
+        if (sizes < 0).any() or sizes.sum(dtype=np.int64) > num_rows:
+            raise ValueError(
+                f"{op}: group_sizes must be numbers of rows, of which there are {num_rows}, got "
+                f"{sizes.tolist()}"
+            )

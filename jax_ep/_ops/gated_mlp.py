@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import vary_alike
+from jax_ep._ops.arguments import check_group_sizes
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
-from jax_ep._transport.fp8_passes import QuantizedWeights
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights
 from jax_ep._transport.gated import (
     ACTIVATIONS,
     Activation,
@@ -20,11 +21,18 @@ from jax_ep._transport.gated import (
     Precision,
     Wide,
     cotangent_of,
+    sharded_like,
     weighted,
     without_carrier,
+    without_gradient_of_values,
     without_values,
 )
 from jax_ep._transport.products import product
+
+_NO_GRADIENT = (
+    "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "
+    "that are not quantized, or jax.lax.stop_gradient(...) of them"
+)
 
 
 def gated_mlp(
@@ -55,8 +63,8 @@ def gated_mlp(
 
     Args:
       rows: floating [C, H]; the rows of expert l follow those of expert l - 1. In FP8 also a
-        `QuantizedArray` with scales [C, H / 128], such as rows that `dispatch(quantize="fp8")` delivers.
-        These have a gradient.
+        `QuantizedArray` with scales [C, H / 128]. Rows that `dispatch(quantize="fp8")` delivers have a
+        gradient, because they have a carrier.
       w_up: [L, H, 2F] gate, then up projection, of the dtype of rows; in FP8 of any floating dtype, or of
         `quantize_weights`.
       w_down: [L, F, H], likewise.
@@ -65,7 +73,8 @@ def gated_mlp(
       b_down: [L, H] or None.
       row_weights: [C] or None. The result is multiplied by them. (Do not pass them to `combine` again.)
       activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
-        (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32.
+        (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32, which must
+        not close over arrays that have a gradient.
       precision: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
         "fp8_all": these in FP8, too: faster only if experts have many rows (docs/tuning.md). For both, H and
         F must be multiples of 128.
@@ -93,7 +102,8 @@ def gated_mlp(
     options = _Options(_activation(activation), chosen, save == "preactivation")
     given = _check(precision, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
     with jax.named_scope("jax_ep.gated_mlp"):
-        return _gated_mlp(options, vary_alike(given))
+        out = _gated_mlp(options, as_bits(vary_alike(given)))
+        return without_gradient_of_values(_NO_GRADIENT, rows, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +133,7 @@ class _Given:
 
 @custom_vjp(0)
 def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
+    given = from_bits(given)
     return _from_preactivation(options, given, _preactivation(options, given, given.rows))
 
 
@@ -153,21 +164,23 @@ def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
     if not options.saves_preactivation:
         rows = without_carrier(given.rows)
         return _gated_mlp(options, given), (dataclasses.replace(given, rows=rows), None, None)
-    rows, kept = options.precision.prepare(given.rows, given.group_sizes)
+    given = from_bits(given)
+    rows, saved_rows = options.precision.prepare(given.rows, given.group_sizes)
     z = _preactivation(options, given, rows)
     out = _from_preactivation(options, given, z)
-    return out, (dataclasses.replace(given, rows=without_values(given.rows)), kept, z)
+    given = dataclasses.replace(given, rows=without_values(given.rows))
+    return out, as_bits((given, saved_rows, z))
 
 
 def _gated_mlp_bwd(
     options: _Options, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array
 ) -> tuple[_Given]:
-    given, kept, z = saved
+    given, saved_rows, z = from_bits(saved)
     precision, sizes = options.precision, given.group_sizes
     if z is None:
         # Otherwise XLA would find the same product in the forward pass, and keep its result.
         given, d_out = jax.lax.optimization_barrier((given, d_out))
-        rows, kept = precision.prepare(given.rows, sizes)
+        rows, saved_rows = precision.prepare(given.rows, sizes)
         z = _preactivation(options, given, rows)
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
@@ -176,7 +189,7 @@ def _gated_mlp_bwd(
     )
     d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes)
     d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
-    d_w_up = precision.weight_gradient(kept, found.d_z_columns, sizes)
+    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes)
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
@@ -188,7 +201,7 @@ def _gated_mlp_bwd(
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
     gradients = _Given(
-        rows=cotangent_of(given.rows, d_rows),
+        rows=cotangent_of(given.rows, sharded_like(saved_rows, d_rows)),
         w_up=cotangent_of(given.w_up, d_w_up),
         w_down=cotangent_of(given.w_down, d_w_down),
         group_sizes=None,
@@ -253,12 +266,12 @@ def _check(
             matrices.append(array(name, w))
     wide = [w.w if isinstance(w, QuantizedWeights) else w for w in matrices]
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
-    if not all(is_differentiable(w.dtype) for w in numbers) or not (
-        is_fp8 or len({w.dtype for w in numbers}) == 1
-    ):
+    dtypes = {w.dtype for w in numbers}
+    fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
+    if not fits or not all(map(is_differentiable, dtypes)):
         raise TypeError(
             "gated_mlp: rows, w_up and w_down must have one floating dtype of 16 bits or more, or in "
-            f"FP8 any, got {', '.join(map(_checks.shape_text, numbers))}"
+            f"FP8 any of 16 or 32 bits, got {', '.join(map(_checks.shape_text, numbers))}"
         )
     given = _Given(
         rows=rows,
@@ -270,7 +283,12 @@ def _check(
         row_weights=array("row_weights", row_weights),
     )
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
-    return given
+    check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
+    if given.row_weights is None:
+        return given
+    # Those of the tail may be NaN.
+    is_row = jnp.arange(rows.shape[0]) < jnp.sum(given.group_sizes)
+    return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 
 def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:
@@ -283,7 +301,6 @@ def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) ->
     wanted = {
         "w_up": (up, (num_experts, width, 2 * inner)),
         "w_down": (down, (num_experts, inner, width)),
-        "group_sizes": (given.group_sizes.shape, (num_experts,)),
         "b_up": (given.b_up, (num_experts, 2 * inner)),
         "b_down": (given.b_down, (num_experts, width)),
         "row_weights": (given.row_weights, (rows[0],)),

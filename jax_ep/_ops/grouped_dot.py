@@ -4,17 +4,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
+from jax_ep._ops.arguments import check_group_sizes
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, block_of
+from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._transport.fp8_passes import QuantizedWeights
-from jax_ep._transport.gated import Fp8, cotangent_of, without_values
+from jax_ep._transport.gated import (
+    Fp8,
+    cotangent_of,
+    sharded_like,
+    without_gradient_of_values,
+    without_values,
+)
 from jax_ep._transport.products import fp8_product, product
 
 _NO_GRADIENT = (
@@ -59,7 +64,8 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
     if isinstance(w, QuantizedWeights):
         rows = _rows_of_quantized_weights(rows)
         _check_shapes(rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes)
-        return _times_quantized(num_sms, *vary_alike([rows, w, group_sizes]))
+        out = _times_quantized(num_sms, *as_bits(vary_alike([rows, w, group_sizes])))
+        return without_gradient_of_values(_NO_GRADIENT, rows, out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
         _check_shapes(rows.values, w.values, group_sizes)
@@ -90,23 +96,12 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
     fits = rows.ndim == 2 and w.ndim == 3 and rows.shape[1] == w.shape[1]
-    if fits and group_sizes.ndim == 1 and w.shape[0] > group_sizes.shape[0] > 0:
-        raise ValueError(
-            f"grouped_dot: w must have a matrix for each of the {group_sizes.shape[0]} experts of this "
-            f"rank, got {w.shape[0]}; shard the experts' axis over the group (shard_map's in_specs)"
-        )
-    if not fits or group_sizes.shape != w.shape[:1] or group_sizes.dtype != jnp.int32:
+    if not fits:
         raise ValueError(
             "grouped_dot: rows [C, M], w [L, M, N] and group_sizes int32 [L] must fit; got "
             f"{', '.join(map(_checks.shape_text, (rows, w, group_sizes)))}"
         )
-    if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
-        sizes = np.asarray(group_sizes)
-        if (sizes < 0).any() or sizes.sum(dtype=np.int64) > rows.shape[0]:
-            raise ValueError(
-                f"grouped_dot: group_sizes must be numbers of rows, of which there are {rows.shape[0]}, got "
-                f"{sizes.tolist()}"
-            )
+    check_group_sizes("grouped_dot", group_sizes, w.shape[0], rows.shape[0])
 
 
 def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
@@ -133,29 +128,29 @@ def _rows_of_quantized_weights(rows: Any) -> Any:
         return _checks.array("grouped_dot", "rows", rows)
     if block_of("grouped_dot", rows) != (1, BLOCK):
         raise ValueError("grouped_dot: FP8 rows must have scales of 1 x 128 elements, as quantize_fp8(x) has")
-    values, scales = jax.lax.stop_gradient((rows.values, rows.scales))
-    return QuantizedArray(values, scales, rows.carrier)
+    return rows
 
 
 @custom_vjp(0)
 def _times_quantized(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
+    rows, w = from_bits((rows, w))
     out = _fp8(num_sms).times(rows, w, group_sizes)
     return out if isinstance(rows, QuantizedArray) else out.astype(rows.dtype)
 
 
 def _times_quantized_fwd(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
-    _, kept = _fp8(num_sms).prepare(rows, group_sizes)
     out = _times_quantized(num_sms, rows, w, group_sizes)
-    return out, (kept, without_values(rows), w, group_sizes)
+    _, saved_rows = _fp8(num_sms).prepare(rows, group_sizes)
+    return out, (saved_rows, without_values(rows), w, group_sizes)
 
 
 def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
-    kept, rows, w, group_sizes = saved
+    saved_rows, rows, w, group_sizes = from_bits(saved)
     fp8 = _fp8(num_sms)
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
     gradients = (
-        cotangent_of(rows, fp8.times_transposed(d_rows, w, group_sizes)),
-        cotangent_of(w, fp8.weight_gradient(kept, d_columns, group_sizes)),
+        cotangent_of(rows, sharded_like(saved_rows, fp8.times_transposed(d_rows, w, group_sizes))),
+        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes)),
     )
     return *gradients, None
 
@@ -164,4 +159,4 @@ _times_quantized.defvjp(_times_quantized_fwd, _times_quantized_bwd)
 
 
 def _fp8(num_sms: int) -> Fp8:
-    return Fp8(num_sms, rounds=False, of_weights=False)
+    return Fp8(num_sms, rounds=False, weight_gradients=False)

@@ -191,3 +191,21 @@ def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Reshapes [..., M, N] to [..., M / rows, rows, N / columns, columns]."""
     height = x.shape[-2] if x.ndim > 1 else 1
     return x.reshape(*x.shape[:-2], height // rows, rows, x.shape[-1] // columns, columns)
+
+
+def as_bits(tree: Any) -> Any:
+    """Returns a pytree with uint8 in place of FP8.
+
+    If a policy of `jax.checkpoint` keeps float8 arrays, JAX turns their largest numbers into NaN. So none
+    crosses the boundary of a function with a custom gradient.
+    """
+    return _bitcast(tree, FP8, jnp.dtype(jnp.uint8))
+
+
+def from_bits(tree: Any) -> Any:
+    """Returns a pytree of `as_bits` as it was."""
+    return _bitcast(tree, jnp.dtype(jnp.uint8), FP8)
+
+
+def _bitcast(tree: Any, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, new) if a.dtype == old else a, tree)

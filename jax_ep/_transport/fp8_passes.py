@@ -78,7 +78,7 @@ def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool) -> Quantiz
     def by_kernel(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, columns = block
         if rows == 1:
-            q = quantize_rows(x.reshape(-1, x.shape[-1]), round_scale)
+            q = quantize_rows(x.reshape(-1, x.shape[-1]), None, round_scale)
         else:
             q = quantize_matrices(x.reshape(-1, *x.shape[-2:]), round_scale, transposed=False)[0]
         blocks = x.shape[-2] // rows if x.ndim > 1 else 1
@@ -105,10 +105,12 @@ def quantize_both(
     return rows, _columns(x, group_sizes, round_scale, floor)
 
 
-def quantize_rows(x: jax.Array, round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
-    """Returns rows [C, M] in FP8, with scales of 128 elements."""
+def quantize_rows(
+    x: jax.Array, group_sizes: jax.Array | None, round_scale: bool, floor: float = FLOOR
+) -> QuantizedArray:
+    """Returns rows [C, M] in FP8, with scales of 128 elements. On GPUs rows past the groups are undefined."""
     if _extension.runs_kernels():
-        values, scales, *_ = ffi_products.quantize(x, None, None, round_scale, floor, True, 0)
+        values, scales, *_ = ffi_products.quantize(x, None, group_sizes, round_scale, floor, True, 0)
         return QuantizedArray(values, scales)
     return quantize_blocks(x, (1, BLOCK), round_scale, floor)
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
+from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport import ffi_products
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import sum_dtype
@@ -44,7 +46,7 @@ def _clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 ACTIVATIONS: dict[str, Activation] = {"silu": _silu, "gelu": _gelu, "clipped": _clipped}
 
-_OF_KERNELS: dict[Any, int] = {_silu: 0, _gelu: 1, _clipped: 2}  # Activation in ffi/core/params.h
+_OF_KERNELS = (_silu, _gelu, _clipped)  # Activation in ffi/core/params.h
 
 
 class Gradients(NamedTuple):
@@ -138,10 +140,10 @@ class Fp8:
 
     num_sms: int
     rounds: bool
-    of_weights: bool  # also for the gradients of weights, which have bfloat16 operands otherwise
+    weight_gradients: bool  # in FP8, too; otherwise they have bfloat16 operands
 
     def times(self, rows: jax.Array | QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
-        rows = rows if isinstance(rows, QuantizedArray) else quantize_rows(rows, self.rounds)
+        rows = rows if isinstance(rows, QuantizedArray) else quantize_rows(rows, sizes, self.rounds)
         is_ready = isinstance(w, QuantizedWeights)
         transposed = w.transposed if is_ready else quantize_matrices(w, self.rounds, kept=False)[1]
         return self._product(rows, transposed, sizes)
@@ -152,7 +154,7 @@ class Fp8:
         return self._product(rows, kept, sizes)
 
     def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array:
-        if self.of_weights:
+        if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
                 rows = quantize_columns(rows, sizes, self.rounds)
             return fp8_weight_gradient(self.num_sms, rows, d_rows, sizes)
@@ -162,22 +164,22 @@ class Fp8:
     def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
         if isinstance(rows, QuantizedArray):
             return rows, dataclasses.replace(rows, carrier=None)
-        if self.of_weights:
+        if self.weight_gradients:
             return quantize_both(rows, sizes, self.rounds)
         return rows, rows
 
     def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Any]:
-        if self.of_weights:
+        if self.weight_gradients:
             return quantize_both(d, sizes, self.rounds, COTANGENT_FLOOR)
-        return quantize_rows(d, self.rounds, COTANGENT_FLOOR), d
+        return quantize_rows(d, sizes, self.rounds, COTANGENT_FLOOR), d
 
     def activate(
         self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
     ) -> QuantizedArray:
         if self._is_fused(activation, z, row_weights):
-            index = _OF_KERNELS[activation]
+            index = _OF_KERNELS.index(activation)
             return QuantizedArray(*ffi_products.quantize_gated(index, z, sizes, self.rounds))
-        return quantize_rows(_hidden(activation, z, row_weights), self.rounds)
+        return quantize_rows(_hidden(activation, z, row_weights), sizes, self.rounds)
 
     def gradients(
         self,
@@ -188,21 +190,21 @@ class Fp8:
         sizes: jax.Array,
         wide: bool,
     ) -> Gradients:
-        if self.of_weights and not wide and self._is_fused(activation, z, row_weights):
+        if self.weight_gradients and not wide and self._is_fused(activation, z, row_weights):
             count = Columns.num_columns(z.shape[0], sizes.shape[0])
             hidden, rows, columns = ffi_products.quantize_gated_gradients(
-                _OF_KERNELS[activation], z, d_hidden, sizes, self.rounds, COTANGENT_FLOOR, count
+                _OF_KERNELS.index(activation), z, d_hidden, sizes, self.rounds, COTANGENT_FLOOR, count
             )
             return Gradients(Columns(*hidden), QuantizedArray(*rows), Columns(*columns), None, None)
         hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
         rows, columns = self.cotangents(d_z, sizes)
-        if self.of_weights:
+        if self.weight_gradients:
             hidden = quantize_columns(hidden, sizes, self.rounds)
         return Gradients(hidden, rows, columns, d_z, d_row_weights)
 
     def _is_fused(self, activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> bool:
         """Returns whether a kernel computes the activation and quantizes it in one pass."""
-        is_known = activation in _OF_KERNELS and z.dtype == jnp.bfloat16
+        is_known = any(activation is known for known in _OF_KERNELS) and z.dtype == jnp.bfloat16
         return _extension.runs_kernels() and is_known and row_weights is None
 
     def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
@@ -213,11 +215,26 @@ class Fp8:
 def cotangent_of(primal: Any, gradient: jax.Array) -> Any:
     """Returns a gradient in the place where it belongs in an argument."""
     if isinstance(primal, QuantizedWeights):
-        return QuantizedWeights(gradient.astype(primal.w.dtype), None, None)  # pyright: ignore
+        return QuantizedWeights(cotangent_of(primal.w, gradient), None, None)  # pyright: ignore
     if isinstance(primal, QuantizedArray):
         carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
         return QuantizedArray(None, None, carrier)  # pyright: ignore
-    return gradient.astype(primal.dtype)
+    return sharded_like(primal, gradient).astype(primal.dtype)
+
+
+def sharded_like(primal: Any, gradient: jax.Array) -> jax.Array:
+    """Returns a gradient with the Explicit sharding of an array of its shape, if the primal is one."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit and isinstance(primal, jax.Array) and primal.shape == gradient.shape:
+        return jax.sharding.reshard(gradient, jax.typeof(primal).sharding.spec)
+    return gradient
+
+
+def without_gradient_of_values(error: str, rows: Any, out: jax.Array) -> jax.Array:
+    """Returns out, whose gradient in FP8 rows without a carrier raises TypeError."""
+    if isinstance(rows, QuantizedArray) and rows.carrier is None:
+        return without_gradient(error, *vary_alike([(rows.values, rows.scales), out]))
+    return out
 
 
 def without_carrier(rows: Any) -> Any:

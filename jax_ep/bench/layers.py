@@ -230,7 +230,9 @@ def programs(
     arrays: dict[str, Any] = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes}
     arrays["matrices"] = up, down
     if _fits_fp8(up) and _fits_fp8(down):
-        arrays["quantized"] = tuple(local(jax_ep.quantize_weights)(w) for w in (up, down))
+        # Without the weights themselves, of which a program would return a copy.
+        quantize = local(lambda w: dataclasses.replace(jax_ep.quantize_weights(w), w=None))
+        arrays["quantized"] = quantize(up), quantize(down)
     yield from layer_programs(local, moe, arrays, 2.0 * count * 3 * width * inner)
 
 

@@ -93,19 +93,27 @@ def test_products_and_layers(tmp_path, bench):
     assert report["results"] == []
     timed = {(r["op"], r["by"]): r for r in report["layers"]}
     ways = [f"{what} {way}" for what in ("up", "down") for way in ("forward", "dgrad", "wgrad")]
-    both = [
-        f"{part} {way}"
-        for part in ("communication", "products", "layer")
-        for way in ("forward", "forward + backward")
-    ]
+    directions = ("forward", "forward + backward")
+    parts = {
+        "communication": ["ffi"],
+        "experts": ["composed", "gated_mlp", "gated_mlp, FP8"],
+        "layer": ["composed", "gated_mlp, FP8"],
+    }
+    both = {
+        (f"{part} {way}", by)
+        for part, implementations in parts.items()
+        for way in directions
+        for by in implementations
+    }
     products = {(op, by) for op in ways for by in ("dense", "grouped_dot")}
     fp8 = {(f"{what} forward", "grouped_dot, FP8") for what in ("up", "down")}
-    assert set(timed) == products | fp8 | {(op, "ffi") for op in both}
+    assert set(timed) == products | fp8 | both
     # 64 rows by 128 x 256; a SwiGLU layer has three products of 128 x 128, and twice as much backward.
     assert timed["up forward", "dense"]["flop"] == 2 * 64 * 128 * 256
-    assert timed["layer forward + backward", "ffi"]["flop"] == 3 * 2 * 64 * 3 * 128 * 128
+    assert timed["layer forward + backward", "composed"]["flop"] == 3 * 2 * 64 * 3 * 128 * 128
     for (op, by), result in timed.items():
-        assert (result["share"] is not None) == (by.startswith("grouped_dot") or op.startswith("layer"))
+        is_compared = by.startswith(("grouped_dot", "gated_mlp")) or op.startswith("layer")
+        assert (result["share"] is not None) == is_compared
 
 
 def test_a_sweep_is_drawn(tmp_path, bench):

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import floats, ranks, routing, same_bits
-from devices import most_ranks
+from devices import make_mesh, most_ranks
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._transport import fp8_passes
@@ -181,7 +183,7 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     want = quantize_blocks(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
-    alone = jax.jit(fp8_passes.quantize_rows, static_argnums=1)(rows, round_scale)
+    alone = jax.jit(fp8_passes.quantize_rows, static_argnums=2)(rows, SIZES, round_scale)
     want = quantize_blocks(first, (1, 128), round_scale, 1e-4)
     assert same_bits(alone.values[:USED], want.values)
     assert same_bits(alone.scales[:USED], want.scales)
@@ -295,6 +297,48 @@ def test_saving_inputs_takes_less_memory(precision):
 
     saved = temporaries("preactivation") - temporaries("inputs")
     assert saved >= C * 2 * F * 2
+
+
+def test_a_policy_may_keep_fp8():
+    """JAX would turn the largest numbers of float8 arrays that a policy keeps into NaN."""
+    rows, up, down, *_ = arrays(jnp.bfloat16)
+    carrier = jnp.nan_to_num(rows)
+    q = jax_ep.quantize_fp8(carrier)
+
+    def layer(carrier, up, down):
+        rows = jax_ep.QuantizedArray(q.values, q.scales, carrier)
+        ready = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)
+        hidden = jax_ep.gated_mlp(rows, *ready, SIZES, precision="fp8_all")
+        return jax_ep.grouped_dot(hidden, ready[0], SIZES)
+
+    cotangent = floats((USED, 2 * F), seed=9)
+    kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+    got, want = (with_gradients(one, (carrier, up, down), cotangent) for one in (kept, layer))
+    assert_near(got, want, 1e-3)
+
+
+def test_rows_and_weights_under_explicit_sharding():
+    mesh = make_mesh((2,), ("x",), AxisType.Explicit)
+    rows, up, down, *_ = arrays(jnp.float32)
+    run = lambda rows, up, down: jnp.sum(jax_ep.gated_mlp(rows, up, down, SIZES))
+    want = jax.grad(run, argnums=(0, 1, 2))(rows.at[USED:].set(0), up, down)
+    with jax.set_mesh(mesh):
+        given = (
+            jax.device_put(rows.at[USED:].set(0), P("x", None)),
+            jax.device_put(up, P(None, "x", None)),
+            jax.device_put(down, P()),
+        )
+        got = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*given)
+    for one, other, array in zip(got, want, given, strict=True):
+        assert one.sharding.is_equivalent_to(array.sharding, one.ndim)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_rows_without_a_carrier_have_no_gradient():
+    rows, up, down, *_ = arrays(jnp.bfloat16)
+    run = lambda rows: jnp.sum(jax_ep.gated_mlp(jax_ep.quantize_fp8(rows), up, down, SIZES, precision="fp8"))
+    with pytest.raises(TypeError, match="gated_mlp: FP8 rows without a carrier have no gradient"):
+        jax.grad(run)(rows)
 
 
 def test_micro_batches_share_quantized_weights():

@@ -17,13 +17,13 @@ constexpr int kPieceRows = 8;
 constexpr int kTileThreads = kTile * kTile / kPiece / kPieceRows;
 constexpr int kTileWarps = kTileThreads / kWarp;
 constexpr int kWarpRows = kTile / kTileWarps;
-static_assert(kWarpRows == 16, "of a column are one vector in the transpose");
+static_assert(kWarpRows == sizeof(uint4), "a warp's rows of a column are one vector of the transpose");
 
-// FP8 with scales, whose type a Float does not name.
+// The type of input that is FP8 already, with a scale for each 128 elements.
 struct Scaled {};
 
-// 8 neighboring elements of a row, in as few registers as they need. Of its magnitudes, each word has two of
-// 16 bits, or one as float32. Bit patterns of magnitudes are ordered like the magnitudes, with NaN last.
+// 8 neighboring elements of a row, in as few registers as they need. A word of magnitudes holds two of 16
+// bits, or one of float32. Bit patterns of magnitudes are ordered like the magnitudes, with NaN last.
 template <typename T>
 struct Piece {  // of 16 bits
   static constexpr int kWords = 4;
@@ -56,10 +56,6 @@ struct Piece<float> {
   static constexpr int kWords = kPiece;
   float4 values[2];
 
-  __device__ static Piece Load(const void* x, int64_t first) {
-    const auto* const at = reinterpret_cast<const float4*>(static_cast<const float*>(x) + first);
-    return {{at[0], at[1]}};
-  }
   __device__ float operator[](int i) const { return reinterpret_cast<const float*>(values)[i]; }
   __device__ uint32_t Magnitudes(int word) const { return __float_as_uint((*this)[word]) & 0x7fffffffu; }
   __device__ static uint32_t Max(uint32_t a, uint32_t b) { return max(a, b); }

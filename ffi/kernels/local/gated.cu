@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
 
   // Converts a tile of an array of `columns` columns, whose tile in a row is `index`.
   const auto convert = [&](SharedTile<BF16>& tile_of, const QuantizedResults& to, int64_t columns, int index,
-                           bool keeps, float floor) {
+                           bool stores_rows, float floor) {
     const int64_t blocks = columns / kTile;
     const TileStrides strides = {columns, blocks, params.num_columns};
     const TileResults results = {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
         to.transposed + int64_t{index} * kTile * params.num_columns + int64_t{tile} * kTile,
         to.transposed_scales + int64_t{tile} * columns + int64_t{index} * kTile};
     const auto maxima = Maxima<BF16>::Of<true>(tile_of.pieces);
-    if (keeps) {
+    if (stores_rows) {
       StoreScaledRows(tile_of.pieces, maxima.of_row, rows.count, results, strides, params.rounds, floor);
     }
     if (kBackward) StoreScaledColumns(tile_of, maxima, results, strides, params.rounds, floor);
