@@ -10,7 +10,7 @@ from jax_ep import _extension
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
-from jax_ep._transport import ffi_products, xla
+from jax_ep._transport import ffi_products, xla_products
 from jax_ep._transport.backend import Product
 from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
 from jax_ep._transport.fp8_passes import Columns
@@ -31,7 +31,7 @@ def product(
     def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
             return ffi_products.grouped_dot(kind, rows, others, group_sizes, num_sms)
-        return xla.grouped_dot(kind, rows, others, group_sizes)
+        return xla_products.grouped_dot(kind, rows, others, group_sizes)
 
     return _sharded(kind, one, rows, others, group_sizes)
 

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_ep._extension import current_platform
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
-from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Product, Routed
+from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Routed
 from jax_ep._transport.balance import ExpertPlan, plan_experts
 from jax_ep._transport.collectives import exchange, gather, rank
 from jax_ep._transport.dtypes import sum_dtype, sum_of_all
@@ -103,32 +102,6 @@ def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """Reshapes one factor per row so that it multiplies rows."""
     return factors.astype(rows.dtype).reshape(factors.shape + (1,) * (rows.ndim - factors.ndim))
-
-
-# Both operands of a product are summed over their rows, group by group.
-_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
-
-
-def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    if product is Product.WEIGHTS:
-        return jax.lax.ragged_dot_general(rows, others, group_sizes, _OVER_ROWS)
-    matrices = others if product is Product.ROWS else others.swapaxes(1, 2)
-    if current_platform() == "tpu":
-        return jax.lax.ragged_dot(rows, matrices, group_sizes)
-    # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
-    # a single matrix that is not finite would spoil all rows.
-    result = jnp.zeros_like(rows, shape=(rows.shape[0], matrices.shape[2]))
-    result, *_ = vary_alike([result, rows, matrices])
-    number = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-
-    def add(result: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        matrix, size, end = group
-        found = jnp.matmul(rows, matrix, preferred_element_type=sum_dtype(rows.dtype)).astype(rows.dtype)
-        return jnp.where((number >= end - size) & (number < end), found, result), None
-
-    return jax.lax.scan(add, result, (matrices, group_sizes, jnp.cumsum(group_sizes)))[0]
 
 
 @dataclasses.dataclass(frozen=True)

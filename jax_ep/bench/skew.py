@@ -5,8 +5,7 @@ worst case or drop rows. With them, every rank gets about T * K rows. The ops:
 
 - plan: `balance` alone. replicate: `replicate` of both matrices of the experts alone.
 - round trip: dispatch by expert of the planned ids, and the weighted combine. The experts do nothing.
-- layer: all of it, with SwiGLU experts. On CPUs only if they are small, because XLA multiplies all rows by
-  every matrix there.
+- layer: all of it, with SwiGLU experts. On CPUs only if they are small.
 
 On one rank no row can move. There a layer has an eighth of the experts, as on one of eight ranks, and its
 times include what the plan and the copies of the weights cost without links. `local_results` adds what one
