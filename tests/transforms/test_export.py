@@ -59,7 +59,7 @@ def test_all_handlers_of_ops_are_listed():
     listed = {check.is_custom_call() for check in jax_ep.DISABLE_JAX_EXPORT_CHECKS}
     assert targets <= listed
     products = {f"jax_ep_grouped_dot{kind}" for kind in ("", "_fp8", "_fp8_weights")}
-    assert not listed - targets - products - {"jax_ep_quantize", "jax_ep_rail_hop"}
+    assert not listed - targets - products - {"jax_ep_quantize", "jax_ep_quantize_gated", "jax_ep_rail_hop"}
 
 
 def test_a_symbolic_number_of_tokens_is_refused(open_group):
