@@ -172,11 +172,11 @@ def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
     return out, as_bits((given, saved_rows, z))
 
 
-def _distinct(options: _Options, given: _Given, d_out: jax.Array) -> _Given:
-    """Returns the arguments for a second computation of the preactivation, which waits for a cotangent.
+def _behind_barrier(options: _Options, given: _Given, d_out: jax.Array) -> _Given:
+    """Returns arguments from which the preactivation is computed again, once there is a cotangent.
 
-    Otherwise XLA would find the same product in the forward pass, and keep its result. Other sizes suffice
-    for that. The weights are other ones, too, if they have to be quantized again, so that they are not kept.
+    Without a barrier, XLA would find the same product in the forward pass, and keep its result. A barrier on
+    the sizes suffices. Weights that each product quantizes also need one, or XLA would keep them in FP8.
     """
     quantizes = isinstance(options.precision, Fp8) and not isinstance(given.w_up, QuantizedWeights)
     held = given.group_sizes, given.w_up if quantizes else None, d_out[:1, :1]
@@ -190,13 +190,13 @@ def _gated_mlp_bwd(
     given, saved_rows, z = from_bits(saved)
     precision, sizes = options.precision, given.group_sizes
     if z is None:
-        again = _distinct(options, given, d_out)
+        again = _behind_barrier(options, given, d_out)
         rows, saved_rows = precision.prepare(given.rows, again.group_sizes)
         z = _preactivation(options, again, rows)
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
     found = precision.gradients(
-        options.activation, z, given.row_weights, d_hidden, sizes, wide=given.b_up is not None
+        options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
     )
     d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes)
     d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
@@ -254,7 +254,10 @@ def _check(
     row_weights: Any,
 ) -> _Given:
     """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
-    array = lambda name, value: None if value is None else _checks.array("gated_mlp", name, value)
+
+    def array(name: str, value: Any) -> Any:
+        return None if value is None else _checks.array("gated_mlp", name, value)
+
     is_fp8 = precision is not None
     if isinstance(rows, QuantizedArray):
         if not is_fp8 or block_of("gated_mlp", rows) != (1, BLOCK):

@@ -55,7 +55,7 @@ class Gradients(NamedTuple):
     hidden: Any  # as `weight_gradient` takes rows
     d_z: Any  # as `times_transposed` takes rows
     d_z_columns: Any  # as `weight_gradient` takes the others
-    d_z_wide: jax.Array | None  # None if it was not asked for
+    d_z_wide: jax.Array | None  # may be None, unless it is needed
     d_row_weights: jax.Array | None
 
 
@@ -91,7 +91,7 @@ class Precision(Protocol):
         row_weights: jax.Array | None,
         d_hidden: jax.Array,
         sizes: jax.Array,
-        wide: bool,
+        needs_wide_d_z: bool,
     ) -> Gradients: ...
 
 
@@ -128,7 +128,7 @@ class Wide:
         row_weights: jax.Array | None,
         d_hidden: jax.Array,
         sizes: jax.Array,
-        wide: bool,
+        needs_wide_d_z: bool,
     ) -> Gradients:
         hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
         return Gradients(hidden, d_z, d_z, d_z, d_row_weights)
@@ -188,9 +188,9 @@ class Fp8:
         row_weights: jax.Array | None,
         d_hidden: jax.Array,
         sizes: jax.Array,
-        wide: bool,
+        needs_wide_d_z: bool,
     ) -> Gradients:
-        if self.weight_gradients and not wide and self._is_fused(activation, z, row_weights):
+        if self.weight_gradients and not needs_wide_d_z and self._is_fused(activation, z, row_weights):
             count = Columns.num_columns(z.shape[0], sizes.shape[0])
             hidden, rows, columns = ffi_products.quantize_gated_gradients(
                 _OF_KERNELS.index(activation), z, d_hidden, sizes, self.rounds, COTANGENT_FLOOR, count

@@ -14,6 +14,7 @@ MOST_TILE_ROWS = 128
 
 
 def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Computes a product of rows that are stored group by group. Rows past the groups do not matter."""
     dtype = sum_dtype(rows.dtype)
     if product is Product.WEIGHTS:
         return _times_rows(rows, others, group_sizes)

@@ -160,7 +160,10 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) ->
     def layer_in_fp8(x: jax.Array, fixed: Any, weights: jax.Array, *matrices: Any) -> jax.Array:
         ids, quantized = fixed
         up, down = _with_weights(quantized, matrices)
-        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision="fp8")
+
+        def experts(sent: Any) -> jax.Array:
+            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision="fp8")
+
         return moe(x, ids, weights, experts, quantize="fp8")
 
     def composed(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -178,7 +181,10 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) ->
     sizes = arrays["sizes"]
     for direction, factor in (("forward", 1), ("forward + backward", 3)):
         experts, work = f"experts {direction}", factor * flop
-        timed = lambda function, factor=factor: local(function if factor == 1 else with_gradients(function))
+
+        def timed(function: Any, factor: int = factor) -> Any:
+            return local(function if factor == 1 else with_gradients(function))
+
         yield Program(f"communication {direction}", "ffi", 0.0, timed(communication), x)
         yield Program(experts, "composed", work, timed(composed), (rows, sizes, *matrices))
         of_composed = ((experts, "composed"),)

@@ -181,22 +181,22 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     ]
     wide = [first.astype(jnp.float32), jax_ep.dequantize_fp8(again, jnp.float32)]
     floors = [fp8_passes.COTANGENT_FLOOR, 1e-4, 1e-4]
-    want = quantize_blocks(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
+    quantize = jax.jit(quantize_blocks, static_argnums=(1, 2, 3))
+    want = quantize(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
     alone = jax.jit(fp8_passes.quantize_rows, static_argnums=2)(rows, SIZES, round_scale)
-    want = quantize_blocks(first, (1, 128), round_scale, 1e-4)
+    want = quantize(first, (1, 128), round_scale, 1e-4)
     assert same_bits(alone.values[:USED], want.values)
     assert same_bits(alone.scales[:USED], want.scales)
+    ends = np.cumsum(SIZES)
+    tiles = -(-SIZES // 128)
     for (values, scales), x, floor in zip([both[1], *columns], [wide[0], *wide], floors, strict=True):
-        begin, tile = 0, 0
-        for size in SIZES:
-            tiles = -(-size // 128)
-            group = jnp.pad(x[begin : begin + size], ((0, tiles * 128 - size), (0, 0)))
-            q = quantize_blocks(group, (128, 1), round_scale, floor)
-            assert same_bits(values[:, tile * 128 : (tile + tiles) * 128], q.values.T)
-            assert same_bits(scales[tile : tile + tiles], q.scales)
-            begin, tile = begin + size, tile + tiles
+        groups = np.split(np.asarray(x), ends[:-1])
+        padded = [np.pad(g, ((0, n * 128 - len(g)), (0, 0))) for g, n in zip(groups, tiles, strict=True)]
+        q = quantize(np.concatenate(padded), (128, 1), round_scale, floor)
+        assert same_bits(values[:, : tiles.sum() * 128], q.values.T)
+        assert same_bits(scales[: tiles.sum()], q.scales)
     w = jax.jit(functools.partial(jax_ep.quantize_weights, round_scale=round_scale))(up)
     q = jax_ep.quantize_fp8(up, block=(128, 128), round_scale=round_scale)
     for got, want in (
@@ -213,7 +213,8 @@ def test_weight_gradients_of_fp8(sizes):
     """Against the float64 product of the same FP8 numbers."""
     sizes = np.asarray(sizes, np.int32)
     left, right = floats((C, H), jnp.bfloat16), floats((C, 384), jnp.bfloat16, seed=2)
-    columns = [fp8_passes.quantize_columns(jnp.asarray(x), sizes, False) for x in (left, right)]
+    convert = jax.jit(fp8_passes.quantize_columns, static_argnums=2)
+    columns = [convert(jnp.asarray(x), sizes, False) for x in (left, right)]
     got = jax.jit(fp8_weight_gradient, static_argnums=0)(0, *columns, sizes)
     again = jax.jit(fp8_weight_gradient, static_argnums=0)(64, *columns, sizes)
     assert same_bits(got, again)
