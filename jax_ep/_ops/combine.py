@@ -1,7 +1,7 @@
 """combine: sums the experts' rows at their tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -9,6 +9,7 @@ from jax_ep import _checks
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
 from jax_ep._transport.routing import Handle
@@ -20,6 +21,7 @@ def combine(
     *,
     row_weights: Any = None,
     bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: Any = None,
     on_timeout: OnTimeout = "raise",
     implementation: str | None = None,
@@ -43,6 +45,10 @@ def combine(
         of every leaf is multiplied by its weight in float32. Differentiable.
       bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
         rounding. Differentiable.
+      quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, with a float32 scale for
+        each 128 elements, as `dispatch(quantize="fp8_dequantize")` sends tokens; it arrives in y's dtype. y
+        must be one array whose last dimension is a multiple of 128. Of use where links limit the backward
+        pass. There is then no second derivative.
       active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank
         that is itself marked 0 gets the sums of no rows. As there, no gradient goes through a combine with
         active_ranks or on_timeout="mask", it must not be rematerialized, and on GPUs it takes few tokens, in
@@ -55,8 +61,8 @@ def combine(
       those and int32 [R], 1 for each rank that took part, as this rank knows.
 
     Raises:
-      ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias with a pytree, or
-        no shard_map binds the axis of the handle's group.
+      ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias or quantize_gradient
+        with a pytree, or no shard_map binds the axis of the handle's group.
       TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
         a combine that ranks may miss.
     """
@@ -77,6 +83,8 @@ def combine(
             )
         weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{axes}]")
         weights = weights.reshape(routing.capacity)
+    if quantize_gradient is not None:
+        check_quantize_gradient(quantize_gradient, payload.tree, leaves)
     biases = _biases(bias, payload.tree, leaves, routing.num_tokens)
     attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
@@ -85,6 +93,8 @@ def combine(
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:
             sums, attended = pull_attended(backend, handle, rows, weights, biases, attendance)
+        elif quantize_gradient is not None:
+            sums = pull_with_fp8_gradient(backend, handle, rows, weights, biases)
         elif weights is None and not biases:
             sums, _ = pull(backend, handle, rows, None)
         else:

@@ -45,6 +45,7 @@ class MoEOptions(TypedDict, total=False):
     host_capacity: int | None
     expert_alignment: int
     quantize: Quantize | None
+    quantize_gradient: Literal["fp8"] | None
     num_valid_tokens: Any
     num_redundant_experts: int
     expert_params: Any
@@ -91,6 +92,7 @@ def moe(
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
+    quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: Any = None,
     num_redundant_experts: int = 0,
     expert_params: Any = None,
@@ -126,6 +128,7 @@ def moe(
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
         expert_fn is `gated_mlp(precision="fp8")`.
+      quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, as for `combine`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.
@@ -203,7 +206,13 @@ def moe(
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent) if expert_params is None else expert_fn(sent, expert_params)
     _check_result(y, sent.handle.routing.capacity)
-    out = combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
+    out = combine(
+        y,
+        sent.handle,
+        row_weights=sent.row_weights,
+        quantize_gradient=quantize_gradient,
+        implementation=implementation,
+    )
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out

@@ -68,17 +68,17 @@ class QuantizedWeights:
     kept: QuantizedArray
 
 
-def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
+def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
     """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient."""
     # XLA cannot divide a kernel's work among devices.
     has_kernel = x.dtype in KERNEL_DTYPES and block in ((1, BLOCK), (BLOCK, BLOCK)) and x.size > 0
     if not (has_kernel and is_per_device() and _extension.runs_kernels()):
-        return quantize_blocks(x, block, round_scale, FLOOR)
+        return quantize_blocks(x, block, round_scale, floor)
 
     def by_kernel(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, columns = block
         if rows == 1:
-            q = quantize_rows(x.reshape(-1, x.shape[-1]), None, round_scale)
+            q = quantize_rows(x.reshape(-1, x.shape[-1]), None, round_scale, floor)
         else:
             q = quantize_matrices(x.reshape(-1, *x.shape[-2:]), round_scale, transposed=False)[0]
         blocks = x.shape[-2] // rows if x.ndim > 1 else 1

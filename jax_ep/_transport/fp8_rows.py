@@ -2,24 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.dtypes import is_differentiable
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, dequantize_fp8
-from jax_ep._transport.fp8_passes import quantize
+from jax_ep._transport.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._transport.fp8_passes import COTANGENT_FLOOR, quantize
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import attach, route, send
-from jax_ep._transport.routing import Routing, in_slots
+from jax_ep._transport.push_pull import attach, pull_scaled, pull_scaled_forward, push, route, send
+from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_slots
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
@@ -44,6 +44,15 @@ def choose_send(
     return send
 
 
+def check_quantize_gradient(quantize: Any, tree: Any, leaves: Sequence[jax.Array]) -> None:
+    """Checks that the cotangents of a combine of these leaves can travel as FP8."""
+    if not isinstance(quantize, str) or quantize != "fp8":
+        raise ValueError(f"combine: quantize_gradient must be None or 'fp8', got {quantize!r}")
+    if not jax.tree_util.treedef_is_leaf(tree):
+        raise ValueError("combine: quantize_gradient needs y to be one array, not a pytree")
+    _check_blocks("combine: quantize_gradient", *leaves)
+
+
 def _check(quantize: Any, x: Any, leaves: Leaves) -> None:
     if not isinstance(quantize, str) or quantize not in ("fp8", "fp8_dequantize"):
         raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
@@ -60,10 +69,14 @@ def _check(quantize: Any, x: Any, leaves: Leaves) -> None:
             f"dispatch: quantize={quantize!r} needs floating rows of 16 bits or more, got "
             f"{_checks.shape_text(x)}"
         )
-    if x.ndim < 2 or x.shape[-1] % BLOCK:
+    _check_blocks(f"dispatch: quantize={quantize!r}", x)
+
+
+def _check_blocks(option: str, rows: jax.Array) -> None:
+    if rows.ndim < 2 or rows.shape[-1] % BLOCK:
         raise ValueError(
-            f"dispatch: quantize={quantize!r} needs rows whose last dimension is a multiple of {BLOCK}, got "
-            f"{_checks.shape_text(x)}; pad them with zeros"
+            f"{option} needs rows whose last dimension is a multiple of {BLOCK}, got "
+            f"{_checks.shape_text(rows)}; pad them with zeros"
         )
 
 
@@ -115,12 +128,39 @@ def _route_as_fp8(
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
 
-def _pack(x: jax.Array, round_scale: bool) -> Leaves:
+def _pack(x: jax.Array, round_scale: bool, floor: float = FLOOR) -> Leaves:
     """Returns what is sent: the values, and the scales as integers, which have no gradients."""
-    q = quantize(jax.lax.stop_gradient(x), (1, BLOCK), round_scale)
+    q = quantize(jax.lax.stop_gradient(x), (1, BLOCK), round_scale, floor)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 
 
 def _unpack(rows: Leaves) -> QuantizedArray:
     values, scales = rows
     return QuantizedArray(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
+
+
+@custom_vjp(0)
+def pull_with_fp8_gradient(
+    backend: Backend, handle: Handle, rows: Leaves, row_weights: jax.Array | None, biases: Leaves
+) -> Leaves:
+    """Does what `pull_scaled` does with one leaf. Its cotangent travels as FP8, and is wide again at once."""
+    return pull_scaled(backend, handle, rows, row_weights, biases)
+
+
+def _pull_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
+    handle, scaled, biases = residuals
+    (cotangent,) = cotangents
+    sent, _ = push(backend, handle, _pack(cotangent, False, COTANGENT_FLOOR), None)
+    d_biases = tuple(cotangent.astype(bias.dtype) for bias in biases)
+    if scaled is None:
+        return None, (dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases
+    (rows,), row_weights = scaled
+    wide = dequantize_fp8(_unpack(sent), jnp.float32)
+    arrived, others, weights = (
+        flat_real_rows(handle, array, jnp.float32) for array in (wide, rows, row_weights)
+    )
+    d_rows = (arrived * weights).astype(rows.dtype).reshape(rows.shape)
+    return None, (d_rows,), jnp.sum(arrived * others, axis=1).astype(row_weights.dtype), d_biases
+
+
+pull_with_fp8_gradient.defvjp(pull_scaled_forward, _pull_backward)

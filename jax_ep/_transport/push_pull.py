@@ -165,7 +165,7 @@ def pull_scaled(
     return backend.pull(handle, rows, row_weights, biases, None)[0]
 
 
-def _pull_scaled_forward(
+def pull_scaled_forward(
     backend: Backend, handle: Handle, rows: Leaves, row_weights: Any, biases: Leaves
 ) -> Any:
     sums = pull_scaled(backend, handle, rows, row_weights, biases)
@@ -186,7 +186,7 @@ def _pull_scaled_backward(backend: Backend, residuals: Any, cotangents: Leaves) 
     return None, d_rows, d_weights, d_biases
 
 
-pull_scaled.defvjp(_pull_scaled_forward, _pull_scaled_backward)
+pull_scaled.defvjp(pull_scaled_forward, _pull_scaled_backward)
 
 
 def pull_attended(

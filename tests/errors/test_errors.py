@@ -186,6 +186,12 @@ COMBINE = {
         ValueError,
         "bias needs y to be one array",
     ),
+    "FP8 gradient of narrow rows": (
+        lambda d: (d.x, {"quantize_gradient": "fp8"}),
+        "rank",
+        ValueError,
+        "quantize_gradient needs rows whose last dimension is a multiple of 128",
+    ),
 }
 
 

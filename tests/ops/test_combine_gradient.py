@@ -127,3 +127,39 @@ def test_more_rows_of_a_token_than_are_loaded_at_a_time():
     """With JAX_EP_NO_ARENA=1 on GPUs: shared memory holds seven of these."""
     ids = routing("uniform", 1, 40, 12, 16)
     check_weighted(ids, [((7168,), BF16)], 40 * 12 + 16 * 3, "ffi", num_experts=16)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cotangents_as_fp8(weighted, implementation):
+    """They have the bits of `quantize_fp8`, and those of tiny cotangents are the same scaled."""
+    width, capacity = 256, 24
+    ids = routing("sprinkled", R, T, K, E)
+    y, d_out = floats((R, capacity, width), seed=1), floats((R, T, width), seed=2)
+    received = oracle.dispatch(np.zeros((R, T, 1)), ids, None, E, "expert", capacity, 4)
+    unused = np.array([[source is None for source in one.sources] for one in received])
+    weights = floats((R, capacity), seed=5)
+    weights[unused], y[unused] = np.nan, np.nan
+    on = ranks(R)
+
+    def shard(ids, y, weights, d_out):
+        options = {"implementation": implementation}
+        shape = {"num_experts": E, "capacity": capacity, "expert_alignment": 4}
+        handle = jax_ep.dispatch(jnp.zeros((T, 1)), ids, group=on.group, **shape, **options).handle
+
+        def gradients(cotangent, quantize):
+            def summed(y, weights, bias):
+                options["row_weights"] = weights if weighted else None
+                return jax_ep.combine(y, handle, bias=bias, quantize_gradient=quantize, **options)
+
+            return jax.vjp(summed, y, weights, d_out)[1](cotangent)
+
+        rounded = jax_ep.dequantize_fp8(jax_ep.quantize_fp8(d_out), jnp.float32)
+        return gradients(d_out, "fp8"), gradients(d_out * 2.0**-60, "fp8"), gradients(rounded, None)
+
+    (d_y, d_weights, d_bias), tiny, (want_y, want_weights, _) = on.run(shard, ids, y, weights, d_out)
+    np.testing.assert_array_equal(d_y, want_y)
+    np.testing.assert_allclose(d_weights, want_weights, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(d_bias, d_out)
+    for one, scaled in zip((d_y, d_weights, d_bias), tiny, strict=True):
+        np.testing.assert_array_equal(scaled, one * np.float32(2.0**-60))
+    assert d_y.any() and d_weights.any() == weighted

@@ -244,6 +244,7 @@ def test_a_layer_of_it_trains_in_fp8(quantize, precision):
             return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision=precision)
 
         options = {"group": on.group, "num_experts": experts, "quantize": quantize}
+        options["quantize_gradient"] = quantize
         return jax_ep.moe(x, ids, weights, expert_fn, **options)
 
     def loss(precision, quantize, dtype, x, weights, up, down):
