@@ -69,7 +69,10 @@ class QuantizedWeights:
 
 
 def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
-    """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient."""
+    """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient.
+
+    Only blocks of one row take a floor other than FLOOR.
+    """
     # XLA cannot divide a kernel's work among devices.
     has_kernel = x.dtype in KERNEL_DTYPES and block in ((1, BLOCK), (BLOCK, BLOCK)) and x.size > 0
     if not (has_kernel and is_per_device() and _extension.runs_kernels()):

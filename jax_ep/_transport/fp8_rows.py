@@ -143,11 +143,11 @@ def _unpack(rows: Leaves) -> QuantizedArray:
 def pull_with_fp8_gradient(
     backend: Backend, handle: Handle, rows: Leaves, row_weights: jax.Array | None, biases: Leaves
 ) -> Leaves:
-    """Does what `pull_scaled` does with one leaf. Its cotangent travels as FP8, and is wide again at once."""
+    """Does what `pull_scaled` does with one leaf. Its cotangent travels as FP8, and is dequantized on arrival."""
     return pull_scaled(backend, handle, rows, row_weights, biases)
 
 
-def _pull_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
+def _pull_with_fp8_gradient_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
     handle, scaled, biases = residuals
     (cotangent,) = cotangents
     sent, _ = push(backend, handle, _pack(cotangent, False, COTANGENT_FLOOR), None)
@@ -163,4 +163,4 @@ def _pull_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
     return None, (d_rows,), jnp.sum(arrived * others, axis=1).astype(row_weights.dtype), d_biases
 
 
-pull_with_fp8_gradient.defvjp(pull_scaled_forward, _pull_backward)
+pull_with_fp8_gradient.defvjp(pull_scaled_forward, _pull_with_fp8_gradient_backward)

@@ -148,8 +148,9 @@ def test_cotangents_as_fp8(weighted, implementation):
 
         def gradients(cotangent, quantize):
             def summed(y, weights, bias):
-                options["row_weights"] = weights if weighted else None
-                return jax_ep.combine(y, handle, bias=bias, quantize_gradient=quantize, **options)
+                row_weights = weights if weighted else None
+                one = {"row_weights": row_weights, "bias": bias, "quantize_gradient": quantize}
+                return jax_ep.combine(y, handle, **one, **options)
 
             return jax.vjp(summed, y, weights, d_out)[1](cotangent)
 

@@ -243,9 +243,9 @@ def test_a_layer_of_it_trains_in_fp8(quantize, precision):
         def expert_fn(sent):
             return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision=precision)
 
-        options = {"group": on.group, "num_experts": experts, "quantize": quantize}
-        options["quantize_gradient"] = quantize
-        return jax_ep.moe(x, ids, weights, expert_fn, **options)
+        options = {"group": on.group, "num_experts": experts}
+        both_ways = {"quantize": quantize, "quantize_gradient": quantize}
+        return jax_ep.moe(x, ids, weights, expert_fn, **options, **both_ways)
 
     def loss(precision, quantize, dtype, x, weights, up, down):
         run = on.map(functools.partial(layer, precision, quantize))
