@@ -172,27 +172,16 @@ def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
     return out, as_bits((given, saved_rows, z))
 
 
-def _behind_barrier(options: _Options, given: _Given, d_out: jax.Array) -> _Given:
-    """Returns arguments from which the preactivation is computed again, once there is a cotangent.
-
-    Without a barrier, XLA would find the same product in the forward pass, and keep its result. A barrier on
-    the sizes suffices. Weights that each product quantizes also need one, or XLA would keep them in FP8.
-    """
-    quantizes = isinstance(options.precision, Fp8) and not isinstance(given.w_up, QuantizedWeights)
-    held = given.group_sizes, given.w_up if quantizes else None, d_out[:1, :1]
-    sizes, w_up, _ = jax.lax.optimization_barrier(held)
-    return dataclasses.replace(given, group_sizes=sizes, w_up=w_up if quantizes else given.w_up)
-
-
 def _gated_mlp_bwd(
     options: _Options, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array
 ) -> tuple[_Given]:
     given, saved_rows, z = from_bits(saved)
     precision, sizes = options.precision, given.group_sizes
     if z is None:
-        again = _behind_barrier(options, given, d_out)
-        rows, saved_rows = precision.prepare(given.rows, again.group_sizes)
-        z = _preactivation(options, again, rows)
+        # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
+        given, d_out = jax.lax.optimization_barrier((given, d_out))
+        rows, saved_rows = precision.prepare(given.rows, sizes)
+        z = _preactivation(options, given, rows)
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
     found = precision.gradients(

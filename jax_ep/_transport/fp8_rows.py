@@ -143,7 +143,7 @@ def _unpack(rows: Leaves) -> QuantizedArray:
 def pull_with_fp8_gradient(
     backend: Backend, handle: Handle, rows: Leaves, row_weights: jax.Array | None, biases: Leaves
 ) -> Leaves:
-    """Does what `pull_scaled` does with one leaf. Its cotangent travels as FP8, and is dequantized on arrival."""
+    """Does what `pull_scaled` does with one leaf, whose cotangent travels as FP8."""
     return pull_scaled(backend, handle, rows, row_weights, biases)
 
 
