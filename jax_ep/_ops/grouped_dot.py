@@ -95,11 +95,22 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
-    fits = rows.ndim == 2 and w.ndim == 3 and rows.shape[1] == w.shape[1]
-    if not fits:
+    if rows.ndim != 2:
         raise ValueError(
-            "grouped_dot: rows [C, M], w [L, M, N] and group_sizes int32 [L] must fit; got "
-            f"{', '.join(map(_checks.shape_text, (rows, w, group_sizes)))}"
+            f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape the "
+            "leading dimensions into one"
+        )
+    if w.ndim != 3:
+        raise ValueError(
+            "grouped_dot: w must have three dimensions [L, M, N], a matrix for each expert, got "
+            f"{_checks.shape_text(w)}; pass w[None] for a single matrix"
+        )
+    if rows.shape[1] != w.shape[1]:
+        is_transposed = rows.shape[1] == w.shape[2]
+        remedy = "w.swapaxes(1, 2)" if is_transposed else "matrices that have a row for each column of rows"
+        raise ValueError(
+            f"grouped_dot: M of rows [C, M] and of w [L, M, N] must be equal, got {rows.shape[1]} in rows "
+            f"{_checks.shape_text(rows)} and {w.shape[1]} in w {_checks.shape_text(w)}; pass {remedy}"
         )
     check_group_sizes("grouped_dot", group_sizes, w.shape[0], rows.shape[0])
 

@@ -8,14 +8,20 @@ import jax.numpy as jnp
 from jax_ep._extension import current_platform
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
-from jax_ep._transport.dtypes import sum_dtype
+from jax_ep._transport.dtypes import bits_of, sum_dtype
 
-MOST_TILE_ROWS = 128
+# Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
+# second. Tiles of `_times_rows` are larger because each of them reads and writes a whole sum [M, N].
+_TILES_OF_ROWS = (128, 32)
+_TILES_OF_SUMS = (256, 64)
+
+# Takes (state, first row of a tile, size of the tile, bool [size]: rows that belong to it, or None: all of
+# them), and returns the state.
+_Step = Callable[[jax.Array, jax.Array, int, jax.Array | None], jax.Array]
 
 
 def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Computes a product of rows that are stored group by group. Rows past the groups do not matter."""
-    dtype = sum_dtype(rows.dtype)
     if product is Product.WEIGHTS:
         return _times_rows(rows, others, group_sizes)
     is_transposed = product is Product.ROWS_TRANSPOSED
@@ -23,83 +29,121 @@ def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_size
         return jax.lax.ragged_dot(rows, others.swapaxes(1, 2) if is_transposed else others, group_sizes)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
     # that takes long, and a single matrix that is not finite would spoil all rows.
-    result = jnp.zeros_like(rows, shape=(rows.shape[0], others.shape[1 if is_transposed else 2]))
-    if 0 in (*rows.shape, *others.shape):
-        return vary_alike([result, rows, others])[0]
-    result, rows, others, group_sizes = vary_alike([result, rows, others, group_sizes])
+    shape = rows.shape[0], others.shape[1 if is_transposed else 2]
     contracted = (((1,), (1 if is_transposed else 0,)), ((), ()))
 
-    def add(result: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        matrix, begin, end = group
+    def add(result: jax.Array, group: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+        matrix = _slice(others, group, 1)[0]
 
-        def multiply(result: jax.Array, start: jax.Array, is_row: jax.Array) -> jax.Array:
-            tile = jax.lax.dynamic_slice_in_dim(rows, start, is_row.shape[0])
-            found = jax.lax.dot_general(tile, matrix, contracted, preferred_element_type=dtype)
-            before = jax.lax.dynamic_slice_in_dim(result, start, is_row.shape[0])
-            found = jnp.where(is_row[:, None], found.astype(rows.dtype), before)
-            return jax.lax.dynamic_update_slice_in_dim(result, found, start, axis=0)
+        def multiply(result: jax.Array, start: jax.Array, size: int, is_row: jax.Array | None) -> jax.Array:
+            tile = _slice(rows, start, size)
+            dtype = sum_dtype(rows.dtype)
+            out = jax.lax.dot_general(tile, matrix, contracted, preferred_element_type=dtype)
+            out = _as_bits(out.astype(rows.dtype))
+            if is_row is not None:
+                before = jax.lax.dynamic_slice_in_dim(result, start, size)
+                out = jnp.where(is_row[:, None], out, before)
+            return jax.lax.dynamic_update_slice_in_dim(result, out, start, axis=0)
 
-        return _over_tiles(rows.shape[0], group_sizes.shape[0], begin, end, multiply, result), None
+        return _over_tiles(_TILES_OF_ROWS, rows.shape[0], begin, end, multiply, result)
 
-    ends = jnp.cumsum(group_sizes)
-    return jax.lax.scan(add, result, (others, ends - group_sizes, ends))[0]
+    rows, others, group_sizes = vary_alike([rows, others, group_sizes])
+    return _over_groups(shape, rows, others, group_sizes, add)
 
 
 def _times_rows(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Returns [L, M, N]: for each group, rows [C, M] transposed times the others [C, N]."""
-    dtype = sum_dtype(rows.dtype)
-    zeros = jnp.zeros((rows.shape[1], others.shape[1]), dtype)
+    shape = group_sizes.shape[0], rows.shape[1], others.shape[1]
+    over_rows = (((0,), (0,)), ((), ()))
+
+    def add(result: jax.Array, group: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+        def multiply(total: jax.Array, start: jax.Array, size: int, is_row: jax.Array | None) -> jax.Array:
+            tile, other = (_slice(array, start, size) for array in (rows, others))
+            if is_row is not None:
+                tile, other = (jnp.where(is_row[:, None], array, 0) for array in (tile, other))
+            return total + jax.lax.dot_general(tile, other, over_rows, preferred_element_type=total.dtype)
+
+        zeros = vary_alike([jnp.zeros(shape[1:], sum_dtype(rows.dtype)), rows])[0]
+        total = _over_tiles(_TILES_OF_SUMS, rows.shape[0], begin, end, multiply, zeros)
+        total = _as_bits(total.astype(rows.dtype))
+        return jax.lax.dynamic_update_index_in_dim(result, total, group, axis=0)
+
+    rows, others, group_sizes = vary_alike([rows, others, group_sizes])
+    return _over_groups(shape, rows, others, group_sizes, add)
+
+
+def _over_groups(
+    shape: tuple[int, ...],
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Returns zeros of a shape and of the dtype of rows after add(result, group, begin, end) of each group.
+
+    It skips empty groups, whose matrices would otherwise be read. `add` gets the result as `_as_bits` returns
+    it.
+    """
+    result = jnp.zeros_like(rows, shape=shape)
     if 0 in (*rows.shape, *others.shape):
-        nothing = jnp.zeros_like(rows, shape=(group_sizes.shape[0], *zeros.shape))
-        return vary_alike([nothing, rows, others])[0]
-    zeros, rows, others, group_sizes = vary_alike([zeros, rows, others, group_sizes])
-
-    def sum_of(group: tuple[jax.Array, jax.Array]) -> jax.Array:
-        begin, end = group
-
-        def multiply(total: jax.Array, start: jax.Array, is_row: jax.Array) -> jax.Array:
-            def tile_of(x: jax.Array) -> jax.Array:
-                return jnp.where(is_row[:, None], jax.lax.dynamic_slice_in_dim(x, start, is_row.shape[0]), 0)
-
-            over_rows = (((0,), (0,)), ((), ()))
-            return total + jax.lax.dot_general(
-                tile_of(rows), tile_of(others), over_rows, preferred_element_type=dtype
-            )
-
-        total = _over_tiles(rows.shape[0], group_sizes.shape[0], begin, end, multiply, zeros)
-        return total.astype(rows.dtype)
-
+        return vary_alike([result, rows, others])[0]
+    result = vary_alike([_as_bits(result), rows])[0]
     ends = jnp.cumsum(group_sizes)
-    return jax.lax.map(sum_of, (ends - group_sizes, ends))
+    begins, ends = (jnp.minimum(row, rows.shape[0]) for row in (ends - group_sizes, ends))
+    is_empty = begins >= ends
+    by_emptiness = jnp.argsort(is_empty, stable=True)
+
+    def step(index: jax.Array, result: jax.Array) -> jax.Array:
+        group = by_emptiness[index]
+        return add(result, group, begins[group], ends[group])
+
+    result = jax.lax.fori_loop(0, jnp.count_nonzero(~is_empty), step, result)
+    return jax.lax.bitcast_convert_type(result, rows.dtype)
 
 
 def _over_tiles(
+    sizes: tuple[int, int],
     num_rows: int,
-    num_groups: int,
     begin: jax.Array,
     end: jax.Array,
-    function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    function: _Step,
     state: jax.Array,
 ) -> jax.Array:
-    """Calls function(state, start, is_row) for each tile of the rows from `begin` to `end`.
+    """Calls function(state, start, size, is_row) for each tile of the rows from `begin` to `end`.
 
-    A tile is the rows from `start` on. `is_row` [tile] marks those of the tile that no other tile has.
+    A tile is `size` rows from `start` on. `is_row` [size] marks those of the tile that no other tile has; it
+    is None if that holds for all of them.
     """
-    size = min(num_rows, _tile_rows(num_rows // max(num_groups, 1)))
-    end = jnp.minimum(end, num_rows)
+    large, small = sizes
 
-    def step(index: jax.Array, state: jax.Array) -> jax.Array:
-        first = begin + index * size
-        start = jnp.minimum(first, num_rows - size)
-        number = start + jnp.arange(size, dtype=jnp.int32)
-        return function(state, start, (number >= first) & (number < jnp.minimum(first + size, end)))
+    def whole(index: jax.Array, state: jax.Array) -> jax.Array:
+        return function(state, begin + index * large, large, None)
 
-    return jax.lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
+    if large <= num_rows:
+        count = (end - begin) // large
+        state = jax.lax.fori_loop(0, count, whole, state)
+        begin += count * large
+    small = min(small, num_rows)
+
+    def partial(index: jax.Array, state: jax.Array) -> jax.Array:
+        first = begin + index * small
+        start = jnp.minimum(first, num_rows - small)
+        number = start + jnp.arange(small, dtype=jnp.int32)
+        return function(state, start, small, (number >= first) & (number < jnp.minimum(first + small, end)))
+
+    return jax.lax.fori_loop(0, (end - begin + small - 1) // small, partial, state)
 
 
-def _tile_rows(rows_per_group: int) -> int:
-    """Returns a power of two that wastes few rows of groups of this size."""
-    size = MOST_TILE_ROWS
-    while size > 8 and size > rows_per_group:
-        size //= 2
-    return size
+def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Returns array[start : start + size].
+
+    XLA:CPU computes slices of 16-bit floats in float32. The barrier keeps it from converting the whole array
+    ahead of the loop that this is called in.
+    """
+    array, start = jax.lax.optimization_barrier((array, start))
+    return jax.lax.dynamic_slice_in_dim(array, start, size)
+
+
+def _as_bits(array: jax.Array) -> jax.Array:
+    """Returns 16-bit floats as integers, because XLA:CPU updates floats of 16 bits by copying all of them."""
+    return jax.lax.bitcast_convert_type(array, bits_of(array.dtype)) if array.dtype.itemsize == 2 else array

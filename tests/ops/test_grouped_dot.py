@@ -133,21 +133,23 @@ def test_in_a_layer_under_remat():
 
 
 @pytest.mark.parametrize(
-    ("rows", "weights", "sizes", "error", "text"),
+    ("rows", "weights", "sizes", "text"),
     [
         (
             (4, 3),
             (2, 5, 6),
             (2,),
-            ValueError,
-            r"must fit; got float32\[4, 3\], float32\[2, 5, 6\], int32\[2\]",
+            r"M of rows .* got 3 in rows float32\[4, 3\] and 5 in w float32\[2, 5, 6\]",
         ),
-        ((4, 3), (2, 3, 6), (3,), ValueError, r"group_sizes must be int32 \[2\]"),
-        ((4, 3, 1), (2, 3, 6), (2,), ValueError, "must fit"),
+        ((4, 3), (2, 5, 3), (2,), r"got 3 in rows .* and 5 in w .*; pass w.swapaxes\(1, 2\)"),
+        ((4, 3), (2, 3, 6), (3,), r"group_sizes must be int32 \[2\], a number of rows for each matrix, got"),
+        ((4, 3), (2, 3, 6), (1,), "a matrix for each of the 1 experts of this rank, got 2"),
+        ((4, 3, 1), (2, 3, 6), (2,), r"rows must have two dimensions \[C, M\], got float32\[4, 3, 1\]"),
+        ((4, 3), (3, 6), (2,), r"w must have three dimensions \[L, M, N\], .* pass w\[None\]"),
     ],
 )
-def test_shapes_that_do_not_fit(rows, weights, sizes, error, text):
-    with pytest.raises(error, match=text):
+def test_rejects_shapes_that_do_not_fit(rows, weights, sizes, text):
+    with pytest.raises(ValueError, match=f"grouped_dot: .*{text}"):
         jax_ep.grouped_dot(jnp.ones(rows), jnp.ones(weights), jnp.ones(sizes, jnp.int32))
 
 

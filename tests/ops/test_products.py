@@ -162,6 +162,17 @@ def test_nothing_is_copied_for_a_product():
     )
 
 
+@pytest.mark.skipif(ON_GPU, reason="kernels of this package read 16-bit floats as they are")
+def test_sixteen_bits_are_not_widened_as_a_whole():
+    """XLA:CPU would widen all rows to float32 for slices of them, and copy the result for each tile."""
+    rows, width, groups = 4096, 64, 4
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, width), (groups, width, width))]
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    compiled = jax.jit(jax_ep.grouped_dot).lower(*arrays, sizes).compile()
+    result, tiles = rows * width * 2, 128 * width * (2 + 4) + width * width * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < result + 2 * tiles
+
+
 @pytest.mark.parametrize("num_sms", [2, 7, 10_000])
 def test_num_sms(num_sms):
     arrays = problem((600, 256, 64, 3), "uneven", "bfloat16")
