@@ -35,8 +35,10 @@ def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
     return number
 
 
-def timeout_seconds(value: Any) -> float:
-    """Checks a Group's `timeout_s`, a positive number of seconds or infinity, and returns it."""
+def timeout_seconds(value: Any) -> float | None:
+    """Checks a Group's `timeout_s`, a positive number of seconds, infinity or None, and returns it."""
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"Group: timeout_s must be a number of seconds, got {value!r}")
     if not value > 0:  # rejects NaN too
@@ -66,7 +68,8 @@ def num_experts(op: str, experts: Any, num_ranks: int) -> int:
         raise ValueError(f"{op}: num_experts must be an int, got {experts!r}")
     if number < 1 or number % num_ranks != 0:
         raise ValueError(
-            f"{op}: num_experts must be a positive multiple of the {num_ranks} ranks, got {number}"
+            f"{op}: num_experts counts the experts of all ranks, so it must be a positive multiple of the "
+            f"{num_ranks} ranks, got {number}"
         )
     if number > MOST_EXPERTS:
         raise ValueError(f"{op}: num_experts must be at most {MOST_EXPERTS}, got {number}")
@@ -93,8 +96,8 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
         return worst
     if isinstance(value, float | np.floating):
         raise ValueError(
-            f"{op}: capacity counts rows, so it must be an int, got {value!r}; for a multiple of the rows "
-            "that a uniform routing sends, pass int(factor * rows)"
+            f"{op}: capacity counts rows, so it must be an int, got {value!r}"
+            + ("" if op == "permute" else "; pass a multiple of a uniform routing's rows as capacity_factor")
         )
     rows = at_least_one(op, "capacity", value)
     if rows < alignment:
@@ -103,6 +106,21 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
             f"expert_alignment = {alignment} rows; pass a larger capacity or a smaller expert_alignment"
         )
     return rows
+
+
+def rows_of_factor(op: str, factor: Any, capacity: Any, uniform_rows: Any, alignment: int) -> int:
+    """Returns the capacity that a `capacity_factor` means, rounded up to a multiple of the alignment.
+
+    `uniform_rows` is the number of rows that a uniform routing fills.
+    """
+    if capacity is not None:
+        raise ValueError(f"{op}: pass either capacity or capacity_factor, got {capacity!r} and {factor!r}")
+    if isinstance(factor, bool) or not isinstance(factor, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: capacity_factor must be a number, got {type(factor).__name__}")
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"{op}: capacity_factor must be positive and finite, got {factor}")
+    rows = math.ceil(round(float(factor) * uniform_rows, 6))  # 1.1 * 10 is 11.000000000000002
+    return max(-(-rows // alignment), 1) * alignment
 
 
 def is_float(dtype: Any) -> bool:
@@ -174,6 +192,12 @@ def on_device(op: str, name: str, array: jax.Array) -> jax.Array:
 def topk_idx(op: str, ids: Any) -> jax.Array:
     """Checks the expert ids, and returns them as an array [T, K] of int32 or int64."""
     ids = array(op, "topk_idx", ids)
+    if ids.dtype == jnp.bool_:
+        raise ValueError(
+            f"{op}: topk_idx must be expert ids, int32 or int64 [T, K], got a routing map {shape_text(ids)}; "
+            "make ids of a map [T, E]: chosen, ids = jax.lax.top_k(routing_map.astype(jnp.int32), K), then "
+            "jnp.where(chosen > 0, ids, -1)"
+        )
     if ids.ndim > 2 and ids.dtype in (jnp.int32, jnp.int64):
         raise ValueError(
             f"{op}: topk_idx must be [T, K], with the tokens of all sequences in one axis, "

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -158,11 +159,22 @@ def sample_addresses(devices: Sequence[Any]) -> list[int]:
     return [array.unsafe_buffer_pointer() for array in jax.block_until_ready(arrays)]
 
 
-def check_implementation(implementation: str | None) -> None:
-    """Checks that an op's `implementation` is None, "ffi" or "xla"."""
+def check_implementation(implementation: str | None) -> Implementation | None:
+    """Returns the implementation that an op must use, or None if it may choose.
+
+    If the op's `implementation` is None, this is the value of the environment variable JAX_EP_IMPLEMENTATION.
+    Raises ValueError if the argument is not None, "ffi" or "xla", or the variable not "ffi", "xla" or empty.
+    """
     is_text = isinstance(implementation, str)  # an array would be compared with the names element by element
     if implementation is not None and not (is_text and implementation in ("ffi", "xla")):
         raise ValueError(f"implementation must be None, 'ffi' or 'xla', got {implementation!r}")
+    default = os.environ.get("JAX_EP_IMPLEMENTATION") or None
+    if default not in (None, "ffi", "xla"):
+        raise ValueError(
+            f"the environment variable JAX_EP_IMPLEMENTATION must be 'ffi', 'xla' or unset, got {default!r}. "
+            "It chooses the implementation of all ops whose `implementation` is None."
+        )
+    return cast("Implementation | None", implementation or default)
 
 
 def current_platform() -> str:
@@ -174,15 +186,19 @@ def current_platform() -> str:
 def local_implementation(implementation: str | None) -> Implementation:
     """Resolves `implementation` for an op that needs no group.
 
-    Uses the platform of the mesh inside `jax.shard_map`, and of the default backend elsewhere.
+    Uses the platform of the mesh inside `jax.shard_map`, and of the default backend elsewhere. Raises
+    ValueError if "ffi" was requested, here or by JAX_EP_IMPLEMENTATION, and cannot run.
     """
-    check_implementation(implementation)
+    implementation = check_implementation(implementation)
     if implementation == "xla":
         return "xla"
     platform = current_platform()
     reason = reason_against_ffi(platform)
     if implementation == "ffi" and reason:
-        raise ValueError(f"implementation='ffi' cannot run here: {reason}. Use implementation='xla'.")
+        raise ValueError(
+            f"implementation='ffi' cannot run here: {reason}. Use implementation='xla', or for the whole "
+            "program JAX_EP_IMPLEMENTATION=xla."
+        )
     if reason:
         warn_of_falling_back(platform, reason)
     return "xla" if reason else "ffi"

@@ -13,10 +13,8 @@ import numpy as np
 
 from jax_ep import _checks, _extension
 from jax_ep._extension import Extension
-from jax_ep._group import handshake, hosts, memory, nccl
-
-# Ten years. A longer time-out makes no difference, but its nanoseconds would overflow.
-MAX_TIMEOUT_S = 10 * 365 * 24 * 3600.0
+from jax_ep._group import cpu_threads, handshake, hosts, memory, nccl, options
+from jax_ep._group.options import Options
 
 # Ranks of each host, as indices along a group's axis.
 _IndexGroups = tuple[tuple[int, ...], ...]
@@ -87,9 +85,10 @@ class Group:
     independent groups of ranks, one for each index along the other axes. A `Group` stands for all of them.
 
     Groups are static and hashable, so jitted code can close over one. Two groups are equal if they have the
-    same devices in the same order, the same axis names and the same number of ranks per host. Their
-    `timeout_s` and `num_sms` may differ. Equal groups share their state until the last of them is closed. Ops
-    on a closed group raise RuntimeError.
+    same devices in the same order, the same axis names and the same number of ranks per host. Equal groups
+    share their state, `timeout_s` and `num_sms` until the last of them is closed. A group that is given
+    another value than an equal, open group was given changes it for all of them, with a UserWarning. Ops on a
+    closed group raise RuntimeError.
 
     Args:
       mesh: a `jax.sharding.Mesh` with devices, not the `AbstractMesh` that JAX provides under `jit`. Outside
@@ -101,13 +100,15 @@ class Group:
         host). A number smaller than the real one simulates several hosts on one, or serves hosts whose GPUs
         cannot all reach each other. With several hosts, a token travels to each host only once, through XLA's
         collectives or NCCL's device API, and from there to the ranks that need it (docs/multi_process.md).
-      timeout_s: seconds that a rank waits for its peers before it gives up. A rank is also late if it
-        compiles longer than the others, writes a checkpoint or is stopped in a debugger, so the default is
-        long. `float("inf")` means ten years. Among equal groups, the newest group's value counts.
+      timeout_s: seconds that a rank waits for its peers before it gives up. None: keep the value of an equal
+        group that is open, if any, otherwise 300. A rank is also late if it compiles longer than the others,
+        writes a checkpoint or is stopped in a debugger, so the default is long. `float("inf")` means ten
+        years.
       num_sms: maximum number of SMs that one dispatch or combine uses on GPUs, at least 2. The remaining SMs
-        are free for other kernels. None: choose the number from the shapes, such that more SMs would not be
-        faster under a uniform routing (docs/performance.md). Among equal groups, the newest group's value
-        counts, for programs that run for the first time after that group was made.
+        are free for other kernels. None: keep the value of an equal group that is open, if any; otherwise
+        choose the number from the shapes, such that more SMs would not be faster under a uniform routing
+        (docs/performance.md). A new value counts for programs that run for the first time after this group
+        was made.
 
     Raises:
       ValueError: the mesh is empty; an axis is not in the mesh or named twice; `timeout_s` is not positive;
@@ -129,26 +130,29 @@ class Group:
         axis_name: str | tuple[str, ...] | list[str],
         *,
         ranks_per_node: int | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         num_sms: int | None = None,
     ):
         axes = check_axes(mesh, axis_name)
-        timeout_s = _checks.timeout_seconds(timeout_s)
-        num_sms = _checks.most_sms("Group", num_sms)
+        given = Options(_checks.timeout_seconds(timeout_s), _checks.most_sms("Group", num_sms))
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, size)
         self._axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._axes = axes
-        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, timeout_s)
+        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, given.seconds)
         self._index_groups: _IndexGroups | None = None
         self._within: Group | None = None
         if per_host < size:
-            self._within = self._make_within(devices.reshape(-1, per_host), size, timeout_s, num_sms)
-        self._set_up(devices, timeout_s, num_sms, reason)
+            self._within = self._make_within(devices.reshape(-1, per_host), size, given)
+        self._set_up(devices, given, reason)
+        if self._platform == "cpu":
+            cpu_threads.check([d for d in devices.flat if d.process_index == jax.process_index()])
+        if module := _extension.extension():
+            (self._within or self)._open(module, list(devices.flat), given)
         if self._within is not None and self._platform == "gpu":
-            self._rails_error = self._open_rails(self._within, devices, timeout_s)
+            self._rails_error = self._open_rails(self._within, devices, self._timeout_s)
 
     @staticmethod
     def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
@@ -165,12 +169,12 @@ class Group:
             return nccl.open_rails(devices, within._size, within._ffi_error(), limit_s)
         except BaseException as error:
             if module := _extension.extension():
-                module.close_group(within._key)
+                within._release(module)
             if isinstance(error, handshake.SetupTimeout):
                 raise PeerTimeoutError(str(error)) from None
             raise
 
-    def _make_within(self, devices: np.ndarray, size: int, timeout_s: float, num_sms: int | None) -> "Group":
+    def _make_within(self, devices: np.ndarray, size: int, given: Options) -> "Group":
         """Makes the group of the ranks of each host [hosts, ranks], along the same axis. Hop 2 uses it."""
         group = Group.__new__(Group)
         group._axis_name, group._axes = self._axis_name, self._axes
@@ -179,11 +183,11 @@ class Group:
             tuple(range(first, first + per_host)) for first in range(0, size, per_host)
         )
         group._within = None
-        group._set_up(devices, timeout_s, num_sms, "")
+        group._set_up(devices, given, "")
         return group
 
-    def _set_up(self, devices: np.ndarray, timeout_s: float, num_sms: int | None, reason: str) -> None:
-        """Sets the group's attributes and opens it. `reason` is why it cannot use FFI handlers, if any."""
+    def _set_up(self, devices: np.ndarray, given: Options, reason: str) -> None:
+        """Sets the group's attributes. `reason` is why it cannot use FFI handlers, if any."""
         self._size = devices.shape[1]
         self._platform: str = devices.flat[0].platform
         self._device_ids: tuple[tuple[int, ...], ...] = tuple(
@@ -192,41 +196,46 @@ class Group:
         self._spans_processes = any(
             device.process_index != group[0].process_index for group in devices for device in group
         )
-        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         self._key = f"{self._platform}:{','.join(self._axes)}:{self._device_ids}"
         if self._within is not None:
             self._key += f":{self._within._size} ranks a host"
         elif self._index_groups is not None:
             self._key += f":within each of {len(self._index_groups)} hosts"
+        self._timeout_s = options.resolve((self._within or self)._key, given).seconds
         self._rails_key = nccl.key_of(devices, self.ranks_per_node)
         self._closed = False
         self._setup_error = reason
         # The reason why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
         self._rails_error = ""
-        module = _extension.extension()
-        if module is not None and self._within is None:
-            self._open(module, devices, num_sms)
 
-    def _open(self, module: Extension, devices: np.ndarray, num_sms: int | None) -> None:
+    def _open(self, module: Extension, devices: list[Any], given: Options) -> None:
         """Opens the group in the extension, which must happen before a kernel waits for a peer."""
         if self._platform == "gpu" and not self._ffi_error():
-            self._setup_error = self._open_on_gpus(module, list(devices.flat))
+            self._setup_error = self._open_on_gpus(module, devices)
         # XLA identifies a handler's device by its ordinal in this process on GPUs, and by its id on CPUs.
         on_gpu = self._platform == "gpu"
         ordinals = [
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
-            for d in devices.flat
+            for d in devices
         ]
         relays_for_other_hosts = self._index_groups is not None and self._size > 1
-        module.open_group(
-            self._key,
-            repr(self),
-            ordinals,
-            self._size,
-            relays_for_other_hosts,
-            self._timeout_s,
-            num_sms or 0,
-        )
+        with options.lock:
+            shared = options.add_user(self._key, given)
+            module.open_group(
+                self._key,
+                repr(self),
+                ordinals,
+                self._size,
+                relays_for_other_hosts,
+                shared.seconds,
+                shared.num_sms or 0,
+            )
+
+    def _release(self, module: Extension) -> None:
+        """Closes the group in the extension once no equal group is open."""
+        with options.lock:
+            options.drop_user(self._key)
+            module.close_group(self._key)
 
     def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:
         """Prepares the control blocks. Returns why the group's kernels cannot run, empty if they can."""
@@ -290,6 +299,8 @@ class Group:
         if reason or module is None:
             return GroupStats("xla", reason, 0, self.ranks_per_node, between)
         size = module.control_bytes() if self._platform == "gpu" else 0
+        if self._resolve(None) == "xla":
+            return GroupStats("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
         reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
         return GroupStats("ffi", reason, size, self.ranks_per_node, between)
 
@@ -328,7 +339,7 @@ class Group:
             # Errors of an array's program are raised where the array is read.
             with contextlib.suppress(Exception):
                 array.block_until_ready()
-        module.close_group((self._within or self)._key)
+        (self._within or self)._release(module)
 
     def __enter__(self) -> "Group":
         self._require_open("with")
@@ -370,7 +381,7 @@ class Group:
 
     def _resolve(self, implementation: str | None) -> _extension.Implementation:
         """Returns the implementation that an op of this group uses."""
-        _extension.check_implementation(implementation)
+        implementation = _extension.check_implementation(implementation)
         if implementation == "xla":
             return "xla"
         reason = self._ffi_error()

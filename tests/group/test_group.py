@@ -1,7 +1,8 @@
 """Groups: identity, life, and ranks that never come."""
 
 import contextlib
-import inspect
+import functools
+import pathlib
 import threading
 import time
 from types import SimpleNamespace
@@ -75,10 +76,6 @@ def test_very_long_time_outs(timeout_s):
         run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("patient"), out_specs=P("patient")))
         jax.block_until_ready(run(jnp.ones((8, 64))))
         group.check()
-
-
-def test_the_default_time_out():
-    assert inspect.signature(jax_ep.Group).parameters["timeout_s"].default == 300
 
 
 class FakeGpus:
@@ -316,9 +313,25 @@ def test_stats():
         group.stats()
 
 
-def test_the_newest_timeout_holds():
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_another_option_of_an_equal_group_warns_and_counts(open_group, ranks_per_node):
+    mesh = make_mesh((2,), ("options",))
+    open_equal = functools.partial(open_group, mesh, "options", ranks_per_node=ranks_per_node)
+    first = open_equal()
+    assert first._timeout_s == 300
+    open_equal(timeout_s=500, num_sms=4)  # the first was given none
+    open_equal(timeout_s=500)
+    texts = r"got timeout_s=7.0 and num_sms=6, .*still open has timeout_s=500.0 and num_sms=4\. .*close the"
+    with pytest.warns(UserWarning, match=texts) as warned:
+        open_equal(timeout_s=7, num_sms=6)
+    assert pathlib.Path(warned[0].filename).name == "conftest.py"  # of open_group, which calls Group
+    assert open_equal()._timeout_s == 7
+
+
+def test_equal_groups_share_the_timeout_until_the_last_close():
     mesh = make_mesh((2,), ("brief",))
-    with jax_ep.Group(mesh, "brief", timeout_s=500), jax_ep.Group(mesh, "brief", timeout_s=0.2) as group:
+    with jax_ep.Group(mesh, "brief", timeout_s=0.2), jax_ep.Group(mesh, "brief") as group:
 
         def shard(x):
             send = lambda: jax_ep.dispatch(x, jnp.zeros((1, 1), jnp.int32), group=group, num_experts=2).x[:1]
@@ -327,6 +340,20 @@ def test_the_newest_timeout_holds():
         run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("brief"), out_specs=P("brief")))
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"within 0\.2 s"):
             jax.block_until_ready(run(jnp.ones((2, 1))))
+    with jax_ep.Group(mesh, "brief") as group:
+        assert group._timeout_s == 300
+
+
+@pytest.mark.no_gpu
+def test_warns_of_too_few_threads(monkeypatch):
+    mesh = make_mesh((8,), ("threads",))
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setenv("NPROC", "15")
+    with pytest.warns(RuntimeWarning, match=r'so 16 for the 8 devices .* has 15; .*"NPROC"\] = "16"'):
+        jax_ep.Group(mesh, "threads").close()
+    jax_ep.Group(mesh, "threads").close()  # warns only once
+    monkeypatch.setenv("PJRT_NPROC", "2")  # XLA has at least one thread for each of the 8 devices
+    jax_ep.Group(Mesh(mesh.devices[:4], ("threads",)), "threads").close()
 
 
 def check_after(group, result):
