@@ -44,6 +44,10 @@ class Work:
     def us(self) -> float:
         return self.device_us or self.end_to_end_us
 
+    @property
+    def label(self) -> str:
+        return f"{self.op}, {self.by}, {self.name}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -221,7 +225,7 @@ def programs(
         return jax_ep.moe(*arguments, capacity=capacity, **shared, **options)
 
     def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sent = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
+        sent: Any = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
         return sent.x, sent.group_sizes
 
     rows, sizes = local(route)(*arguments)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._extension import Implementation
 from jax_ep.bench import peers
 from jax_ep.bench.shapes import Shape
 
@@ -80,7 +81,7 @@ def of_ours(
     order: Any,
     group: jax_ep.Group,
     shape: Shape,
-    implementation: str,
+    implementation: Implementation,
     rows: tuple[int | None, int | None] = (None, None),
 ) -> Prepare:
     """Returns the step of an op of this package.

@@ -4,8 +4,11 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +17,11 @@ from jax_ep.bench.layers import Work
 from jax_ep.bench.shapes import Shape
 from jax_ep.bench.skew import LocalOp, SkewedLayer
 from jax_ep.command import info
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +63,15 @@ class Result:
     @property
     def us(self) -> float:
         return self.device_us or self.end_to_end_us
+
+    @property
+    def label(self) -> str:
+        """The program, and all that a sweep varies."""
+        sizes = f"{self.shape.tokens} tokens, {self.shape.experts} experts, {self.ranks} ranks"
+        sms = "" if self.num_sms is None else f", at most {self.num_sms} SMs"
+        order = f" by {self.order}" if self.order else ""
+        hosts = "" if self.per_host is None else f", {self.per_host} ranks a host"
+        return f"{self.op}{order}, {self.by}{hosts}, {self.name}, {sizes}{sms}"
 
     @property
     def share(self) -> float | None:
@@ -197,23 +214,45 @@ def show_local(console: Console, results: list[LocalOp]) -> None:
         console.print(table)
 
 
-def write_json(
-    path: Path,
-    results: list[Result],
-    work: list[Work],
-    skew: list[SkewedLayer],
-    local: list[LocalOp],
-) -> None:
-    """Writes the results as JSON, with versions and hardware, so that they can be compared later."""
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "environment": info.collect(),
-        "results": [dataclasses.asdict(result) for result in results],
-        "layers": [dataclasses.asdict(result) for result in work],
-        "skew": [dataclasses.asdict(result) for result in skew],
-        "one device": [dataclasses.asdict(result) for result in local],
-    }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+class Record:
+    """All measurements so far, written to a JSON file as soon as they are made, if there is a file.
+
+    The file also holds versions and hardware, so that it can be compared with later ones. It can be read at
+    any time. Its "complete" is true once the benchmark has ended.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.results: list[Result] = []
+        self.work: list[Work] = []
+        self.skew: list[SkewedLayer] = []
+        self.local: list[LocalOp] = []
+        self._path = path
+        self._header: dict[str, Any] = {}
+        if path is not None:
+            self._header = {"date": datetime.date.today().isoformat(), "environment": info.collect()}
+            self.write(is_complete=False)
+
+    def extend(self, measurements: list[T], new: Iterable[T]) -> None:
+        """Appends new measurements to one of the lists, and writes the file after each of them."""
+        for measurement in new:
+            measurements.append(measurement)
+            self.write(is_complete=False)
+
+    def write(self, *, is_complete: bool) -> None:
+        """Writes the file, if there is one. A reader sees the old or the new file, and never a part of it."""
+        if self._path is None:
+            return
+        report = {
+            **self._header,
+            "complete": is_complete,
+            "results": [dataclasses.asdict(result) for result in self.results],
+            "layers": [dataclasses.asdict(result) for result in self.work],
+            "skew": [dataclasses.asdict(result) for result in self.skew],
+            "one device": [dataclasses.asdict(result) for result in self.local],
+        }
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.write_text(json.dumps(report, indent=2) + "\n")
+        os.replace(partial, self._path)
 
 
 def plot(path: Path, results: list[Result], swept: str) -> None:
@@ -240,13 +279,14 @@ def plot(path: Path, results: list[Result], swept: str) -> None:
         axes.plot(*zip(*sorted(points.items()), strict=True), style, label=label)
     axes.set(xscale="log", yscale="log", xlabel={"tokens": "tokens a rank", "sms": "SMs"}.get(swept, swept))
     axes.set_ylabel("microseconds a round trip")
+    axes.yaxis.set_major_formatter("{x:g}")  # without exponents, which are too small to read on a phone
     ticks = sorted({x for points in lines.values() for x in points})
     axes.set_xticks(ticks, _labels(ticks))
     axes.set_xticks([], minor=True)
     axes.set_title(_title(results, swept), fontsize="medium")
     axes.grid(True, which="both", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # so that it hides no line
-    figure.savefig(path)
+    figure.legend(loc="outside lower center", ncols=2)  # so that it hides no line
+    _save(figure, path)
 
 
 def plot_skew(path: Path, results: list[SkewedLayer]) -> None:
@@ -284,8 +324,16 @@ def plot_skew(path: Path, results: list[SkewedLayer]) -> None:
         title = f"{name}: {shape.tokens} tokens a rank, top-{shape.top_k} of {shape.experts}"
         grid[0, column].set_title(f"{title}, {layers[0].ranks} ranks", fontsize="medium")
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
-        grid[1, column].legend(fontsize="small", ncols=3, **below)
-    figure.savefig(path)
+        grid[1, column].legend(ncols=2, **below)
+    _save(figure, path)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Writes a figure. Text in an SVG file stays text, so that it can be searched and recolored."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
 
 
 def _labels(ticks: list[int]) -> list[str]:

@@ -16,20 +16,31 @@ class Shape:
 
 # A padded expert has a slot for each token of all ranks. With more tokens the buffers do not fit into a GPU.
 MOST_PADDED_TOKENS = 128
+DECODE_TOKENS = 128
 
-_DEEPSEEK_V3 = Shape(tokens=4096, hidden=7168, top_k=8, experts=256, inner=2048)
-_QWEN3_MOE_235B = Shape(tokens=4096, hidden=4096, top_k=8, experts=128, inner=1536)
+# With the tokens of a training step. Each model also has a shape with the tokens of a decoding step.
+MODELS = {
+    "deepseek_v3": Shape(tokens=4096, hidden=7168, top_k=8, experts=256, inner=2048),
+    "glm_4_5": Shape(tokens=4096, hidden=5120, top_k=8, experts=160, inner=1536),
+    "gpt_oss_120b": Shape(tokens=4096, hidden=2880, top_k=4, experts=128, inner=2880),
+    "kimi_k2": Shape(tokens=4096, hidden=7168, top_k=8, experts=384, inner=2048),
+    "llama_4_maverick": Shape(tokens=4096, hidden=5120, top_k=1, experts=128, inner=8192),
+    "mixtral_8x7b": Shape(tokens=4096, hidden=4096, top_k=2, experts=8, inner=14336),
+    "qwen3_30b_a3b": Shape(tokens=32768, hidden=2048, top_k=8, experts=128, inner=768),
+    "qwen3_moe_235b": Shape(tokens=4096, hidden=4096, top_k=8, experts=128, inner=1536),
+    "qwen3_next": Shape(tokens=4096, hidden=2048, top_k=10, experts=512, inner=512),
+}
 
 SHAPES = {
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v3_decode": dataclasses.replace(_DEEPSEEK_V3, tokens=128),
-    "deepseek_v3_decode_16": dataclasses.replace(_DEEPSEEK_V3, tokens=16),
-    "deepseek_v3_decode_1": dataclasses.replace(_DEEPSEEK_V3, tokens=1),
-    "deepseek_v3_64_experts": dataclasses.replace(_DEEPSEEK_V3, experts=64),  # of one of 4 ranks
-    "mixtral_8x7b": Shape(tokens=4096, hidden=4096, top_k=2, experts=8, inner=14336),
-    "qwen3_moe_235b": _QWEN3_MOE_235B,
-    "qwen3_moe_235b_32_experts": dataclasses.replace(_QWEN3_MOE_235B, experts=32),
-    "qwen3_30b_a3b": Shape(tokens=32768, hidden=2048, top_k=8, experts=128, inner=768),
+    **MODELS,
+    **{f"{name}_decode": dataclasses.replace(model, tokens=DECODE_TOKENS) for name, model in MODELS.items()},
+    "deepseek_v3_decode_16": dataclasses.replace(MODELS["deepseek_v3"], tokens=16),
+    "deepseek_v3_decode_1": dataclasses.replace(MODELS["deepseek_v3"], tokens=1),
+    # The local experts of one of four ranks:
+    "deepseek_v3_64_experts": dataclasses.replace(MODELS["deepseek_v3"], experts=64),
+    "qwen3_moe_235b_32_experts": dataclasses.replace(MODELS["qwen3_moe_235b"], experts=32),
+    "gpt_oss_120b_32_experts": dataclasses.replace(MODELS["gpt_oss_120b"], experts=32),
     "cpu": Shape(tokens=1024, hidden=1024, top_k=8, experts=64, inner=512),
+    "cpu_256_tokens": Shape(tokens=256, hidden=1024, top_k=8, experts=64, inner=512),
     "tiny": Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128),
 }

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
+from jax_ep._extension import Implementation
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep.bench.layers import Program, normal, on_ranks, swiglu, time_programs, with_gradients
 from jax_ep.bench.routings import capacity_of, route
@@ -68,6 +69,16 @@ class SkewedLayer:
     times: dict[str, Time]  # by op; the last one is the layer's forward and backward pass, if it was timed
 
     @property
+    def us(self) -> float:
+        """Time of the last op."""
+        return list(self.times.values())[-1].us
+
+    @property
+    def label(self) -> str:
+        buffers = f"S = {self.num_redundant_experts}, buffers {self.capacity_ratio:.2f} x"
+        return f"{list(self.times)[-1]}, {self.name}, {self.routing}, {buffers}"
+
+    @property
     def before(self) -> float:
         """Rows of the fullest rank, relative to the mean."""
         return max(self.rows_before) / (sum(self.rows_before) / self.ranks)
@@ -86,6 +97,14 @@ class LocalOp:
     bytes: int  # that it reads and writes, 0 if they do not matter
     time: Time
     share: float | None  # of the rate of the copy
+
+    @property
+    def us(self) -> float:
+        return self.time.us
+
+    @property
+    def label(self) -> str:
+        return f"{self.op}, {self.by}"
 
 
 def shape_on(ranks: int, shape: Shape) -> Shape:
@@ -168,7 +187,7 @@ def results(
     weights: jax.Array,
     ids_of: dict[str, jax.Array],
     options: argparse.Namespace,
-    implementation: str = "ffi",
+    implementation: Implementation = "ffi",
 ) -> Iterator[SkewedLayer]:
     """Yields the measurements of a shape. `ids_of` holds the choices of each routing."""
     experts, width, inner = shape.experts, shape.hidden, shape.inner
@@ -239,7 +258,7 @@ def times_of(programs: list[Program], options: argparse.Namespace) -> dict[str, 
     return {program.op: Time(device, end_to_end) for program, device, end_to_end in timed}
 
 
-def plan_programs(implementation: str) -> Iterator[Program]:
+def plan_programs(implementation: Implementation) -> Iterator[Program]:
     """Yields plans from the counts of more ranks than there are devices, without communication."""
     plan = functools.partial(
         jax_ep.plan_redundant_experts, num_redundant_experts=PLANNED_SLOTS, implementation=implementation
@@ -255,7 +274,9 @@ def plan_programs(implementation: str) -> Iterator[Program]:
             yield Program(op, implementation, 0.0, jax.jit(plan), (jnp.asarray(counts, jnp.int32),))
 
 
-def copy_programs(mesh: jax.sharding.Mesh, group: jax_ep.Group, shape: Shape, by: str) -> Iterator[Program]:
+def copy_programs(
+    mesh: jax.sharding.Mesh, group: jax_ep.Group, shape: Shape, by: Implementation
+) -> Iterator[Program]:
     """Yields a copy of experts' weights, and their `replicate` to where they are, with its gradient."""
     up = normal(mesh, 1, (COPIED_EXPERTS, shape.hidden, 2 * shape.inner))
     down = normal(mesh, 2, (COPIED_EXPERTS, shape.inner, shape.hidden))
@@ -283,7 +304,7 @@ def copy_programs(mesh: jax.sharding.Mesh, group: jax_ep.Group, shape: Shape, by
 
 
 def local_results(
-    mesh: jax.sharding.Mesh, shape: Shape, options: argparse.Namespace, implementation: str = "ffi"
+    mesh: jax.sharding.Mesh, shape: Shape, options: argparse.Namespace, implementation: Implementation = "ffi"
 ) -> Iterator[LocalOp]:
     """Yields the measurements of one device: plans, and on a GPU also copies of a shape's weights."""
     on_gpu = mesh.devices.flat[0].platform == "gpu"

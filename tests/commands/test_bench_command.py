@@ -43,6 +43,10 @@ def test_a_short_run(tmp_path):
         ("round trip", by) for by in ("xla", "all_gather")
     }
     assert all(r["end_to_end_us"] > 0 for r in report["results"])
+    assert report["complete"]
+    rows = [line.split(",")[0] for line in done.stderr.splitlines() if line.startswith("communication ")]
+    count = len(report["results"])
+    assert rows == [f"communication {number}/{count}" for number in range(1, count + 1)]
 
 
 @pytest.mark.slow
