@@ -14,6 +14,7 @@ from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
 from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
+from jax_ep._ops.dispatch import RowSources as RowSources
 from jax_ep._ops.dispatch import dispatch as dispatch
 from jax_ep._ops.dispatch import redispatch as redispatch
 from jax_ep._ops.export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
@@ -73,6 +74,7 @@ __all__ = [
     "QuantizedArray",
     "QuantizedWeights",
     "RedundantExperts",
+    "RowSources",
     "balance",
     "balanced_capacity",
     "combine",

@@ -32,6 +32,12 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
     return jnp.where(tokens < given.reshape(()).astype(jnp.int32), ids, jnp.asarray(-1, ids.dtype))
 
 
+def count_invalid(ids: jax.Array, num_experts: int) -> jax.Array:
+    """Returns int32 [1]: how many ids [T, K] are neither an expert nor -1."""
+    invalid = (ids < -1) | (ids >= num_experts)
+    return jnp.sum(invalid, dtype=jnp.int32).reshape(1)
+
+
 def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:
     """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
     hosts = group.size // group.ranks_per_node

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
@@ -32,16 +34,19 @@ from jax_ep._transport.xla import routed_experts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RedundantExperts:
-    """A plan of redundant experts, made from counts. Physical experts are numbered as in `BalancePlan`."""
+    """A plan of redundant experts, made from counts. Physical experts are numbered as in `BalancePlan`.
+
+    Attributes:
+      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty slot.
+      rows_per_expert: int32 [P] rows that each physical expert gets.
+      loads_before: int32 [R] rows that each rank would get if all were computed at home.
+      loads_after: int32 [R] rows that each rank gets.
+    """
 
     physical_to_logical: jax.Array
-    """int32 [P] logical expert of each physical expert, -1 for an empty slot."""
     rows_per_expert: jax.Array
-    """int32 [P] rows that each physical expert gets."""
     loads_before: jax.Array
-    """int32 [R] rows that each rank would get if all were computed at home."""
     loads_after: jax.Array
-    """int32 [R] rows that each rank gets."""
 
 
 def balanced_capacity(
@@ -62,17 +67,17 @@ def balanced_capacity(
 
 
 def balance(
-    topk_idx: Any,
+    topk_idx: ArrayLike,
     *,
     group: Group,
     num_experts: int,
     num_redundant_experts: int | None = None,
     tolerance: float = 0.02,
     min_rows: int = 1,
-    num_valid_tokens: Any = None,
-    physical_to_logical: Any = None,
+    num_valid_tokens: ArrayLike | None = None,
+    physical_to_logical: ArrayLike | None = None,
     instances: Instances = "even",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> BalancePlan:
     """Plans which rows of overloaded ranks other ranks compute. Call it inside `jax.shard_map`.
 
@@ -158,12 +163,12 @@ def balance(
 
 
 def plan_redundant_experts(
-    counts: Any,
+    counts: ArrayLike,
     *,
     num_redundant_experts: int,
     tolerance: float = 0.02,
     min_rows: int = 1,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> RedundantExperts:
     """Plans redundant experts from counts that are known already. Local: no communication, no shard_map.
 
@@ -228,7 +233,7 @@ class _PlanOptions:
             raise ValueError(f"{op}: min_rows must be an int of at least 0, got {min_rows!r}")
         return cls(slots, as_thousandths(tolerance), least)
 
-    def plan(self, counts: jax.Array, source: jax.Array, implementation: str | None) -> ExpertPlan:
+    def plan(self, counts: jax.Array, source: jax.Array, implementation: Implementation | None) -> ExpertPlan:
         """Plans from counts int32 [R, E]. Without slots every row stays at home."""
         if self.num_slots == 0:
             home = jnp.arange(counts.shape[1], dtype=jnp.int32) + jnp.zeros_like(counts[0])
@@ -237,7 +242,9 @@ class _PlanOptions:
         return local.plan_experts(counts, source, self.num_slots, self.tolerance, self.min_rows)
 
 
-def _counts_of_all(group: Group, ids: jax.Array, num_experts: int, implementation: str | None) -> jax.Array:
+def _counts_of_all(
+    group: Group, ids: jax.Array, num_experts: int, implementation: Implementation | None
+) -> jax.Array:
     """Returns [R, E]: how many choices of each rank fell on each expert."""
     counts = choose_local(group._resolve(implementation)).layout(ids, num_experts, group.size, 1)
     # Only the group of this routing counts.

@@ -1,11 +1,13 @@
 """combine: sums the experts' rows at their tokens."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import enum
+from typing import Any, Literal, TypeVar, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
@@ -14,17 +16,53 @@ from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
 from jax_ep._transport.routing import Handle
 
+Rows = TypeVar("Rows")
+
+
+class _Default(enum.Enum):
+    """The default of `row_weights`, because None means a sum without weights."""
+
+    UNSET = enum.auto()
+
+
+@overload
+def combine(  # pyright: ignore[reportOverlappingOverload]
+    y: Rows,
+    handle: Handle,
+    *,
+    row_weights: ArrayLike | _Default | None = _Default.UNSET,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
+    active_ranks: None = None,
+    on_timeout: Literal["raise"] = "raise",
+    implementation: Implementation | None = None,
+) -> Rows: ...
+
+
+@overload
+def combine(
+    y: Rows,
+    handle: Handle,
+    *,
+    row_weights: ArrayLike | _Default | None = _Default.UNSET,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: Implementation | None = None,
+) -> tuple[Rows, jax.Array]: ...
+
 
 def combine(
     y: Any,
     handle: Handle,
     *,
-    row_weights: Any = None,
+    row_weights: ArrayLike | _Default | None = _Default.UNSET,
     bias: Any = None,
     quantize_gradient: Literal["fp8"] | None = None,
-    active_ranks: Any = None,
+    active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Any:
     """Sums each token's rows and returns them to the token's rank. Call it inside `jax.shard_map`.
 
@@ -34,17 +72,19 @@ def combine(
     hosts, a host's part of any sum is rounded to y's dtype before it travels, and hosts are added in order.)
     Padding, tail, empty slots and dropped rows are never read and get zero gradient.
 
-    Without weights this is the transpose of `dispatch`, and the gradient of each is the other. Note
-    that it then applies no weights: by rank, multiply y by them before.
+    Without weights this is the transpose of `dispatch`, and the gradient of each is the other. By rank,
+    multiply y by the weights before.
 
     Args:
       y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
-        [L, R * T, ...] of padded experts.
+        [L, S, ...] of padded experts.
       handle: of the dispatch; it says which ranks these are.
-      row_weights: floating [C] or [L, R * T] of 16 bits or more, as `DispatchedByExpert` has them: each row
-        of every leaf is multiplied by its weight in float32. Differentiable.
-      bias: when y is one array: floating [T, ...], or a tuple of them, added in float32 before the
-        rounding. Differentiable.
+      row_weights: floating [C] or [L, S] of 16 bits or more, as `DispatchedByExpert` has them: each row
+        of every leaf is multiplied by its weight in float32. Differentiable. None sums without weights. It
+        must be passed, None or not, if weights were dispatched by expert.
+      bias: floating [T, ...], or a tuple of such arrays, added in float32 before the rounding. If y is a
+        pytree: a pytree of the same structure with such a bias, or None, for each leaf; each leaf then
+        travels in an op of its own. Differentiable.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, with a float32 scale for
         each 128 elements, as `dispatch(quantize="fp8_dequantize")` sends tokens; it arrives in y's dtype. y
         must be one array whose last dimension is a multiple of 128. Of use where links limit the backward
@@ -61,19 +101,27 @@ def combine(
       those and int32 [R], 1 for each rank that took part, as this rank knows.
 
     Raises:
-      ValueError: shapes do not fit the handle, weights with a rank-order handle, a bias or quantize_gradient
-        with a pytree, or no shard_map binds the axis of the handle's group.
+      ValueError: shapes or the structure of a bias do not fit, weights with a rank-order handle, no
+        row_weights although weights were dispatched, quantize_gradient with a pytree, or no shard_map binds
+        the axis of the handle's group.
       TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
         a combine that ranks may miss.
     """
     handle, backend = open_handle("combine", handle, implementation)
     routing = handle.routing
-    axes = "C" if routing.slots is None else "L, R * T"
-    payload = Payload.check("combine", "y", y, routing.buffer, axes, "the capacity of the handle")
+    payload = Payload.check("combine", "y", y, routing.buffer, routing.axes, "the capacity of the handle")
     if not payload.leaves:
         raise ValueError("combine: y holds no array")
     leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in payload.leaves]
     _checks.floating("combine", "y", leaves)
+    if row_weights is _Default.UNSET:
+        if handle.has_weights:
+            raise ValueError(
+                "combine: this dispatch sent topk_weights, so combine needs row_weights: pass "
+                "row_weights=sent.row_weights for weighted sums (sent: the result of dispatch), or "
+                "row_weights=None for sums without weights, if the experts have applied them"
+            )
+        row_weights = None
     weights = None
     if row_weights is not None:
         if not routing.has_row_per_choice:
@@ -81,7 +129,7 @@ def combine(
                 "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
             )
-        weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{axes}]")
+        weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{routing.axes}]")
         weights = weights.reshape(routing.capacity)
     if quantize_gradient is not None:
         check_quantize_gradient(quantize_gradient, payload.tree, leaves)
@@ -92,28 +140,47 @@ def combine(
     attended = Attended()
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:
-            sums, attended = pull_attended(backend, handle, rows, weights, biases, attendance)
+            if len(rows) > 1 and any(biases):
+                raise ValueError(
+                    "combine: with active_ranks or on_timeout='mask' a bias needs y to be one array"
+                )
+            sums, attended = pull_attended(backend, handle, rows, weights, biases[0], attendance)
         elif quantize_gradient is not None:
-            sums = pull_with_fp8_gradient(backend, handle, rows, weights, biases)
-        elif weights is None and not biases:
+            sums = pull_with_fp8_gradient(backend, handle, rows, weights, biases[0])
+        elif weights is None and not any(biases):
             sums, _ = pull(backend, handle, rows, None)
-        else:
-            sums = pull_scaled(backend, handle, rows, weights, biases)
+        elif not any(biases):
+            sums = pull_scaled(backend, handle, rows, weights, ())
+        else:  # an op adds biases to one array
+            pairs = zip(rows, biases, strict=True)
+            sums = tuple(pull_scaled(backend, handle, (row,), weights, added)[0] for row, added in pairs)
     result = payload.rebuild("combine", sums)
     return (result, attended.active_ranks) if attendance.may_miss else result
 
 
-def _biases(bias: Any, tree: Any, leaves: Sequence[jax.Array], num_tokens: int) -> tuple[jax.Array, ...]:
+def _biases(
+    bias: Any, tree: Any, leaves: list[jax.Array], num_tokens: int
+) -> tuple[tuple[jax.Array, ...], ...]:
+    """Returns the biases of each leaf of y."""
+    if bias is None:
+        return ((),) * len(leaves)
+    try:
+        given = tree.flatten_up_to(bias)
+    except ValueError as error:
+        raise ValueError(
+            "combine: bias must be a pytree of the same structure as y, with an array [T, ...], a tuple of "
+            f"them or None for each leaf; got {jax.tree.structure(bias)} for {tree}"
+        ) from error
+    return tuple(_biases_of(one, leaf, num_tokens) for one, leaf in zip(given, leaves, strict=True))
+
+
+def _biases_of(bias: Any, leaf: jax.Array, num_tokens: int) -> tuple[jax.Array, ...]:
     if bias is None:
         return ()
-    if not jax.tree_util.treedef_is_leaf(tree):
-        raise ValueError("combine: bias needs y to be one array, not a pytree")
-    biases = [
-        _checks.array("combine", "bias", array)
-        for array in (bias if isinstance(bias, tuple | list) else (bias,))
-    ]
+    arrays = bias if isinstance(bias, tuple | list) else (bias,)
+    biases = [_checks.array("combine", "bias", array) for array in arrays]
     _checks.floating("combine", "bias", biases)
-    shape = (num_tokens, *leaves[0].shape[1:])
+    shape = (num_tokens, *leaf.shape[1:])
     for array in biases:
         if array.shape != shape:
             raise ValueError(

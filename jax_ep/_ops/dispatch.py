@@ -1,86 +1,136 @@
 """dispatch and redispatch: tokens to their ranks or experts."""
 
 import dataclasses
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
-from jax_ep._transport.attendance import Attendance, OnTimeout
+from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, requested_implementation
+from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize, choose_send
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import arrived, push
-from jax_ep._transport.routing import Handle, Order, Routing, in_slots, row_experts, worst_case_capacity
+from jax_ep._transport.push_pull import arrived, pull, push, push_attended
+from jax_ep._transport.routing import (
+    Handle,
+    Order,
+    Routing,
+    in_slots,
+    row_experts,
+    uniform_rows,
+    worst_case_capacity,
+)
+from jax_ep._transport.xla import invert
+
+Rows = TypeVar("Rows")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DispatchedByRank:
-    """Rows that arrived at this rank, one per token. C rows of capacity, K choices, L local experts."""
+class RowSources(NamedTuple):
+    """Where rows came from. C rows of capacity, or [L, S] of padded experts.
 
-    x: Any
-    """[C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail. A
-    `QuantizedArray` with quantize="fp8"."""
-    topk_idx: jax.Array
-    """int32 [C, K] local ids of the experts here that the token chose, -1 elsewhere and in the tail."""
-    topk_weights: jax.Array | None
-    """float32 [C, K] weights of these choices, 0 where the id is -1; None if no weights were passed."""
-    tokens_per_expert: jax.Array
-    """int32 [L] kept (row, k) pairs of each expert."""
-    num_tokens: jax.Array
-    """int32 [1] rows kept at this rank."""
-    num_dropped: jax.Array
-    """int32 [1] rows dropped because the buffer of this rank was full."""
-    handle: Handle
-    """Destinations of all rows, for `combine` and `redispatch`."""
-    active_ranks: jax.Array | None
-    """int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks` or
-    on_timeout="mask" was passed."""
-    statistics: DispatchStatistics | None
-    """The statistics that were passed plus those of this dispatch; None if none were passed."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DispatchedByExpert:
-    """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
-
-    With order="expert_padded" buffers are [L, R * T, ...] instead of [C, ...]: R * T slots for each expert.
-    On GPUs empty slots of x may hold anything, including NaN. If x or topk_weights are differentiated, they
-    are zero, except with quantize="fp8". `is_row` is their mask, and `row_weights` are 0 there.
+    Attributes:
+      rank: int32 [C] source rank of each row, -1 in padding and tail.
+      token: int32 [C] index of the row's token on that rank, -1 in padding and tail.
     """
 
-    x: Any
-    """[C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
-    k; zero in padding and tail (of padded experts see above). A `QuantizedArray` with quantize="fp8"."""
-    row_weights: jax.Array | None
-    """float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were passed."""
-    group_sizes: jax.Array
-    """int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes them; of padded
-    experts the slots that are filled, which come first."""
+    rank: jax.Array
+    token: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchedByRank(Generic[Rows]):
+    """Rows that arrived at this rank, one per token. C rows of capacity, K choices, L local experts.
+
+    Attributes:
+      x: [C, ...] rows, an array or pytree as passed in, by source rank, then token; zero in the tail. A
+        `QuantizedArray` with quantize="fp8".
+      topk_idx: int32 [C, K] local ids of the experts here that the token chose, -1 elsewhere and in the tail.
+      topk_weights: float32 [C, K] weights of these choices, 0 where the id is -1; None if no weights were
+        passed.
+      tokens_per_expert: int32 [L] kept (row, k) pairs of each expert.
+      num_tokens: int32 [1] rows kept at this rank.
+      num_dropped: int32 [1] rows dropped because the buffer of this rank was full.
+      num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
+        from 1.
+      handle: destinations of all rows, for `combine` and `redispatch`.
+      active_ranks: int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks`
+        or on_timeout="mask" was passed.
+      statistics: the statistics that were passed plus those of this dispatch; None if none were passed.
+    """
+
+    x: Rows
+    topk_idx: jax.Array
+    topk_weights: jax.Array | None
     tokens_per_expert: jax.Array
-    """int32 [L] kept rows of each expert, without padding."""
     num_tokens: jax.Array
-    """int32 [1] rows kept at this rank, without padding: a token counts once for each of its choices."""
     num_dropped: jax.Array
-    """int32 [1] rows dropped because the buffer of this rank was full."""
+    num_invalid: jax.Array
     handle: Handle
-    """Destinations of all rows, for `combine` and `redispatch`."""
     active_ranks: jax.Array | None
-    """int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks` or
-    on_timeout="mask" was passed."""
     statistics: DispatchStatistics | None
-    """The statistics that were passed plus those of this dispatch; None if none were passed."""
+
+    def row_sources(self) -> RowSources:
+        """Returns the source rank and token of each row. It communicates, as a `redispatch` does."""
+        routing = arguments.handle("row_sources", self.handle).routing
+        tokens = jnp.arange(routing.num_tokens, dtype=jnp.int32)
+        rank = jnp.full_like(tokens, jax.lax.axis_index(routing.group.axis_name))
+        sent = redispatch((rank, tokens), self.handle)
+        is_row = jnp.arange(routing.capacity, dtype=jnp.int32) < self.num_tokens
+        return RowSources(*(jnp.where(is_row, array, -1) for array in sent))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchedByExpert(Generic[Rows]):
+    """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
+
+    With order="expert_padded" buffers are [L, S, ...] instead of [C, ...]: S slots for each expert.
+    On GPUs empty slots of x may hold anything, including NaN. If x or topk_weights are differentiated, they
+    are zero, except with quantize="fp8". `is_row` is their mask, and `row_weights` are 0 there.
+
+    Attributes:
+      x: [C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
+        k; zero in padding and tail (of padded experts see above). A `QuantizedArray` with quantize="fp8".
+      row_weights: float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were
+        passed.
+      group_sizes: int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes
+        them; of padded experts the slots that are filled, which come first.
+      tokens_per_expert: int32 [L] kept rows of each expert, without padding.
+      num_tokens: int32 [1] rows kept at this rank, without padding: a token counts once for each of its
+        choices.
+      num_dropped: int32 [1] rows dropped because the buffer of this rank was full.
+      num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
+        from 1.
+      handle: destinations of all rows, for `combine` and `redispatch`.
+      active_ranks: int32 [R] 1 for each rank that took part, as seen by this rank; None unless `active_ranks`
+        or on_timeout="mask" was passed.
+      statistics: the statistics that were passed plus those of this dispatch; None if none were passed.
+    """
+
+    x: Rows
+    row_weights: jax.Array | None
+    group_sizes: jax.Array
+    tokens_per_expert: jax.Array
+    num_tokens: jax.Array
+    num_dropped: jax.Array
+    num_invalid: jax.Array
+    handle: Handle
+    active_ranks: jax.Array | None
+    statistics: DispatchStatistics | None
 
     def row_experts(self) -> jax.Array:
-        """Returns int32 [C] or [L, R * T]: the local expert of each row, -1 in padding and tail.
+        """Returns int32 [C] or [L, S]: the local expert of each row, -1 in padding and tail.
 
         Each call computes it, from one rank's shard. Call it inside the shard_map of the dispatch.
         """
@@ -88,70 +138,133 @@ class DispatchedByExpert:
         return in_slots(handle.routing, row_experts(handle))
 
     def is_row(self) -> jax.Array:
-        """Returns bool [C] or [L, R * T]: which rows hold a token, not padding or tail."""
+        """Returns bool [C] or [L, S]: which rows hold a token, not padding or tail."""
         return self.row_experts() >= 0
+
+    def row_sources(self) -> RowSources:
+        """Returns the source rank and token of each row, from the handle alone.
+
+        Call it inside the shard_map of the dispatch.
+        """
+        handle = arguments.handle("row_sources", self.handle)
+        assert handle.received_rows is not None  # by expert
+        choice = invert(handle.received_rows, handle.routing.capacity)
+        per_rank = max(handle.routing.num_tokens * handle.routing.top_k, 1)
+        rank = jnp.where(choice < 0, -1, choice // per_rank)
+        token = jnp.where(choice < 0, -1, choice % per_rank // handle.routing.top_k)
+        return RowSources(*in_slots(handle.routing, (rank, token)))
+
+    def to_topk(self, values: ArrayLike) -> jax.Array:
+        """Sends a value of each row back to the choice that the row stands for.
+
+        Args:
+          values: floating [C] or [L, S], such as weights that the experts computed. Differentiable.
+
+        Returns:
+          float32 [T, K], 0 where a choice is unused or was dropped. It communicates, as a `combine` does.
+        """
+        handle, backend = open_handle("to_topk", self.handle, None)
+        routing = handle.routing
+        values = _checks.weights("to_topk", "values", values, routing.buffer, f"[{routing.axes}]")
+        handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.group._axes)
+        return pull(backend, handle, (), values)[1]
+
+    def dropped_per_expert(self) -> jax.Array:
+        """Returns int32 [L]: rows of each expert that were dropped because a buffer was full."""
+        return self.handle.expert_counts - self.tokens_per_expert
 
 
 class DispatchOptions(TypedDict, total=False):
     """Options of `dispatch` that do not change the type of its result."""
 
     capacity: int | None
+    capacity_factor: float | None
     host_capacity: int | None
     expert_alignment: int
-    quantize: Quantize | None
     round_scale: bool
-    num_valid_tokens: Any
-    active_ranks: Any
+    num_valid_tokens: ArrayLike | None
+    active_ranks: ArrayLike | None
     on_timeout: OnTimeout
     statistics: DispatchStatistics | None
-    implementation: str | None
+    implementation: Implementation | None
 
 
 @overload
 def dispatch(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
+    quantize: Literal["fp8"],
     **options: Unpack[DispatchOptions],
-) -> DispatchedByExpert: ...
+) -> DispatchedByExpert[QuantizedArray]: ...
 
 
 @overload
 def dispatch(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    x: Rows,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["expert", "expert_padded"] = "expert",
+    quantize: Literal["fp8_dequantize"] | None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchedByExpert[Rows]: ...
+
+
+@overload
+def dispatch(
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Literal["rank"],
+    quantize: Literal["fp8"],
     **options: Unpack[DispatchOptions],
-) -> DispatchedByRank: ...
+) -> DispatchedByRank[QuantizedArray]: ...
+
+
+@overload
+def dispatch(
+    x: Rows,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["rank"],
+    quantize: Literal["fp8_dequantize"] | None = None,
+    **options: Unpack[DispatchOptions],
+) -> DispatchedByRank[Rows]: ...
 
 
 def dispatch(
     x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Order = "expert",
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
-    num_valid_tokens: Any = None,
-    active_ranks: Any = None,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     statistics: DispatchStatistics | None = None,
-    implementation: str | None = None,
-) -> DispatchedByRank | DispatchedByExpert:
+    implementation: Implementation | None = None,
+) -> DispatchedByRank[Any] | DispatchedByExpert[Any]:
     """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
 
     Shapes are one rank's shard: T tokens on this rank, K choices a token, R ranks, E experts in all,
@@ -168,12 +281,15 @@ def dispatch(
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
-        in an array [L, R * T, ...] with R * T slots for each expert, and without a capacity. Use it for
-        batched products over all slots, with few tokens. On GPUs empty slots are not cleared: what x holds
-        there may be NaN.
+        in an array [L, S, ...] with S slots for each expert. Use it for batched products over all slots. On
+        GPUs empty slots are not cleared: what x holds there may be NaN.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
-        stated order and carry no gradient; `num_dropped` counts them. Must be at least a.
+        stated order and carry no gradient; `num_dropped` counts them. Must be at least a. With padded experts
+        it is S, slots of each expert (GShard's expert capacity), and None means R * T; an expert's further
+        rows are dropped.
+      capacity_factor: in place of a capacity, a multiple of the rows of a uniform routing: by expert T * K,
+        by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a.
       host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
         all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
         be at least the number of hosts. None means T from each, so that this hop drops nothing. Otherwise
@@ -225,18 +341,20 @@ def dispatch(
     alignment = _checks.at_least_one("dispatch", "expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
         raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
-    if order == "expert_padded" and (alignment != 1 or capacity is not None):
+    if order == "expert_padded" and alignment != 1:
         raise ValueError(
-            "dispatch: order='expert_padded' has R * T rows for each expert, so it takes neither a capacity "
-            f"nor an expert_alignment, got {capacity} and {alignment}"
+            "dispatch: order='expert_padded' has `capacity` slots for each expert, so it takes no "
+            f"expert_alignment, got {alignment}"
         )
     send = choose_send(quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
-    worst = worst_case_capacity(order, group.size * num_tokens, top_k, num_experts // group.size, alignment)
-    capacity = _checks.capacity("dispatch", capacity, worst, alignment)
-    if order == "expert_padded":
-        alignment = max(group.size * num_tokens, 1)
+    if capacity_factor is not None:
+        uniform = uniform_rows(order, group.size, num_tokens, top_k, num_experts)
+        capacity = _checks.rows_of_factor("dispatch", capacity_factor, capacity, uniform, alignment)
+    capacity, alignment = _capacity_and_alignment(
+        order, capacity, group.size * num_tokens, top_k, num_experts // group.size, alignment
+    )
     weights = None
     if topk_weights is not None:
         weights = _checks.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
@@ -246,9 +364,9 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = unshard(statistics)
-    operands = align_axes((payload, ids, weights, attendance), group._axes)
+    payload, ids, weights, attendance = align_axes((payload, ids, weights, attendance), group._axes)
     with jax.named_scope("jax_ep.dispatch"):
-        rows, out = send(choose(routing, implementation), routing, *operands)
+        rows, out = send(choose(routing, implementation), routing, payload, ids, weights, attendance)
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
     if statistics is not None:
         statistics = add_to(statistics, out)
@@ -257,6 +375,7 @@ def dispatch(
         "tokens_per_expert": out.tokens_per_expert,
         "num_tokens": out.num_tokens,
         "num_dropped": out.num_dropped,
+        "num_invalid": arguments.count_invalid(ids, num_experts),
         "handle": out.handle,
         "active_ranks": out.attended.active_ranks,
         "statistics": statistics,
@@ -264,22 +383,81 @@ def dispatch(
     if out.topk_idx is not None:
         return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)
     assert out.group_sizes is not None  # by expert
+    common["handle"] = dataclasses.replace(out.handle, has_weights=weights is not None)
     return DispatchedByExpert(row_weights=arrived_weights, group_sizes=out.group_sizes, **common)
 
 
-@overload
-def redispatch(
-    x: Any, handle: Handle, *, topk_weights: None = None, implementation: str | None = None
-) -> Any: ...
+def _capacity_and_alignment(
+    order: Order, capacity: int | None, num_rows: int, top_k: int, num_local_experts: int, alignment: int
+) -> tuple[int, int]:
+    """Returns the rows of the buffer and the alignment of its blocks, of R * T = `num_rows` tokens."""
+    worst = worst_case_capacity(order, num_rows, top_k, num_local_experts, alignment)
+    if order != "expert_padded":
+        return _checks.capacity("dispatch", capacity, worst, alignment), alignment
+    if capacity is None:
+        return _checks.capacity("dispatch", None, worst, alignment), max(num_rows, 1)
+    most = _checks.MOST_ROWS // num_local_experts
+    slots = _checks.at_least_one("dispatch", "capacity, of each expert,", capacity, most)
+    return slots * num_local_experts, slots
 
 
 @overload
+def redispatch(  # pyright: ignore[reportOverlappingOverload]
+    x: Rows,
+    handle: Handle,
+    *,
+    topk_weights: None = None,
+    active_ranks: None = None,
+    on_timeout: Literal["raise"] = "raise",
+    implementation: Implementation | None = None,
+) -> Rows: ...
+
+
+@overload
+def redispatch(  # pyright: ignore[reportOverlappingOverload]
+    x: Rows,
+    handle: Handle,
+    *,
+    topk_weights: ArrayLike,
+    active_ranks: None = None,
+    on_timeout: Literal["raise"] = "raise",
+    implementation: Implementation | None = None,
+) -> tuple[Rows, jax.Array]: ...
+
+
+@overload
 def redispatch(
-    x: Any, handle: Handle, *, topk_weights: jax.typing.ArrayLike, implementation: str | None = None
-) -> tuple[Any, jax.Array]: ...
+    x: Rows,
+    handle: Handle,
+    *,
+    topk_weights: None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: Implementation | None = None,
+) -> tuple[Rows, jax.Array]: ...
 
 
-def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementation: str | None = None) -> Any:
+@overload
+def redispatch(
+    x: Rows,
+    handle: Handle,
+    *,
+    topk_weights: ArrayLike,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: Implementation | None = None,
+) -> tuple[Rows, jax.Array, jax.Array]: ...
+
+
+def redispatch(
+    x: Any,
+    handle: Handle,
+    *,
+    topk_weights: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: Implementation | None = None,
+) -> Any:
     """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
 
     Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
@@ -289,15 +467,20 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
       x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
       handle: of the dispatch.
       topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
+      active_ranks: integers or bools [R], as for `dispatch`, with its limits. Rows of ranks that do not take
+        part are zero.
+      on_timeout: "raise" or "mask", as for `dispatch`.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      The rows [C, ...], or [L, R * T, ...] of padded experts, as x is made; with topk_weights
-      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, R * T] by expert.
+      The rows [C, ...], or [L, S, ...] of padded experts, as x is made; with topk_weights
+      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, S] by expert. With
+      active_ranks, or on_timeout="mask", `active_ranks` of the result come last in the tuple: int32 [R].
 
     Raises:
       ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.
-      TypeError: a leaf of x, or the handle, is of a kind that cannot be sent.
+      TypeError: a leaf of x, or the handle, is of a kind that cannot be sent; a gradient was asked for
+        through a redispatch that ranks may miss.
     """
     handle, backend = open_handle("redispatch", handle, implementation)
     routing = handle.routing
@@ -308,10 +491,20 @@ def redispatch(x: Any, handle: Handle, *, topk_weights: Any = None, implementati
         weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
     if not payload.leaves and weights is None:
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    handle, payload, weights = align_axes((handle, payload, weights), routing.group._axes)
+    attendance = Attendance.check("redispatch", active_ranks, on_timeout, routing.group)
+    operands = (handle, payload, weights, attendance)
+    handle, payload, weights, attendance = align_axes(operands, routing.group._axes)
+    attended = Attended()
     with jax.named_scope("jax_ep.redispatch"):
-        moved, arrived_weights = push(backend, handle, payload.leaves, weights)
-        rows = arrived("redispatch", routing, payload, moved)
-    if topk_weights is None:
-        return rows
-    return rows, in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS))
+        if attendance.may_miss:
+            moved, arrived_weights, attended = push_attended(
+                backend, handle, payload.leaves, weights, attendance
+            )
+        else:
+            moved, arrived_weights = push(backend, handle, payload.leaves, weights)
+        results = [arrived("redispatch", routing, payload, moved)]
+    if topk_weights is not None:
+        results.append(in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS)))
+    if attendance.may_miss:
+        results.append(attended.active_ranks)
+    return results[0] if len(results) == 1 else tuple(results)

@@ -1,11 +1,12 @@
 """get_dispatch_layout: counts of tokens by rank, node and expert."""
 
 import dataclasses
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import unshard
 from jax_ep._ops import arguments
 from jax_ep._transport.choice import choose_local
@@ -14,26 +15,30 @@ from jax_ep._transport.choice import choose_local
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DispatchLayout:
-    """Counts of one rank's tokens. R ranks, E experts, T tokens."""
+    """Counts of one rank's tokens. R ranks, E experts, T tokens.
+
+    Attributes:
+      num_tokens_per_rank: int32 [R]; a token counts once for a rank, however many of its experts live there.
+      num_tokens_per_node: int32 [R / ranks_per_node], each token once a node; None if `ranks_per_node` was
+        not given.
+      num_tokens_per_expert: int32 [E].
+      is_token_in_rank: bool [T, R].
+    """
 
     num_tokens_per_rank: jax.Array
-    """int32 [R]; a token counts once for a rank, however many of its experts live there."""
     num_tokens_per_node: jax.Array | None
-    """int32 [R / ranks_per_node], each token once a node; None if `ranks_per_node` was not given."""
     num_tokens_per_expert: jax.Array
-    """int32 [E]."""
     is_token_in_rank: jax.Array
-    """bool [T, R]."""
 
 
 def get_dispatch_layout(
-    topk_idx: Any,
+    topk_idx: ArrayLike,
     *,
     num_experts: int,
     num_ranks: int,
     ranks_per_node: int | None = None,
-    num_valid_tokens: Any = None,
-    implementation: str | None = None,
+    num_valid_tokens: ArrayLike | None = None,
+    implementation: Implementation | None = None,
 ) -> DispatchLayout:
     """Counts where tokens go. Local: no communication, needs no shard_map.
 

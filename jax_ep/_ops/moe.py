@@ -1,13 +1,19 @@
 """moe: the complete expert-parallel layer."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
+from jax_ep._ops.arguments import count_invalid, valid_tokens
 from jax_ep._ops.balance import balance, balanced_capacity
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import dispatch
@@ -15,90 +21,102 @@ from jax_ep._ops.replicate import replicate
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
 
+Sums = TypeVar("Sums")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEStats:
-    """Row counts of one layer at this rank. L experts on this rank, or L + S with redundant ones. R ranks."""
+    """Row counts of one layer at this rank. L experts on this rank, or L + S with redundant ones. R ranks.
+
+    Attributes:
+      tokens_per_expert: int32 [L] kept rows of each expert; [L + S] with redundant ones.
+      num_tokens: int32 [1] rows kept at this rank: a token counts once for each of its choices.
+      num_dropped: int32 [1] rows dropped because the buffer of this rank was full.
+      dropped_per_expert: int32 [L] these rows by expert; [L + S] with redundant ones.
+      num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
+        from 1.
+      loads_before: int32 [R] rows of each rank if all were computed at home. This and the next are None
+        without redundant experts.
+      loads_after: int32 [R] rows that each rank got, before drops.
+      num_moved: int32 [1] rows of all ranks that were not computed at their expert's home.
+      num_replicas: int32 [1] redundant experts of all ranks.
+    """
 
     tokens_per_expert: jax.Array
-    """int32 [L] kept rows of each expert; [L + S] with redundant ones."""
     num_tokens: jax.Array
-    """int32 [1] rows kept at this rank: a token counts once for each of its choices."""
     num_dropped: jax.Array
-    """int32 [1] rows dropped because the buffer of this rank was full."""
+    dropped_per_expert: jax.Array
+    num_invalid: jax.Array
     loads_before: jax.Array | None = None
-    """int32 [R] rows of each rank if all were computed at home. This and the next are None without redundant
-    experts."""
     loads_after: jax.Array | None = None
-    """int32 [R] rows that each rank got, before drops."""
     num_moved: jax.Array | None = None
-    """int32 [1] rows of all ranks that were not computed at their expert's home."""
     num_replicas: jax.Array | None = None
-    """int32 [1] redundant experts of all ranks."""
 
 
 class MoEOptions(TypedDict, total=False):
     """Options of `moe` that do not change the type of its result."""
 
     capacity: int | None
+    capacity_factor: float | None
     host_capacity: int | None
     expert_alignment: int
     quantize: Quantize | None
     quantize_gradient: Literal["fp8"] | None
-    num_valid_tokens: Any
+    num_valid_tokens: ArrayLike | None
     num_redundant_experts: int
     expert_params: Any
-    implementation: str | None
+    implementation: Implementation | None
 
 
 @overload
 def moe(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    expert_fn: Callable[..., jax.Array],
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike,
+    expert_fn: Callable[..., Sums],
     *,
     group: Group,
     num_experts: int,
     return_stats: Literal[False] = False,
     **options: Unpack[MoEOptions],
-) -> jax.Array: ...
+) -> Sums: ...
 
 
 @overload
 def moe(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    expert_fn: Callable[..., jax.Array],
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike,
+    expert_fn: Callable[..., Sums],
     *,
     group: Group,
     num_experts: int,
     return_stats: Literal[True],
     **options: Unpack[MoEOptions],
-) -> tuple[jax.Array, MoEStats]: ...
+) -> tuple[Sums, MoEStats]: ...
 
 
 def moe(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    expert_fn: Callable[..., jax.Array],
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike,
+    expert_fn: Callable[..., Sums],
     *,
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     quantize_gradient: Literal["fp8"] | None = None,
-    num_valid_tokens: Any = None,
+    num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
     expert_params: Any = None,
     return_stats: bool = False,
-    implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, MoEStats]:
+    implementation: Implementation | None = None,
+) -> Sums | tuple[Sums, MoEStats]:
     """Computes a Mixture-of-Experts layer: sends tokens to experts, runs them, and returns weighted sums.
 
     Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights, or with these as
@@ -124,6 +142,8 @@ def moe(
         `dispatch`. With redundant experts None means 1.05 * T * K and the padding of each expert
         (`balanced_capacity`). Further rows are dropped and counted: their experts add nothing to the token.
         At least expert_alignment.
+      capacity_factor: in place of a capacity, a multiple of T * K, the rows of a uniform routing, rounded up
+        to a multiple of expert_alignment.
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
@@ -174,49 +194,62 @@ def moe(
             "moe: num_redundant_experts needs expert_params, the weights [L, ...] that moe sends to other "
             "ranks; expert_fn then takes (sent, params)"
         )
+    arguments = ("sent",) if expert_params is None else ("sent", "params")
+    _check_signature(expert_fn, arguments)
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
-    plan = None
-    if num_redundant_experts:
-        plan = balance(
+    plan = num_invalid = None
+    with _errors_name_moe():
+        if num_redundant_experts:
+            if num_valid_tokens is not None:
+                topk_idx = valid_tokens("moe", num_valid_tokens, topk_idx)
+            plan = balance(
+                topk_idx,
+                group=group,
+                num_experts=num_experts,
+                num_redundant_experts=num_redundant_experts,
+                implementation=implementation,
+            )
+            num_invalid = count_invalid(topk_idx, num_experts)
+            topk_idx, num_experts = plan.topk_idx, plan.num_experts
+            expert_params = replicate(expert_params, plan, implementation=implementation)
+            if capacity is None and capacity_factor is None:
+                alignment = _checks.at_least_one("moe", "expert_alignment", expert_alignment)
+                capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
+        sent = dispatch(
+            x,
             topk_idx,
+            topk_weights,
             group=group,
             num_experts=num_experts,
-            num_redundant_experts=num_redundant_experts,
-            num_valid_tokens=num_valid_tokens,
+            capacity=capacity,
+            capacity_factor=capacity_factor,
+            host_capacity=host_capacity,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
             implementation=implementation,
         )
-        topk_idx, num_experts = plan.topk_idx, plan.num_experts
-        expert_params = replicate(expert_params, plan, implementation=implementation)
-        if capacity is None:
-            alignment = _checks.at_least_one("moe", "expert_alignment", expert_alignment)
-            capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
-    sent = dispatch(
-        x,
-        topk_idx,
-        topk_weights,
-        group=group,
-        num_experts=num_experts,
-        capacity=capacity,
-        host_capacity=host_capacity,
-        expert_alignment=expert_alignment,
-        quantize=quantize,
-        num_valid_tokens=num_valid_tokens,
-        implementation=implementation,
-    )
     with jax.named_scope("jax_ep.experts"):
         y = expert_fn(sent) if expert_params is None else expert_fn(sent, expert_params)
     _check_result(y, sent.handle.routing.capacity)
-    out = combine(
-        y,
-        sent.handle,
-        row_weights=sent.row_weights,
-        quantize_gradient=quantize_gradient,
-        implementation=implementation,
-    )
+    with _errors_name_moe():
+        out = combine(
+            y,
+            sent.handle,
+            row_weights=sent.row_weights,
+            quantize_gradient=quantize_gradient,
+            implementation=implementation,
+        )
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out
-    stats = MoEStats(sent.tokens_per_expert, sent.num_tokens, sent.num_dropped)
+    stats = MoEStats(
+        tokens_per_expert=sent.tokens_per_expert,
+        num_tokens=sent.num_tokens,
+        num_dropped=sent.num_dropped,
+        dropped_per_expert=sent.dropped_per_expert(),
+        num_invalid=sent.num_invalid if num_invalid is None else num_invalid,
+    )
     if plan is not None:
         stats = dataclasses.replace(
             stats,
@@ -226,6 +259,32 @@ def moe(
             num_replicas=plan.num_replicas,
         )
     return out, stats
+
+
+@contextlib.contextmanager
+def _errors_name_moe() -> Iterator[None]:
+    """Names moe in the errors of the ops that it calls, because the user called none of them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = (re.sub(r"^(balance|combine|dispatch|replicate)\b", "moe", str(error)),)
+        raise
+
+
+def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """Raises TypeError if a function cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(expert_fn)
+    except (TypeError, ValueError):  # a callable without one
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(expert_fn, "__name__", type(expert_fn).__name__)
+        if_params = "with expert_params " if len(arguments) > 1 else ""
+        raise TypeError(
+            f"moe: {if_params}expert_fn must take ({', '.join(arguments)}), got {name}{signature}"
+        ) from None
 
 
 def _check_result(y: Any, rows: int) -> None:

@@ -6,17 +6,22 @@ the rows of an unfinished op (docs/howto/overlap.md).
 """
 
 import dataclasses
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
+from jax.typing import ArrayLike
 
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.combine import combine
-from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, dispatch
+from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, DispatchOptions, dispatch
+from jax_ep._transport.attendance import OnTimeout
 from jax_ep._transport.choice import Asynchronous
+from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.routing import Handle, Order
 
 Result = TypeVar("Result")
+Rows = TypeVar("Rows")
 
 
 @jax.tree_util.register_dataclass
@@ -37,41 +42,69 @@ class PendingCombine(Generic[Result]):
 
 @overload
 def dispatch_start(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
-    implementation: str | None = None,
-    **options: Any,
-) -> PendingDispatch[DispatchedByExpert]: ...
+    quantize: Literal["fp8"],
+    **options: Unpack[DispatchOptions],
+) -> PendingDispatch[DispatchedByExpert[QuantizedArray]]: ...
 
 
 @overload
 def dispatch_start(
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    x: Rows,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["expert", "expert_padded"] = "expert",
+    quantize: Literal["fp8_dequantize"] | None = None,
+    **options: Unpack[DispatchOptions],
+) -> PendingDispatch[DispatchedByExpert[Rows]]: ...
+
+
+@overload
+def dispatch_start(
+    x: ArrayLike,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Literal["rank"],
-    implementation: str | None = None,
-    **options: Any,
-) -> PendingDispatch[DispatchedByRank]: ...
+    quantize: Literal["fp8"],
+    **options: Unpack[DispatchOptions],
+) -> PendingDispatch[DispatchedByRank[QuantizedArray]]: ...
+
+
+@overload
+def dispatch_start(
+    x: Rows,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Literal["rank"],
+    quantize: Literal["fp8_dequantize"] | None = None,
+    **options: Unpack[DispatchOptions],
+) -> PendingDispatch[DispatchedByRank[Rows]]: ...
 
 
 def dispatch_start(
     x: Any,
-    topk_idx: Any,
-    topk_weights: Any = None,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group,
     num_experts: int,
     order: Order = "expert",
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     **options: Any,
 ) -> PendingDispatch[Any]:
     """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
@@ -96,15 +129,15 @@ def dispatch_start(
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
-    asynchronous: Any = Asynchronous(implementation)
-    sent = dispatch(
+    any_dispatch: Any = dispatch  # no overload has all types of all options
+    sent = any_dispatch(
         x,
         topk_idx,
         topk_weights,
         group=group,
         num_experts=num_experts,
         order=order,
-        implementation=asynchronous,
+        implementation=Asynchronous(implementation),
         **options,
     )
     return PendingDispatch(sent)
@@ -129,8 +162,39 @@ def dispatch_done(pending: PendingDispatch[Result]) -> Result:
     return pending._result
 
 
+class CombineOptions(TypedDict, total=False):
+    """Options of `combine` that do not change the type of its result."""
+
+    row_weights: ArrayLike | None
+    bias: Any
+    quantize_gradient: Literal["fp8"] | None
+    implementation: Implementation | None
+
+
+@overload
+def combine_start(  # pyright: ignore[reportOverlappingOverload]
+    y: Rows,
+    handle: Handle,
+    *,
+    active_ranks: None = None,
+    on_timeout: Literal["raise"] = "raise",
+    **options: Unpack[CombineOptions],
+) -> PendingCombine[Rows]: ...
+
+
+@overload
 def combine_start(
-    y: Any, handle: Handle, *, implementation: str | None = None, **options: Any
+    y: Rows,
+    handle: Handle,
+    *,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    **options: Unpack[CombineOptions],
+) -> PendingCombine[tuple[Rows, jax.Array]]: ...
+
+
+def combine_start(
+    y: Any, handle: Handle, *, implementation: Implementation | None = None, **options: Any
 ) -> PendingCombine[Any]:
     """Starts a `combine`, beside which other work can run until `combine_done`, as `dispatch_start` does.
 

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import align_axes
 from jax_ep._transport.backend import LocalBackend, Permutation
@@ -18,36 +20,42 @@ from jax_ep._transport.payload import Payload, move_bits
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep._transport.xla import routed_experts
 
+Rows = TypeVar("Rows")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Permuted:
-    """Rows by expert, then by row, then by k. P rows, L experts; C rows and K choices came in."""
+class Permuted(Generic[Rows]):
+    """Rows by expert, then by row, then by k. P rows, L experts; C rows and K choices came in.
 
-    x: Any
-    """[P, ...] rows, an array or pytree as passed in; zero in padding and tail."""
+    Attributes:
+      x: [P, ...] rows, an array or pytree as passed in; zero in padding and tail.
+      row_map: int32 [C, K]: the row of each (row, k), -1 none or dropped.
+      group_sizes: int32 [L] rows of each expert's block, padding included, clipped to P.
+      tokens_per_expert: int32 [L] rows of each expert, without padding, clipped to P.
+      row_weights: float32 [P] weight of each row's choice, zero in padding and tail; None if no weights were
+        passed.
+      num_dropped: int32 [1] (row, k) pairs that found no place.
+    """
+
+    x: Rows
     row_map: jax.Array
-    """int32 [C, K]: the row of each (row, k), -1 none or dropped."""
     group_sizes: jax.Array
-    """int32 [L] rows of each expert's block, padding included, clipped to P."""
     tokens_per_expert: jax.Array
-    """int32 [L] rows of each expert, without padding, clipped to P."""
     row_weights: jax.Array | None
-    """float32 [P] weight of each row's choice, zero in padding and tail; None if no weights were passed."""
     num_dropped: jax.Array
-    """int32 [1] (row, k) pairs that found no place."""
 
 
 def permute(
-    x: Any,
-    topk_idx: Any,
+    x: Rows,
+    topk_idx: ArrayLike,
     *,
     num_local_experts: int,
-    topk_weights: Any = None,
+    topk_weights: ArrayLike | None = None,
     expert_alignment: int = 1,
     capacity: int | None = None,
-    implementation: str | None = None,
-) -> Permuted:
+    implementation: Implementation | None = None,
+) -> Permuted[Rows]:
     """Brings rows into expert order, one copy for each choice of a row. Local.
 
     Args:
@@ -180,14 +188,14 @@ _repermute_scaled.defvjp(_repermute_scaled_forward, _repermute_scaled_backward)
 
 
 def unpermute(
-    y: Any,
-    row_map: Any,
+    y: ArrayLike,
+    row_map: ArrayLike,
     *,
-    topk_weights: Any = None,
-    bias: Any = None,
-    topk_idx: Any = None,
+    topk_weights: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    topk_idx: ArrayLike | None = None,
     out_dtype: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Brings rows back from expert order: the weighted sum of each row's copies. Local.
 

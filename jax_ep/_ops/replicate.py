@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
+from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops import arguments
 from jax_ep._transport.balance import BalancePlan
@@ -14,16 +15,18 @@ from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.replicate import can_cut, num_pieces, place, routing_of, send_replicas
 
+Weights = TypeVar("Weights")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PendingReplicate:
+class PendingReplicate(Generic[Weights]):
     """A replicate that has been started. `replicate_done` returns its weights. A pytree."""
 
-    _result: Any
+    _result: Weights
 
 
-def replicate(w: Any, plan: BalancePlan, *, implementation: str | None = None) -> Any:
+def replicate(w: Weights, plan: BalancePlan, *, implementation: Implementation | None = None) -> Weights:
     """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
 
     Weights travel bit for bit from their home to the ranks that need them. In the backward pass the gradients
@@ -47,7 +50,9 @@ def replicate(w: Any, plan: BalancePlan, *, implementation: str | None = None) -
     return _replicate("replicate", w, plan, implementation)
 
 
-def replicate_start(w: Any, plan: BalancePlan, *, implementation: str | None = None) -> PendingReplicate:
+def replicate_start(
+    w: Weights, plan: BalancePlan, *, implementation: Implementation | None = None
+) -> PendingReplicate[Weights]:
     """Starts a `replicate`, beside which other work can run until `replicate_done`.
 
     On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
@@ -68,7 +73,7 @@ def replicate_start(w: Any, plan: BalancePlan, *, implementation: str | None = N
     return PendingReplicate(_replicate("replicate_start", w, plan, Asynchronous(implementation)))
 
 
-def replicate_done(pending: PendingReplicate) -> Any:
+def replicate_done(pending: PendingReplicate[Weights]) -> Weights:
     """Returns the weights of a replicate that has been started, the same bits as from `replicate`.
 
     Args:

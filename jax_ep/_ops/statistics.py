@@ -22,13 +22,17 @@ class DispatchStatistics:
     They have no gradients, and do not change the gradients of a dispatch. Outside of `shard_map`,
     sharded over the group's axis as they come out, the arrays are [E] and [R * R]: one row of [R, R] is what
     one rank waited for the others.
+
+    Attributes:
+      tokens_per_expert: int32 [L] kept rows of each local expert (by rank: kept (row, k) pairs). It wraps
+        around at 2^31.
+      wait_us: float32 [R] microseconds from the beginning of the op on this rank until each rank had come to
+        it; 0 for ranks that were there before. Always 0 with implementation="xla", and where ranks span
+        hosts.
     """
 
     tokens_per_expert: jax.Array
-    """int32 [L] kept rows of each local expert (by rank: kept (row, k) pairs). It wraps around at 2^31."""
     wait_us: jax.Array
-    """float32 [R] microseconds from the beginning of the op on this rank until each rank had come to it; 0
-    for ranks that were there before. Always 0 with implementation="xla", and where ranks span hosts."""
 
     @classmethod
     def zeros(cls, group: Group, num_experts: int) -> "DispatchStatistics":

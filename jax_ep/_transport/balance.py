@@ -42,18 +42,20 @@ class BalancePlan:
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
     S slots. Except for topk_idx all arrays are the same on every rank. Use the properties inside the
     shard_map, because outside of it the arrays hold those of all ranks.
+
+    Attributes:
+      topk_idx: int32 [T, K] physical expert of each choice, -1 where it is unused. Pass it to `dispatch`.
+      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty slot.
+      rows_per_expert: int32 [P] rows that each physical expert gets.
+      loads_before: int32 [R] rows that each rank would get if all were computed at home.
+      loads_after: int32 [R] rows that each rank gets.
     """
 
     topk_idx: jax.Array
-    """int32 [T, K] physical expert of each choice, -1 where it is unused. Pass it to `dispatch`."""
     physical_to_logical: jax.Array
-    """int32 [P] logical expert of each physical expert, -1 for an empty slot."""
     rows_per_expert: jax.Array
-    """int32 [P] rows that each physical expert gets."""
     loads_before: jax.Array
-    """int32 [R] rows that each rank would get if all were computed at home."""
     loads_after: jax.Array
-    """int32 [R] rows that each rank gets."""
     group: Group = dataclasses.field(metadata={"static": True})
     num_logical_experts: int = dataclasses.field(metadata={"static": True})
 

@@ -14,6 +14,7 @@ from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
 from jax_ep._transport.backend import Backend, Leaves, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
+from jax_ep._transport.collectives import rank
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._transport.payload import Payload, keep_bits, move_bits
 from jax_ep._transport.routing import (
@@ -24,6 +25,7 @@ from jax_ep._transport.routing import (
     in_slots,
     row_experts,
 )
+from jax_ep._transport.xla import Xla, invert, take
 
 
 def send(
@@ -131,6 +133,49 @@ def _push_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
 
 
 push.defvjp(_push_forward, _push_backward)
+
+
+def push_attended(
+    backend: Backend,
+    handle: Handle,
+    leaves: Leaves,
+    topk_weights: jax.Array | None,
+    attendance: Attendance,
+) -> tuple[Leaves, jax.Array | None, Attended]:
+    """Pushes as `push` if ranks may miss the op, without gradients. Also returns who took part.
+
+    The rows are routed anew, because rows of ranks that are missing leave no gap. Then each one moves to
+    where the handle has it.
+    """
+    routing = handle.routing
+    fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
+
+    def move(bits: Leaves) -> Any:
+        routed = backend.route(routing, bits, handle.topk_idx, fixed_weights, attendance)
+        rows = _rows_along(handle, routed.handle)
+        arrived = None if routed.weights is None else take(routed.weights, rows)
+        return tuple(take(row, rows) for row in routed.rows), arrived, routed.attended
+
+    moved, weights, attended = move_bits(Xla(), move, fixed)  # `take` is XLA's
+    return *refuse_gradient("redispatch", (leaves, topk_weights), (moved, weights)), attended
+
+
+def _rows_along(handle: Handle, other: Handle) -> jax.Array:
+    """Returns int32 [C]: for each row of a handle, the row of another one that holds the same token.
+
+    It is -1 if there is none. The other handle is of the same routing, with some ranks missing.
+    """
+    capacity = handle.routing.capacity
+    if handle.received_rows is not None and other.received_rows is not None:
+        choice = invert(handle.received_rows, capacity)
+        return jnp.where(choice < 0, -1, other.received_rows.reshape(-1)[choice])
+    me = rank(handle.routing.group)
+    ends, other_ends = (jnp.take(one.rank_prefix_matrix, me, axis=1) for one in (handle, other))
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    source = jnp.minimum(jnp.searchsorted(ends, row, side="right"), ends.shape[0] - 1)
+    found = row - (ends - other_ends)[source]
+    first = jnp.where(source == 0, 0, other_ends[source - 1])
+    return jnp.where((row < ends[-1]) & (found >= first), found, -1)
 
 
 @custom_vjp(0)

@@ -25,7 +25,7 @@ class Routing:
     top_k: int  # K
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
-    expert_alignment: int  # padded, the rows of each expert's block
+    expert_alignment: int  # by padded experts S, the rows of each expert's block
     host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
 
     @property
@@ -73,6 +73,11 @@ class Routing:
         return (self.capacity,) if self.slots is None else (self.num_local_experts, self.slots)
 
     @property
+    def axes(self) -> str:
+        """The names of these dimensions, for messages."""
+        return "C" if self.slots is None else "L, S"
+
+    @property
     def rows_per_token(self) -> int:
         """Columns of `sent_rows`."""
         return self.top_k if self.has_row_per_choice else self.num_ranks
@@ -87,25 +92,30 @@ class Handle:
     kept, saved for the backward pass or passed through jit.
 
     R ranks, T tokens a rank, K choices a token, L experts a rank; one rank's shard:
+
+    Attributes:
+      topk_idx: [T, K] expert of each choice, -1 where the choice is unused.
+      sent_rows: By rank [T, R], by expert [T, K]: the token's row in the receiver's buffer, -1 none or
+        dropped.
+      rank_prefix_matrix: [R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on
+        every rank that takes part.
+      expert_counts: [L] choices of all ranks' tokens that fell on each expert of this rank, before drops.
+      received_rows: By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank,
+        then token; -1 none here, or dropped. By rank None.
+      within: If the group spans hosts, the handle of hop 2, whose tokens are the rows that hop 1 brought. In
+        the arrays above, the choices of tokens that hop 1 dropped are unused. Else None.
+      routing: The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1.
+      has_weights: True if `dispatch` sent weights, by expert. `combine` must then be given row_weights.
     """
 
     topk_idx: jax.Array
-    """[T, K] expert of each choice, -1 where the choice is unused."""
     sent_rows: jax.Array
-    """By rank [T, R], by expert [T, K]: the token's row in the receiver's buffer, -1 none or dropped."""
     rank_prefix_matrix: jax.Array
-    """[R, R]: [s, d] = rows that ranks 0..s send to rank d, before drops. The same on every rank that takes
-    part."""
     expert_counts: jax.Array
-    """[L] choices of all ranks' tokens that fell on each expert of this rank, before drops."""
     received_rows: jax.Array | None
-    """By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank, then token;
-    -1 none here, or dropped. By rank None."""
     within: "Handle | None"
-    """If the group spans hosts, the handle of hop 2, whose tokens are the rows that hop 1 brought. In the
-    arrays above, the choices of tokens that hop 1 dropped are unused. Else None."""
     routing: Routing = dataclasses.field(metadata={"static": True})
-    """The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1."""
+    has_weights: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def placed_handle(
@@ -164,6 +174,14 @@ def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
     """Returns an expert-order buffer [C, ...] as [C, n] of another dtype, zero if a row holds no token."""
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     return jnp.where(row_experts(handle)[:, None] >= 0, flat, 0).astype(dtype)
+
+
+def uniform_rows(order: Order, num_ranks: int, num_tokens: int, top_k: int, num_experts: int) -> float:
+    """Returns the rows that a uniform routing fills: of a rank, or of an expert in the padded order."""
+    if order == "rank":
+        return num_tokens * min(top_k, num_ranks)
+    choices = num_tokens * top_k
+    return choices * num_ranks / num_experts if order == "expert_padded" else choices
 
 
 def worst_case_capacity(

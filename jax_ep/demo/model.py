@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._extension import Implementation
 
 Params = dict[str, Any]
 
@@ -20,7 +21,7 @@ class Config:
     num_experts: int
     top_k: int
     capacity: int | None  # maximum number of rows per device; None for the worst case
-    implementation: str | None
+    implementation: Implementation | None
     quantize: Literal["fp8", "fp8_dequantize"] | None = None  # format of tokens on the way to their experts
     precision: Literal["fp8"] | None = None  # of the experts' products
     num_redundant_experts: int = 0  # slots of a device for instances of hot experts

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import jax_ep
+from jax_ep._extension import Implementation
 from jax_ep.demo import data, model
 
 SEQUENCES = 4  # per device and step
@@ -74,7 +75,9 @@ class Trainer:
         return float(np.mean(jax.device_get(losses))) / math.log(2)
 
 
-def make_config(options: argparse.Namespace, group: jax_ep.Group, implementation: str | None) -> model.Config:
+def make_config(
+    options: argparse.Namespace, group: jax_ep.Group, implementation: Implementation | None
+) -> model.Config:
     mean_rows = SEQUENCES * model.Config.window * options.top_k  # per device
     capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
     quantize = "fp8" if options.fp8 else "fp8_dequantize" if options.quantize else None
@@ -165,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         if stats.reason:
             table.add_row("'ffi' was not compared with 'xla'", stats.reason)
         else:
-            other = {"ffi": "xla", "xla": "ffi"}[implementation]
+            other = "xla" if implementation == "ffi" else "ffi"
             steps = min(COMPARED_STEPS, options.steps)
             console.print(f"repeating the first {steps} steps with {other!r}")
             twin = Trainer(make_config(options, group, other), mesh, options.steps, options.seed)

@@ -49,8 +49,23 @@ DISPATCH = {
     "float ids": ({"topk_idx": W}, ValueError, r"topk_idx must be int32 or int64 .* got float32\[4, 2\]"),
     "int16 ids": ({"topk_idx": IDS.astype(np.int16)}, ValueError, "topk_idx must be int32 or int64"),
     "no choice": ({"topk_idx": IDS[:, :0]}, ValueError, "at least one choice per token"),
-    "experts over ranks": ({"num_experts": 5}, ValueError, "positive multiple of the 2 ranks, got 5"),
+    "a routing map": (
+        {"topk_idx": IDS > 0},
+        ValueError,
+        r"got a routing map bool\[4, 2\]; make ids of a map",
+    ),
+    "experts over ranks": (
+        {"num_experts": 5},
+        ValueError,
+        "the experts of all ranks, so it must be a positive multiple of the 2 ranks, got 5",
+    ),
     "no experts": ({"num_experts": 0}, ValueError, "positive multiple of the 2 ranks, got 0"),
+    "two capacities": (
+        {"capacity": 8, "capacity_factor": 1.0},
+        ValueError,
+        "pass either capacity or capacity_factor, got 8 and 1.0",
+    ),
+    "a negative factor": ({"capacity_factor": -1.0}, ValueError, "must be positive and finite, got -1.0"),
     "fractional experts": ({"num_experts": 4.0}, ValueError, "num_experts must be an int"),
     "weights' shape": (
         {"topk_weights": W[:, :1]},
@@ -180,11 +195,11 @@ COMBINE = {
         r"bias must have the shape of the result \[4, 3\], got float32\[3\]",
     ),
     "integer bias": (lambda d: (d.x, {"bias": jnp.ones((T, H), int)}), "rank", TypeError, "bias is summed"),
-    "bias with a pytree": (
+    "bias of another structure": (
         lambda d: ((d.x, d.x), {"bias": jnp.ones((T, H))}),
         "rank",
         ValueError,
-        "bias needs y to be one array",
+        "bias must be a pytree of the same structure as y",
     ),
     "FP8 gradient of narrow rows": (
         lambda d: (d.x, {"quantize_gradient": "fp8"}),

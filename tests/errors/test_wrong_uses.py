@@ -59,6 +59,10 @@ NO_ARRAYS |= {
         lambda x: dispatch(x, statistics=jax_ep.DispatchStatistics(None, GROUPS)),
         r"dispatch: statistics\.tokens_per_expert .* got NoneType",
     ),
+    "an expert_fn of two arguments": (
+        lambda x: moe(x, lambda sent, params: sent.x),
+        r"moe: expert_fn must take \(sent\), got <lambda>\(sent, params\)",
+    ),
     "what an expert_fn returns": (
         lambda x: moe(x, lambda sent: "y"),
         "moe: what expert_fn returns .* got str",
@@ -95,6 +99,37 @@ def test_rejects_results_of_other_ops(name):
     call, text = PENDING[name]
     with pytest.raises(TypeError, match=text):
         traced(call)
+
+
+def test_errors_of_moe_name_moe():
+    with pytest.raises(ValueError, match=r"^moe: num_experts counts the experts of all ranks"):
+        traced(lambda x: moe(x, lambda sent: sent.x, num_experts=3))
+
+
+def test_rejects_a_combine_that_forgets_the_weights():
+    def shard(x):
+        sent = dispatch(x, weights=W[:T])
+        jax_ep.combine(sent.x, sent.handle, row_weights=None)
+        return jax_ep.combine(sent.x, sent.handle)
+
+    with pytest.raises(ValueError, match=r"combine needs row_weights: pass row_weights=sent\.row_weights"):
+        traced(shard)
+
+
+@pytest.mark.parametrize(
+    ("order", "alignment", "factor", "capacity"),
+    [("expert", 1, 1.1, 9), ("expert", 8, 1.1, 16), ("rank", 1, 1.5, 12), ("expert_padded", 1, 0.7, 6)],
+)
+def test_capacity_factor(order, alignment, factor, capacity):
+    """Of T = 4 tokens, top-2, on 2 ranks: 8 rows by expert and by rank, 4 of each of 4 experts."""
+
+    def shard(x):
+        options = {"order": order, "expert_alignment": alignment, "capacity_factor": factor}
+        sent = dispatch(x, **options)
+        assert sent.handle.routing.capacity == capacity
+        return sent.num_dropped
+
+    traced(shard)
 
 
 def test_products_without_their_scales():

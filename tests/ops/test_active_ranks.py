@@ -105,6 +105,32 @@ def test_both_ways(case, mode):
         np.testing.assert_array_equal(after, np.tile(later, (R, 1)))
 
 
+@pytest.mark.parametrize("case", range(len(ORDERS)))
+def test_redispatch_leaves_out_missing_ranks(case, implementation):
+    """Rows lie where the dispatch put them, those of ranks that are missing now are zero."""
+    order, capacity = ORDERS[case]
+    x, weights = floats((R, T, H)), floats((R, T, K), seed=2)
+    by = {"implementation": implementation}
+
+    def shard(group, x, ids, weights, active, later):
+        first = {"order": order, "capacity": capacity, "active_ranks": active, **by}
+        sent = jax_ep.dispatch(x, ids, group=group, num_experts=E, **first)
+        return jax_ep.redispatch(x, sent.handle, topk_weights=weights, active_ranks=later, **by)
+
+    run = compile(shard, 3)
+    for patterns in PATTERNS:
+        active, later = map(as_users_pass, patterns)
+        rows, arrived, after = run(x, IDS, weights, active, later)
+        np.testing.assert_array_equal(after, np.tile(later, (R, 1)))
+        ids = oracle.mask_inactive(IDS, E, active)
+        for rank, want in enumerate(oracle.dispatch(x, ids, weights, E, order, capacity)):
+            comes = [source is not None and bool(later[source[0]] and later[rank]) for source in want.sources]
+            got = rows[rank].reshape(want.x.shape), arrived[rank].reshape(want.weights.shape)
+            for array, expected in zip(got, (want.x, want.weights), strict=True):
+                np.testing.assert_array_equal(array[comes], expected[comes])
+                assert not array[np.logical_not(comes)].any()
+
+
 def check_dispatch(sent, want, ids, order, active, quantize):
     np.testing.assert_array_equal(sent.active_ranks, np.tile(active, (R, 1)))
     np.testing.assert_array_equal(sent.handle.topk_idx, ids)

@@ -4,8 +4,11 @@ Everything is a small integer in float32, so both sides are exact. New examples 
 prints the one that fails.
 """
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +22,9 @@ SIZES = {"rank": [(5, 2, None, 1), (6, 3, 9, 1)], "expert": [(5, 2, None, 1), (6
 WIDTH = 3
 
 
-def both_sides(order, capacity, alignment, implementation, x, noise, ids, weights):
-    """[R] each: <dispatch x, y> and <x, combine y>; and the same with weights, by expert."""
+@functools.cache
+def both_sides(order, capacity, alignment, implementation):
+    """Returns <dispatch x, y> and <x, combine y> of x, noise, ids and weights; by expert also weighted."""
     on = ranks(R)
 
     def shard(x, noise, ids, weights):
@@ -37,13 +41,13 @@ def both_sides(order, capacity, alignment, implementation, x, noise, ids, weight
             **by,
         )
         y = noise[: sent.x.shape[0]] + 0 * sent.x
-        sides = [jnp.vdot(sent.x, y), jnp.vdot(x, jax_ep.combine(y, sent.handle, **by))]
+        sides = [jnp.vdot(sent.x, y), jnp.vdot(x, jax_ep.combine(y, sent.handle, row_weights=None, **by))]
         if order == "expert":
             scaled = jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, **by)
             sides += [jnp.vdot(sent.x * sent.row_weights[:, None], y), jnp.vdot(x, scaled)]
         return jnp.stack(sides)
 
-    return on.run(shard, x, noise, ids, weights)
+    return jax.jit(on.map(shard))
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -60,7 +64,8 @@ def test_adjointness(order, implementation):
         x = rng.integers(-4, 5, (R, tokens, WIDTH)).astype(np.float32)
         noise = rng.integers(-4, 5, (R, 200, WIDTH)).astype(np.float32)
         weights = rng.integers(0, 5, (R, tokens, k)).astype(np.float32)
-        sides = both_sides(order, capacity, alignment, implementation, x, noise, ids, weights).sum(axis=0)
+        program = both_sides(order, capacity, alignment, implementation)
+        sides = ranks(R).apply(program, x, noise, ids, weights).sum(axis=0)
         np.testing.assert_array_equal(sides[0::2], sides[1::2])
 
     holds()

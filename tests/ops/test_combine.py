@@ -1,5 +1,7 @@
 """Combine sums rows: compared with a float32 sum in the stated order, rounded once."""
 
+import functools
+
 import jax
 import numpy as np
 import oracle
@@ -55,11 +57,21 @@ def run(
         if weighted:
             row_weights[unused] = np.nan
 
+    program = compiled(num_ranks, num_experts, implementation, **options)
+    got = on.apply(program, ids, y, row_weights, biases)
+    folds = order == "expert" and implementation == "ffi" and jax.default_backend() == "gpu"
+    return got, oracle.combine(y, expected, tokens, row_weights, biases, folds)
+
+
+@functools.lru_cache(64)
+def compiled(num_ranks, num_experts, implementation, **options):
+    """Returns a combine, along the handle of a dispatch, that tests of other routings share."""
+    on = ranks(num_ranks)
+
     def shard(ids, y, row_weights, biases):
-        x = jax.numpy.zeros((tokens, 1))
-        handle = jax_ep.dispatch(
-            x, ids, group=on.group, num_experts=num_experts, implementation=implementation, **options
-        ).handle
+        x = jax.numpy.zeros((len(ids), 1))
+        by = {"num_experts": num_experts, "implementation": implementation}
+        handle = jax_ep.dispatch(x, ids, group=on.group, **by, **options).handle
         return jax_ep.combine(
             y,
             handle,
@@ -68,9 +80,7 @@ def run(
             implementation=implementation,
         )
 
-    got = on.run(shard, ids, y, row_weights, biases)
-    folds = order == "expert" and implementation == "ffi" and jax.default_backend() == "gpu"
-    return got, oracle.combine(y, expected, tokens, row_weights, biases, folds)
+    return jax.jit(on.map(shard))
 
 
 @pytest.mark.one_jax
@@ -167,6 +177,26 @@ def test_biases_by_rank(capacity, implementation):
     biases = (floats((4, 9, 5), np.float16, seed=3),)  # a dtype of its own
     got, expected = run(ids, 16, (5,), np.float32, implementation, biases=biases, capacity=capacity)
     assert_close(got, expected)
+
+
+def test_biases_of_a_pytree(implementation):
+    ids = routing("sprinkled", 4, 9, 4, 16)
+    on, biases = ranks(4), (floats((4, 9, 5), seed=3), floats((4, 9, 2), seed=4))
+    by = {"implementation": implementation}
+
+    def shard(ids, x, first, second):
+        handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=16, **by).handle
+        y = (jax_ep.redispatch(x, handle, **by), jax_ep.redispatch(x[:, :2], handle, **by))
+        alone = [
+            jax_ep.combine(rows, handle, bias=bias, **by)
+            for rows, bias in zip(y, (first, second), strict=True)
+        ]
+        return (*y, y[0]), jax_ep.combine((*y, y[0]), handle, bias=(first, (second,), None), **by), alone
+
+    _, together, alone = on.run(shard, ids, floats((4, 9, 5)), *biases)
+    for got, want in zip(together, alone, strict=False):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(together[2], together[0] - biases[0], rtol=1e-5, atol=1e-5)
 
 
 def test_the_sum_is_in_float32_and_in_order(implementation):

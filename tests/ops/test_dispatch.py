@@ -1,5 +1,8 @@
 """Dispatch moves rows: everything is compared bit for bit with the oracle."""
 
+import functools
+import re
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -8,11 +11,22 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, FP8, ROUTINGS, floats, ranks, routing, same_bits, tagged_rows, weights_of
+from cases import (
+    BF16,
+    FP8,
+    ROUTINGS,
+    assert_close,
+    floats,
+    ranks,
+    routing,
+    same_bits,
+    tagged_rows,
+    weights_of,
+)
 from devices import most_ranks
 
 import jax_ep
-from jax_ep.bench.shapes import SHAPES
+from jax_ep.bench.shapes import MODELS
 
 pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
 
@@ -20,7 +34,14 @@ MANY = most_ranks()
 
 
 def run_dispatch(x, ids, weights, num_experts, implementation="ffi", per_host=None, **options):
-    on = ranks(len(ids), per_host)
+    program = compiled(len(ids), per_host, num_experts, implementation, **options)
+    return ranks(len(ids), per_host).apply(program, x, ids, weights)
+
+
+@functools.lru_cache(64)
+def compiled(num_ranks, per_host, num_experts, implementation, **options):
+    """Returns a dispatch that tests of other routings and contents share."""
+    on = ranks(num_ranks, per_host)
 
     def shard(x, ids, weights):
         return jax_ep.dispatch(
@@ -33,7 +54,7 @@ def run_dispatch(x, ids, weights, num_experts, implementation="ffi", per_host=No
             **options,
         )
 
-    return on.run(shard, x, ids, weights)
+    return jax.jit(on.map(shard))
 
 
 def check(got, expected, payload):
@@ -146,8 +167,12 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(
-    ("width", "order", "per_host"),
-    [(1, "rank", None), (7, "rank", None), (16, "rank", None), (5, "expert", 2)],
+    ("width", "order", "per_host", "implementation"),
+    [
+        (1, "rank", None, "xla"),
+        *((width, "rank", None, "ffi") for width in (1, 7, 16)),
+        (5, "expert", 2, "ffi"),
+    ],
 )
 def test_any_dtype_and_row_size_bit_for_bit(dtype, width, order, per_host, implementation):
     ids = routing("uniform", 4, 6, 2, 8)
@@ -298,13 +323,45 @@ def test_random_routings(data):
     check(got, oracle.dispatch(x, ids, weights, experts, order, capacity, alignment), got.x)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_decode", "mixtral_8x7b", "qwen3_moe_235b", "tiny"])
 @pytest.mark.parametrize("order", ["rank", "expert"])
-def test_routing_of_real_models_matches_the_oracle(name, order):
-    """The routing of real models (few tokens, narrow rows) against the oracle."""
-    shape = SHAPES[name]
-    ids = routing("uniform", 8, 16, shape.top_k, shape.experts)
-    x = tagged_rows(8, 16, 8, BF16)
-    alignment = 8 if order == "expert" else 1
-    got = run_dispatch(x, ids, None, shape.experts, order=order, expert_alignment=alignment)
-    check(got, oracle.dispatch(x, ids, None, shape.experts, order, alignment=alignment), got.x)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_match_the_oracle(name, order):
+    """Each model's experts and choices, with few tokens and a sixteenth of its width."""
+    shape, tokens, on = MODELS[name], 5, ranks(4)
+    ids = routing("uniform", 4, tokens, shape.top_k, shape.experts)
+    x = floats((4, tokens, shape.hidden // 16)).astype(BF16)
+
+    def shard(x, ids):
+        sent = jax_ep.dispatch(x, ids, group=on.group, num_experts=shape.experts, order=order)
+        return sent, jax_ep.combine(sent.x, sent.handle)
+
+    got, y = on.run(shard, x, ids)
+    expected = oracle.dispatch(x, ids, None, shape.experts, order)
+    check(got, expected, got.x)
+    folds = order == "expert" and jax.default_backend() == "gpu"
+    assert_close(y, oracle.combine(got.x, expected, tokens, folds=folds), terms=shape.top_k)
+
+
+def test_environment_chooses_the_implementation(monkeypatch):
+    """For all ops without an `implementation` of their own."""
+    on, ids = ranks(4), routing("uniform", 4, 5, 2, 8)
+
+    def calls(implementation=None):
+        def shard(x, ids):
+            options = {"num_experts": 8, "implementation": implementation}
+            per_expert = jax_ep.get_dispatch_layout(ids, num_ranks=4, **options).num_tokens_per_expert
+            return jax_ep.dispatch(x, ids, group=on.group, **options).x, per_expert
+
+        arrays = np.zeros((20, 4), np.float32), ids.reshape(20, 2)
+        return set(re.findall(r"jax_ep_\w+", jax.jit(on.map(shard)).lower(*arrays).as_text()))
+
+    both = calls("ffi")
+    assert "jax_ep_layout" in both
+    monkeypatch.setenv("JAX_EP_IMPLEMENTATION", "xla")
+    assert calls() == set()
+    assert calls("ffi") == both
+    monkeypatch.setenv("JAX_EP_IMPLEMENTATION", "")
+    assert calls() == both
+    monkeypatch.setenv("JAX_EP_IMPLEMENTATION", "XLA")
+    with pytest.raises(ValueError, match="JAX_EP_IMPLEMENTATION must be 'ffi', 'xla' or unset, got 'XLA'"):
+        calls("ffi")

@@ -296,7 +296,7 @@ def test_tokens_that_are_not_valid(implementation, order, quantize):
         def sums(x, weights):
             sent = sent_by(group, x, ids, weights, **shared, num_valid_tokens=counts)
             arrived = sent.topk_weights.sum(axis=1) if order == "rank" else sent.row_weights
-            y = jax_ep.combine(jnp.tanh(sent.x) * arrived[:, None], sent.handle)
+            y = jax_ep.combine(jnp.tanh(sent.x) * arrived[:, None], sent.handle, row_weights=None)
             return jnp.sum(y**2), (sent, y)
 
         gradients, (sent, y) = jax.grad(sums, argnums=(0, 1), has_aux=True)(x, weights)

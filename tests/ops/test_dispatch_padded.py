@@ -1,4 +1,4 @@
-"""order="expert_padded": R * T slots for each expert.
+"""order="expert_padded": S slots for each expert, R * T or a capacity.
 
 The slots of a dispatch that no row fills may hold anything, NaN too: rows are compared, and multiplied, where
 there are some. The weights and cotangents of those slots are zero.
@@ -32,24 +32,31 @@ def routing(seed=0, repeated=False):
     return floats((R * T, H), seed=1), ids, floats((R * T, K), seed=2)
 
 
-def oracle(x, ids, weights):
-    """Rows and weights [E, SLOTS] and what each expert got, by a loop; what does not fit is left out."""
-    rows, row_weights = np.zeros((E, SLOTS, x.shape[1]), x.dtype), np.zeros((E, SLOTS), np.float32)
+def oracle(x, ids, weights, slots=SLOTS):
+    """Rows and weights [E, slots] and what each expert got, by a loop; what does not fit is left out."""
+    rows, row_weights = np.zeros((E, slots, x.shape[1]), x.dtype), np.zeros((E, slots), np.float32)
     counts = np.zeros(E, np.int32)
     for t in range(len(x)):
         for k in range(ids.shape[1]):
             e = ids[t, k]
             if e >= 0:
-                if counts[e] < SLOTS:
+                if counts[e] < slots:
                     rows[e, counts[e]], row_weights[e, counts[e]] = x[t], weights[t, k]
                 counts[e] += 1
     return rows, row_weights, counts
 
 
+def kept_choices(ids, slots):
+    """Bool [R * T, K]: which choices have a slot."""
+    earlier = np.cumsum(ids.reshape(-1, 1) == np.arange(E), axis=0)
+    place = np.take_along_axis(earlier, np.maximum(ids.reshape(-1, 1), 0), axis=1)
+    return (ids >= 0) & (place <= slots).reshape(ids.shape)
+
+
 def assert_rows(got, want, ids):
     """Equal in the slots that are filled, of which `oracle` counts `ids`."""
     _, _, counts = oracle(np.zeros((R * T, 0)), ids, np.zeros(ids.shape))
-    filled = np.arange(SLOTS) < counts[:, None]
+    filled = np.arange(want.shape[1]) < counts[:, None]
     np.testing.assert_array_equal(np.asarray(got)[filled], np.asarray(want)[filled])
 
 
@@ -64,28 +71,36 @@ def sent_by(group, x, ids, weights, **options):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("repeated", [False, True])
-def test_rows_lie_in_their_expert_s_slots(implementation, repeated):
-    x, ids, weights = routing(repeated=repeated)
-    if repeated:
+@pytest.mark.parametrize("case", ["distinct", "repeated", "few slots"])
+def test_rows_lie_in_their_expert_s_slots(implementation, case):
+    x, ids, weights = routing(repeated=case == "repeated")
+    if case == "repeated":
         ids[: R * T // 2] = 2  # more choices than slots; those of expert 3 follow
-    rows, row_weights, counts = oracle(x, ids, weights)
+    capacity = np.bincount(ids[ids >= 0]).max() - 1 if case == "few slots" else None
+    slots = capacity or SLOTS
+    rows, row_weights, counts = oracle(x, ids, weights, slots)
 
     def shard(group, *a):
-        sent = sent_by(group, *a, implementation=implementation)
-        return sent, sent.row_experts(), sent.is_row()
+        sent = sent_by(group, *a, capacity=capacity, implementation=implementation)
+        sums = jax_ep.combine(
+            sent.x, sent.handle, row_weights=sent.row_weights, implementation=implementation
+        )
+        return sent, sent.row_experts(), sent.is_row(), sent.dropped_per_expert(), sums
 
-    got, experts, is_row = jax.device_get(mapped(shard)(x, ids, weights))
-    kept = np.minimum(counts, SLOTS)
-    assert not repeated or counts.max() > SLOTS
-    assert got.x.shape == (E, SLOTS, H)
+    got, experts, is_row, dropped, sums = jax.device_get(mapped(shard)(x, ids, weights))
+    kept = np.minimum(counts, slots)
+    assert (counts.max() > slots) == (case != "distinct")
+    assert got.x.shape == (E, slots, H)
+    np.testing.assert_array_equal(dropped, counts - kept)
+    total = np.where(kept_choices(ids, slots), weights, 0).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(sums, x * total, rtol=1e-4, atol=1e-5)
     assert_rows(got.x, rows, ids)
     np.testing.assert_array_equal(got.row_weights, row_weights)
     for sizes in (got.group_sizes, got.tokens_per_expert):
         np.testing.assert_array_equal(sizes, kept)
     np.testing.assert_array_equal(got.num_tokens, kept.reshape(R, L).sum(axis=1))
     np.testing.assert_array_equal(got.num_dropped, (counts - kept).reshape(R, L).sum(axis=1))
-    filled = np.arange(SLOTS) < kept[:, None]
+    filled = np.arange(slots) < kept[:, None]
     np.testing.assert_array_equal(is_row, filled)
     np.testing.assert_array_equal(experts, np.where(filled, np.arange(E)[:, None] % L, -1))
 
@@ -127,7 +142,8 @@ def test_redispatch_and_payloads(implementation):
     def shard(group, payload, ids, weights):
         sent = sent_by(group, payload, ids, weights, implementation=implementation)
         again = jax_ep.redispatch(payload, sent.handle, topk_weights=weights, implementation=implementation)
-        sums = jax_ep.combine({"a": sent.x["a"]}, sent.handle, implementation=implementation)["a"]
+        y = {"a": sent.x["a"]}
+        sums = jax_ep.combine(y, sent.handle, row_weights=None, implementation=implementation)["a"]
         return (sent.x, sent.row_weights), again, sums
 
     first, again, sums = jax.device_get(mapped(shard)(payload, ids, weights))
@@ -175,16 +191,15 @@ def test_no_tokens(implementation):
     assert not np.asarray(sizes).any()
 
 
-@pytest.mark.parametrize("options", [{"capacity": 12}, {"expert_alignment": 4}])
-def test_neither_a_capacity_nor_an_alignment(options):
-    with pytest.raises(ValueError, match="it takes neither a capacity nor an expert_alignment, got"):
-        mapped(lambda group, *a: sent_by(group, *a, **options).num_tokens)(*routing())
+def test_rejects_an_alignment():
+    with pytest.raises(ValueError, match="so it takes no expert_alignment, got 4"):
+        mapped(lambda group, *a: sent_by(group, *a, expert_alignment=4).num_tokens)(*routing())
 
 
 @pytest.mark.parametrize(
     ("y", "row_weights", "text"),
     [
-        ((L * SLOTS, H), None, rf"L, R \* T = \[{L}, {SLOTS}\].*got float32\[{L * SLOTS}, 16\]"),
+        ((L * SLOTS, H), None, rf"L, S = \[{L}, {SLOTS}\].*got float32\[{L * SLOTS}, 16\]"),
         ((L, SLOTS, H), (L * SLOTS,), rf"be floating .* = \[{L}, {SLOTS}\], got float32\[{L * SLOTS}\]"),
     ],
 )

@@ -150,7 +150,7 @@ def test_no_tokens(order, quantize, implementation):
         sent = jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, **more)
         rows = jax_ep.dequantize_fp8(sent.x, x.dtype) if quantize == "fp8" else sent.x
         assert rows.shape == (*sent.handle.routing.buffer, 128)
-        sums = jax_ep.combine(rows, sent.handle, bias=x, implementation=implementation)
+        sums = jax_ep.combine(rows, sent.handle, row_weights=None, bias=x, implementation=implementation)
         assert sums.shape == x.shape
         counts = sent.num_tokens, sent.num_dropped, sent.tokens_per_expert
         return counts, sent.statistics, jnp.sum(rows)[None] + jnp.sum(sums)
@@ -195,7 +195,7 @@ def test_zeros_of_wrong_arguments():
     group = ranks(R).group
     with pytest.raises(TypeError, match=r"^DispatchStatistics\.zeros: group must be a jax_ep\.Group"):
         jax_ep.DispatchStatistics.zeros("ep", E)
-    with pytest.raises(ValueError, match=r"^DispatchStatistics\.zeros: num_experts must be a positive"):
+    with pytest.raises(ValueError, match=r"^DispatchStatistics\.zeros: num_experts counts the experts"):
         jax_ep.DispatchStatistics.zeros(group, 0)
 
 

@@ -116,8 +116,12 @@ class Ranks:
 
     def run(self, function: Any, *arrays: Any) -> Any:
         """function(*shards) -> pytree of shards, each with a leading axis."""
+        return self.apply(jax.jit(self.map(function)), *arrays)
+
+    def apply(self, program: Any, *arrays: Any) -> Any:
+        """Runs a program of whole arrays, jax.jit(self.map(...)), as `run` does."""
         flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
-        out = jax.device_get(jax.jit(self.map(function))(*flat))
+        out = jax.device_get(program(*flat))
         return jax.tree.map(lambda a: a.reshape(self.size, -1, *a.shape[1:]), out)
 
 

@@ -20,7 +20,7 @@ def test_every_op_lowers_for_cuda(order, gpu_group):
     def shard(x, ids, w):
         sent = jax_ep.dispatch(x, ids, w, group=gpu_group, num_experts=E, order=order, implementation="ffi")
         again = jax_ep.redispatch(x, sent.handle, implementation="ffi")
-        out = jax_ep.combine(sent.x + again, sent.handle, implementation="ffi")
+        out = jax_ep.combine(sent.x + again, sent.handle, row_weights=None, implementation="ffi")
         layout = jax_ep.get_dispatch_layout(ids, num_experts=E, num_ranks=R, implementation="ffi")
         moved = jax_ep.permute(x, ids, num_local_experts=E, implementation="ffi")
         back = jax_ep.unpermute(moved.x, moved.row_map, topk_weights=w, implementation="ffi")
@@ -84,7 +84,7 @@ def test_no_empty_array_crosses_shard_map_in_a_loop(order, gpu_group):
         if order == "rank":
             moved = jax_ep.permute(rows, sent.topk_idx, num_local_experts=E // R, implementation="ffi")
             rows = jax_ep.unpermute(jnp.sin(moved.x), moved.row_map, implementation="ffi")
-        return jax_ep.combine(rows, sent.handle, implementation="ffi")
+        return jax_ep.combine(rows, sent.handle, row_weights=None, implementation="ffi")
 
     def loss(x, w):
         return jnp.sum(jax.lax.scan(lambda x, _: (on.map(shard)(x, ids, w), None), x, length=2)[0])
