@@ -291,6 +291,7 @@ struct GroupedDotParams {
   int32_t inner;               // width of rows
   int32_t outer;               // width of out
   const int32_t* group_sizes;  // [L]
+  const int32_t* first_row;    // the first row of the first group; null: 0
   const void* rows;
   const void* others;
   // Scales of FP8 (e4m3) operands; otherwise null. For kRowsTransposed a scale belongs to 128 elements of a

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
@@ -28,7 +29,14 @@ _NO_GRADIENT = (
 )
 
 
-def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = None) -> jax.Array:
+def grouped_dot(
+    rows: Any,
+    w: Any,
+    group_sizes: Any,
+    *,
+    group_offset: ArrayLike | None = None,
+    num_sms: int | None = None,
+) -> jax.Array:
     """Multiplies each expert's rows by that expert's matrix, as `expert_fn` of `jax_ep.moe` does.
 
     It is like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that
@@ -45,6 +53,9 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
         `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied. Or the result
         of `quantize_weights`, with rows of either kind.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
+      group_offset: integer scalar. With it, w has only the matrices of the L experts from this one on, and
+        group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. Operands must
+        not be quantized. It is as `group_offset` of `jax.lax.ragged_dot_general`.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
 
@@ -60,6 +71,11 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
+    if group_offset is not None and (isinstance(rows, QuantizedArray) or not isinstance(w, jax.Array)):
+        raise TypeError(
+            "grouped_dot: group_offset needs rows and w that are not quantized, got "
+            f"{type(rows).__name__} and {type(w).__name__}"
+        )
     group_sizes = _checks.array("grouped_dot", "group_sizes", group_sizes)
     if isinstance(w, QuantizedWeights):
         rows = _rows_of_quantized_weights(rows)
@@ -90,11 +106,42 @@ def grouped_dot(rows: Any, w: Any, group_sizes: Any, *, num_sms: int | None = No
             f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
-    _check_shapes(rows, w, group_sizes)
-    return product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
+    if group_offset is None:
+        _check_shapes(rows, w, group_sizes)
+        return product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
+    window, first_row = _window(w.shape[0], group_sizes, group_offset)
+    _check_shapes(rows, w, window)
+    return product(Product.ROWS, num_sms, *vary_alike([rows, w, window, first_row]))
+
+
+def _window(
+    num_matrices: int, group_sizes: jax.Array, group_offset: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sizes [L] of the groups from an offset on, and the first row of the first of them."""
+    offset = _checks.array("grouped_dot", "group_offset", group_offset)
+    if offset.shape or not jnp.issubdtype(offset.dtype, jnp.integer) or group_sizes.ndim != 1:
+        raise ValueError(
+            "grouped_dot: group_offset must be an integer scalar, and group_sizes [G], got "
+            f"{_checks.shape_text(offset)} and {_checks.shape_text(group_sizes)}"
+        )
+    if num_matrices > group_sizes.shape[0]:
+        raise ValueError(
+            "grouped_dot: with group_offset, group_sizes must be those of all experts, at least of the "
+            f"{num_matrices} of w, got {_checks.shape_text(group_sizes)}"
+        )
+    number = jnp.arange(group_sizes.shape[0], dtype=offset.dtype)
+    first_row = jnp.sum(jnp.where(number < offset, group_sizes, 0), dtype=jnp.int32)
+    groups = offset + jnp.arange(num_matrices, dtype=offset.dtype)
+    return jnp.take(group_sizes, groups, mode="fill", fill_value=0), first_row
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
+    if rows.ndim == 3:
+        raise ValueError(
+            f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape "
+            "rows of padded experts [L, S, M] to [L * S, M], and pass group_sizes = jnp.full(L, S), because "
+            "sent.group_sizes counts their filled slots"
+        )
     if rows.ndim != 2:
         raise ValueError(
             f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape the "

@@ -13,7 +13,12 @@ from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
 
 
 def grouped_dot(
-    product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_sms: int
+    product: Product,
+    num_sms: int,
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array | None = None,
 ) -> jax.Array:
     if product is Product.WEIGHTS:
         shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
@@ -21,7 +26,7 @@ def grouped_dot(
         shape = (rows.shape[0], others.shape[2 if product is Product.ROWS else 1])
     out, _ = call(
         "grouped_dot",
-        [rows, others, group_sizes],
+        [rows, others, group_sizes, or_scalar(first_row, INT)],
         [(shape, rows.dtype), _scratch(group_sizes)],
         product=np.int64(product),
         num_sms=np.int64(num_sms),

@@ -81,7 +81,7 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
 
     Args:
       q: values [..., M, N] and scales [..., M / m, N / n], of blocks of any size.
-      dtype: of the result.
+      dtype: of the result, bfloat16 by default.
 
     Raises:
       TypeError: q is no QuantizedArray, dtype is not floating, or a gradient was asked for.

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ep import _extension
 from jax_ep._jax.custom_vjp import custom_vjp
@@ -20,30 +19,41 @@ _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 @custom_vjp(0, 1)
 def product(
-    kind: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+    kind: Product,
+    num_sms: int,
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes a product.
+    """Computes a product. The groups begin at `first_row` (int32 scalar), or at row 0 if it is None.
 
     Each product is linear in both operands, and its gradients are the two others, so gradients of any order
     are products of these kinds.
     """
 
-    def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array, *first_row: jax.Array) -> jax.Array:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
-            return ffi_products.grouped_dot(kind, rows, others, group_sizes, num_sms)
-        return xla_products.grouped_dot(kind, rows, others, group_sizes)
+            return ffi_products.grouped_dot(kind, num_sms, rows, others, group_sizes, *first_row)
+        return xla_products.grouped_dot(kind, rows, others, group_sizes, *first_row)
 
-    return _sharded(kind, one, rows, others, group_sizes)
+    return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
 
 
 def _product_fwd(
-    kind: Product, num_sms: int, rows: jax.Array, others: jax.Array, group_sizes: jax.Array
+    kind: Product,
+    num_sms: int,
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array | None = None,
 ) -> Any:
-    return product(kind, num_sms, rows, others, group_sizes), (rows, others, group_sizes)
+    saved = rows, others, group_sizes, first_row
+    return product(kind, num_sms, *saved), saved
 
 
-def _product_bwd(kind: Product, num_sms: int, saved: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
-    rows, others, group_sizes = saved
+def _product_bwd(kind: Product, num_sms: int, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
+    rows, others, group_sizes, first_row = saved
     # The product, and its operands, that is the gradient of each operand.
     gradients = {
         Product.ROWS: (
@@ -60,12 +70,12 @@ def _product_bwd(kind: Product, num_sms: int, saved: tuple[jax.Array, ...], cota
         ),
     }
     d_rows, d_others = (
-        product(one, num_sms, left, right, group_sizes) for one, left, right in gradients[kind]
+        product(one, num_sms, left, right, group_sizes, first_row) for one, left, right in gradients[kind]
     )
     if jax.sharding.get_abstract_mesh().explicit_axes:
         d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
         d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
-    return d_rows, d_others, np.zeros(group_sizes.shape, jax.dtypes.float0)
+    return d_rows, d_others, None, None
 
 
 product.defvjp(_product_fwd, _product_bwd)

@@ -20,13 +20,28 @@ _TILES_OF_SUMS = (256, 64)
 _Step = Callable[[jax.Array, jax.Array, int, jax.Array | None], jax.Array]
 
 
-def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Computes a product of rows that are stored group by group. Rows past the groups do not matter."""
-    if product is Product.WEIGHTS:
-        return _times_rows(rows, others, group_sizes)
+def grouped_dot(
+    product: Product,
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array | None = None,
+) -> jax.Array:
+    """Computes a product of rows that are stored group by group, from `first_row` (0 if None) on.
+
+    Rows before and after the groups do not matter.
+    """
     is_transposed = product is Product.ROWS_TRANSPOSED
-    if current_platform() == "tpu":
-        return jax.lax.ragged_dot(rows, others.swapaxes(1, 2) if is_transposed else others, group_sizes)
+    if current_platform() == "tpu" and product is not Product.WEIGHTS:
+        matrices = others.swapaxes(1, 2) if is_transposed else others
+        if first_row is not None:  # a group whose matrix is zero
+            matrices = jnp.pad(matrices, ((1, 0), (0, 0), (0, 0)))
+            group_sizes = jnp.concatenate([first_row[None], group_sizes])
+        return jax.lax.ragged_dot(rows, matrices, group_sizes)
+    if first_row is None:
+        first_row = jnp.zeros((), jnp.int32)
+    if product is Product.WEIGHTS:
+        return _times_rows(rows, others, group_sizes, first_row)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
     # that takes long, and a single matrix that is not finite would spoil all rows.
     shape = rows.shape[0], others.shape[1 if is_transposed else 2]
@@ -47,11 +62,13 @@ def grouped_dot(product: Product, rows: jax.Array, others: jax.Array, group_size
 
         return _over_tiles(_TILES_OF_ROWS, rows.shape[0], begin, end, multiply, result)
 
-    rows, others, group_sizes = vary_alike([rows, others, group_sizes])
-    return _over_groups(shape, rows, others, group_sizes, add)
+    rows, others, sizes, first_row = vary_alike([rows, others, group_sizes, first_row])
+    return _over_groups(shape, rows, others, sizes, first_row, add)
 
 
-def _times_rows(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _times_rows(
+    rows: jax.Array, others: jax.Array, group_sizes: jax.Array, first_row: jax.Array
+) -> jax.Array:
     """Returns [L, M, N]: for each group, rows [C, M] transposed times the others [C, N]."""
     shape = group_sizes.shape[0], rows.shape[1], others.shape[1]
     over_rows = (((0,), (0,)), ((), ()))
@@ -68,8 +85,8 @@ def _times_rows(rows: jax.Array, others: jax.Array, group_sizes: jax.Array) -> j
         total = _as_bits(total.astype(rows.dtype))
         return jax.lax.dynamic_update_index_in_dim(result, total, group, axis=0)
 
-    rows, others, group_sizes = vary_alike([rows, others, group_sizes])
-    return _over_groups(shape, rows, others, group_sizes, add)
+    rows, others, sizes, first_row = vary_alike([rows, others, group_sizes, first_row])
+    return _over_groups(shape, rows, others, sizes, first_row, add)
 
 
 def _over_groups(
@@ -77,6 +94,7 @@ def _over_groups(
     rows: jax.Array,
     others: jax.Array,
     group_sizes: jax.Array,
+    first_row: jax.Array,
     add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """Returns zeros of a shape and of the dtype of rows after add(result, group, begin, end) of each group.
@@ -88,7 +106,7 @@ def _over_groups(
     if 0 in (*rows.shape, *others.shape):
         return vary_alike([result, rows, others])[0]
     result = vary_alike([_as_bits(result), rows])[0]
-    ends = jnp.cumsum(group_sizes)
+    ends = first_row + jnp.cumsum(group_sizes)
     begins, ends = (jnp.minimum(row, rows.shape[0]) for row in (ends - group_sizes, ends))
     is_empty = begins >= ends
     by_emptiness = jnp.argsort(is_empty, stable=True)

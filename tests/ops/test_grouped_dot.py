@@ -57,6 +57,31 @@ def test_products_and_gradients(sizes, inner, outer):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_window_of_experts(dtype):
+    """Has the bits of all experts where rows are its own; other rows are zero, and are not read."""
+    sizes, C, M, N = np.array([130, 40, 0, 200, 9], np.int32), 400, 64, 24
+    rows, w = (jnp.asarray(floats(shape, seed=i), dtype) for i, shape in enumerate([(C, M), (5, M, N)]))
+    cotangent = jnp.asarray(floats((C, N), seed=3), dtype)
+    expert = np.repeat(np.arange(6), [*sizes, C - sizes.sum()])
+
+    @jax.jit
+    def run(offset, rows, w, *sizes):
+        product = lambda rows, w: jax_ep.grouped_dot(rows, w, *sizes, group_offset=offset)
+        value, transposed = jax.vjp(product, rows, w)
+        return value, *transposed(cotangent)
+
+    value, d_rows, d_w = run(None, rows, w, sizes)
+    for offset in (0, 1, 3):
+        is_row = ((expert >= offset) & (expert < offset + 2))[:, None]
+        given = jnp.where(is_row, rows, jnp.nan), w[offset : offset + 2]
+        got = run(jnp.int32(offset), *given, sizes)
+        wanted = np.where(is_row, value, 0), np.where(is_row, d_rows, 0), d_w[offset : offset + 2]
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+        assert got[0].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spoilt", [0, 1, 3])
 def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt, dtype):
     """Expert 1 has none."""

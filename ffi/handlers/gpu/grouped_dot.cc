@@ -41,8 +41,9 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
 }
 
 static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows, ffi::AnyBuffer others,
-                                    ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
-                                    ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t num_sms) {
+                                    ffi::BufferR1<ffi::S32> group_sizes, ffi::BufferR0<ffi::S32> first_row,
+                                    ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
+                                    int64_t product, int64_t num_sms) {
   const auto type = FloatOfType(rows.element_type());
   if (!type || *type == Float::kF64 || others.element_type() != rows.element_type() ||
       out->element_type() != rows.element_type()) {
@@ -51,6 +52,7 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
   }
   GroupedDotParams params{};
   params.product = static_cast<GroupedDot>(product);
+  params.first_row = first_row.typed_data();
   params.type = *type;
   const bool is_weight_gradient = params.product == GroupedDot::kWeights;
   const size_t rank = is_weight_gradient ? 2 : 3;
@@ -80,6 +82,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Arg<ffi::AnyBuffer>()           // rows [C, M]
                                   .Arg<ffi::AnyBuffer>()           // others [L, M, N] or [C, N]
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // first_row
                                   .Ret<ffi::AnyBuffer>()           // [C, N] or [L, M, N]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("product")

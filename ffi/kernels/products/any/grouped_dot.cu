@@ -163,21 +163,28 @@ __device__ void MultiplyTile(const Matrix<T>& a, const Matrix<T>& b, int depth, 
 // must not overflow.
 __device__ int RowsOf(int size, int num_rows) { return min(max(size, 0), num_rows); }
 
+// Returns the first row of the first group.
+__device__ int FirstRow(const GroupedDotParams& params) {
+  return params.first_row == nullptr ? 0 : RowsOf(*params.first_row, params.num_rows);
+}
+
 // The group of a block's tile, and its rows. Each group starts with a new tile, so that no tile has rows of
-// two groups. Tiles after those of the last group cover the remaining rows, as group L.
+// two groups. Tiles after those of the last group cover the rows after all groups, then those before them, as
+// group L.
 struct TileOfRows {
   int group;
   int first, last;  // rows of the tile lie in [first, last)
 };
 
-__device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int num_rows, int tile) {
+__device__ TileOfRows FindTile(const GroupedDotParams& params, int tile) {
+  const int num_groups = params.num_groups, num_rows = params.num_rows, first_row = FirstRow(params);
   __shared__ TileOfRows tile_rows;
   if (threadIdx.x < kWarp) {
     const int lane = threadIdx.x;
-    int row = 0, first_tile = 0;
+    int row = first_row, first_tile = 0;
     bool is_found = false;
     for (int base = 0; base < num_groups && !is_found; base += kWarp) {
-      const int size = base + lane < num_groups ? RowsOf(group_sizes[base + lane], num_rows) : 0;
+      const int size = base + lane < num_groups ? RowsOf(params.group_sizes[base + lane], num_rows) : 0;
       int end = size, tiles = (size + kTileM - 1) / kTileM;
       const int group_tiles = tiles;
       for (int step = 1; step < kWarp; step *= 2) {
@@ -195,7 +202,11 @@ __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int n
       row = min(row + __shfl_sync(kAllLanes, end, kWarp - 1), num_rows);
       first_tile += __shfl_sync(kAllLanes, tiles, kWarp - 1);
     }
-    if (!is_found && lane == 0) tile_rows = {num_groups, row + (tile - first_tile) * kTileM, num_rows};
+    if (!is_found && lane == 0) {
+      const int after = tile - first_tile, before = after - (num_rows - row + kTileM - 1) / kTileM;
+      tile_rows = before < 0 ? TileOfRows{num_groups, row + after * kTileM, num_rows}
+                             : TileOfRows{num_groups, before * kTileM, first_row};
+    }
   }
   __syncthreads();
   return tile_rows;
@@ -204,7 +215,7 @@ __device__ TileOfRows FindTile(const int32_t* group_sizes, int num_groups, int n
 // Computes out [rows, n]: rows times the matrix of their group, [k, n], or [n, k] if kTransposed.
 template <typename T, bool kTransposed>
 __global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) {
-  const TileOfRows tile = FindTile(params.group_sizes, params.num_groups, params.num_rows, blockIdx.x);
+  const TileOfRows tile = FindTile(params, blockIdx.x);
   if (tile.first >= tile.last) return;
   const int K = params.inner, N = params.outer, n0 = blockIdx.y * kTileN;
   T* out = static_cast<T*>(params.out) + int64_t{tile.first} * N;
@@ -231,7 +242,7 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams param
       before = min(before + RowsOf(params.group_sizes[g], params.num_rows), params.num_rows);
     }
     before = __reduce_add_sync(kAllLanes, before);
-    if (threadIdx.x == 0) begin = min(before, params.num_rows);
+    if (threadIdx.x == 0) begin = min(FirstRow(params) + before, params.num_rows);
   }
   __syncthreads();
   const int K = params.inner, N = params.outer;
@@ -286,10 +297,10 @@ cudaError_t LaunchGroupedDot(const GroupedDotParams& params, [[maybe_unused]] co
 #endif
   if (params.row_scales != nullptr) return cudaErrorNotSupported;
   const unsigned columns = Tiles(params.outer, kTileN);
-  // Each group may need one tile beyond its full ones, and the rows after all groups another.
+  // Each group may need one tile beyond its full ones, and the rows after and before all groups two more.
   const dim3 grid = params.product == GroupedDot::kWeights
                         ? dim3(columns, Tiles(params.inner, kTileM), params.num_groups)
-                        : dim3(params.num_rows / kTileM + params.num_groups + 1, columns);
+                        : dim3(params.num_rows / kTileM + params.num_groups + 2, columns);
   return WithKernel(params.type, params.product, [&](auto* kernel, int shared) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

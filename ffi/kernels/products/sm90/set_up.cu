@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   const int64_t matrix = params.inner * width;
   auto* out = static_cast<std::byte*>(params.out);
   long long begin = 0;  // the first row of the 32 groups
+  if (params.first_row != nullptr) begin = min(max(int64_t{*params.first_row}, int64_t{0}), num_rows);
+  if (!of_weights) Clear(out, begin * width);
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
     const bool is_group = group < params.num_groups;
