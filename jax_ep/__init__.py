@@ -10,6 +10,7 @@ from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError
 from jax_ep._ops.balance import RedundantExperts as RedundantExperts
 from jax_ep._ops.balance import balance as balance
 from jax_ep._ops.balance import balanced_capacity as balanced_capacity
+from jax_ep._ops.balance import check_placement as check_placement
 from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
@@ -77,6 +78,7 @@ __all__ = [
     "RowSources",
     "balance",
     "balanced_capacity",
+    "check_placement",
     "combine",
     "combine_done",
     "combine_start",

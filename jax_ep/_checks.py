@@ -108,10 +108,13 @@ def capacity(op: str, value: Any, worst: int, alignment: int) -> int:
     return rows
 
 
-def rows_of_factor(op: str, factor: Any, capacity: Any, uniform_rows: Any, alignment: int) -> int:
+def rows_of_factor(
+    op: str, factor: Any, capacity: Any, uniform_rows: float, worst: int, alignment: int
+) -> int:
     """Returns the capacity that a `capacity_factor` means, rounded up to a multiple of the alignment.
 
-    `uniform_rows` is the number of rows that a uniform routing fills.
+    `uniform_rows` is the number of rows that a uniform routing fills, and `worst` the worst case, which the
+    result does not exceed.
     """
     if capacity is not None:
         raise ValueError(f"{op}: pass either capacity or capacity_factor, got {capacity!r} and {factor!r}")
@@ -120,7 +123,7 @@ def rows_of_factor(op: str, factor: Any, capacity: Any, uniform_rows: Any, align
     if not 0 < factor < float("inf"):
         raise ValueError(f"{op}: capacity_factor must be positive and finite, got {factor}")
     rows = math.ceil(round(float(factor) * uniform_rows, 6))  # 1.1 * 10 is 11.000000000000002
-    return max(-(-rows // alignment), 1) * alignment
+    return min(max(-(-rows // alignment), 1) * alignment, max(worst, alignment))
 
 
 def is_float(dtype: Any) -> bool:
@@ -205,7 +208,8 @@ def topk_idx(op: str, ids: Any) -> jax.Array:
             "the same way (jax_ep.moe does this itself)"
         )
     if ids.ndim != 2 or ids.dtype not in (jnp.int32, jnp.int64):
-        raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}")
+        remedy = "; jax.lax.top_k returns weights first, then ids" if is_float(ids.dtype) else ""
+        raise ValueError(f"{op}: topk_idx must be int32 or int64 [T, K], got {shape_text(ids)}{remedy}")
     if ids.shape[1] < 1:
         raise ValueError(f"{op}: topk_idx needs at least one choice per token, got {shape_text(ids)}")
     return ids

@@ -125,8 +125,11 @@ def _unbound(group: Group) -> str:
     """Returns the text that says which axes of the group no shard_map binds; there is at least one."""
     bound = jax.sharding.get_abstract_mesh().manual_axes
     missing = [axis for axis in group._axes if axis not in bound]
+    if not bound:
+        return "no axis is bound here"
     if len(missing) == len(group._axes):
-        return "no such axis is bound here"
+        here = ", ".join(map(repr, bound))
+        return f"this one binds {here}; make the Group from its mesh, with the axis of the experts"
     here, others = (", ".join(map(repr, axes)) for axes in (bound, missing))
     return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
 
@@ -140,10 +143,12 @@ def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) 
 
 def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> None:
     """Raises ValueError unless there is a number of rows for each matrix, as far as that is known."""
-    if group_sizes.ndim == 1 and num_matrices > group_sizes.shape[0] > 0:
+    if group_sizes.ndim == 1 and group_sizes.shape[0] not in (0, num_matrices):
         raise ValueError(
             f"{op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this rank, got "
-            f"{num_matrices}; shard the experts' axis over the group (shard_map's in_specs)"
+            f"{num_matrices}; check that shard_map's in_specs shard the experts' axis over the group, "
+            "that num_experts counts the experts of all ranks (with a plan: plan.num_experts), and that "
+            "weights of redundant experts are those that replicate returned, or moe passed to expert_fn"
         )
     if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
         raise ValueError(

@@ -267,6 +267,26 @@ def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Arr
     return placement
 
 
+def check_placement(physical_to_logical: np.typing.ArrayLike, *, num_experts: int, num_ranks: int) -> None:
+    """Checks a placement on the host, before a program that `balance`s along it gets it as an argument.
+
+    Programs cannot check their arguments: choices of an expert without an instance would be dropped, and of
+    an expert that is twice on a rank computed with zeros.
+
+    Args:
+      physical_to_logical: int32 [P] logical expert of each physical one, -1 for empty slots, as for
+        `balance`. EPLB calls it `phy2log`.
+      num_experts: E, logical experts.
+      num_ranks: R.
+
+    Raises:
+      ValueError: an expert has no instance, a rank has an expert twice or an empty slot before a filled one,
+        or P is no multiple of R.
+    """
+    placement = np.asarray(physical_to_logical)
+    _placement("check_placement", placement, num_experts, num_ranks)
+
+
 def _check_placement(op: str, placement: np.ndarray, num_experts: int, num_ranks: int) -> None:
     missing = np.setdiff1d(np.arange(num_experts), placement)
     if missing.size:

@@ -289,7 +289,8 @@ def dispatch(
         it is S, slots of each expert (GShard's expert capacity), and None means R * T; an expert's further
         rows are dropped.
       capacity_factor: in place of a capacity, a multiple of the rows of a uniform routing: by expert T * K,
-        by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a.
+        by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a. It is
+        at most the worst case.
       host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
         all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
         be at least the number of hosts. None means T from each, so that this hop drops nothing. Otherwise
@@ -349,11 +350,8 @@ def dispatch(
     send = choose_send(quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
-    if capacity_factor is not None:
-        uniform = uniform_rows(order, group.size, num_tokens, top_k, num_experts)
-        capacity = _checks.rows_of_factor("dispatch", capacity_factor, capacity, uniform, alignment)
     capacity, alignment = _capacity_and_alignment(
-        order, capacity, group.size * num_tokens, top_k, num_experts // group.size, alignment
+        order, capacity, capacity_factor, group.size, num_tokens, top_k, num_experts, alignment
     )
     weights = None
     if topk_weights is not None:
@@ -388,17 +386,30 @@ def dispatch(
 
 
 def _capacity_and_alignment(
-    order: Order, capacity: int | None, num_rows: int, top_k: int, num_local_experts: int, alignment: int
+    order: Order,
+    capacity: int | None,
+    capacity_factor: float | None,
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    alignment: int,
 ) -> tuple[int, int]:
-    """Returns the rows of the buffer and the alignment of its blocks, of R * T = `num_rows` tokens."""
-    worst = worst_case_capacity(order, num_rows, top_k, num_local_experts, alignment)
-    if order != "expert_padded":
+    """Returns the rows of the buffer, and the alignment of its blocks."""
+    all_tokens, local_experts = num_ranks * num_tokens, num_experts // num_ranks
+    worst = worst_case_capacity(order, all_tokens, top_k, local_experts, alignment)
+    is_padded = order == "expert_padded"
+    if capacity_factor is not None:
+        uniform = uniform_rows(order, num_ranks, num_tokens, top_k, num_experts)
+        most = all_tokens if is_padded else worst
+        capacity = _checks.rows_of_factor("dispatch", capacity_factor, capacity, uniform, most, alignment)
+    if not is_padded:
         return _checks.capacity("dispatch", capacity, worst, alignment), alignment
     if capacity is None:
-        return _checks.capacity("dispatch", None, worst, alignment), max(num_rows, 1)
-    most = _checks.MOST_ROWS // num_local_experts
+        return _checks.capacity("dispatch", None, worst, alignment), max(all_tokens, 1)
+    most = _checks.MOST_ROWS // local_experts
     slots = _checks.at_least_one("dispatch", "capacity, of each expert,", capacity, most)
-    return slots * num_local_experts, slots
+    return slots * local_experts, slots
 
 
 @overload

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
@@ -37,7 +38,8 @@ class MoEStats:
       num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
         from 1.
       loads_before: int32 [R] rows of each rank if all were computed at home. This and the next are None
-        without redundant experts.
+        without redundant experts. They are the same on every rank: outside of the shard_map, out_specs of
+        P("ep") give R copies of them.
       loads_after: int32 [R] rows that each rank got, before drops.
       num_moved: int32 [1] rows of all ranks that were not computed at their expert's home.
       num_replicas: int32 [1] redundant experts of all ranks.
@@ -179,6 +181,8 @@ def moe(
         _checks.array("moe", "topk_idx", topk_idx),
         _checks.array("moe", "topk_weights", topk_weights),
     )
+    if topk_idx.dtype == jnp.bool_:
+        _checks.topk_idx("moe", topk_idx)  # a routing map, whose shape does not fit either
     tokens = x.shape[:-1]
     if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -267,7 +271,8 @@ def _errors_name_moe() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        error.args = (re.sub(r"^(balance|combine|dispatch|replicate)\b", "moe", str(error)),)
+        text = re.sub(r"^replicate: every array of w\b", "moe: every array of expert_params", str(error))
+        error.args = (re.sub(r"^(balance|combine|dispatch|replicate)\b", "moe", text),)
         raise
 
 

@@ -208,6 +208,14 @@ def test_capacity_holds_the_padding_of_each_expert():
     assert jax_ep.balanced_capacity(0, 6) == 1
 
 
+def test_a_placement_is_checked_on_the_host():
+    jax_ep.check_placement(np.arange(E), num_experts=E, num_ranks=R)
+    with pytest.raises(ValueError, match=r"check_placement: .*each rank distinct logical experts"):
+        jax_ep.check_placement(np.repeat(np.arange(E), 2), num_experts=E, num_ranks=R)
+    with pytest.raises(ValueError, match="check_placement: every logical expert needs an instance"):
+        jax_ep.check_placement(np.zeros(E, np.int32), num_experts=E, num_ranks=R)
+
+
 GOOD = {"num_redundant_experts": 1}
 REJECTED = [
     ({}, "pass either num_redundant_experts"),
