@@ -67,8 +67,8 @@ faults-gpu:
 sanitize: $(VENV)/.group-test $(VENV)/.built
 	tests/native/sanitize.sh $(BIN)/python
 
-# The documentation as a site, in build/site; a warning is an error.
-docs: $(VENV)/.group-docs
+# The documentation as a site, in build/site; a warning is an error. Its notebooks run, on the CPU.
+docs: $(addprefix $(VENV)/.group-,docs demo bench examples) $(VENV)/.built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 

@@ -40,7 +40,7 @@ def expert_biases(mesh, group, parameters, x, topk_idx, topk_weights):
     return layer(parameters, x, topk_idx, topk_weights)
 
 
-def quantise_int8(matrices):
+def quantize_int8(matrices):
     """Returns int8 [E, M, N] and float32 scales [E, N], one for each column of each expert."""
     scales = jnp.maximum(jnp.max(jnp.abs(matrices), axis=1), 1e-12) / 127
     values = jnp.round(matrices / scales[:, None]).astype(jnp.int8)
@@ -48,7 +48,7 @@ def quantise_int8(matrices):
 
 
 def int8_experts(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Runs int8 experts, for inference: "up" and "down" are pairs that `quantise_int8` returned."""
+    """Runs int8 experts, for inference: "up" and "down" are pairs that `quantize_int8` returned."""
     num_experts = parameters["up"][0].shape[0]
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
@@ -80,7 +80,7 @@ def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
         rows = sent.x * sent.row_weights[:, None].astype(sent.x.dtype)
         y = feed_forward(parameters, rows, sent.group_sizes)
         # `moe` would pass row_weights to combine, which would apply the weights a second time.
-        return jax_ep.combine(y, sent.handle)
+        return jax_ep.combine(y, sent.handle, row_weights=None)
 
     return layer(parameters, x, topk_idx, topk_weights)
 

@@ -13,5 +13,5 @@ exec(compile(example, "README.md", "exec"), names)
 package, stats = Path(names["jax_ep"].__file__), names["group"].stats()
 assert "site-packages" in package.parts, f"this is not the installed package but {package}"
 assert stats.implementation == "ffi", f"the wheel's extension cannot be used: {stats.reason}"
-assert bool(names["jnp"].any(names["gradient"] != 0)), "the README's example has a gradient of zero"
+assert float(names["value"]) < 0.35, f"the README's example did not learn: its loss is {names['value']}"
 print(f"Python {sys.version.split()[0]}, jax {names['jax'].__version__}: the README's example runs")

@@ -1,29 +1,32 @@
 """What the site adds to Markdown that also reads well where the repository is hosted.
 
 - The examples, CONTRIBUTING.md and CHANGELOG.md become pages; links to them lead there.
-- A comment `<!-- source: examples/file.py name -->` becomes the source of that function or class.
 - Nothing may be loaded from another host.
 - The project's address, if it has one, is linked at the foot of each page. (Not as `repo_url`, for which the
   theme asks the host for numbers whenever a page is opened.)
-- The figures become part of the page, so that they follow its palette and not the system's.
+- The notebooks are run, and become pages and files to download.
+- The figures and plots become part of the page, so that they follow its palette and not the system's.
 """
 
-import ast
+import concurrent.futures
 import os
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import notebooks
+from drawings import inline
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# Files outside of docs/ -> the pages that they become.
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"} | {
-    f"examples/{path.name}": f"examples/{path.stem}.md" for path in EXAMPLES
-}
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+# Files -> the pages that they become.
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES |= {f"examples/{path.name}": f"examples/{path.stem}.md" for path in EXAMPLES}
+PAGES |= {f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
 
 
 def on_config(config: Any, **_: Any) -> Any:
@@ -41,6 +44,13 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         files.append(File.generated(config, PAGES[f"examples/{path.name}"], content=page))
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text()))
+    sources = {path.stem: path.read_text() for path in NOTEBOOKS}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(notebooks.run, sources.values()))
+    for name, source in sources.items():
+        page = notebooks.page(source, name)
+        files.append(File.generated(config, f"notebooks/{name}.md", content=page))
+        files.append(File.generated(config, f"notebooks/{name}.ipynb", content=notebooks.file(source)))
     return files
 
 
@@ -53,23 +63,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return found[0]
         return f"]({os.path.relpath(PAGES[target], here or '.')})"
 
-    markdown = re.sub(r"\]\((\.\./[\w./]+)\)", link, markdown)
-    return re.sub(r"<!-- source: (\S+) (\w+) -->", lambda found: _source(found[1], found[2]), markdown)
-
-
-def _source(file: str, name: str) -> str:
-    """A function or class of a file, as a block of code."""
-    code = (ROOT / file).read_text()
-    node = next(node for node in ast.parse(code).body if getattr(node, "name", None) == name)
-    return f"```python\n{ast.get_source_segment(code, node)}\n```"
+    return re.sub(r"\]\(([\w./]+)\)", link, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    def figure(found: re.Match[str]) -> str:
-        drawing = (ROOT / "docs" / "figures" / f"{found[1]}.svg").read_text()
-        return f'<span class="scrolls">{drawing}</span>'
+    def drawing(found: re.Match[str]) -> str:
+        path = ROOT / "docs" / f"{found[1]}.svg"
+        return inline(path.read_text(), path.stem)
 
-    return re.sub(r'<img[^>]*src="[^"]*figures/(\w+)\.svg"[^>]*>', figure, html)
+    return re.sub(r'<img[^>]*src="(?:\.\./)*((?:figures/|round_trip_)\w+)\.svg"[^>]*>', drawing, html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -1,9 +1,11 @@
-"""The documentation: its code runs, its figures show what the ops do, and the API page names everything.
+"""The documentation: its code runs, its figures show what the ops do, and the API pages name everything.
 
-The Python blocks of a page run one after the other, as a reader pastes them. Pages below docs/howto and those
-in GO_ON begin where docs/start.md ends. A block that follows a line `<!-- not run: why -->` is left out.
+The Python blocks of a page run one after the other, as a reader pastes them, in an empty folder, where only
+installed packages can be imported. Pages below docs/howto and those in GO_ON begin where docs/start.md ends.
+A block that follows a line `<!-- not run: why -->` is left out.
 """
 
+import contextlib
 import os
 import re
 import runpy
@@ -24,10 +26,32 @@ pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GO_ON = ("balance.md", "capacity.md", "export.md", "moving_from.md")
-# start.md, which all others begin with, sets up its own devices, and failing_ranks.md lets ranks fail.
-OWN_PROCESS = ("start.md", "failing_ranks.md")
+START = DOCS / "start.md"
+GO_ON = ("balance.md", "capacity.md", "export.md", "moving_from.md", "recipes.md")
+FAILS = DOCS / "howto" / "failing_ranks.md"  # lets ranks fail, so it needs a process of its own
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Runs the program of a page, then goes on from there with each page that is named on a line of stdin.
+READER = """
+import os, sys, traceback
+
+def paste(page, names):
+    os.chdir(os.path.dirname(page))
+    with open(page) as file:
+        exec(compile(file.read(), page, "exec"), names)
+
+names = {"__name__": "__main__"}
+paste(sys.argv[1], names)
+print("DONE", flush=True)
+for line in sys.stdin:
+    try:
+        paste(line.strip(), dict(names))
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        print("FAILED", flush=True)
+    else:
+        print("DONE", flush=True)
+"""
 
 
 def blocks(page):
@@ -47,36 +71,74 @@ PAGES = [
 ]
 
 
+@contextlib.contextmanager
+def reader(program):
+    """Starts a process that runs a program, and yields a function that pastes another one into it."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "NPROC": "32"}  # the pages set up their devices themselves
+    command = [sys.executable, "-I", "-W", "error", "-c", READER, str(program)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+
+        def await_result():
+            printed = []
+            for line in process.stdout:
+                if line == "DONE\n":
+                    return
+                if line == "FAILED\n":
+                    break
+                printed.append(line)
+            pytest.fail("".join(printed))
+
+        def paste(program):
+            process.stdin.write(f"{program}\n")
+            process.stdin.flush()
+            await_result()
+
+        await_result()
+        yield paste
+
+
+def write(page, folder):
+    (folder / page.stem).mkdir()
+    path = folder / page.stem / "page.py"
+    path.write_text("\n".join(blocks(page)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def paste_after_start(tmp_path_factory):
+    with reader(write(START, tmp_path_factory.mktemp("start"))) as paste:
+        yield paste
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_code(page, tmp_path, monkeypatch):
-    code = "\n".join((blocks(DOCS / "start.md") if goes_on(page) else []) + blocks(page))
-    if page.name in OWN_PROCESS:
-        run_in_own_process(code, tmp_path)
-        return
-    monkeypatch.chdir(tmp_path)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+def test_page_runs_where_it_is_pasted(page, tmp_path, request):
+    if page == FAILS:
+        with reader(write(START, tmp_path)) as paste:
+            paste(write(page, tmp_path))
+    else:
+        paste = request.getfixturevalue("paste_after_start")
+        if page != START:
+            paste(write(page, tmp_path))
 
 
-def run_in_own_process(code, folder):
-    (folder / "page.py").write_text(code)
-    path = os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "NPROC": "32"}
-    environment.pop("XLA_FLAGS", None)  # the pages set up their devices themselves
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "page.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+def test_pages_show_the_code_of_the_examples():
+    updated = runpy.run_path(str(DOCS / "theme" / "sources.py"))["updated"]
+    for page in DOCS.rglob("*.md"):
+        assert updated(page.read_text()) == page.read_text(), "run python docs/theme/sources.py"
 
 
-def test_api_page_names_everything():
-    shown = re.findall(r"^::: jax_ep\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted(jax_ep.__all__)
+def test_api_pages_show_each_name_once():
+    pages = {page.name: page.read_text() for page in (DOCS / "api").glob("*.md")}
+    shown = [
+        (page, name)
+        for page, text in pages.items()
+        for name in re.findall(r"^::: jax_ep\.(\w+)$", text, re.M)
+    ]
+    assert sorted(name for _, name in shown) == sorted(jax_ep.__all__)
+    listed = re.findall(r"\[`(\w+)`\]\((\w+\.md)#jax_ep\.\1\)", pages["index.md"])
+    assert sorted((page, name) for name, page in listed) == sorted(shown)
 
 
 DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -71,6 +72,20 @@ def test_links_lead_to_the_repository(tmp_path):
         assert link == f"{address}/{'raw' if image else 'blob'}/HEAD/{path}"
 
 
+def test_public_files_agree_with_the_metadata():
+    """The address, when there is one, stands in pyproject.toml alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = ("CITATION.cff", "SECURITY.md", "CODE_OF_CONDUCT.md", *sorted((ROOT / ".github").rglob("*.*")))
+    text = {str(path): (ROOT / path).read_text() for path in files}
+    assert f"license: {project['license']}\n" in text["CITATION.cff"]
+    assert f"- name: {project['authors'][0]['name']}\n" in text["CITATION.cff"]
+    addresses = set(re.findall(r"https?://([\w.-]+)|\S+@\S+\.\w+", "".join(text.values())))
+    assert addresses == {"www.contributor-covenant.org"}
+    workflow = text[str(ROOT / ".github" / "workflows" / "ci.yml")]
+    assert "bash .ci/run\n" in workflow
+    assert f'python-version: "{project["requires-python"].removeprefix(">=")}"' in workflow
+
+
 def test_the_changelog_has_this_version():
     """Its newest heading, but for what is not released yet, with a date."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -83,6 +98,7 @@ def test_the_changelog_has_this_version():
 @pytest.mark.parametrize("address", [None, "https://host.example/us/jax_ep"])
 def test_the_site_links_to_the_repository(tmp_path, monkeypatch, address):
     pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "theme")
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "theme" / "hooks.py")
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)

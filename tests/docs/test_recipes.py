@@ -93,19 +93,19 @@ def test_expert_biases(on_ranks):
 def test_int8_experts(on_ranks, dtype, tolerance):
     """Against the same integers times their scales, and not far from the matrices themselves."""
     parameters = feed_forward_parameters()
-    quantised = {name: recipes_experts.quantise_int8(matrix) for name, matrix in parameters.items()}
-    restored = {name: values * scales[:, None] for name, (values, scales) in to_float(quantised).items()}
+    quantized = {name: recipes_experts.quantize_int8(matrix) for name, matrix in parameters.items()}
+    restored = {name: values * scales[:, None] for name, (values, scales) in to_float(quantized).items()}
     x, ids, weights = tokens()
     x = jnp.asarray(x, dtype)
-    got = jax.jit(lambda *given: recipes_experts.int8_experts(*on_ranks, *given))(quantised, x, ids, weights)
+    got = jax.jit(lambda *given: recipes_experts.int8_experts(*on_ranks, *given))(quantized, x, ids, weights)
     assert got.dtype == dtype
     got, x = got.astype(jnp.float32), x.astype(jnp.float32)
     np.testing.assert_allclose(got, dense(restored, x, ids, weights), rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(got, dense(parameters, x, ids, weights), atol=0.05)
 
 
-def to_float(quantised):
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), quantised)
+def to_float(quantized):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), quantized)
 
 
 def test_weights_inside_experts(on_ranks):
