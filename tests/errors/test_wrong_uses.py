@@ -118,7 +118,7 @@ def test_rejects_a_combine_that_forgets_the_weights():
 
 @pytest.mark.parametrize(
     ("order", "alignment", "factor", "capacity"),
-    [("expert", 1, 1.1, 9), ("expert", 8, 1.1, 16), ("rank", 1, 1.5, 12), ("expert_padded", 1, 0.7, 6)],
+    [("expert", 1, 1.1, 9), ("expert", 8, 1.1, 16), ("rank", 1, 0.6, 5), ("expert_padded", 1, 0.7, 6)],
 )
 def test_capacity_factor(order, alignment, factor, capacity):
     """Of T = 4 tokens, top-2, on 2 ranks: 8 rows by expert and by rank, 4 of each of 4 experts."""
