@@ -158,9 +158,7 @@ def test_no_gradient_passes_through_fp8():
 @pytest.mark.parametrize(
     ("shape", "block", "spec"),
     [
-        ((8, 128, 256), (128, 128), P("a")),
         ((8, 256, 256), (128, 128), P(None, "a", "b")),
-        ((8, 256), 128, P("a", "b")),
         ((8, 384), 128, P(None, "b")),  # three scales in a row: not divided by two
         ((512,), 128, P(("a", "b"))),
     ],

@@ -96,7 +96,10 @@ def results(on, x, ids, w, order, implementation="ffi", **options):
 
 
 @pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
-@pytest.mark.parametrize("per_host", PER_HOST)
+@pytest.mark.parametrize(
+    ("per_host", "implementation"),
+    [*((number, "ffi") for number in PER_HOST), *((number, "xla") for number in PER_HOST[-1:])],
+)
 def test_a_layer_with_redispatch_and_gradients(per_host, order, implementation):
     tokens, k = 7, 3
     ids = routing("sprinkled", R, tokens, k, 4 * R)
