@@ -17,7 +17,6 @@ from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
 from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
 from jax_ep._ops.dispatch import RowSources as RowSources
 from jax_ep._ops.dispatch import dispatch as dispatch
-from jax_ep._ops.dispatch import redispatch as redispatch
 from jax_ep._ops.export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
@@ -36,6 +35,7 @@ from jax_ep._ops.permute import permute as permute
 from jax_ep._ops.permute import unpermute as unpermute
 from jax_ep._ops.quantize import quantize_fp8 as quantize_fp8
 from jax_ep._ops.quantize import quantize_weights as quantize_weights
+from jax_ep._ops.redispatch import redispatch as redispatch
 from jax_ep._ops.replicate import PendingReplicate as PendingReplicate
 from jax_ep._ops.replicate import replicate as replicate
 from jax_ep._ops.replicate import replicate_done as replicate_done

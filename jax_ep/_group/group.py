@@ -87,8 +87,8 @@ class Group:
     Groups are static and hashable, so jitted code can close over one. Two groups are equal if they have the
     same devices in the same order, the same axis names and the same number of ranks per host. Equal groups
     share their state, `timeout_s` and `num_sms` until the last of them is closed. A group that is given
-    another value than an equal, open group was given changes it for all of them, with a UserWarning. Ops on a
-    closed group raise RuntimeError.
+    another value than an equal, open group was given changes it for all of them, with a UserWarning. A group
+    is open until it is closed, even without references. Ops on a closed group raise RuntimeError.
 
     Args:
       mesh: a `jax.sharding.Mesh` with devices, not the `AbstractMesh` that JAX provides under `jit`. Outside

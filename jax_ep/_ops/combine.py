@@ -84,7 +84,7 @@ def combine(
         must be passed, None or not, if weights were dispatched by expert.
       bias: floating [T, ...], or a tuple of such arrays, added in float32 before the rounding. If y is a
         pytree: a pytree of the same structure with such a bias, or None, for each leaf; each leaf then
-        travels in an op of its own. Differentiable.
+        travels in an op of its own, which needs all ranks. Differentiable.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, with a float32 scale for
         each 128 elements, as `dispatch(quantize="fp8_dequantize")` sends tokens; it arrives in y's dtype. y
         must be one array whose last dimension is a multiple of 128. Of use where links limit the backward

@@ -1,4 +1,4 @@
-"""dispatch and redispatch: tokens to their ranks or experts."""
+"""dispatch: tokens to their ranks or experts."""
 
 import dataclasses
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
@@ -13,14 +13,15 @@ from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
+from jax_ep._ops.redispatch import redispatch
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
-from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, requested_implementation
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize, choose_send
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import arrived, pull, push, push_attended
+from jax_ep._transport.push_pull import pull
 from jax_ep._transport.routing import (
     Handle,
     Order,
@@ -81,13 +82,18 @@ class DispatchedByRank(Generic[Rows]):
     statistics: DispatchStatistics | None
 
     def row_sources(self) -> RowSources:
-        """Returns the source rank and token of each row. It communicates, as a `redispatch` does."""
+        """Returns the source rank and token of each row. It communicates, as a `redispatch` does.
+
+        Ranks that took no part in the dispatch take none in this.
+        """
         routing = arguments.handle("row_sources", self.handle).routing
-        tokens = jnp.arange(routing.num_tokens, dtype=jnp.int32)
-        rank = jnp.full_like(tokens, jax.lax.axis_index(routing.group.axis_name))
-        sent = redispatch((rank, tokens), self.handle)
-        is_row = jnp.arange(routing.capacity, dtype=jnp.int32) < self.num_tokens
-        return RowSources(*(jnp.where(is_row, array, -1) for array in sent))
+        number = jnp.arange(1, routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
+        rank = jnp.full_like(number, jax.lax.axis_index(routing.group.axis_name) + 1)
+        if self.active_ranks is None:
+            arrived = redispatch((rank, number), self.handle)
+        else:
+            arrived, _ = redispatch((rank, number), self.handle, active_ranks=self.active_ranks)
+        return RowSources(*(array - 1 for array in arrived))
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +167,8 @@ class DispatchedByExpert(Generic[Rows]):
           values: floating [C] or [L, S], such as weights that the experts computed. Differentiable.
 
         Returns:
-          float32 [T, K], 0 where a choice is unused or was dropped. It communicates, as a `combine` does.
+          float32 [T, K], 0 where a choice is unused or was dropped. It communicates with all ranks, as a
+          `combine` without `active_ranks` does.
         """
         handle, backend = open_handle("to_topk", self.handle, None)
         routing = handle.routing
@@ -170,7 +177,10 @@ class DispatchedByExpert(Generic[Rows]):
         return pull(backend, handle, (), values)[1]
 
     def dropped_per_expert(self) -> jax.Array:
-        """Returns int32 [L]: rows of each expert that were dropped because a buffer was full."""
+        """Returns int32 [L]: rows of each expert that were dropped because the buffer here was full.
+
+        Rows dropped between hosts (`host_capacity`) are not among them; `num_dropped` counts both.
+        """
         return self.handle.expert_counts - self.tokens_per_expert
 
 
@@ -410,112 +420,3 @@ def _capacity_and_alignment(
     most = _checks.MOST_ROWS // local_experts
     slots = _checks.at_least_one("dispatch", "capacity, of each expert,", capacity, most)
     return slots * local_experts, slots
-
-
-@overload
-def redispatch(  # pyright: ignore[reportOverlappingOverload]
-    x: Rows,
-    handle: Handle,
-    *,
-    topk_weights: None = None,
-    active_ranks: None = None,
-    on_timeout: Literal["raise"] = "raise",
-    implementation: Implementation | None = None,
-) -> Rows: ...
-
-
-@overload
-def redispatch(  # pyright: ignore[reportOverlappingOverload]
-    x: Rows,
-    handle: Handle,
-    *,
-    topk_weights: ArrayLike,
-    active_ranks: None = None,
-    on_timeout: Literal["raise"] = "raise",
-    implementation: Implementation | None = None,
-) -> tuple[Rows, jax.Array]: ...
-
-
-@overload
-def redispatch(
-    x: Rows,
-    handle: Handle,
-    *,
-    topk_weights: None = None,
-    active_ranks: ArrayLike | None = None,
-    on_timeout: OnTimeout = "raise",
-    implementation: Implementation | None = None,
-) -> tuple[Rows, jax.Array]: ...
-
-
-@overload
-def redispatch(
-    x: Rows,
-    handle: Handle,
-    *,
-    topk_weights: ArrayLike,
-    active_ranks: ArrayLike | None = None,
-    on_timeout: OnTimeout = "raise",
-    implementation: Implementation | None = None,
-) -> tuple[Rows, jax.Array, jax.Array]: ...
-
-
-def redispatch(
-    x: Any,
-    handle: Handle,
-    *,
-    topk_weights: ArrayLike | None = None,
-    active_ranks: ArrayLike | None = None,
-    on_timeout: OnTimeout = "raise",
-    implementation: Implementation | None = None,
-) -> Any:
-    """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
-
-    Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
-    and empty slots are zero. It is the transpose of an unweighted `combine`.
-
-    Args:
-      x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
-      handle: of the dispatch.
-      topk_weights: floating [T, K] of 16 bits or more, or None. Differentiable.
-      active_ranks: integers or bools [R], as for `dispatch`, with its limits. Rows of ranks that do not take
-        part are zero.
-      on_timeout: "raise" or "mask", as for `dispatch`.
-      implementation: None, "ffi" or "xla".
-
-    Returns:
-      The rows [C, ...], or [L, S, ...] of padded experts, as x is made; with topk_weights
-      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, S] by expert. With
-      active_ranks, or on_timeout="mask", `active_ranks` of the result come last in the tuple: int32 [R].
-
-    Raises:
-      ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.
-      TypeError: a leaf of x, or the handle, is of a kind that cannot be sent; a gradient was asked for
-        through a redispatch that ranks may miss.
-    """
-    handle, backend = open_handle("redispatch", handle, implementation)
-    routing = handle.routing
-    payload = Payload.check("redispatch", "x", x, (routing.num_tokens,), "T", "of the handle")
-    weights = None
-    if topk_weights is not None:
-        shape = (routing.num_tokens, routing.top_k)
-        weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
-    if not payload.leaves and weights is None:
-        raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    attendance = Attendance.check("redispatch", active_ranks, on_timeout, routing.group)
-    operands = (handle, payload, weights, attendance)
-    handle, payload, weights, attendance = align_axes(operands, routing.group._axes)
-    attended = Attended()
-    with jax.named_scope("jax_ep.redispatch"):
-        if attendance.may_miss:
-            moved, arrived_weights, attended = push_attended(
-                backend, handle, payload.leaves, weights, attendance
-            )
-        else:
-            moved, arrived_weights = push(backend, handle, payload.leaves, weights)
-        results = [arrived("redispatch", routing, payload, moved)]
-    if topk_weights is not None:
-        results.append(in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS)))
-    if attendance.may_miss:
-        results.append(attended.active_ranks)
-    return results[0] if len(results) == 1 else tuple(results)

@@ -17,7 +17,7 @@ from jax_ep._group.group import Group
 from jax_ep._ops.arguments import count_invalid, valid_tokens
 from jax_ep._ops.balance import balance, balanced_capacity
 from jax_ep._ops.combine import combine
-from jax_ep._ops.dispatch import dispatch
+from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
 from jax_ep._ops.replicate import replicate
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
@@ -34,7 +34,8 @@ class MoEStats:
       tokens_per_expert: int32 [L] kept rows of each expert; [L + S] with redundant ones.
       num_tokens: int32 [1] rows kept at this rank: a token counts once for each of its choices.
       num_dropped: int32 [1] rows dropped because the buffer of this rank was full.
-      dropped_per_expert: int32 [L] these rows by expert; [L + S] with redundant ones.
+      dropped_per_expert: int32 [L] these rows by expert, except those dropped between hosts; [L + S] with
+        redundant ones.
       num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
         from 1.
       loads_before: int32 [R] rows of each rank if all were computed at home. This and the next are None
@@ -76,7 +77,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[..., Sums],
+    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
     *,
     group: Group,
     num_experts: int,
@@ -90,7 +91,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[..., Sums],
+    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
     *,
     group: Group,
     num_experts: int,
@@ -103,7 +104,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[..., Sums],
+    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
     *,
     group: Group,
     num_experts: int,
@@ -234,7 +235,8 @@ def moe(
             implementation=implementation,
         )
     with jax.named_scope("jax_ep.experts"):
-        y = expert_fn(sent) if expert_params is None else expert_fn(sent, expert_params)
+        run: Callable[..., Any] = expert_fn
+        y = run(sent) if expert_params is None else run(sent, expert_params)
     _check_result(y, sent.handle.routing.capacity)
     with _errors_name_moe():
         out = combine(
@@ -271,7 +273,7 @@ def _errors_name_moe() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = re.sub(r"^replicate: every array of w\b", "moe: every array of expert_params", str(error))
+        text = re.sub(r"^(replicate: every \w+) of w\b", r"\1 of expert_params", str(error))
         error.args = (re.sub(r"^(balance|combine|dispatch|replicate)\b", "moe", text),)
         raise
 
@@ -279,7 +281,7 @@ def _errors_name_moe() -> Iterator[None]:
 def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     """Raises TypeError if a function cannot be called with these arguments."""
     try:
-        signature = inspect.signature(expert_fn)
+        signature = inspect.signature(expert_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without one
         return
     try:

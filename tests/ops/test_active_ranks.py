@@ -115,12 +115,14 @@ def test_redispatch_leaves_out_missing_ranks(case, implementation):
     def shard(group, x, ids, weights, active, later):
         first = {"order": order, "capacity": capacity, "active_ranks": active, **by}
         sent = jax_ep.dispatch(x, ids, group=group, num_experts=E, **first)
-        return jax_ep.redispatch(x, sent.handle, topk_weights=weights, active_ranks=later, **by)
+        *_, everybody = jax_ep.redispatch(x, sent.handle, on_timeout="mask", **by)
+        return *jax_ep.redispatch(x, sent.handle, topk_weights=weights, active_ranks=later, **by), everybody
 
     run = compile(shard, 3)
     for patterns in PATTERNS:
         active, later = map(as_users_pass, patterns)
-        rows, arrived, after = run(x, IDS, weights, active, later)
+        rows, arrived, after, everybody = run(x, IDS, weights, active, later)
+        assert everybody.all()
         np.testing.assert_array_equal(after, np.tile(later, (R, 1)))
         ids = oracle.mask_inactive(IDS, E, active)
         for rank, want in enumerate(oracle.dispatch(x, ids, weights, E, order, capacity)):

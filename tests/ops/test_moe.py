@@ -145,7 +145,7 @@ def test_stats(implementation):
             lambda sent: sent.x,
             group=on.group,
             num_experts=E,
-            capacity=capacity,
+            capacity_factor=capacity / (T * K),
             return_stats=True,
             implementation=implementation,
         )
@@ -157,6 +157,10 @@ def test_stats(implementation):
     for rank, want in enumerate(expected):
         for name in ("tokens_per_expert", "num_tokens", "num_dropped"):
             np.testing.assert_array_equal(getattr(stats, name)[rank], getattr(want, name), strict=True)
+        np.testing.assert_array_equal(stats.dropped_per_expert[rank].sum(), want.num_dropped[0])
+        local = np.bincount(ids[(ids >= 0) & (ids < E)], minlength=E).reshape(R, -1)[rank]
+        np.testing.assert_array_equal(stats.dropped_per_expert[rank], local - want.tokens_per_expert)
+    np.testing.assert_array_equal(stats.num_invalid[:, 0], ((ids < -1) | (ids >= E)).sum(axis=(1, 2)))
 
 
 @pytest.mark.parametrize("shapes", [((4, H), (5, K), (5, K)), ((4, H), (4, K), (4, 1)), ((H,), (K,), (K,))])

@@ -37,30 +37,35 @@ def test_weights_along_a_handle(kind, order, implementation):
         np.testing.assert_array_equal(alone[rank], want.weights, strict=True)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, "expert_padded"])
 def test_sources_of_rows_and_values_of_choices(order, implementation):
     """Ids that are neither an expert nor -1 are counted; FP8 rows have sources, too."""
     ids, weights = routing("sprinkled", R, T, K, E), floats((R, T, K))
     x = floats((R, T, 128), seed=3)
-    on, capacity = ranks(R), 12
+    on, capacity = ranks(R), None if order == "expert_padded" else 12
     by = {"order": order, "capacity": capacity, "quantize": "fp8", "implementation": implementation}
 
     def shard(x, ids, weights):
         sent = jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=E, **by)
-        values = None if order == "rank" else sent.to_topk(2 * sent.row_weights)
-        return sent.row_sources(), values, sent.num_invalid
+        if order == "rank":
+            return sent.row_sources(), (weights, weights), sent.num_invalid
+        values, transposed = jax.vjp(sent.to_topk, 2 * sent.row_weights)
+        return sent.row_sources(), (values, *transposed(weights)), sent.num_invalid
 
-    sources, values, num_invalid = on.run(shard, x, ids, weights)
+    sources, (values, gradient), num_invalid = on.run(shard, x, ids, weights)
     invalid = (ids < -1) | (ids >= E)
     assert invalid.any()
     np.testing.assert_array_equal(num_invalid[:, 0], invalid.sum(axis=(1, 2)))
     want = np.zeros((R, T, K), np.float32)
     for rank, one in enumerate(oracle.dispatch(x, ids, weights, E, order, capacity)):
         expected = [(-1, -1) if source is None else source[:2] for source in one.sources]
-        np.testing.assert_array_equal(np.stack([sources.rank[rank], sources.token[rank]], 1), expected)
+        found = [array[rank].reshape(-1) for array in sources]
+        np.testing.assert_array_equal(np.stack(found, 1), expected)
+        if order != "rank":  # the weights were the cotangents
+            np.testing.assert_array_equal(gradient[rank].reshape(-1), one.weights)
         for source in filter(None, one.sources):
             want[source] = 2 * weights[source]
-    if order == "expert":
+    if order != "rank":
         np.testing.assert_array_equal(values, want)
 
 

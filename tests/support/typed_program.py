@@ -30,6 +30,10 @@ def program(
     def experts(sent: DispatchedByExpert[jax.Array]) -> jax.Array:
         return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes)
 
+    scaled = jax_ep.moe(
+        x, ids, w, lambda sent: jax_ep.grouped_dot(sent.x, up, sent.group_sizes), group=group, num_experts=8
+    )
+    assert_type(scaled, jax.Array)
     out = jax_ep.moe(x, ids, w, experts, group=group, num_experts=8)
     assert_type(out, jax.Array)
     out, stats = jax_ep.moe(x, ids, w, experts, group=group, num_experts=8, return_stats=True)
