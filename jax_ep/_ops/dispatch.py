@@ -13,7 +13,6 @@ from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
-from jax_ep._ops.redispatch import redispatch
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
 from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
@@ -21,7 +20,7 @@ from jax_ep._transport.choice import choose, requested_implementation
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize, choose_send
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import pull
+from jax_ep._transport.push_pull import pull, push, push_attended
 from jax_ep._transport.routing import (
     Handle,
     Order,
@@ -86,13 +85,16 @@ class DispatchedByRank(Generic[Rows]):
 
         Ranks that took no part in the dispatch take none in this.
         """
-        routing = arguments.handle("row_sources", self.handle).routing
-        number = jnp.arange(1, routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
-        rank = jnp.full_like(number, jax.lax.axis_index(routing.group.axis_name) + 1)
-        if self.active_ranks is None:
-            arrived = redispatch((rank, number), self.handle)
+        handle, backend = open_handle("row_sources", self.handle, None)
+        group = handle.routing.group
+        number = jnp.arange(1, handle.routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
+        rank = jnp.full_like(number, jax.lax.axis_index(group.axis_name) + 1)
+        attendance = Attendance.check("row_sources", self.active_ranks, "raise", group)
+        handle, leaves, attendance = align_axes((handle, (rank, number), attendance), group._axes)
+        if attendance.may_miss:
+            arrived = push_attended(backend, handle, leaves, None, attendance)[0]
         else:
-            arrived, _ = redispatch((rank, number), self.handle, active_ranks=self.active_ranks)
+            arrived = push(backend, handle, leaves, None)[0]
         return RowSources(*(array - 1 for array in arrived))
 
 
