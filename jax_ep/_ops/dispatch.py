@@ -36,7 +36,7 @@ Rows = TypeVar("Rows")
 
 
 class RowSources(NamedTuple):
-    """Where rows came from. C rows of capacity, or [L, S] of padded experts.
+    """Source ranks and tokens of rows. C rows of capacity, or [L, S] of padded experts.
 
     Attributes:
       rank: int32 [C] source rank of each row, -1 in padding and tail.

@@ -23,6 +23,7 @@ from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
 
 Sums = TypeVar("Sums")
+ExpertFn = Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums]
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +78,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
+    expert_fn: ExpertFn[Sums],
     *,
     group: Group,
     num_experts: int,
@@ -91,7 +92,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
+    expert_fn: ExpertFn[Sums],
     *,
     group: Group,
     num_experts: int,
@@ -104,7 +105,7 @@ def moe(
     x: ArrayLike,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike,
-    expert_fn: Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums],
+    expert_fn: ExpertFn[Sums],
     *,
     group: Group,
     num_experts: int,

@@ -40,16 +40,8 @@ def product(
     return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
 
 
-def _product_fwd(
-    kind: Product,
-    num_sms: int,
-    rows: jax.Array,
-    others: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array | None = None,
-) -> Any:
-    saved = rows, others, group_sizes, first_row
-    return product(kind, num_sms, *saved), saved
+def _product_fwd(kind: Product, num_sms: int, *operands: Any) -> Any:
+    return product(kind, num_sms, *operands), operands
 
 
 def _product_bwd(kind: Product, num_sms: int, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
