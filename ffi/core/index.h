@@ -63,8 +63,13 @@ struct Shape {
   JAX_EP_HD int32_t rows_per_token() const { return has_row_per_choice() ? top_k : num_ranks; }
   // Returns the number of weights that arrive with a row.
   JAX_EP_HD int32_t weights_per_row() const { return has_row_per_choice() ? 1 : top_k; }
-  // Returns true if a rank may hold several rows of a token. The kernels sum them before they travel.
-  JAX_EP_HD bool folds() const { return has_row_per_choice() && top_k > 1; }
+  // Returns true if a rank is alone: all rows stay in its memory.
+  JAX_EP_HD bool is_alone() const { return num_ranks == 1; }
+  // Returns true if a token may have several rows at a peer. One row travels for all of them: a push copies
+  // it to the others where it arrives, and a pull sums them before they travel.
+  JAX_EP_HD bool shares_rows() const { return has_row_per_choice() && !is_alone(); }
+  // Returns true if a rank sums its rows of a token before a pull.
+  JAX_EP_HD bool folds() const { return shares_rows() && top_k > 1; }
 };
 
 // A device's position in the mesh of a program, an operand [2] of all ops that communicate. Devices that

@@ -294,8 +294,9 @@ class Ffi:
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
-        # By expert the kernels first sum each token's rows where they lie.
-        folds = routing.has_row_per_choice and routing.top_k > 1 and routing.group._platform == "gpu"
+        # By expert the kernels first sum each token's rows where they lie, unless a rank is alone.
+        several = routing.top_k > 1 and routing.num_ranks > 1
+        folds = routing.has_row_per_choice and several and routing.group._platform == "gpu"
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
         operands = [
             *_handle_arrays(handle),

@@ -96,6 +96,46 @@ def test_dispatch_equals_the_cpu_s_bit_for_bit(order):
     assert jax.tree.all(jax.tree.map(same_bits, *results))
 
 
+@pytest.mark.parametrize("widths", [(512,), (2048,), (2880, 96)], ids=str)
+@pytest.mark.parametrize("order", ["rank", "expert"])
+def test_many_short_rows_equal_xla_s(order, widths):
+    """A warp sends several of them at a time. The sums are exact, so each bit is known."""
+    need_gpu()
+    tokens, k, experts = 16384, 2, 8 * R
+    ids = routing("random", R, tokens, k, experts).reshape(-1, k)
+    rng = np.random.default_rng(0)
+    rows = tuple(rng.integers(-8, 9, (R * tokens, width)).astype(BF16) for width in widths)
+    weights = np.exp2(rng.integers(-1, 2, (R * tokens, k))).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()[:R]), ("ep",))
+    results = []
+    for implementation in ("ffi", "xla"):
+        with jax_ep.Group(mesh, "ep") as group:
+
+            def shard(rows, ids, weights, group=group, by=implementation):
+                def layer(rows, weights):
+                    sent = jax_ep.dispatch(
+                        rows,
+                        ids,
+                        weights,
+                        group=group,
+                        num_experts=experts,
+                        order=order,
+                        capacity=2 * tokens,
+                        implementation=by,
+                    )
+                    own = sent.row_weights if order == "expert" else None
+                    y = jax_ep.combine(sent.x, sent.handle, row_weights=own, implementation=by)
+                    return y, (sent.x, weights_of(sent))
+
+                y, transposed, sent = jax.vjp(layer, rows, weights, has_aux=True)
+                return y, sent, transposed(rows)
+
+            mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+            arguments = jax.device_put((rows, ids, weights), NamedSharding(mesh, P("ep")))
+            results.append(jax.device_get(jax.jit(mapped)(*arguments)))
+    assert jax.tree.all(jax.tree.map(same_bits, *results))
+
+
 def test_plain_copies_gather_every_rank_s_rows():
     need_gpu()
     mesh = Mesh(np.array(jax.devices()[:R]), ("ep",))

@@ -10,14 +10,15 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Shared memory per block that bulk copies are planned for. sm_90 and sm_100 have it, some later GPUs do not.
-constexpr int kBulkDeviceBytes = 227 * 1024;
+// Least shared memory per block for bulk copies. sm_90 and sm_100 have 227 KB, sm_120 has 99 KB.
+constexpr int kBulkDeviceBytes = 96 * 1024;
 
 __global__ void ProbeKernel() {}
 
 // Properties of a device, which never change.
 struct Facts {
   int num_sms = 1;
+  int compute_capability = 0;
   int shared_bytes = 0;
   bool is_built_for_sm90 = false;
 };
@@ -26,6 +27,10 @@ Facts ReadFacts(int device) {
   Facts facts;
   (void)cudaDeviceGetAttribute(&facts.num_sms, cudaDevAttrMultiProcessorCount, device);
   (void)cudaDeviceGetAttribute(&facts.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  int major = 0, minor = 0;
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  facts.compute_capability = 10 * major + minor;
   facts.num_sms = std::min(facts.num_sms, kMaxBlocks);
   // The relevant architecture is the one that the kernels were compiled for, not the device's own.
   cudaFuncAttributes attributes{};
@@ -58,7 +63,8 @@ Device DescribeDevice(bool plain_copies, bool force_bulk_path, int sm_budget) {
   (void)cudaGetDevice(&device);
   const Facts& facts = FactsOf(device);
   const bool in_bulk = facts.is_built_for_sm90 && !plain_copies && facts.shared_bytes >= kBulkDeviceBytes;
-  return {facts.num_sms, facts.shared_bytes, in_bulk, facts.is_built_for_sm90, force_bulk_path, sm_budget};
+  return {facts.num_sms,           facts.compute_capability, facts.shared_bytes, in_bulk,
+          facts.is_built_for_sm90, force_bulk_path,          sm_budget};
 }
 
 }  // namespace jax_ep::cuda

@@ -2,8 +2,7 @@
 //
 // A few SMs carry the rows over the links. Meanwhile the op works in device memory: it clears unfilled rows,
 // and spreads or folds tokens' rows. This work gets as many SMs as it needs to end with the transfers, under
-// uniform routing. The rates are those of an H200 (docs/performance.md). On other GPUs they are estimates,
-// which `Group(num_sms=...)` can override.
+// uniform routing. `Group(num_sms=...)` overrides the plan.
 #pragma once
 
 #include <algorithm>
@@ -21,25 +20,52 @@ struct SmPlan {
   int32_t total() const { return links + local; }
 };
 
-// Rates in bytes per microsecond: of a GPU's links in one direction, and of one SM that stores (at most),
-// sends, converts to FP8 (counted in FP8 bytes), scales, folds or copies rows. kFoldRate and kCopyRate are
-// lower than the hardware's, so that the links need not wait for this work. kFreeCopyRate is the hardware's
-// rate.
-constexpr double kLinkRate = 320e3;
+// Rates of a GPU in bytes per microsecond: of its links in one direction, of its memory for rows while the
+// links are busy, and for zeros.
+struct Rates {
+  double link;
+  double memory;
+  double clear;
+};
+constexpr Rates kHopper{320e3, 3000e3, 4460e3};     // measured on H200s (docs/performance.md)
+constexpr Rates kBlackwell{640e3, 5000e3, 7400e3};  // not measured: those of H200s, times B200's bandwidths
+
+// The GPU that an op is planned for. `budget` is the most SMs that it may use; 0: no limit except the GPU's.
+struct Card {
+  int32_t num_sms;
+  int32_t budget;
+  Rates rates;
+};
+
+// Returns the rates of a compute capability such as 90. sm_120 has no links of its own.
+inline Rates RatesOf(int32_t compute_capability) {
+  return compute_capability / 10 == 10 ? kBlackwell : kHopper;
+}
+
+// Rates of one SM, in bytes per microsecond: at which it stores (at most), converts to FP8 (counted in FP8
+// bytes), scales, folds or copies rows. kFoldRate and kCopyRate are lower than the hardware's, so that the
+// links need not wait for this work. kFreeCopyRate is the hardware's rate.
 constexpr double kStoreRate = 48e3;
-constexpr double kSendRate = 40e3;
 constexpr double kQuantizeRate = 18.5e3;
 constexpr double kScaleRate = 15e3;
 constexpr double kFoldRate = 21e3;
 constexpr double kCopyRate = 30e3;
 constexpr double kFreeCopyRate = 36e3;
+
+// The rate at which an SM sends rows of at least `row_bytes`.
+struct SendRate {
+  double row_bytes;
+  double rate;
+};
+constexpr SendRate kSendRates[] = {{8192, 40e3}, {5632, 37e3}, {0, 30e3}};
+
 // The factors by which the hardware is faster than these two rates. They matter if SMs are scarce, because
 // all parts then wait for each other. Blocks that have sent all rows help to copy.
 constexpr double kFoldSlack = 1.7;
 constexpr double kCopySlack = 3;
-// Minimum SMs that carry rows, as needed to fill the links (docs/performance.md). By expert, a sender
-// notifies the peers of arrived rows, and the notification is later if more rows are in flight. A pull also
-// sums, including the rank's own rows. By expert, the folds that run beside it slow it down.
+// Minimum SMs that carry rows, as needed to fill the links of an H200 (docs/performance.md). By expert, a
+// sender notifies the peers of arrived rows, and the notification is later if more rows are in flight. A pull
+// also sums, including the rank's own rows. By expert, the folds that run beside it slow it down.
 constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
@@ -48,9 +74,8 @@ constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // with two ranks, sums of two rows have more loads in flight
 // Values for rings (SuitsRings): pullers, and the rates at which an SM folds and scales. With two ranks the
-// bottleneck is not the links but device memory, through which all rows pass. Its rates are for rows while
-// the links are busy, and for zeros. Sums of more than two rows leave the ring emptier between sums. That
-// cost has not been measured, so there are more pullers then.
+// bottleneck is not the links but device memory, through which all rows pass. Sums of more than two rows
+// leave the ring emptier between sums. That cost has not been measured, so there are more pullers then.
 constexpr int32_t kRingPullersOfTwo = 6;
 constexpr int32_t kFoldingRingPullersOfTwo = 7;
 constexpr int32_t kRingPullers = 12;
@@ -58,19 +83,19 @@ constexpr int32_t kFoldingRingPullers = 14;
 constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
-constexpr double kMemoryRate = 3000e3;
-constexpr double kClearRate = 4460e3;
 // Minimum sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row
-// has overhead.
+// has overhead: less in sums of a token's rows, of a rank that is alone, and if rows are scaled.
 constexpr int32_t kMinRingTokens = 1024;
-constexpr double kMinRingRowBytes = 8192;  // bytes
+constexpr double kMinRingRowBytes = 8192;
+constexpr double kMinSeveralRingRowBytes = 4096;  // if a ring works on several rows for each token
 // Most tokens for which latency dominates. A warp then sends one token at a time.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
-// Placed rows are mostly a rank's own, which its memory, not its links, bounds. So all SMs move them. Of a
-// push, one in this many clears the rows that stay empty, because the host does not know their number.
+// Placed rows are mostly a rank's own, and a rank that is alone has no others. Its memory, not its links,
+// bounds them, so all SMs move them. Of a push of placed rows, this share of SMs clears the rows that stay
+// empty, because the host does not know their number.
 constexpr int32_t kAllSms = 1024;
-constexpr int32_t kClearingShare = 4;
+constexpr double kPlacedClearingShare = 0.25;
 // Minimum time of an op. Below it an op is bound by latency, not by bytes.
 constexpr double kMinMicroseconds = 10;
 
@@ -93,20 +118,26 @@ struct LocalWork {
   double min_sms;
 };
 
-// Returns the time that the links need for one row of each (token, rank), in microseconds. A single rank is
-// assumed to move its rows at this rate too.
-inline double LinkMicroseconds(const Shape& shape, double row_bytes) {
+// Returns the time that the links need for one row of each (token, rank), in microseconds.
+inline double LinkMicroseconds(const Shape& shape, double row_bytes, const Card& card) {
   const double wire = ExpectedTokens(shape) * std::max(shape.num_ranks - 1, 1) / shape.num_ranks * row_bytes;
-  return std::max(wire / kLinkRate, kMinMicroseconds);
+  return std::max(wire / card.rates.link, kMinMicroseconds);
 }
 
-// Plans the SMs such that the work ends within `op_us`. `budget` 0 means no limit except that of the device.
-inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_sms, int32_t budget) {
+// Returns the number of SMs that carry as much over this card's links as `sms` do over an H200's.
+inline int32_t ForLinks(int32_t sms, const Card& card) {
+  return static_cast<int32_t>(std::ceil(sms * card.rates.link / kHopper.link));
+}
+
+// Plans the SMs such that the work ends within `op_us`.
+inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork work, const Card& card) {
   SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(work.us / op_us), 1e6))};
-  const bool limited = budget > 0 && budget < num_sms;
+  const bool limited = card.budget > 0 && card.budget < card.num_sms;
   // The other SMs are left to kernels that run beside this one. Otherwise there could be a deadlock: on one
-  // rank a collective gets no SM, and on another it keeps this op's blocks from theirs.
-  const int32_t max_sms = limited ? budget : std::max(num_sms * 3 / 4, 2);
+  // rank a collective gets no SM, and on another it keeps this op's blocks from theirs. A rank that is alone
+  // waits for no other.
+  const int32_t most = shape.is_alone() ? card.num_sms : std::max(card.num_sms * 3 / 4, 2);
+  const int32_t max_sms = limited ? card.budget : most;
   if (plan.total() <= max_sms) return plan;
   if (plan.local > 0) {
     const int32_t share = static_cast<int32_t>(max_sms * work.min_sms / (links + work.min_sms));
@@ -117,95 +148,114 @@ inline SmPlan PlanSms(double op_us, int32_t links, LocalWork work, int32_t num_s
   return plan;
 }
 
-// Returns true if rings in shared memory pull, fold and scale rows faster than loads into registers.
+// Returns true if rings in shared memory pull and fold rows, or scale them, faster than loads into registers.
 // `row_bytes` is the size of the shortest row.
-inline bool SuitsRings(const Shape& shape, double row_bytes) {
-  return shape.num_tokens >= kMinRingTokens && row_bytes >= kMinRingRowBytes;
+inline bool SuitsRings(const Shape& shape, double row_bytes, bool scales) {
+  const bool several = scales || (shape.is_alone() && shape.top_k > 1);
+  return shape.num_tokens >= kMinRingTokens &&
+         row_bytes >= (several ? kMinSeveralRingRowBytes : kMinRingRowBytes);
+}
+
+// Plans a push that memory bounds, with all SMs. `clearing` is the share of them that clears.
+inline SmPlan PlanAllSms(const Shape& shape, double clearing, const Card& card) {
+  const int32_t total = PlanSms(shape, 1, kAllSms, {}, card).links;
+  const int32_t local = std::clamp(static_cast<int32_t>(std::lround(total * clearing)), 1, total - 1);
+  return {total - local, local};
 }
 
 // The work that a push does on rows while it moves them.
 enum class PushWork : int32_t { kMove, kScale, kQuantize };
 
+// Returns the rate at which an SM sends rows.
+inline double SendRateOf(double row_bytes) {
+  for (const SendRate& entry : kSendRates) {
+    if (row_bytes >= entry.row_bytes) return entry.rate;
+  }
+  return kSendRates[0].rate;
+}
+
 // Returns the number of SMs that send. They also store the rank's own rows, which are half of all rows with
 // two ranks. `row_bytes` is the size of all payloads together, as they are sent.
-inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind) {
+inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind, const Card& card) {
   if (shape.num_tokens <= kFewTokens) return kFewSms;
   const int32_t min_senders = kind == PushWork::kQuantize   ? kQuantizingSenders
                               : !shape.has_row_per_choice() ? kRankSenders
                               : kind == PushWork::kScale    ? kScalingSenders
                                                             : kExpertSenders;
   const double sent = ExpectedTokens(shape) * row_bytes, converted = shape.num_tokens * row_bytes;
-  const double us =
-      kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate : sent / kSendRate;
-  return std::max(min_senders, static_cast<int32_t>(std::ceil(us / LinkMicroseconds(shape, row_bytes))));
+  const double us = kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate
+                                                : sent / SendRateOf(row_bytes);
+  const double link_us = LinkMicroseconds(shape, row_bytes, card);
+  return std::max(ForLinks(min_senders, card), static_cast<int32_t>(std::ceil(us / link_us)));
 }
 
 // Plans a push that scales, which works on every row. `by_ring`: through shared memory.
-inline SmPlan PlanScale(const Shape& shape, double row_bytes, bool by_ring, int32_t num_sms, int32_t budget) {
+inline SmPlan PlanScale(const Shape& shape, double row_bytes, bool by_ring, const Card& card) {
   const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
   const double clear_us = std::max(shape.capacity - rows, 0.0) * row_bytes / kStoreRate;
   const double local_us = clear_us + rows * row_bytes / (by_ring ? kRingScaleRate : kScaleRate);
-  const double link_us = LinkMicroseconds(shape, row_bytes);
+  const double link_us = LinkMicroseconds(shape, row_bytes, card);
   // The tokens are written and read, the factors read, and the rows written. Cleared bytes are not counted,
   // because they take little of the memory's time.
-  const double memory_us = 2 * (tokens + rows) * row_bytes / kMemoryRate;
+  const double memory_us = 2 * (tokens + rows) * row_bytes / card.rates.memory;
   const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
-  const int32_t senders = PlanSenders(shape, row_bytes, PushWork::kScale);
-  return PlanSms(op_us, senders, {std::max(local_us, 1.0), local_us / op_us}, num_sms, budget);
+  const int32_t senders = PlanSenders(shape, row_bytes, PushWork::kScale, card);
+  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), local_us / op_us}, card);
 }
 
 // Plans a push that moves rows, or converts them to FP8. It copies all rows of a token except the first.
-inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, int32_t num_sms, int32_t budget) {
-  if (shape.order == Order::kPlaced) {
-    SmPlan plan = PlanSms(1, kAllSms, {1, 0}, num_sms, budget);
-    const int32_t clearing = std::max(plan.total() / kClearingShare, 1);
-    return {plan.total() - clearing, clearing};
-  }
+inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, const Card& card) {
   const double tokens = ExpectedTokens(shape), rows = ExpectedRows(shape);
   const double cleared = std::max(shape.capacity - rows, 0.0), copied = rows - tokens;
-  const double clear_us = cleared * row_bytes / kStoreRate, link_us = LinkMicroseconds(shape, row_bytes);
+  const double clear_us = cleared * row_bytes / kStoreRate,
+               link_us = LinkMicroseconds(shape, row_bytes, card);
   const double min_sms = (clear_us + copied * row_bytes / kCopyRate / kCopySlack) / link_us;
   // Each token is read by the sender, written, and read again to be copied.
   const double moved = shape.num_tokens + 2 * tokens + copied;
-  const double op_us = std::max(link_us, (moved / kMemoryRate + cleared / kClearRate) * row_bytes);
-  const int32_t senders = PlanSenders(shape, row_bytes, kind);
+  const double op_us =
+      std::max(link_us, (moved / card.rates.memory + cleared / card.rates.clear) * row_bytes);
+  const int32_t senders = PlanSenders(shape, row_bytes, kind, card);
   // If memory is slower than the links, nothing waits for the copies. The senders, which clear nothing, also
   // copy once they have sent everything.
   const bool waits = op_us == link_us || kind == PushWork::kQuantize;
   const double copy_us = copied * row_bytes / (waits ? kCopyRate : kFreeCopyRate);
   const double local_us = clear_us + std::max(copy_us - senders * (op_us - link_us), 0.0);
-  return PlanSms(op_us, senders, {std::max(local_us, 1.0), min_sms}, num_sms, budget);
+  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), min_sms}, card);
 }
 
-inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, int32_t num_sms,
-                       int32_t budget) {
-  return kind == PushWork::kScale ? PlanScale(shape, row_bytes, by_ring, num_sms, budget)
-                                  : PlanMove(shape, row_bytes, kind, num_sms, budget);
+inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, const Card& card) {
+  if (shape.order == Order::kPlaced) return PlanAllSms(shape, kPlacedClearingShare, card);
+  if (shape.is_alone()) {
+    const double rows = ExpectedRows(shape), clear_us = std::max(shape.capacity - rows, 0.0) / kStoreRate;
+    return PlanAllSms(shape, clear_us / (clear_us + rows / SendRateOf(row_bytes)), card);
+  }
+  return kind == PushWork::kScale ? PlanScale(shape, row_bytes, by_ring, card)
+                                  : PlanMove(shape, row_bytes, kind, card);
 }
 
 // Returns the number of SMs that pull: a number for each byte that comes over the links, and the same for the
 // rank's own bytes.
 inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
   const int32_t ranks = shape.num_ranks, num_peers = std::max(ranks - 1, 1);
-  if (shape.order == Order::kPlaced) return kAllSms;
+  if (shape.order == Order::kPlaced || shape.is_alone()) return kAllSms;
   if (by_ring && ranks == 2) return ranks * (folds ? kFoldingRingPullersOfTwo : kRingPullersOfTwo);
   if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / num_peers;
   const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
   return (folds ? folding : kPullers) * ranks / num_peers;
 }
 
-inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, int32_t num_sms,
-                       int32_t budget) {
+inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, const Card& card) {
   const double tokens = ExpectedTokens(shape), rows = 1.0 * shape.num_tokens * shape.top_k;
-  const int32_t links = shape.num_tokens <= kFewTokens ? kFewSms : PlanPullers(shape, folds, by_ring);
-  const double link_us = LinkMicroseconds(shape, row_bytes);
-  if (!folds) return PlanSms(link_us, links, {}, num_sms, budget);
+  const int32_t links =
+      shape.num_tokens <= kFewTokens ? kFewSms : ForLinks(PlanPullers(shape, folds, by_ring), card);
+  const double link_us = LinkMicroseconds(shape, row_bytes, card);
+  if (!folds) return PlanSms(shape, link_us, links, {}, card);
   // Rows are read, their sums are written and read, and the tokens' results are written.
-  const double memory_us = (rows + 2 * tokens + shape.num_tokens) * row_bytes / kMemoryRate;
+  const double memory_us = (rows + 2 * tokens + shape.num_tokens) * row_bytes / card.rates.memory;
   const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
   const double fold_us = rows * row_bytes / (by_ring ? kRingFoldRate : kFoldRate);
   const LocalWork work{fold_us, fold_us / (by_ring ? kRingFoldSlack : kFoldSlack) / op_us};
-  return PlanSms(op_us, links, work, num_sms, budget);
+  return PlanSms(shape, op_us, links, work, card);
 }
 
 }  // namespace jax_ep

@@ -93,8 +93,8 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     const auto find = [&](PullTask<T>& task) {
       task.token = next_token;
       if (next_token >= num_tokens) return;
-      const Source source = FindSource(args, FindDestination(args.shape, entry, lane), lane);
-      task.inputs = FindSumInputs<T>(args, published, i, next_token, source, lane);
+      const Destination destination = FindDestination(args.shape, entry, lane);
+      task.inputs = FindSumInputs<T>(args, published, i, next_token, destination, lane);
     };
     // Destinations are looked up two tokens ahead, and the peers' weights one token ahead. Loaded values are
     // not touched before they are needed, not even to move them, because that would wait for the load.

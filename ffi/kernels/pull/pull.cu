@@ -14,7 +14,7 @@ constexpr int kTickets = 1024;  // per block that pulls: enough that warps end t
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
 constexpr int kRingWave = 384;
-constexpr int kRingSharedBytes = 208 * 1024;  // of a block
+constexpr int kStaticBytes = 19 * 1024;  // at most, of the shared memory of a block
 
 // Pulls one slice of a token's sum. kRows and kVectors are as in SumSlice.
 template <typename T, int N, int kRows, int kVectors>
@@ -50,8 +50,8 @@ __device__ void PullArray(const PullArgs& args, const Session& session, const Pu
       awaited_wave = args.waves.Of(t);
       if (!session.AwaitWave(awaited_wave)) return;
     }
-    const Source source = FindSource(args, FindDestination(args.shape, args.handle, t, lane), lane);
-    const SumInputs<T> inputs = FindSumInputs<T>(args, published, index, t, source, lane);
+    const Destination destination = FindDestination(args.shape, args.handle, t, lane);
+    const SumInputs<T> inputs = FindSumInputs<T>(args, published, index, t, destination, lane);
     for (int first = ticket % warps_per_token * kColumns; first < width;
          first += warps_per_token * kColumns) {
       PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
@@ -211,12 +211,13 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     for (int i = 0; i < args.num_summands; ++i) rows.Add(args.summands[i].num_elements * BytesOf(type));
     args.folds = params.folds && rows.sum > 0;
     // Waves are equal on all ranks, although some ranks may use rings while others do not.
-    const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest));
+    const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest), false);
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    args.ring = PlanRings(args.shape, rows, kRingSharedBytes, device);
+    const int ring_bytes = device.shared_bytes - kStaticBytes;
+    args.ring = PlanRings(args.shape, rows, ring_bytes, false, device);
     const bool by_ring = args.ring.teams > 0;
-    const SmPlan plan = PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring,
-                                 device.num_sms, device.sm_budget);
+    const SmPlan plan =
+        PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring, CardOf(device));
     args.num_pullers = plan.links;
     const SumEngine engine = by_ring                            ? SumEngine::kRing
                              : args.shape.num_ranks <= kFewRows ? SumEngine::kFewRanks
@@ -225,9 +226,8 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
       // This must be the same for all shapes, because another thread may be about to launch the same kernel.
       const cudaError_t error =
-          by_ring
-              ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingSharedBytes)
-              : cudaSuccess;
+          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes)
+                  : cudaSuccess;
       if (error != cudaSuccess) return error;
       return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
     });

@@ -24,10 +24,23 @@ __device__ inline Source FindSource(const PullArgs& args, const Destination& des
   return {__popc(row_lanes) == 1 ? row : -1, __popc(row_lanes) > 1};
 }
 
-// Returns the rows that a token's sum is made of.
+// Returns the rows of a token's sum on a rank that is alone: all of the token's rows.
+template <typename T>
+__device__ SumInputs<T> FindOwnInputs(const PullArgs& args, int index, int row) {
+  SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
+  if (row < 0) return inputs;
+  inputs.row = static_cast<const T*>(args.summands[index].rows) + row * args.summands[index].num_elements;
+  if (args.row_weights != nullptr) inputs.factor = args.row_weights[row];
+  return inputs;
+}
+
+// Returns the rows that a token's sum is made of, given the token's destinations, of which lane k holds the
+// k-th.
 template <typename T>
 __device__ SumInputs<T> FindSumInputs(const PullArgs& args, const Published* published, int index, int t,
-                                      const Source& source, int lane) {
+                                      const Destination& destination, int lane) {
+  if (args.shape.is_alone()) return FindOwnInputs<T>(args, index, destination.row);
+  const Source source = FindSource(args, destination, lane);
   const int64_t width = args.summands[index].num_elements;
   SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.is_folded)};
   if (source.is_folded) {

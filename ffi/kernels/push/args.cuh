@@ -6,12 +6,16 @@
 
 namespace jax_ep::cuda {
 
+constexpr int kMaxSliceTokens = 4;
+
 // The division of a block that copies in bulk. Its first warps have two stages of shared memory each.
 struct BulkPlan {
   int32_t num_warps;    // 0: rows are sent by loads and stores
   int32_t num_sending;  // warps that send, one token each
   int32_t stage_bytes;
   int32_t num_payloads;  // leading payloads whose long rows are copied in bulk
+  // Consecutive tokens that a warp sends at a time. A stage holds a short row of each of them.
+  int32_t slice_tokens;
 };
 
 // The arguments of a push, routed now or earlier, to peers or on one device. Passed by value as the kernel's
@@ -22,7 +26,7 @@ struct PushArgs : PushOperands {
   const void* factors[kMaxPayloads];
   BulkPlan bulk;
   RingPlan ring;        // used by a push that scales
-  int32_t num_senders;  // blocks that send; the others clear unfilled rows
+  int32_t num_senders;  // blocks that send; the others clear unfilled rows. 0 if rows are scaled in place
   // By expert, one row travels for all of a token's rows at a rank. The receiver spreads it to the others,
   // wave by wave.
   bool spreads;
@@ -33,6 +37,8 @@ struct PushArgs : PushOperands {
                           // counts
   int32_t element_bytes;  // before the conversion to FP8; 1 if rows are not converted
 
+  // Returns true if rows are scaled straight from their tokens, because none of them travels.
+  JAX_EP_HD bool scales_in_place() const { return scales() && !spreads; }
   // Returns true for a permute, which has no peers.
   JAX_EP_HD bool is_local() const { return peers.num_ranks == 0; }
 };

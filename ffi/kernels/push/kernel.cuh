@@ -100,7 +100,11 @@ __device__ void Send(const PushArgs& args, const Session& session, BinCounts& co
     const Batch present = queued[step];
     const Batch& following = queued[After(step)];
     if (warp.sends_in_bulk) {
-      SendInBulk<kQuantizes>(args, present, following, published, stages);
+      if (kQuantizes || args.bulk.slice_tokens == 1) {
+        SendInBulk<kQuantizes, 1>(args, present, following, published, stages);
+      } else {
+        SendInBulk<false, kMaxSliceTokens>(args, present, following, published, stages);
+      }
     } else if (warp.notifies) {
       if (arrived_wave >= 0) FinishBatch(args, session, arrived_wave);
     } else {
@@ -178,7 +182,8 @@ struct PushBlock {
 //           |                                                 | by rank it counts the source that was cut
 //   close   | each block counts its end; the last block waits for the others, and frees the channel
 //
-// Along a handle, nothing is counted. A permute has no peers: it does not leave, spread or close. If an op
+// Along a handle, nothing is counted. A permute has no peers: it does not leave, spread or close. A rank that
+// is alone does not spread: it sends a token to all of its rows, or scales rows where they lie. If an op
 // fails, its results are NaN and -1 (FillResults).
 template <bool kInBulk, typename Scale, bool kQuantizes>
 __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
@@ -246,7 +251,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   if (local) return;
   if constexpr (kRings) ScaleByRing<Scale>(args, session, Ring(args.ring, memory, bytes));
   const bool by_ring = kRings && args.ring.teams > 0;
-  if (args.spreads && !by_ring) SpreadRows<kInBulk, Scale>(args, session, stages);
+  if ((args.spreads || args.scales()) && !by_ring) SpreadRows<kInBulk, Scale>(args, session, stages);
   if (block.is_last && session.AwaitLeft(published) && counts_pairs) CountCutSource(args, cut);
   session.Close(fill);
 }

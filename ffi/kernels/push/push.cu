@@ -11,20 +11,25 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Dynamic shared memory of a block: the counts, then the stages. A push that scales also has more static
-// shared memory.
-constexpr int kBulkBytes = 216 * 1024;
-constexpr int kScaleBytes = 203 * 1024;
-constexpr int kStaticBytes = 8 * 1024;  // at most, for a push that does not copy in bulk
+// A block's dynamic shared memory holds the counts, then the stages. The device's limit also counts static
+// shared memory. This is left to static shared memory by a push that copies in bulk, that scales, or that
+// does neither.
+constexpr int kBulkStaticBytes = 11 * 1024;
+constexpr int kScaleStaticBytes = 24 * 1024;
+constexpr int kStaticBytes = 8 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
-constexpr int kBatch = 32;    // tokens, if sent by loads and stores
-constexpr int kWave = 128;    // tokens that are spread at a time
-constexpr int kWaveStep = 6;  // tokens; waves are multiples of the usual batch of bulk copies
+constexpr int kMaxSlicesPerWarp = 3;  // in a batch
+constexpr int kBatch = 32;            // tokens, if sent by loads and stores
+// Tokens that are spread at a time, or slices of short rows, which have as many bytes as a token's long row.
+constexpr int kWave = 128;
+constexpr int kWaveStep = 6;  // of these; waves are multiples of the usual batch of bulk copies
 // By expert, the receiver waits for each wave. Fewer warps that send keep the queue in front of the links
 // short, and so the delay of a wave.
 constexpr int kSpreadingWarps = 6;
 
-int BulkBytes(const PushArgs& args) { return args.row_weights != nullptr ? kScaleBytes : kBulkBytes; }
+int BulkBytes(const PushArgs& args, const Device& device) {
+  return device.shared_bytes - (args.scales() ? kScaleStaticBytes : kBulkStaticBytes);
+}
 
 // Returns the shared memory of a warp that copies in bulk: two stages, and, if rows become FP8, the scales of
 // one.
@@ -34,21 +39,57 @@ int64_t WarpBytes(const PushArgs& args, int64_t stage_bytes) {
   return 2 * stage_bytes + (quantizes ? blocks * static_cast<int64_t>(sizeof(float)) : 0);
 }
 
-// Plans bulk copies with as many warps as shared memory allows.
-BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
+// Returns the number of leading payloads that bulk copies may take. The scales of FP8 are not among them.
+int NumBulkPayloads(const PushArgs& args) { return args.quantize == Quantize::kNone ? args.num_payloads : 1; }
+
+// Returns the size of the longest row that bulk copies take, before any conversion to FP8; 0 if there is
+// none.
+int64_t LongestBulkRow(const PushArgs& args) {
   int64_t longest = 0;
-  const int num_payloads = args.quantize == Quantize::kNone ? args.num_payloads : 1;  // not the scales
-  for (int p = 0; p < num_payloads; ++p) {
+  for (int p = 0; p < NumBulkPayloads(args); ++p) {
     if (IsBulkRow(args.payloads[p].row_bytes))
       longest = std::max(longest, args.payloads[p].row_bytes * args.element_bytes);
   }
+  return longest;
+}
+
+// Returns the number of short rows that a warp loads and sends at a time, if a stage has kMaxStageBytes. Rows
+// that become FP8 take a warp's time, so more of them at a time gain nothing.
+int MaxSliceTokens(const PushArgs& args) {
+  const int64_t longest = LongestBulkRow(args);
+  const bool quantizes = args.quantize != Quantize::kNone;
+  // More than two ranks spread soon after rows arrive, and then larger waves end later.
+  const bool spreads_soon = args.spreads && args.shape.num_ranks > 2;
+  if (longest == 0 || quantizes || spreads_soon || args.shape.num_tokens <= kFewTokens) return 1;
+  return static_cast<int>(std::clamp(kMaxStageBytes / longest, int64_t{1}, int64_t{kMaxSliceTokens}));
+}
+
+// Plans bulk copies with as many warps as shared memory allows. Stages are smaller if it has no room for
+// those of kSpreadingWarps.
+BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
+  const int64_t longest = LongestBulkRow(args);
   if (longest == 0 || !device.copies_in_bulk) return {};
-  const int64_t stage = std::min(AlignUp(longest, 128), int64_t{kMaxStageBytes});
-  const int64_t available = BulkBytes(args) - BytesBeforeStages(args);
+  constexpr int64_t kStep = 1024;  // bytes; FP8 is made of whole blocks
+  const int64_t available = BulkBytes(args, device) - BytesBeforeStages(args);
+  const int64_t room = available / WarpBytes(args, kStep) / kSpreadingWarps * kStep;
+  const int64_t most = std::min(room, int64_t{kMaxStageBytes});
+  if (most <= 0) return {};
+  const int64_t slice_tokens = std::clamp(most / longest, int64_t{1}, int64_t{MaxSliceTokens(args)});
+  const int64_t stage = std::min(AlignUp(slice_tokens * longest, 128), most);
   const int num_warps =
       static_cast<int>(std::min(available / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
   return {num_warps, args.spreads ? std::min(num_warps, kSpreadingWarps) : num_warps, static_cast<int>(stage),
-          num_payloads};
+          NumBulkPayloads(args), static_cast<int>(slice_tokens)};
+}
+
+// Returns the number of slices of each warp in a batch. Blocks synchronize after a batch, so they send faster
+// in larger batches, but those that get one more batch end later. With more than two ranks the links are
+// slower than the blocks.
+int SlicesPerWarp(const PushArgs& args, int num_senders) {
+  constexpr int kFewestBatches = 16;  // of a block
+  if (args.shape.num_ranks > 2) return 1;
+  const int tokens = args.bulk.num_sending * args.bulk.slice_tokens;
+  return std::clamp(args.shape.num_tokens / (num_senders * tokens * kFewestBatches), 1, kMaxSlicesPerWarp);
 }
 
 // The conversion that a push applies to rows.
@@ -75,8 +116,7 @@ SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) 
   const PushWork work = args.quantize != Quantize::kNone ? PushWork::kQuantize
                         : args.row_weights != nullptr    ? PushWork::kScale
                                                          : PushWork::kMove;
-  return PlanPush(args.shape, static_cast<double>(rows.sum), work, args.ring.teams > 0, device.num_sms,
-                  device.sm_budget);
+  return PlanPush(args.shape, static_cast<double>(rows.sum), work, args.ring.teams > 0, CardOf(device));
 }
 
 // Plans how the blocks share the work. Fills in the arguments that depend on the device and the number of
@@ -84,15 +124,21 @@ SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) 
 void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.is_local(), few = T <= kFewTokens;
-  args.spreads = !local && args.shape.has_row_per_choice();
-  args.num_senders = num_senders;
-  // Few tokens form one wave. A push that does not spread needs no waves.
-  args.waves = args.spreads ? PlanWaves(args.shape, few ? kFewTokens : kWave, kWave, kWaveStep)
-                            : Waves{T, std::max(T, 1), 1};
-  // A warp sends one token at a time. Few tokens are divided into one batch for each block.
+  args.spreads = !local && args.shape.shares_rows();
+  args.num_senders = args.scales_in_place() ? 0 : num_senders;
+  // Few tokens form one wave. A push that does not spread needs no waves. Waves are equal on all ranks, also
+  // on one that does not copy in bulk.
+  const int slice = MaxSliceTokens(args);
+  args.waves = args.spreads
+                   ? PlanWaves(args.shape, few ? kFewTokens : kWave * slice, kWave * slice, kWaveStep * slice)
+                   : Waves{T, std::max(T, 1), 1};
+  // A warp sends one slice at a time. Few tokens are divided into one batch for each block.
   const auto plan_batches = [&] {
     args.bulk = PlanBulk(args, device);
-    int tokens = args.bulk.num_warps > 0 ? args.bulk.num_sending : kBatch;
+    int tokens = kBatch;
+    if (args.bulk.num_warps > 0) {
+      tokens = args.bulk.num_sending * args.bulk.slice_tokens * SlicesPerWarp(args, num_senders);
+    }
     if (few) tokens = std::clamp((T + num_senders - 1) / num_senders, 1, kBatch);
     args.batches = Batches::Of(args.waves, tokens);
   };
@@ -115,7 +161,7 @@ cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Flo
   const bool in_bulk = args.bulk.num_warps > 0;
   return WithKernel(in_bulk, variant, [&](auto* kernel, int num_threads) {
     // This must be the same for all shapes, because another thread may be about to launch the same kernel.
-    const int max_bytes = in_bulk ? BulkBytes(args) : device.shared_bytes - kStaticBytes;
+    const int max_bytes = in_bulk ? BulkBytes(args, device) : device.shared_bytes - kStaticBytes;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes);
     if (error != cudaSuccess) return error;
@@ -141,7 +187,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   if (params.scales()) {
     std::copy_n(params.factors, args.num_payloads, args.factors);
     scaled = params.factor_type;
-    args.ring = PlanRings(args.shape, rows, BulkBytes(args) - BytesBeforeStages(args), device);
+    args.ring = PlanRings(args.shape, rows, BulkBytes(args, device) - BytesBeforeStages(args), true, device);
   }
   const SmPlan plan = PlanOf(args, rows, device);
   PartitionBlocks(args, device, plan.links);

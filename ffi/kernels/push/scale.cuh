@@ -6,16 +6,17 @@
 
 namespace jax_ep::cuda {
 
-// Sets each row to its weight times the token's row, which arrived in the first of them, and the gradient of
-// its weight to the dot product of the token's row with the factors. Rows are processed a few at a time, and
-// the first row last. It is overwritten in place: each of its columns is read before it is written.
+// Sets each row to its weight times the token's row, and the gradient of its weight to the dot product of the
+// token's row with the factors. Rows are processed a few at a time, and the first row last. If the token
+// arrived there, it is overwritten in place: each of its columns is read before it is written.
 template <typename T, int N>
-__device__ void ScaleRows(const PushArgs& args, int p, const TokenRows& rows, int lane) {
+__device__ void ScaleRows(const PushArgs& args, int p, const TokenRows& rows, int64_t global_token,
+                          int lane) {
   using Acc = typename Sum<T>::Acc;
   const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
   T* const out = reinterpret_cast<T*>(args.payloads[p].out);
   const T* const factors = static_cast<const T*>(args.factors[p]);
-  const T* const token = out + int64_t{__shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1)} * width;
+  const T* const token = TokenRow<T>(args, p, rows, global_token);
   for (unsigned remaining = rows.lanes; remaining != 0;) {
     int indices[kScaledRows];
     Acc weights[kScaledRows], dots[kScaledRows];
@@ -37,11 +38,12 @@ __device__ void ScaleRows(const PushArgs& args, int p, const TokenRows& rows, in
 }
 
 template <typename T>
-__device__ void ScaleArray(const PushArgs& args, int p, const TokenRows& rows, int lane) {
+__device__ void ScaleArray(const PushArgs& args, int p, const TokenRows& rows, int64_t global_token,
+                           int lane) {
   if (args.payloads[p].row_bytes % 16 == 0) {
-    ScaleRows<T, 16 / sizeof(T)>(args, p, rows, lane);
+    ScaleRows<T, 16 / sizeof(T)>(args, p, rows, global_token, lane);
   } else {
-    ScaleRows<T, 1>(args, p, rows, lane);
+    ScaleRows<T, 1>(args, p, rows, global_token, lane);
   }
 }
 

@@ -108,7 +108,8 @@ class RowScaler {
 
 // A token whose rows come next.
 struct ScaleTask {
-  int token;  // index within its rank; T or more: no more tokens
+  int token;             // index within its rank; T or more: no more tokens
+  int64_t global_token;  // source * T + token
   TokenRows rows;
   float weight;  // of the row that the lane holds
 };
@@ -124,17 +125,19 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
   unsigned requested = tickets.Request(lane);
   int next_token = 0, row = -1;
+  int64_t next_global_token = 0;
   const auto look_up = [&] {
     const int ticket = TicketCounter::Broadcast(requested);
     requested = tickets.Request(lane);
     next_token = ticket / R;
     if (next_token >= num_tokens) return;
-    const int64_t global_token = int64_t{ticket % R} * num_tokens + next_token;
-    row = lane < shape.top_k ? args.handle.received_rows[global_token * shape.top_k + lane] : -1;
+    next_global_token = int64_t{ticket % R} * num_tokens + next_token;
+    row = lane < shape.top_k ? args.handle.received_rows[next_global_token * shape.top_k + lane] : -1;
   };
   const auto find = [&](ScaleTask& task) {
     task.token = next_token;
     if (next_token >= num_tokens) return;
+    task.global_token = next_global_token;
     const bool is_row = IsRow(row, shape.capacity);
     task.rows = {row, __ballot_sync(kAllLanes, is_row)};
     task.weight = is_row ? args.row_weights[row] : 0.0f;
@@ -142,8 +145,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   const auto put = [&](const ScaleTask& task, int p) {
     const TokenRows& rows = task.rows;
     const int width = static_cast<int>(args.payloads[p].row_bytes / sizeof(T));
-    const T* const out = reinterpret_cast<const T*>(args.payloads[p].out);
-    const T* const token = out + int64_t{__shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1)} * width;
+    const T* const token = TokenRow<T>(args, p, rows, task.global_token);
     const T* const factors = static_cast<const T*>(args.factors[p]) + int64_t{rows.row} * width;
     for (int first = 0; first < width; first += columns) {
       const int vectors = min(columns, width - first) / N;
@@ -160,7 +162,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
     if (task.token >= num_tokens) return false;
     find(next);
     look_up();
-    if (args.waves.Of(task.token) != awaited_wave) {
+    if (args.spreads && args.waves.Of(task.token) != awaited_wave) {
       awaited_wave = args.waves.Of(task.token);
       if (!session.AwaitWave(awaited_wave)) return false;
       FenceBulk();

@@ -9,9 +9,10 @@
 
 namespace jax_ep::cuda {
 
-// Returns the destinations of token t. If the push spreads, only the first row at each rank gets the payload.
-__device__ inline Destinations FindDestinations(const PushArgs& args, int t, int lane) {
-  const Destination destination = FindDestination(args.shape, args.handle, t, lane);
+// Returns the destinations of a token, given the lanes' entries of its handle. If the push spreads, only the
+// first row at each rank gets the payload.
+__device__ inline Destinations FindDestinations(const PushArgs& args, const HandleEntry& entry, int lane) {
+  const Destination destination = FindDestination(args.shape, entry, lane);
   bool sends_payload = destination.row >= 0;
   if (args.spreads) {
     const unsigned same_rank = __match_any_sync(kAllLanes, sends_payload ? destination.rank : -1);
@@ -85,15 +86,17 @@ __device__ void SendTokens(const PushArgs& args, int begin, int end, const Publi
                            const Team& team, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
-    const Destinations destinations = FindDestinations(args, t, lane);
+    const HandleEntry entry = LoadHandleEntry(args.shape, args.handle, t, lane);
+    const Destinations destinations = FindDestinations(args, entry, lane);
     send_rows(t, destinations);
     SendRouting(args, t, destinations, published, lane);
   }
 }
 
-// The bytes of a row that are loaded at a time. They fit in a stage of shared memory.
+// What is loaded at a time, and fits in a stage of shared memory: rows of consecutive tokens, or a part of a
+// long row.
 struct Slice {
-  int token;
+  int token;  // the first one
   int payload;
   int64_t offset;
 };
@@ -103,10 +106,15 @@ __device__ inline int64_t LoadedBytes(const PushArgs& args, int p) {
   return args.payloads[p].row_bytes * args.element_bytes;
 }
 
-// Returns the size of a slice before any conversion to FP8.
+// Returns the size of a slice's part of each row, before any conversion to FP8.
 __device__ inline uint32_t SliceBytes(const PushArgs& args, const Slice& slice) {
   return static_cast<uint32_t>(
       min(int64_t{args.bulk.stage_bytes}, LoadedBytes(args, slice.payload) - slice.offset));
+}
+
+// Returns the number of a slice's tokens, which are before `end`.
+__device__ inline int SliceTokens(const PushArgs& args, const Slice& slice, int end) {
+  return min(args.bulk.slice_tokens, end - slice.token);
 }
 
 // Returns the first payload from p on that bulk copies take.
@@ -115,8 +123,8 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   return p;
 }
 
-// Returns this warp's slice after `slice`: along the row, then in the next payload, then in the warp's next
-// token.
+// Returns this warp's slice after `slice`: along the row, then in the next payload, then of the warp's next
+// tokens.
 __device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
@@ -124,7 +132,7 @@ __device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   slice.payload = NextBulkPayload(args, slice.payload + 1);
   if (slice.payload < args.bulk.num_payloads) return slice;
   slice.payload = NextBulkPayload(args, 0);
-  slice.token += args.bulk.num_sending;
+  slice.token += args.bulk.num_sending * args.bulk.slice_tokens;
   return slice;
 }
 
@@ -138,46 +146,71 @@ struct Stages {
   float* scales;  // of the slice being sent, if rows become FP8
 };
 
-// Starts to load a slice into a stage, unless its token is not before `end`. Called by a warp.
+// Starts to load a slice into a stage, unless its tokens are not before `end`. Called by a warp.
 __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int end, const Stages& stages,
                                  int stage) {
   if (threadIdx.x % kWarp != 0 || slice.token >= end) return;
   BulkLoad(stages.bytes + stage * args.bulk.stage_bytes,
            args.payloads[slice.payload].in + slice.token * LoadedBytes(args, slice.payload) + slice.offset,
-           SliceBytes(args, slice), &stages.barriers[stage]);
+           SliceBytes(args, slice) * SliceTokens(args, slice, end), &stages.barriers[stage]);
 }
 
 // Returns the warp's first slice of tokens from `begin` on.
 __device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
-  return {begin + static_cast<int>(threadIdx.x / kWarp), NextBulkPayload(args, 0), 0};
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  return {begin + warp * args.bulk.slice_tokens, NextBulkPayload(args, 0), 0};
 }
 
+// The destinations of up to kTokens tokens of a slice.
+template <int kTokens>
+struct SliceDestinations {
+  Destinations of[kTokens];
+
+  // Looks up `count` tokens from `first` on. All loads are issued before the first is waited for.
+  __device__ void Find(const PushArgs& args, int first, int count, int lane) {
+    HandleEntry entries[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (i < count) entries[i] = LoadHandleEntry(args.shape, args.handle, first + i, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (i < count) of[i] = RotateReceivers(args, FindDestinations(args, entries[i], lane), lane);
+    }
+  }
+};
+
 // Starts to send a batch by bulk copies. Its first slice is already being loaded; at the end, that of the
-// next batch is. Called by the block's first bulk.num_sending warps. A warp without a token in a batch has
-// none in later ones. By expert, the stores of the previous batch have completed on return, so that the peers
-// may be notified of it.
-template <bool kQuantizes>
+// next batch is. Called by the block's first bulk.num_sending warps. By expert, the stores of the previous
+// batch have completed on return, so that the peers may be notified of it. A slice has at most kTokens
+// tokens.
+template <bool kQuantizes, int kTokens>
 __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch& following,
                            const Published* published, Stages& stages) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
+  const auto load_following = [&](int stage) {
+    LoadSlice(args, FirstSlice(args, following.begin), following.end, stages, stage);
+  };
   Slice slice = FirstSlice(args, batch.begin);
-  Destinations destinations{};
+  SliceDestinations<kTokens> destinations;
   int token = -1;
   for (; slice.token < batch.end; ++stages.used) {
     const Slice next = NextSlice(args, slice);
-    const bool is_last = next.token >= batch.end;
-    const int stage = stages.used % 2;
+    const int stage = stages.used % 2, count = SliceTokens(args, slice, batch.end);
     const auto find_destinations = [&] {
       if (slice.token == token) return;
       token = slice.token;
-      destinations = RotateReceivers(args, FindDestinations(args, token, lane), lane);
+      destinations.Find(args, token, count, lane);
     };
     if constexpr (kQuantizes) find_destinations();
     WaitForStoresRead();
     __syncwarp();
-    LoadSlice(args, is_last ? FirstSlice(args, following.begin) : next, is_last ? following.end : batch.end,
-              stages, 1 - stage);
+    if (next.token < batch.end) {
+      LoadSlice(args, next, batch.end, stages, 1 - stage);
+    } else {
+      load_following(1 - stage);
+    }
     if constexpr (!kQuantizes) find_destinations();
     WaitForLoad(&stages.barriers[stage], stages.used / 2 % 2);
     std::byte* const staged = stages.bytes + stage * args.bulk.stage_bytes;
@@ -187,19 +220,28 @@ __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch
       size /= args.element_bytes, offset /= args.element_bytes;
       QuantizeStaged(args, staged, static_cast<int>(size), stages.scales, lane);
     }
-    if (destinations.payload_lanes >> lane & 1) {
-      std::byte* target = static_cast<std::byte*>(published[destinations.rank].buffers[slice.payload]) +
-                          destinations.row * args.payloads[slice.payload].row_bytes + offset;
-      BulkStore(target, staged, size);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (i >= count) break;
+      const Destinations& to = destinations.of[i];
+      if ((to.payload_lanes >> lane & 1) == 0) continue;
+      std::byte* target = static_cast<std::byte*>(published[to.rank].buffers[slice.payload]) +
+                          to.row * args.payloads[slice.payload].row_bytes + offset;
+      BulkStore(target, staged + i * size, size);
     }
     CommitStores();
     if constexpr (kQuantizes) {
-      SendScales(args, offset, static_cast<int>(size), destinations, published, stages.scales, lane);
+      static_assert(kTokens == 1);
+      SendScales(args, offset, static_cast<int>(size), destinations.of[0], published, stages.scales, lane);
     }
     if (args.spreads && stages.used == used) WaitForStores<1>();
     slice = next;
   }
-  if (args.spreads && stages.used == used) WaitForStores();
+  if (stages.used != used) return;
+  // The warp has no token in this batch.
+  WaitForStores();
+  __syncwarp();
+  load_following(stages.used % 2);
 }
 
 }  // namespace jax_ep::cuda

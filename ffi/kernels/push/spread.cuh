@@ -88,7 +88,7 @@ __device__ void SpreadRows(const PushArgs& args, const Session& session, Stages&
     const int i = ticket / kParts, t = i / shape.num_ranks;
     if (t >= shape.num_tokens) break;
     requested = tickets.Request(lane);  // overlaps with the work on this one
-    if (args.waves.Of(t) != awaited_wave) {
+    if (args.spreads && args.waves.Of(t) != awaited_wave) {
       if (kInBulk) spreader.End();
       awaited_wave = args.waves.Of(t);
       if (!session.AwaitWave(awaited_wave)) break;
@@ -99,7 +99,7 @@ __device__ void SpreadRows(const PushArgs& args, const Session& session, Stages&
     if (rows.lanes == 0) continue;
     for (int p = 0; p < args.num_payloads; ++p) {
       if constexpr (kScales) {
-        ScaleArray<Scale>(args, p, rows, lane);
+        ScaleArray<Scale>(args, p, rows, global_token, lane);
       } else if (kInBulk && IsBulkRow(args.payloads[p].row_bytes)) {
         spreader.Begin(p, rows);
       } else {

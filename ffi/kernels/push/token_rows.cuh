@@ -18,4 +18,14 @@ __device__ inline TokenRows FindTokenRows(const int32_t* received_rows, const Sh
   return {row, __ballot_sync(kAllLanes, IsRow(row, shape.capacity))};
 }
 
+// Returns the row of a token whose rows are scaled: where it arrived, in the first of them, or if none
+// travels, where it lies.
+template <typename T>
+__device__ const T* TokenRow(const PushArgs& args, int p, const TokenRows& rows, int64_t global_token) {
+  const Payload& payload = args.payloads[p];
+  const int64_t first = __shfl_sync(kAllLanes, rows.row, __ffs(rows.lanes) - 1);
+  return reinterpret_cast<const T*>(args.scales_in_place() ? payload.in + global_token * payload.row_bytes
+                                                           : payload.out + first * payload.row_bytes);
+}
+
 }  // namespace jax_ep::cuda

@@ -46,10 +46,10 @@ struct RowBytes {
 
 // Plans rings for the longest rows in `shared_bytes` of shared memory, with as many slots as fit. Long rows
 // are split into parts of about equal size. Some ranks may use rings while others do not.
-inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes,
+inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes, bool scales,
                           const Device& device) {
   constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
-  const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest));
+  const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest), scales);
   if (!suits || !rows.in_bulk || rows.longest == 0 || !device.copies_in_bulk) return {};
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t parts = ceiling(rows.longest, kMaxSummers * kSummerBytes);
