@@ -28,12 +28,14 @@ OPS = (
     "dispatch FP8",
     "combine",
     "layout",
+    "permute",
     "unpermute",
     "round trip",
     "chained pair",
     "forward + backward",
 )
-ORDERLESS = ("layout", "unpermute")
+LOCAL = ("permute", "unpermute")  # ops within one rank
+ORDERLESS = ("layout", *LOCAL)
 LAYERS = 8  # number of chained pairs in a program
 PEERS = {"ragged_all_to_all": peers.ragged_all_to_all, "all_gather": peers.all_gather}
 
@@ -136,6 +138,12 @@ def of_ours(
             sent = dispatch(x, ids, weights)
             return combine(sent, sent.handle)
 
+        def permute(ids: jax.Array) -> jax.Array:
+            rows = jax_ep.permute(
+                x, ids, num_local_experts=shape.experts, topk_weights=weights, implementation=implementation
+            )
+            return _after(ids, rows.x)
+
         if op == "unpermute":
             count = shape.tokens * shape.top_k
             rows = jnp.tile(x, (shape.top_k, 1))
@@ -163,6 +171,7 @@ def of_ours(
         index_steps: dict[str, Step] = {
             "dispatch": lambda ids: _after(ids, dispatch(x, ids).x),
             "layout": layout,
+            "permute": permute,
             "forward + backward": gradients,
         }
         return ids, index_steps[op]

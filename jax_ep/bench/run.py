@@ -25,6 +25,7 @@ NUM_TRANSFERS = {
     "dispatch FP8": 1,
     "combine": 1,
     "layout": 0,
+    "permute": 0,
     "unpermute": 0,
     "round trip": 2,
     "chained pair": 2,
@@ -36,6 +37,7 @@ KERNELS = {
     "dispatch": ("CountKernel", "PushKernel"),
     "combine": ("PullKernel",),
     "layout": ("LayoutKernel",),
+    "permute": ("CountKernel", "PushKernel"),
     "unpermute": ("UnpermuteKernel",),
 }
 SMS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -166,9 +168,9 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (round(NUM_TRANSFERS[case.op] * bytes_of(case.op, size)) for size in received)
     ceiling, bound = rates["links"] if hosts == 1 else None, wire
-    if case.op == "unpermute":
+    if case.op in programs.LOCAL:
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
-    if case.op == "unpermute" or not on_gpu:
+    if case.op in programs.LOCAL or not on_gpu:
         ceiling, bound = rates["memory"], logical
     return report.Result(
         **{field.name: getattr(case, field.name) for field in dataclasses.fields(case)},

@@ -127,6 +127,7 @@ CALLS = {
     "dispatch FP8": {"route": 3},
     "combine": {"route": 1, "pull": 3},
     "layout": {"layout": 3},
+    "permute": {"permute": 3},
     "unpermute": {"unpermute": 3},
     "round trip": {"route": 3, "pull": 3},
     "chained pair": {"route": 3, "pull": 3},
