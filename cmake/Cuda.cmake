@@ -73,19 +73,33 @@ set(JAX_EP_CUDA_FOUND ON)
 message(STATUS "jax_ep: CUDA part: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
   "architectures ${CMAKE_CUDA_ARCHITECTURES}")
 
-# CUTLASS makes products on Hopper GPUs, by instructions that only sm_90a has.
-set(JAX_EP_WITH_CUTLASS OFF)
+# CUTLASS makes products on Hopper and Blackwell GPUs, by instructions that only sm_90a and the families
+# of sm_100 and sm_120 have.
+set(JAX_EP_PRODUCTS_SM90 OFF)
+set(JAX_EP_PRODUCTS_SM100 OFF)
+set(JAX_EP_PRODUCTS_SM120 OFF)
 set(JAX_EP_KNOWN_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES})
 if(CMAKE_CUDA_ARCHITECTURES STREQUAL "native")
   set(JAX_EP_KNOWN_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
 endif()
 foreach(architecture IN LISTS JAX_EP_KNOWN_ARCHITECTURES)
   if(architecture MATCHES "^(90a?(-real|-virtual)?|all|all-major)$")
-    set(JAX_EP_WITH_CUTLASS ON)
+    set(JAX_EP_PRODUCTS_SM90 ON)
+  endif()
+  if(architecture MATCHES "^(10[03][af]?(-real|-virtual)?|all|all-major)$")
+    set(JAX_EP_PRODUCTS_SM100 ON)
+  endif()
+  if(architecture MATCHES "^(12[01][af]?(-real|-virtual)?|all|all-major)$")
+    set(JAX_EP_PRODUCTS_SM120 ON)
   endif()
 endforeach()
-if(NOT JAX_EP_WITH_CUTLASS)
-  message(STATUS "jax_ep: CUTLASS: not needed without architecture 90")
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9 AND (JAX_EP_PRODUCTS_SM100 OR JAX_EP_PRODUCTS_SM120))
+  message(STATUS "jax_ep: products for sm_100 and sm_120 need CUDA 12.9 or newer: off")
+  set(JAX_EP_PRODUCTS_SM100 OFF)
+  set(JAX_EP_PRODUCTS_SM120 OFF)
+endif()
+if(NOT JAX_EP_PRODUCTS_SM90 AND NOT JAX_EP_PRODUCTS_SM100 AND NOT JAX_EP_PRODUCTS_SM120)
+  message(STATUS "jax_ep: CUTLASS: not needed without architectures 90, 100, 103, 120 and 121")
   return()
 endif()
 
@@ -102,7 +116,7 @@ endif()
 unset(JAX_EP_CUTLASS_INCLUDE CACHE)
 find_path(JAX_EP_CUTLASS_INCLUDE cutlass/version.h PATHS ${JAX_EP_CUTLASS_HINTS} NO_DEFAULT_PATH)
 if(NOT JAX_EP_CUTLASS_INCLUDE)
-  message(FATAL_ERROR "jax_ep: architecture 90 needs the headers of CUTLASS, which are not in "
+  message(FATAL_ERROR "jax_ep: architectures 90, 100, 103, 120 and 121 need the headers of CUTLASS, which are not in "
     "${JAX_EP_CUTLASS_HINTS}. Install them (pip install nvidia-cutlass==4.2.0.0), or set JAX_EP_CUTLASS to a "
     "folder that has them (-Ccmake.define.JAX_EP_CUTLASS=...), or build for other architectures.")
 endif()
@@ -111,4 +125,24 @@ if(JAX_EP_CUTLASS_VERSION VERSION_LESS 4.2)
   message(FATAL_ERROR "jax_ep: CUTLASS must be 4.2 or newer, that in ${JAX_EP_CUTLASS_INCLUDE} is "
     "${JAX_EP_CUTLASS_VERSION}")
 endif()
-message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}: seven kernels for sm_90a")
+message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}: products for sm_90a: "
+  "${JAX_EP_PRODUCTS_SM90}, for sm_100f: ${JAX_EP_PRODUCTS_SM100}, for sm_120f: ${JAX_EP_PRODUCTS_SM120}")
+
+# Adds an engine for products to jax_ep_cuda: kernels of CUTLASS, compiled for one architecture. Its name is not
+# passed as CUDA_ARCHITECTURES, because CMake before 4.1 does not know families such as 100f.
+function(jax_ep_add_products engine architecture)
+  list(TRANSFORM ARGN PREPEND "ffi/kernels/products/${engine}/" OUTPUT_VARIABLE kernels)
+  list(TRANSFORM kernels APPEND ".cu")
+  set(library "jax_ep_products_${engine}")
+  add_library(${library} OBJECT ${kernels})
+  set_target_properties(${library} PROPERTIES CUDA_ARCHITECTURES OFF)
+  target_include_directories(${library} PRIVATE ffi)
+  target_include_directories(${library} SYSTEM PRIVATE "${JAX_EP_CUTLASS_INCLUDE}")
+  target_compile_options(${library} PRIVATE
+    "--generate-code=arch=compute_${architecture},code=[sm_${architecture}]" --expt-relaxed-constexpr
+    -Xcompiler=-Wall)
+  string(TOUPPER "${library}" definition)
+  target_compile_definitions(jax_ep_cuda PRIVATE ${definition})
+  target_sources(jax_ep_cuda PRIVATE $<TARGET_OBJECTS:${library}> "ffi/kernels/products/${engine}/engine.cc")
+  target_compile_definitions(_C PRIVATE JAX_EP_CUTLASS_VERSION="${JAX_EP_CUTLASS_VERSION}")
+endfunction()

@@ -15,6 +15,7 @@
 #if defined(JAX_EP_WITH_CUDA)
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
+#include "kernels/products/products.h"
 #include "runtime/gpu/gpus.h"
 #include "runtime/gpu/peers.h"
 #include "runtime/gpu/regions.h"
@@ -81,6 +82,14 @@ nb::dict GpuStages(F* execute) {
   return stages;
 }
 
+template <typename F>
+nb::dict ProductStages(F* execute) {
+  nb::dict stages;
+  stages["initialize"] = Capsule(GpuProductsInitialize);
+  stages["execute"] = Capsule(execute);
+  return stages;
+}
+
 nb::dict GpuTargets() {
   nb::dict targets;
   targets["jax_ep_layout"] = Capsule(GpuLayoutHandler);
@@ -96,9 +105,9 @@ nb::dict GpuTargets() {
   targets["jax_ep_permute"] = Capsule(GpuPermuteHandler);
   targets["jax_ep_repermute"] = Capsule(GpuRepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(GpuUnpermuteHandler);
-  targets["jax_ep_grouped_dot"] = Capsule(GpuGroupedDotHandler);
-  targets["jax_ep_grouped_dot_fp8"] = Capsule(GpuGroupedDotFp8Handler);
-  targets["jax_ep_grouped_dot_fp8_weights"] = Capsule(GpuGroupedDotFp8WeightsHandler);
+  targets["jax_ep_grouped_dot"] = ProductStages(GpuGroupedDotHandler);
+  targets["jax_ep_grouped_dot_fp8"] = ProductStages(GpuGroupedDotFp8Handler);
+  targets["jax_ep_grouped_dot_fp8_weights"] = ProductStages(GpuGroupedDotFp8WeightsHandler);
   targets["jax_ep_quantize"] = Capsule(GpuQuantizeHandler);
   targets["jax_ep_quantize_gated"] = Capsule(GpuQuantizeGatedHandler);
   return targets;
@@ -247,6 +256,7 @@ nb::dict BuildInfo() {
 #if defined(JAX_EP_WITH_CUDA)
   info["cuda"] = CUDART_VERSION;
   info["cuda_architectures"] = JAX_EP_CUDA_ARCHITECTURES;
+  info["product_engines"] = cuda::BuiltProductEngines();
 #endif
 #if defined(JAX_EP_CUTLASS_VERSION)
   info["cutlass"] = JAX_EP_CUTLASS_VERSION;

@@ -14,6 +14,9 @@ import numpy as np
 
 Implementation = Literal["ffi", "xla"]
 
+# The engine for grouped products on each compute capability that has one besides the plain engine, "any".
+_PRODUCT_ENGINES = {"90": "sm90", "100": "sm100", "103": "sm100", "120": "sm120", "121": "sm120"}
+
 
 class Extension(Protocol):
     """The module `jax_ep._C`. It identifies groups by key, and devices by local hardware id."""
@@ -36,7 +39,14 @@ class Extension(Protocol):
     def close_group(self, key: str) -> None: ...
     def take_expired(self, key: str) -> str | None: ...
     def plan_sms(
-        self, op: str, by_expert: bool, sizes: Sequence[int], row_bytes: float, num_sms: int, budget: int
+        self,
+        op: str,
+        by_expert: bool,
+        sizes: Sequence[int],
+        row_bytes: float,
+        num_sms: int,
+        budget: int,
+        compute_capability: int = 90,
     ) -> tuple[int, int]: ...
 
     # Only in an extension that was built with its CUDA part.
@@ -48,6 +58,7 @@ class Extension(Protocol):
     def last_epoch(self, key: str) -> int: ...
     def last_call(self, key: str) -> int: ...
     def inject_stall(self, key: str, rank_index: int, phase: int, seconds: float) -> None: ...
+    def check_products(self, engine: str, device: int) -> dict[str, tuple[float, float, str]]: ...
     def board_bytes(self, total_ranks: int) -> int: ...
     def fits_arena(
         self, key: str, combines: bool, by_expert: bool, sizes: Sequence[int], row_bytes: int
@@ -145,11 +156,18 @@ def runs_kernels() -> bool:
     return platform in ("gpu", "cuda") and not reason_against_ffi("gpu")
 
 
+def product_engine(capability: str) -> str:
+    """Returns this build's fastest engine for grouped products on a compute capability, "90" for 9.0."""
+    module, _ = _load()
+    built = module.build_info().get("product_engines", "") if module is not None else ""
+    engine = _PRODUCT_ENGINES.get(capability, "any")
+    return engine if engine in built.split(",") else "any"
+
+
 def has_fp8_products() -> bool:
     """Returns whether the local GPUs can run the kernels for FP8 products. All of them are the same model."""
-    module, _ = _load()
     capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
-    return module is not None and "cutlass" in module.build_info() and capability == "9.0"
+    return product_engine(capability.replace(".", "")) != "any"
 
 
 def sample_addresses(devices: Sequence[Any]) -> list[int]:

@@ -30,4 +30,12 @@ int64_t StressNanoseconds() {
   return value;
 }
 
+const std::string& ProductEngineName() {
+  static const std::string* const value = [] {
+    const char* text = std::getenv("JAX_EP_PRODUCTS");
+    return new std::string(text == nullptr ? "" : text);
+  }();
+  return *value;
+}
+
 }  // namespace jax_ep

@@ -1,7 +1,8 @@
-// Switches of a process for tests: environment variables, read once.
+// Switches of a process: environment variables, read once. All but JAX_EP_PRODUCTS are for tests.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace jax_ep {
 
@@ -18,5 +19,8 @@ bool NoRails();
 // Returns JAX_EP_STRESS_US in nanoseconds, 0 if it is not set. Each rank of an op on GPUs waits up to that
 // long before it enters and before it leaves, and outputs are first filled with a poison pattern.
 int64_t StressNanoseconds();
+
+// Returns JAX_EP_PRODUCTS, the name of the engine for grouped products on GPUs. Empty: the fastest one.
+const std::string& ProductEngineName();
 
 }  // namespace jax_ep

@@ -41,8 +41,8 @@ def grouped_dot(
 
     It is like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that
     and for its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32). On GPUs of
-    compute capability 9.0 they are CUTLASS's for float16 and bfloat16 if both widths are multiples of 8, and
-    for FP8: these are the fast ones.
+    compute capability 9.0, 10.0 and 10.3 they are CUTLASS's for float16 and bfloat16 if both widths are
+    multiples of 8, and for FP8: these are the fast ones.
 
     Args:
       rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +18,18 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+# Architectures on which this project has executed the kernels for grouped products.
+_EXECUTED = ("90",)
+
+
+def _product_engines(architectures: str) -> list[dict[str, Any]]:
+    """Returns the engine for grouped products on each architecture that the extension was built for."""
+    return [
+        {"architecture": f"sm_{a}", "engine": _extension.product_engine(a), "executed": a in _EXECUTED}
+        for a in re.findall(r"\d+", architectures)
+    ]
 
 
 def collect() -> dict[str, Any]:
@@ -40,6 +53,8 @@ def collect() -> dict[str, Any]:
             for d in devices
         ],
     }
+    if report["build"] is not None and "cuda_architectures" in report["build"]:
+        report["product_engines"] = _product_engines(report["build"]["cuda_architectures"])
     if on_gpu and not _extension.reason_against_ffi("gpu") and module is not None:
         samples = _extension.sample_addresses(devices)
         description = module.describe_gpus([d.local_hardware_id for d in devices], samples)
@@ -70,6 +85,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
             cutlass = f"with CUTLASS {build['cutlass']}" if "cutlass" in build else "without CUTLASS"
             lines.append(f"{'':12s}grouped_dot {cutlass}")
+            for product in report.get("product_engines", ()):
+                state = "executed" if product["executed"] else "compiled, never executed"
+                lines.append(f"{'':12s}{product['architecture']}: engine {product['engine']}, {state}")
         else:
             lines.append(f"{'':12s}without CUDA")
     for device in report["devices"]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 
@@ -36,6 +37,24 @@ def test_as_text(capsys):
     assert f"jax         {jax.__version__}" in out
     assert "ops run as  implementation='ffi'" in out
     assert f"hosts       each has {len(jax.devices())} of {len(jax.devices())} ranks" in out
+
+
+def test_names_the_engine_of_each_architecture(monkeypatch):
+    build = {
+        "ffi_api_version": (0, 1),
+        "compiler": "gcc",
+        "cuda": 13000,
+        "cuda_architectures": "80,90,100-real,103",
+        "product_engines": "sm100,sm90,any",
+    }
+    report = info.collect()
+    module = types.SimpleNamespace(build_info=lambda: build)
+    monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
+    engines = info._product_engines(build["cuda_architectures"])
+    lines = info._lines(report | {"build": build, "product_engines": engines})
+    for architecture in ("80: engine any", "100: engine sm100", "103: engine sm100"):
+        assert f"            sm_{architecture}, compiled, never executed" in lines
+    assert "            sm_90: engine sm90, executed" in lines
 
 
 def test_without_the_extension(monkeypatch, capsys):

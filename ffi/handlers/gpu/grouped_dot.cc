@@ -1,13 +1,44 @@
 // Grouped products on GPUs. The CPU uses XLA's ragged_dot.
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <limits>
+#include <stdexcept>
 #include <utility>
 
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
 #include "kernels/kernels.h"
+#include "kernels/products/products.h"
+#include "runtime/gpu/driver.h"
+#include "runtime/switches.h"
 
 namespace jax_ep {
+
+// Chooses the engine of the device. Runs before every execution of a program, and never while a CUDA graph is
+// recorded, so that an engine can be checked here.
+static ffi::Error InitializeProducts(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                                     ffi::Dictionary) {
+  if (cuda::AreProductsPrepared(device)) return ffi::Error::Success();
+  cuda::ProductPreparation preparation;
+  try {
+    preparation = OnDevice(device, [] { return cuda::PrepareProducts(ProductEngineName()); });
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(Text("grouped_dot: GPU ", device, ": ", error.what()));
+  }
+  if (!preparation.error.empty()) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, preparation.error);
+  }
+  static std::atomic<bool> has_warned{false};
+  if (!preparation.warning.empty() && !has_warned.exchange(true)) {
+    std::fprintf(stderr, "jax_ep: %s\n", preparation.warning.c_str());
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    GpuProductsInitialize, InitializeProducts,
+    ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
 // Decodes the parameters that both handlers have. Each handler checks its other shapes.
 static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
@@ -89,15 +120,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error LaunchFp8Product(const GpuLocalContext& context, const GroupedDotParams& params) {
-  const cudaError_t status = cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream);
-  if (status == cudaErrorNotSupported) {
-    return InvalidArgument(
-        "grouped_dot: FP8 products need a GPU of compute capability 9.0, and a build for architecture 90");
-  }
-  return LaunchResult("grouped_dot", status);
-}
-
 static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer rows,
                                        ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer weights,
                                        ffi::BufferR3<ffi::F32> weight_scales,
@@ -130,7 +152,7 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
   if (error.success())
     error = DecodeGroupedDot(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
-  return LaunchFp8Product(context, params);
+  return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
@@ -180,7 +202,7 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
   params.type = Float::kBF16;
   params.row_scales = row_scales.typed_data();
   params.other_scales = other_scales.typed_data();
-  return LaunchFp8Product(context, params);
+  return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler, ComputeGroupedDotFp8Weights,

@@ -5,10 +5,9 @@
 #include <cutlass/epilogue/dispatch_policy.hpp>
 #include <cutlass/gemm/dispatch_policy.hpp>
 
-#include "core/params.h"
-#include "kernels/products/sm90/groups.h"
+#include "kernels/products/sm90/kernels.h"
 
-namespace jax_ep::cuda {
+namespace jax_ep::cuda::sm90 {
 
 // Two warpgroups share a tile.
 struct Cooperative {
@@ -64,4 +63,4 @@ struct TilingFor<GroupedDot::kWeights, Operands::kFp8> {
   using Type = Tiling<Fp8Cooperative, 128, 128, 128, 2, 1, 128, 64>;
 };
 
-}  // namespace jax_ep::cuda
+}  // namespace jax_ep::cuda::sm90

@@ -1,10 +1,10 @@
 // Sets up a product on the device: writes the description of the groups, and clears results that CUTLASS does
-// not write.
+// not write. All architectures use it.
 #include <algorithm>
 #include <type_traits>
 
 #include "kernels/launch/launch.h"
-#include "kernels/products/sm90/groups.h"
+#include "kernels/products/groups.h"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
@@ -45,9 +45,20 @@ __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays&
     groups.a_scales[group] = params.row_scales + first / kFp8Block * inner;
     groups.b_scales[group] = params.other_scales + first / kFp8Block * outer;
   }
-  groups.shapes[group] = rows == 0    ? GroupShape(0, 0, 0)
-                         : of_weights ? GroupShape(params.inner, params.outer, rows)
-                                      : GroupShape(rows, params.outer, params.inner);
+  const GroupShape shape = rows == 0    ? GroupShape{0, 0, 0}
+                           : of_weights ? GroupShape{params.inner, params.outer, rows}
+                                        : GroupShape{rows, params.outer, params.inner};
+  groups.shapes[group] = shape;
+  if (groups.a_scale_layouts == nullptr) return;
+  const int along_sum = (shape.k + kFp8Block - 1) / kFp8Block;
+  // Scales of columns lie side by side, those of rows and matrices follow the sum.
+  if (of_weights) {
+    groups.a_scale_layouts[group] = {shape.m, along_sum, 1, params.inner, 0};
+    groups.b_scale_layouts[group] = {shape.n, along_sum, 1, params.outer, 0};
+  } else {
+    groups.a_scale_layouts[group] = {shape.m, along_sum, 1, params.inner / kFp8Block, 0};
+    groups.b_scale_layouts[group] = {shape.n / kFp8Block, along_sum, 1, params.inner / kFp8Block, 0};
+  }
 }
 
 // Clears `bytes` bytes, a multiple of 16. Called by the whole grid.
@@ -96,19 +107,25 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
 }
 
 // Returns the arrays in the scratch. The descriptors come first, because they need the largest alignment.
-GroupArrays ArraysOf(const GroupedDotParams& params) {
+GroupArrays ArraysOf(const GroupedDotParams& params, bool has_scale_layouts) {
   constexpr uintptr_t kDescriptorAlignment = 128;
   const auto address = reinterpret_cast<uintptr_t>(params.scratch);
   const uintptr_t begin = (address + kDescriptorAlignment - 1) / kDescriptorAlignment * kDescriptorAlignment;
   const int64_t groups = params.num_groups;
   auto* next = reinterpret_cast<std::byte*>(address) + GroupedDotScratchBytes(0);
+  GroupArrays arrays{};
+  arrays.descriptors = reinterpret_cast<void*>(begin);
+  arrays.descriptor_bytes = GroupedDotScratchBytes(0) - static_cast<int64_t>(begin - address);
+  if (has_scale_layouts) {
+    // Engines that read layouts need fewer descriptors than there is room for.
+    arrays.b_scale_layouts = reinterpret_cast<ScaleLayout*>(next) - groups;
+    arrays.a_scale_layouts = arrays.b_scale_layouts - groups;
+    arrays.descriptor_bytes -= 2 * groups * static_cast<int64_t>(sizeof(ScaleLayout));
+  }
   const auto take = [&](auto*& array, int64_t element) {
     array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
     next += groups * element;
   };
-  GroupArrays arrays{};
-  arrays.descriptors = reinterpret_cast<void*>(begin);
-  arrays.descriptor_bytes = GroupedDotScratchBytes(0) - static_cast<int64_t>(begin - address);
   take(arrays.a, sizeof(void*));
   take(arrays.b, sizeof(void*));
   take(arrays.d, sizeof(void*));
@@ -124,9 +141,14 @@ GroupArrays ArraysOf(const GroupedDotParams& params) {
 
 }  // namespace
 
-cudaError_t SetUpGroups(const GroupedDotParams& params, int num_sms, cudaStream_t stream,
-                        GroupArrays& groups) {
-  groups = ArraysOf(params);
+bool HasRoomForScaleLayouts(const GroupedDotParams& params) {
+  const int64_t bytes = 2 * int64_t{params.num_groups} * int64_t{sizeof(ScaleLayout)};
+  return bytes <= GroupedDotScratchBytes(0) - kMaxDescriptorBytes;
+}
+
+cudaError_t SetUpGroups(const GroupedDotParams& params, bool has_scale_layouts, int num_sms,
+                        cudaStream_t stream, GroupArrays& groups) {
+  groups = ArraysOf(params, has_scale_layouts);
   return Launch(SetUpKernel, dim3(num_sms), kThreads, 0, stream, false, params, groups);
 }
 
