@@ -98,7 +98,7 @@ def test_dispatch_equals_the_cpu_s_bit_for_bit(order):
 
 @pytest.mark.parametrize("widths", [(512,), (2048,), (2880, 96)], ids=str)
 @pytest.mark.parametrize("order", ["rank", "expert"])
-def test_many_short_rows_equal_xla_s(order, widths):
+def test_short_rows_match_xla(order, widths):
     """A warp sends several of them at a time. The sums are exact, so each bit is known."""
     need_gpu()
     tokens, k, experts = 16384, 2, 8 * R

@@ -10,7 +10,7 @@
 namespace jax_ep::cuda {
 namespace {
 
-// Least shared memory per block for bulk copies. sm_90 and sm_100 have 227 KB, sm_120 has 99 KB.
+// Minimum shared memory per block for bulk copies. sm_90 and sm_100 have 227 KB, sm_120 has 99 KB.
 constexpr int kBulkDeviceBytes = 96 * 1024;
 
 __global__ void ProbeKernel() {}

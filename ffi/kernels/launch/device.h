@@ -15,7 +15,7 @@ struct Device {
   int sm_budget;           // most SMs that a dispatch or combine may use; 0: chosen from the shapes
 };
 
-// Returns what plans need to know of a device.
+// Returns the properties of a device that plans depend on.
 inline Card CardOf(const Device& device) {
   return {device.num_sms, device.sm_budget, RatesOf(device.compute_capability)};
 }

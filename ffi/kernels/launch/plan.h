@@ -59,8 +59,8 @@ struct SendRate {
 };
 constexpr SendRate kSendRates[] = {{8192, 40e3}, {5632, 37e3}, {0, 30e3}};
 
-// The factors by which the hardware is faster than these two rates. They matter if SMs are scarce, because
-// all parts then wait for each other. Blocks that have sent all rows help to copy.
+// The factors by which the hardware is faster than kFoldRate and kCopyRate. They matter if SMs are scarce,
+// because all parts then wait for each other. Blocks that have sent all rows help to copy.
 constexpr double kFoldSlack = 1.7;
 constexpr double kCopySlack = 3;
 // Minimum SMs that carry rows, as needed to fill the links of an H200 (docs/performance.md). By expert, a
@@ -92,10 +92,10 @@ constexpr double kMinSeveralRingRowBytes = 4096;  // if a ring works on several 
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;
 // Placed rows are mostly a rank's own, and a rank that is alone has no others. Its memory, not its links,
-// bounds them, so all SMs move them. Of a push of placed rows, this share of SMs clears the rows that stay
-// empty, because the host does not know their number.
+// bounds them, so all SMs move them. Of a push, at least this share of SMs clears the rows that stay empty,
+// because the host does not know their number.
 constexpr int32_t kAllSms = 1024;
-constexpr double kPlacedClearingShare = 0.25;
+constexpr double kClearingShare = 0.25;
 // Minimum time of an op. Below it an op is bound by latency, not by bytes.
 constexpr double kMinMicroseconds = 10;
 
@@ -151,7 +151,7 @@ inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork
 // Returns true if rings in shared memory pull and fold rows, or scale them, faster than loads into registers.
 // `row_bytes` is the size of the shortest row.
 inline bool SuitsRings(const Shape& shape, double row_bytes, bool scales) {
-  const bool several = scales || (shape.is_alone() && shape.top_k > 1);
+  const bool several = scales || (shape.is_alone() && shape.has_row_per_choice() && shape.top_k > 1);
   return shape.num_tokens >= kMinRingTokens &&
          row_bytes >= (several ? kMinSeveralRingRowBytes : kMinRingRowBytes);
 }
@@ -168,10 +168,9 @@ enum class PushWork : int32_t { kMove, kScale, kQuantize };
 
 // Returns the rate at which an SM sends rows.
 inline double SendRateOf(double row_bytes) {
-  for (const SendRate& entry : kSendRates) {
-    if (row_bytes >= entry.row_bytes) return entry.rate;
-  }
-  return kSendRates[0].rate;
+  const SendRate* entry = kSendRates;
+  while (row_bytes < entry->row_bytes) ++entry;
+  return entry->rate;
 }
 
 // Returns the number of SMs that send. They also store the rank's own rows, which are half of all rows with
@@ -224,10 +223,11 @@ inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, cons
 }
 
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, const Card& card) {
-  if (shape.order == Order::kPlaced) return PlanAllSms(shape, kPlacedClearingShare, card);
+  if (shape.order == Order::kPlaced) return PlanAllSms(shape, kClearingShare, card);
   if (shape.is_alone()) {
     const double rows = ExpectedRows(shape), clear_us = std::max(shape.capacity - rows, 0.0) / kStoreRate;
-    return PlanAllSms(shape, clear_us / (clear_us + rows / SendRateOf(row_bytes)), card);
+    const double clearing = clear_us / (clear_us + rows / SendRateOf(row_bytes));
+    return PlanAllSms(shape, std::max(clearing, kClearingShare), card);
   }
   return kind == PushWork::kScale ? PlanScale(shape, row_bytes, by_ring, card)
                                   : PlanMove(shape, row_bytes, kind, card);

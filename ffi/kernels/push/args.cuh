@@ -11,7 +11,7 @@ constexpr int kMaxSliceTokens = 4;
 // The division of a block that copies in bulk. Its first warps have two stages of shared memory each.
 struct BulkPlan {
   int32_t num_warps;    // 0: rows are sent by loads and stores
-  int32_t num_sending;  // warps that send, one token each
+  int32_t num_sending;  // warps that send, one slice at a time each
   int32_t stage_bytes;
   int32_t num_payloads;  // leading payloads whose long rows are copied in bulk
   // Consecutive tokens that a warp sends at a time. A stage holds a short row of each of them.

@@ -66,7 +66,7 @@ int MaxSliceTokens(const PushArgs& args) {
 
 // Plans bulk copies with as many warps as shared memory allows. Stages are smaller if it has no room for
 // those of kSpreadingWarps.
-BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
+BulkPlan PlanBulk(const PushArgs& args, const Device& device, int num_senders) {
   const int64_t longest = LongestBulkRow(args);
   if (longest == 0 || !device.copies_in_bulk) return {};
   constexpr int64_t kStep = 1024;  // bytes; FP8 is made of whole blocks
@@ -74,7 +74,10 @@ BulkPlan PlanBulk(const PushArgs& args, const Device& device) {
   const int64_t room = available / WarpBytes(args, kStep) / kSpreadingWarps * kStep;
   const int64_t most = std::min(room, int64_t{kMaxStageBytes});
   if (most <= 0) return {};
-  const int64_t slice_tokens = std::clamp(most / longest, int64_t{1}, int64_t{MaxSliceTokens(args)});
+  // Slices must not be so large that blocks have nothing to send.
+  const int64_t share = args.shape.num_tokens / (num_senders * kMaxBulkWarps);
+  const int64_t slice_tokens =
+      std::clamp(std::min(most / longest, share), int64_t{1}, int64_t{MaxSliceTokens(args)});
   const int64_t stage = std::min(AlignUp(slice_tokens * longest, 128), most);
   const int num_warps =
       static_cast<int>(std::min(available / WarpBytes(args, stage), int64_t{kMaxBulkWarps}));
@@ -134,7 +137,7 @@ void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
                    : Waves{T, std::max(T, 1), 1};
   // A warp sends one slice at a time. Few tokens are divided into one batch for each block.
   const auto plan_batches = [&] {
-    args.bulk = PlanBulk(args, device);
+    args.bulk = PlanBulk(args, device, num_senders);
     int tokens = kBatch;
     if (args.bulk.num_warps > 0) {
       tokens = args.bulk.num_sending * args.bulk.slice_tokens * SlicesPerWarp(args, num_senders);

@@ -93,8 +93,8 @@ __device__ void SendTokens(const PushArgs& args, int begin, int end, const Publi
   }
 }
 
-// What is loaded at a time, and fits in a stage of shared memory: rows of consecutive tokens, or a part of a
-// long row.
+// The bytes that are loaded at a time, and fit in a stage of shared memory: rows of consecutive tokens, or a
+// part of a long row.
 struct Slice {
   int token;  // the first one
   int payload;
