@@ -84,10 +84,11 @@ constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
 // Minimum sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row
-// has overhead: less in sums of a token's rows, of a rank that is alone, and if rows are scaled.
+// has overhead. Shorter rows suffice if a ring works on several rows for each token: on a rank that is alone,
+// and if rows are scaled.
 constexpr int32_t kMinRingTokens = 1024;
 constexpr double kMinRingRowBytes = 8192;
-constexpr double kMinSeveralRingRowBytes = 4096;  // if a ring works on several rows for each token
+constexpr double kMinSeveralRingRowBytes = 4096;  // of several rows for each token
 // Most tokens for which latency dominates. A warp then sends one token at a time.
 constexpr int32_t kFewTokens = 256;
 constexpr int32_t kFewSms = 32;

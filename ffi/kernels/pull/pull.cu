@@ -96,8 +96,7 @@ JAX_EP_RARE void FillResults(const PullArgs& args) {
 }
 
 // The way rows are read: through rings, by loads tuned for at most kFewRows ranks, or by loads tuned for any
-// number. Each is a kernel of its own because they need different numbers
-// of registers.
+// number. Each is a kernel of its own because they need different numbers of registers.
 enum class SumEngine { kRing, kFewRanks, kAnyRanks };
 template <SumEngine kEngine>
 constexpr int kThreads = kEngine == SumEngine::kRing ? kMaxTeamWarps * kWarp : 512;

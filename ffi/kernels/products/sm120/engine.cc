@@ -1,5 +1,5 @@
-// Engine sm120: CUTLASS kernels for FP8 on GPUs of compute capability 12.0 and 12.1. CUTLASS 4.2 has no
-// kernels for groups of 16-bit floats there.
+// Engine sm120: CUTLASS kernels for FP8 on GPUs of compute capability 12.0 and 12.1. CUTLASS 4.2's
+// builder for scaled blocks takes no 16-bit floats there, so engine `any` computes those.
 #include "kernels/products/sm120/kernels.h"
 
 namespace jax_ep::cuda {
