@@ -14,11 +14,11 @@
 
 namespace jax_ep::cuda::sm90 {
 
-template <GroupedDot kProduct, Operands kOperands>
+template <GroupedDot kProduct, Operands kOperands, typename Tiles_>
 struct ProductTypes {
   static constexpr bool kScales = kOperands == Operands::kFp8;
   static constexpr bool kHasScaleLayouts = false;  // CUTLASS derives them from each group's shape
-  using Tiles = typename TilingFor<kProduct, kOperands>::Type;
+  using Tiles = Tiles_;
   using Out = std::conditional_t<kOperands == Operands::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   using In = std::conditional_t<kScales, cutlass::float_e4m3_t, Out>;
   static constexpr int kInVector = kProductAlignment / sizeof(In),
@@ -53,18 +53,36 @@ struct ProductTypes {
       cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<CuteShape>, Mainloop, Epilogue>;
 };
 
+// Calls f with the kernel's types for the tiling of a result with `columns` columns.
+template <GroupedDot kProduct, Operands kOperands, typename F>
+cudaError_t WithTypes(int columns, F&& f) {
+  using Wide = typename TilingFor<kProduct, kOperands>::Type;
+  if constexpr (kProduct != GroupedDot::kWeights && kOperands != Operands::kFp8) {
+    if (SuitsNarrowTiles(columns)) return f(ProductTypes<kProduct, kOperands, NarrowTiling>());
+  }
+  return f(ProductTypes<kProduct, kOperands, Wide>());
+}
+
 template <GroupedDot kProduct, Operands kOperands>
 cudaError_t ProductKernel<kProduct, kOperands>::Preload() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes,
-                               cutlass::device_kernel<typename ProductTypes<kProduct, kOperands>::Kernel>);
+  cudaError_t error = cudaSuccess;
+  for (int columns : {kNarrowColumns, kWideColumns}) {
+    if (error != cudaSuccess) return error;
+    error = WithTypes<kProduct, kOperands>(columns, [](auto types) {
+      cudaFuncAttributes attributes;
+      return cudaFuncGetAttributes(&attributes, cutlass::device_kernel<typename decltype(types)::Kernel>);
+    });
+  }
+  return error;
 }
 
 template <GroupedDot kProduct, Operands kOperands>
 cudaError_t ProductKernel<kProduct, kOperands>::Launch(const GroupedDotParams& params,
                                                        const GroupArrays& groups, int num_sms,
                                                        cudaStream_t stream) {
-  return LaunchCutlass<ProductTypes<kProduct, kOperands>>(params, groups, num_sms, stream);
+  return WithTypes<kProduct, kOperands>(params.outer, [&](auto types) {
+    return LaunchCutlass<decltype(types)>(params, groups, num_sms, stream);
+  });
 }
 
 }  // namespace jax_ep::cuda::sm90

@@ -47,6 +47,18 @@ struct TilingFor {
   using Type = Tiling<Cooperative, 128, 256, 64, 1, 2, 128, 64>;
 };
 
+// The columns of a cluster's tiles in the tiling above, and in NarrowTiling.
+constexpr int kWideColumns = 512, kNarrowColumns = 384;
+using NarrowTiling = Tiling<Pingpong, 128, 192, 64, 1, 2, 64, 64>;
+
+// Returns whether clusters of NarrowTiling cover a result with so many fewer columns that they are faster,
+// although they are slower per column: 768 columns are two of them, or one and a half wide ones.
+constexpr bool SuitsNarrowTiles(int columns) {
+  const auto covered = [&](int cluster) { return (columns + cluster - 1) / cluster * cluster; };
+  return 4 * covered(kNarrowColumns) <= 3 * covered(kWideColumns);
+}
+static_assert(SuitsNarrowTiles(768) && SuitsNarrowTiles(kNarrowColumns) && !SuitsNarrowTiles(kWideColumns));
+
 // Here the sum goes over rows, and tiles cover a group's matrix. A short sum leaves many bytes to store.
 template <Operands kOperands>
 struct TilingFor<GroupedDot::kWeights, kOperands> {
