@@ -30,7 +30,7 @@ std::pair<int, int> PlanOpSms(const std::string& op, bool by_expert, const std::
   const bool rings = !PlainCopies() && SuitsRings(shape, row_bytes, kind == PushWork::kScale);
   const Card card{num_sms, budget, RatesOf(compute_capability)};
   const SmPlan plan = op == "pull"
-                          ? PlanPull(shape, row_bytes, shape.folds(), rings, card)
+                          ? PlanPull(shape, row_bytes, shape.shares_rows(), rings, card)
                           : PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, card);
   return {plan.links, plan.local};
 }

@@ -66,10 +66,8 @@ struct Shape {
   // Returns true if a rank is alone: all rows stay in its memory.
   JAX_EP_HD bool is_alone() const { return num_ranks == 1; }
   // Returns true if a token may have several rows at a peer. One row travels for all of them: a push copies
-  // it to the others where it arrives, and a pull sums them before they travel.
-  JAX_EP_HD bool shares_rows() const { return has_row_per_choice() && !is_alone(); }
-  // Returns true if a rank sums its rows of a token before a pull.
-  JAX_EP_HD bool folds() const { return shares_rows() && top_k > 1; }
+  // it to the others where it arrives, and before a pull the peer sums them ("folds").
+  JAX_EP_HD bool shares_rows() const { return has_row_per_choice() && top_k > 1 && !is_alone(); }
 };
 
 // A device's position in the mesh of a program, an operand [2] of all ops that communicate. Devices that

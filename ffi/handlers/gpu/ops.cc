@@ -135,7 +135,7 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
                            CheckAtMost(op, "biases", call.biases.size(), kMaxBiases),
                            through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
-  params.folds = shape.folds();
+  params.folds = shape.shares_rows();
   for (const Summand& summand : call.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
       return InvalidArgument(op, ": by expert the kernels need scratch for partial sums");

@@ -70,6 +70,11 @@ constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
 constexpr int32_t kQuantizingSenders = 20;
+constexpr int32_t kShortQuantizingSenders = 48;  // of rows with fewer than kShortQuantizedRowBytes of FP8
+constexpr double kShortQuantizedRowBytes = 3072;
+// A warp has one row on its way at a time, to each rank that the token goes to. If these are fewer ranks,
+// more SMs send, with more than two ranks. (With two, a warp has several rows on their way.)
+constexpr double kRanksPerToken = 3;
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // with two ranks, sums of two rows have more loads in flight
@@ -178,10 +183,14 @@ inline double SendRateOf(double row_bytes) {
 // two ranks. `row_bytes` is the size of all payloads together, as they are sent.
 inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind, const Card& card) {
   if (shape.num_tokens <= kFewTokens) return kFewSms;
-  const int32_t min_senders = kind == PushWork::kQuantize   ? kQuantizingSenders
-                              : !shape.has_row_per_choice() ? kRankSenders
-                              : kind == PushWork::kScale    ? kScalingSenders
-                                                            : kExpertSenders;
+  const bool is_short = row_bytes < kShortQuantizedRowBytes;
+  const int32_t usual = kind == PushWork::kQuantize ? is_short ? kShortQuantizingSenders : kQuantizingSenders
+                        : !shape.has_row_per_choice() ? kRankSenders
+                        : kind == PushWork::kScale    ? kScalingSenders
+                                                      : kExpertSenders;
+  const double ranks_per_token = ExpectedTokens(shape) / shape.num_tokens;
+  const double share = shape.num_ranks > 2 ? std::max(kRanksPerToken / ranks_per_token, 1.0) : 1.0;
+  const int32_t min_senders = static_cast<int32_t>(usual * share);
   const double sent = ExpectedTokens(shape) * row_bytes, converted = shape.num_tokens * row_bytes;
   const double us = kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate
                                                 : sent / SendRateOf(row_bytes);

@@ -127,7 +127,8 @@ SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) 
 void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.is_local(), few = T <= kFewTokens;
-  args.spreads = !local && args.shape.shares_rows();
+  // A push that scales does so where rows arrive.
+  args.spreads = !local && (args.shape.shares_rows() || (args.scales() && !args.shape.is_alone()));
   args.num_senders = args.scales_in_place() ? 0 : num_senders;
   // Few tokens form one wave. A push that does not spread needs no waves. Waves are equal on all ranks, also
   // on one that does not copy in bulk.
