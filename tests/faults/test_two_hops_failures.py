@@ -15,7 +15,8 @@ import jax_ep
 from jax_ep._transport import ffi
 from jax_ep._transport.collectives import host, rank
 
-pytestmark = pytest.mark.one_jax
+# On GPUs the same ops of XLA would run, 70 programs in a minute.
+pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
 R, PER_HOST, T, K, E, H = 4, 2, 16, 2, 8, 8
 NEVER = 10**9
