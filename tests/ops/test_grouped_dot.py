@@ -206,7 +206,7 @@ def assert_same(got, want):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize("shared", [("sizes",), ("rows", "weights")], ids=str)
+@pytest.mark.parametrize("shared", [(), ("sizes",), ("rows", "weights")], ids=str)
 def test_vmap(shared):
     arrays, axes = batch(shared)
     assert_same(

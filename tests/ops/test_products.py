@@ -25,7 +25,7 @@ SHAPES = [
     (40, 16, 32, 4),
     (600, 256, 64, 3),
     (513, 72, 520, 5),
-    (700, 136, 264, 40),
+    (700, 136, 392, 40),
     (130, 250, 66, 3),  # widths that are no multiples of 8
 ]
 ON_GPU = jax.default_backend() == "gpu"

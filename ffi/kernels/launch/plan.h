@@ -70,11 +70,14 @@ constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
 constexpr int32_t kQuantizingSenders = 20;
-constexpr int32_t kShortQuantizingSenders = 48;  // of rows with fewer than kShortQuantizedRowBytes of FP8
-constexpr double kShortQuantizedRowBytes = 3072;
-// A warp has one row on its way at a time, to each rank that the token goes to. If these are fewer ranks,
-// more SMs send, with more than two ranks. (With two, a warp has several rows on their way.)
+// With more than two ranks, a warp sends the rows of one batch at a time, to few ranks if top-k is small.
+// More SMs then send, if any are left: the minimum times kRanksPerToken, divided by the ranks that a token
+// goes to, but at most kMostSenders. Short rows of FP8 have more. Measured on four H100
+// (docs/performance.md).
 constexpr double kRanksPerToken = 3;
+constexpr int32_t kMostSenders = 36;
+constexpr int32_t kShortQuantizingSenders = 48;
+constexpr double kShortQuantizedRowBytes = 3072;  // of FP8
 constexpr int32_t kPullers = 20;
 constexpr int32_t kFoldingPullers = 24;
 constexpr int32_t kFoldingPullersOfTwo = 15;  // with two ranks, sums of two rows have more loads in flight
@@ -135,8 +138,9 @@ inline int32_t ForLinks(int32_t sms, const Card& card) {
   return static_cast<int32_t>(std::ceil(sms * card.rates.link / kHopper.link));
 }
 
-// Plans the SMs such that the work ends within `op_us`.
-inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork work, const Card& card) {
+// Plans the SMs such that the work ends within `op_us`. Up to `most_links` carry rows if SMs are left.
+inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork work, const Card& card,
+                      int32_t most_links = 0) {
   SmPlan plan{links, static_cast<int32_t>(std::min(std::ceil(work.us / op_us), 1e6))};
   const bool limited = card.budget > 0 && card.budget < card.num_sms;
   // The other SMs are left to kernels that run beside this one. Otherwise there could be a deadlock: on one
@@ -144,7 +148,10 @@ inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork
   // waits for no other.
   const int32_t most = shape.is_alone() ? card.num_sms : std::max(card.num_sms * 3 / 4, 2);
   const int32_t max_sms = limited ? card.budget : most;
-  if (plan.total() <= max_sms) return plan;
+  if (plan.total() <= max_sms) {
+    plan.links = std::max(links, std::min(most_links, max_sms - plan.local));
+    return plan;
+  }
   if (plan.local > 0) {
     const int32_t share = static_cast<int32_t>(max_sms * work.min_sms / (links + work.min_sms));
     // Without a budget, the links keep their SMs.
@@ -183,19 +190,27 @@ inline double SendRateOf(double row_bytes) {
 // two ranks. `row_bytes` is the size of all payloads together, as they are sent.
 inline int32_t PlanSenders(const Shape& shape, double row_bytes, PushWork kind, const Card& card) {
   if (shape.num_tokens <= kFewTokens) return kFewSms;
-  const bool is_short = row_bytes < kShortQuantizedRowBytes;
-  const int32_t usual = kind == PushWork::kQuantize ? is_short ? kShortQuantizingSenders : kQuantizingSenders
-                        : !shape.has_row_per_choice() ? kRankSenders
-                        : kind == PushWork::kScale    ? kScalingSenders
-                                                      : kExpertSenders;
-  const double ranks_per_token = ExpectedTokens(shape) / shape.num_tokens;
-  const double share = shape.num_ranks > 2 ? std::max(kRanksPerToken / ranks_per_token, 1.0) : 1.0;
-  const int32_t min_senders = static_cast<int32_t>(usual * share);
+  const int32_t min_senders = kind == PushWork::kQuantize ? kQuantizingSenders
+                              : kind == PushWork::kScale  ? kScalingSenders
+                              : shape.shares_rows()       ? kExpertSenders
+                                                          : kRankSenders;
   const double sent = ExpectedTokens(shape) * row_bytes, converted = shape.num_tokens * row_bytes;
   const double us = kind == PushWork::kQuantize ? sent / kStoreRate + converted / kQuantizeRate
                                                 : sent / SendRateOf(row_bytes);
   const double link_us = LinkMicroseconds(shape, row_bytes, card);
   return std::max(ForLinks(min_senders, card), static_cast<int32_t>(std::ceil(us / link_us)));
+}
+
+// Returns the number of SMs that send if enough are left, at least `senders`.
+inline int32_t PlanMostSenders(const Shape& shape, double row_bytes, PushWork kind, int32_t senders,
+                               const Card& card) {
+  if (shape.num_ranks <= 2 || shape.num_tokens <= kFewTokens) return senders;
+  const double ranks_per_token = ExpectedTokens(shape) / shape.num_tokens;
+  const auto wanted = static_cast<int32_t>(std::lround(senders * kRanksPerToken / ranks_per_token));
+  const bool is_short = kind == PushWork::kQuantize && row_bytes < kShortQuantizedRowBytes;
+  const int32_t most =
+      is_short ? ForLinks(kShortQuantizingSenders, card) : std::min(wanted, ForLinks(kMostSenders, card));
+  return std::max(senders, most);
 }
 
 // Plans a push that scales, which works on every row. `by_ring`: through shared memory.
@@ -209,7 +224,8 @@ inline SmPlan PlanScale(const Shape& shape, double row_bytes, bool by_ring, cons
   const double memory_us = 2 * (tokens + rows) * row_bytes / card.rates.memory;
   const double op_us = by_ring ? std::max(link_us, memory_us) : link_us;
   const int32_t senders = PlanSenders(shape, row_bytes, PushWork::kScale, card);
-  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), local_us / op_us}, card);
+  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), local_us / op_us}, card,
+                 PlanMostSenders(shape, row_bytes, PushWork::kScale, senders, card));
 }
 
 // Plans a push that moves rows, or converts them to FP8. It copies all rows of a token except the first.
@@ -229,7 +245,8 @@ inline SmPlan PlanMove(const Shape& shape, double row_bytes, PushWork kind, cons
   const bool waits = op_us == link_us || kind == PushWork::kQuantize;
   const double copy_us = copied * row_bytes / (waits ? kCopyRate : kFreeCopyRate);
   const double local_us = clear_us + std::max(copy_us - senders * (op_us - link_us), 0.0);
-  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), min_sms}, card);
+  return PlanSms(shape, op_us, senders, {std::max(local_us, 1.0), min_sms}, card,
+                 PlanMostSenders(shape, row_bytes, kind, senders, card));
 }
 
 inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool by_ring, const Card& card) {

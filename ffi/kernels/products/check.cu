@@ -31,7 +31,7 @@ namespace {
 constexpr int32_t kGroupSizes[] = {130, 0, 71, 900, 1};
 constexpr int32_t kGroups = 5, kFirstRow = 16;
 // The sums are longer than the pipelines, and the rows cover groups that begin at multiples of 128.
-constexpr int32_t kRows = 1664, kInner = 1280, kOuter = 384;
+constexpr int32_t kRows = 1664, kInner = 1280, kOuter = 512;
 // Few enough that each block computes tiles of several groups.
 constexpr int kSms = 8;
 constexpr std::chrono::seconds kDeadline{60};

@@ -27,7 +27,7 @@ struct PushArgs : PushOperands {
   BulkPlan bulk;
   RingPlan ring;        // used by a push that scales
   int32_t num_senders;  // blocks that send; the others clear unfilled rows. 0 if rows are scaled in place
-  // By expert, one row travels for all of a token's rows at a rank. The receiver spreads it to the others,
+  // One row travels for all of a token's rows at a rank. The receiver spreads it to the others, or scales it,
   // wave by wave.
   bool spreads;
   bool sends_received_rows;  // send received_rows; a handle already has them

@@ -40,7 +40,8 @@ __device__ inline void FinishBatch(const PushArgs& args, const Session& session,
 //
 //   bulk warps      the first warps send long rows by bulk copies
 //   helpers         compute the destinations of the next batch, and send the rest of the present batch
-//   notifying warp  by expert, the last warp notifies the peers of the batch before the previous one, which
+//   notifying warp  if the receivers spread, the last warp notifies the peers of the batch before the
+//   previous one, which
 //                   has arrived. Its fence waits for the block's stores, and would delay warps that send
 struct SenderWarp {
   bool sends_in_bulk;
@@ -183,8 +184,9 @@ struct PushBlock {
 //   close   | each block counts its end; the last block waits for the others, and frees the channel
 //
 // Along a handle, nothing is counted. A permute has no peers: it does not leave, spread or close. A rank that
-// is alone does not spread: it sends a token to all of its rows, or scales rows where they lie. If an op
-// fails, its results are NaN and -1 (FillResults).
+// is alone does not spread: it sends a token to all of its rows, or scales rows where they lie. Tokens of one
+// choice are not spread either, unless their rows are scaled. If an op fails, its results are NaN and -1
+// (FillResults).
 template <bool kInBulk, typename Scale, bool kQuantizes>
 __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     PushKernel(const __grid_constant__ PushArgs args) {

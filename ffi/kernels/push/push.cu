@@ -23,7 +23,7 @@ constexpr int kBatch = 32;            // tokens, if sent by loads and stores
 // Tokens that are spread at a time, or slices of short rows, which have as many bytes as a token's long row.
 constexpr int kWave = 128;
 constexpr int kWaveStep = 6;  // of these; waves are multiples of the usual batch of bulk copies
-// By expert, the receiver waits for each wave. Fewer warps that send keep the queue in front of the links
+// A receiver that spreads waits for each wave. Fewer warps that send keep the queue in front of the links
 // short, and so the delay of a wave.
 constexpr int kSpreadingWarps = 6;
 
@@ -127,7 +127,7 @@ SmPlan PlanOf(const PushArgs& args, const RowBytes& rows, const Device& device) 
 void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   const int T = args.shape.num_tokens;
   const bool local = args.is_local(), few = T <= kFewTokens;
-  // A push that scales does so where rows arrive.
+  // Rows are scaled where they arrive, so a push that scales needs waves even if it has no rows to copy.
   args.spreads = !local && (args.shape.shares_rows() || (args.scales() && !args.shape.is_alone()));
   args.num_senders = args.scales_in_place() ? 0 : num_senders;
   // Few tokens form one wave. A push that does not spread needs no waves. Waves are equal on all ranks, also
