@@ -119,8 +119,10 @@ def shard_balance(ids, weights=None, **options):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["zipf", "sprinkled", "one_rank", "unused"])
-@pytest.mark.parametrize("slots", [0, 1, L])
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [("zipf", 0), ("zipf", 1), ("zipf", L), ("sprinkled", L), ("one_rank", L), ("unused", 1)],
+)
 def test_ids_follow_the_plan(kind, slots, implementation):
     """Each choice goes to an instance of its expert, as many as the plan says, in the order of the ranks."""
     ids = routing(kind, R, T, K, E)

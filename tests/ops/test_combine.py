@@ -160,9 +160,10 @@ def test_every_float16_is_read_and_written_right():
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("num_biases", [0, 1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("capacity", [None, 30])
+@pytest.mark.parametrize(
+    ("weighted", "num_biases", "capacity"),
+    [(False, 0, None), (False, 1, 30), (False, 2, None), (True, 0, 30), (True, 1, None), (True, 2, 30)],
+)
 def test_weights_and_biases(dtype, num_biases, weighted, capacity, implementation):
     ids = routing("sprinkled", MANY, 9, 4, 16)
     biases = tuple(floats((MANY, 9, 5), dtype, seed=20 + i) for i in range(num_biases))

@@ -32,9 +32,11 @@ def sums(on, y, ids, experts, weights=None, biases=(), **options):
     return on.run(shard, y, ids, weights, biases)
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    ("per_host", "dtype"),
+    [*((number, BF16) for number in PER_HOST), *((number, np.float32) for number in PER_HOST[-1:])],
+)
 @pytest.mark.parametrize(("order", "weighted"), [("rank", False), ("expert", False), ("expert", True)])
-@pytest.mark.parametrize("per_host", PER_HOST)
 def test_combine_rounds_each_host_s_sum_once(per_host, order, weighted, dtype):
     """A host's share of a sum is made in float32, and rounded to travel; then hosts are added in order."""
     tokens, k, experts = 11, 4, 4 * R
@@ -95,10 +97,13 @@ def results(on, x, ids, w, order, implementation="ffi", **options):
     return on.run(shard, x, ids, w)
 
 
-@pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
 @pytest.mark.parametrize(
-    ("per_host", "implementation"),
-    [*((number, "ffi") for number in PER_HOST), *((number, "xla") for number in PER_HOST[-1:])],
+    ("per_host", "order", "implementation"),
+    [
+        *((number, "expert", "ffi") for number in PER_HOST),
+        *((number, order, "ffi") for number in PER_HOST[-1:] for order in ("rank", "expert_padded")),
+        *((number, "expert", "xla") for number in PER_HOST[-1:]),
+    ],
 )
 def test_a_layer_with_redispatch_and_gradients(per_host, order, implementation):
     tokens, k = 7, 3
