@@ -40,6 +40,7 @@ def popular(kind, num_ranks, num_experts, rows, seed=0):
     return rng.multinomial(rows, weight / weight.sum(), size=num_ranks).astype(np.int32)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("num_ranks", "local", "slots"),
     [(1, 4, 1), (2, 3, 2), (3, 1, 1), (4, 4, 4), (8, 4, 1), (8, 4, 2), (16, 8, 3)],
@@ -118,6 +119,7 @@ def shard_balance(ids, weights=None, **options):
     return on.run(run, ids)
 
 
+@pytest.mark.one_jax
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "slots"),

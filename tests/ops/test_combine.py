@@ -134,6 +134,7 @@ def test_several_arrays_of_long_rows(order):
         assert together[name].any()
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name)
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("y_shape", [(), (1,), (1500,), (3, 4)], ids=str)
@@ -159,6 +160,7 @@ def test_every_float16_is_read_and_written_right():
     np.testing.assert_array_equal(got, x)  # NaN equals NaN, and the sum 0 + -0 is 0
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(
     ("weighted", "num_biases", "capacity"),

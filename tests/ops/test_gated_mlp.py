@@ -129,6 +129,7 @@ def test_what_is_saved(save, precision):
     assert shapes == sorted([*kept, up.shape, down.shape])
 
 
+@pytest.mark.one_jax
 def test_ways_to_save_and_quantized_weights_give_the_same_bits():
     """And small cotangents are not lost: a power of two in the loss is one in the gradients, bit for bit."""
     given = arrays(jnp.bfloat16)
@@ -166,6 +167,7 @@ def test_fused_activations_in_fp8_agree_with_functions(activation):
     assert_near(got, want, 5e-3)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("dtype", "round_scale"), [(jnp.bfloat16, True), (jnp.float32, False)])
 def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     rows, up, *_ = arrays(dtype)

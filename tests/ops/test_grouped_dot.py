@@ -36,6 +36,7 @@ def loop(rows, weights, sizes):
     return out
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("inner", "outer"), [(16, 32), (5, 3), (40, 150)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products_and_gradients(sizes, inner, outer):

@@ -166,6 +166,7 @@ def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
     np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("dtype", "out_dtype"),
     [(BF16, None), (np.float16, None), (np.float32, None), (BF16, np.float32), (BF16, np.float16)],

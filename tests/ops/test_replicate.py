@@ -148,13 +148,13 @@ def inputs(width=H):
 
 OPTIONS = [
     {},
-    {"capacity": 3 * T * K, "expert_alignment": 4},
-    {"num_valid_tokens": 9},
+    {"capacity": 3 * T * K, "expert_alignment": 4, "num_valid_tokens": 9},
     {"quantize": "fp8_dequantize"},
     *({"hosts": hosts} for hosts in per_host()[1:]),
 ]
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("options", "implementation"), [*((options, "ffi") for options in OPTIONS), ({}, "xla")], ids=str
 )

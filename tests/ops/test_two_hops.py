@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("index", "order", "capacity", "alignment"), [(i, *c) for i, c in enumerate(CASES)])
 @pytest.mark.parametrize(
     ("per_host", "implementation"),
