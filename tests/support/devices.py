@@ -4,12 +4,18 @@
 """
 
 import os
+import pathlib
 
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
 flags = os.environ.get("XLA_FLAGS", "")
 if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in flags:
-    # Most of the time goes into compiling programs that run once, and this halves it.
+    # Most of the time goes into compiling programs, and this halves it.
     os.environ["XLA_FLAGS"] = flags + " --xla_backend_optimization_level=0"
+    # Several tests compile the same programs, and so does the next run.
+    os.environ.setdefault(
+        "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[2] / "build" / "test_programs")
+    )
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import jax
 import numpy as np
