@@ -70,10 +70,9 @@ constexpr int32_t kRankSenders = 12;
 constexpr int32_t kExpertSenders = 20;
 constexpr int32_t kScalingSenders = 16;
 constexpr int32_t kQuantizingSenders = 20;
-// With more than two ranks, a warp sends the rows of one batch at a time, to few ranks if top-k is small.
-// More SMs then send, if any are left: the minimum times kRanksPerToken, divided by the ranks that a token
-// goes to, but at most kMostSenders. Short rows of FP8 have more. Measured on four H100
-// (docs/performance.md).
+// If a token goes to few of more than two ranks, an SM has few bytes on their way. More SMs then send, if any
+// are left: the minimum times kRanksPerToken, divided by the ranks that a token goes to on average, but at
+// most kMostSenders. Short rows of FP8 have more senders. Measured on four H100 (docs/performance.md).
 constexpr double kRanksPerToken = 3;
 constexpr int32_t kMostSenders = 36;
 constexpr int32_t kShortQuantizingSenders = 48;

@@ -90,20 +90,18 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
       requested = tickets.Request(lane);
       if (next_token < num_tokens) entry = LoadHandleEntry(args.shape, args.handle, next_token, lane);
     };
-    // Finds the rows of the token that was looked up, and looks up the next one. The loads of weights from
-    // peers come last, because the wait for a ticket or an entry also waits for the loads before it.
-    const auto advance = [&](PullTask<T>& task) {
+    const auto find = [&](PullTask<T>& task) {
       task.token = next_token;
       if (next_token >= num_tokens) return;
       const Destination destination = FindDestination(args.shape, entry, lane);
-      look_up();
-      task.inputs = FindSumInputs<T>(args, published, i, task.token, destination, lane);
+      task.inputs = FindSumInputs<T>(args, published, i, next_token, destination, lane);
     };
     // Destinations are looked up two tokens ahead, and the peers' weights one token ahead. Loaded values are
     // not touched before they are needed, not even to move them, because that would wait for the load.
     const auto pull = [&](const PullTask<T>& task, PullTask<T>& next) {
       if (task.token >= num_tokens) return false;
-      advance(next);
+      find(next);
+      look_up();
       if (args.folds && args.waves.Of(task.token) != awaited_wave) {
         awaited_wave = args.waves.Of(task.token);
         in_time = session.AwaitWave(awaited_wave);
@@ -115,7 +113,8 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     };
     PullTask<T> even, odd;
     look_up();
-    advance(even);
+    find(even);
+    look_up();
     while (pull(even, odd) && pull(odd, even)) {
     }
   }

@@ -41,8 +41,8 @@ __device__ inline void FinishBatch(const PushArgs& args, const Session& session,
 //   bulk warps      the first warps send long rows by bulk copies
 //   helpers         compute the destinations of the next batch, and send the rest of the present batch
 //   notifying warp  if the receivers spread, the last warp notifies the peers of the batch before the
-//   previous one, which
-//                   has arrived. Its fence waits for the block's stores, and would delay warps that send
+//                   previous one, which has arrived. Its fence waits for the block's stores, and would delay
+//                   warps that send
 struct SenderWarp {
   bool sends_in_bulk;
   bool notifies;
