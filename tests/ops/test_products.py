@@ -29,6 +29,8 @@ SHAPES = [
     (130, 250, 66, 3),  # widths that are no multiples of 8
 ]
 ON_GPU = jax.default_backend() == "gpu"
+if ON_GPU:
+    SHAPES.append((520, 5120, 392, 2))  # a long sum of many rows, which has a tiling of its own
 
 
 def uneven(groups, rows):

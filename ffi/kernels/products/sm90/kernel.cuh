@@ -53,26 +53,45 @@ struct ProductTypes {
       cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<CuteShape>, Mainloop, Epilogue>;
 };
 
-// Calls f with the kernel's types for the tiling of a result with `columns` columns.
+template <GroupedDot kProduct, Operands kOperands>
+constexpr bool kHasNarrowTiling = kProduct != GroupedDot::kWeights && kOperands != Operands::kFp8;
+template <GroupedDot kProduct, Operands kOperands>
+constexpr bool kHasTallTiling = kProduct == GroupedDot::kRows && kOperands != Operands::kFp8;
+
+inline int MemoryBusBits() {
+  int device = 0, bits = 0;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device);
+  return bits;
+}
+
+// Calls f with the kernel's types for the tiling that suits a product.
 template <GroupedDot kProduct, Operands kOperands, typename F>
-cudaError_t WithTypes(int columns, F&& f) {
-  using Wide = typename TilingFor<kProduct, kOperands>::Type;
-  if constexpr (kProduct != GroupedDot::kWeights && kOperands != Operands::kFp8) {
-    if (SuitsNarrowTiles(columns)) return f(ProductTypes<kProduct, kOperands, NarrowTiling>());
+cudaError_t WithTypes(const GroupedDotParams& params, F&& f) {
+  if constexpr (kHasNarrowTiling<kProduct, kOperands>) {
+    if (SuitsNarrowTiles(params.outer)) return f(ProductTypes<kProduct, kOperands, NarrowTiling>());
   }
-  return f(ProductTypes<kProduct, kOperands, Wide>());
+  if constexpr (kHasTallTiling<kProduct, kOperands>) {
+    if (SuitsTallTiles(params.num_rows / params.num_groups, params.inner, params.outer, MemoryBusBits())) {
+      return f(ProductTypes<kProduct, kOperands, TallTiling>());
+    }
+  }
+  return f(ProductTypes<kProduct, kOperands, typename TilingFor<kProduct, kOperands>::Type>());
 }
 
 template <GroupedDot kProduct, Operands kOperands>
 cudaError_t ProductKernel<kProduct, kOperands>::Preload() {
   cudaError_t error = cudaSuccess;
-  for (int columns : {kNarrowColumns, kWideColumns}) {
-    if (error != cudaSuccess) return error;
-    error = WithTypes<kProduct, kOperands>(columns, [](auto types) {
-      cudaFuncAttributes attributes;
-      return cudaFuncGetAttributes(&attributes, cutlass::device_kernel<typename decltype(types)::Kernel>);
-    });
+  const auto preload = [&](auto types) {
+    cudaFuncAttributes attributes;
+    if (error != cudaSuccess) return;
+    error = cudaFuncGetAttributes(&attributes, cutlass::device_kernel<typename decltype(types)::Kernel>);
+  };
+  preload(ProductTypes<kProduct, kOperands, typename TilingFor<kProduct, kOperands>::Type>());
+  if constexpr (kHasNarrowTiling<kProduct, kOperands>) {
+    preload(ProductTypes<kProduct, kOperands, NarrowTiling>());
   }
+  if constexpr (kHasTallTiling<kProduct, kOperands>) preload(ProductTypes<kProduct, kOperands, TallTiling>());
   return error;
 }
 
@@ -80,9 +99,8 @@ template <GroupedDot kProduct, Operands kOperands>
 cudaError_t ProductKernel<kProduct, kOperands>::Launch(const GroupedDotParams& params,
                                                        const GroupArrays& groups, int num_sms,
                                                        cudaStream_t stream) {
-  return WithTypes<kProduct, kOperands>(params.outer, [&](auto types) {
-    return LaunchCutlass<decltype(types)>(params, groups, num_sms, stream);
-  });
+  return WithTypes<kProduct, kOperands>(
+      params, [&](auto types) { return LaunchCutlass<decltype(types)>(params, groups, num_sms, stream); });
 }
 
 }  // namespace jax_ep::cuda::sm90
