@@ -48,6 +48,8 @@ def test_few_sms_carry_rows_by_rank():
     assert plan("FP8 push", False, shape, 2, 2 * shape.tokens, 0)[0] > 24
     assert sum(plan("pull", False, shape, 8, 8 * shape.tokens, 0)) == 13
     assert sum(plan("pull", False, shape, 2, 2 * shape.tokens, 0)) == 12
+    top_one = SHAPES["llama_4_maverick"]  # folds nothing by expert
+    assert plan("pull", True, top_one, 4, top_one.tokens, 0) == (24, 0)
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,16 @@ constexpr int32_t kFoldingPullersOfTwo = 15;  // with two ranks, sums of two row
 constexpr int32_t kRingPullersOfTwo = 6;
 constexpr int32_t kFoldingRingPullersOfTwo = 7;
 constexpr int32_t kRingPullers = 12;
+constexpr int32_t kTopOneRingPullers = 18;  // by expert: a warp looks up each row, and its weight, alone
+constexpr int32_t kTopOneRingPullersOfTwo = 9;
 constexpr int32_t kFoldingRingPullers = 14;
 constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
+// Tokens with several rows that a warp looks up at a time to fold them through a ring, on average, and the
+// most tokens in all. With more, the teams of a block would have unequal work. Measured on two and four H100.
+constexpr double kFoldsPerTicket = 1.9;
+constexpr double kMostTokensPerTicket = 8;
 // Minimum sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row
 // has overhead. Shorter rows suffice if a ring works on several rows for each token: on a rank that is alone,
 // and if rows are scaled.
@@ -259,13 +265,29 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool
                                   : PlanMove(shape, row_bytes, kind, card);
 }
 
+// Returns the number of tokens that a warp looks up at a time to fold them through a ring. Tokens with fewer
+// than two rows at the rank are skipped.
+inline int32_t PlanTokensPerTicket(const Shape& shape) {
+  const double elsewhere = 1 - 1.0 / shape.num_ranks, choices = shape.top_k;
+  const double none = std::pow(elsewhere, choices),
+               one = choices / shape.num_ranks * std::pow(elsewhere, choices - 1);
+  return static_cast<int32_t>(std::clamp(kFoldsPerTicket / (1 - none - one), 1.0, kMostTokensPerTicket));
+}
+
 // Returns the number of SMs that pull: a number for each byte that comes over the links, and the same for the
 // rank's own bytes.
 inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
   const int32_t ranks = shape.num_ranks, num_peers = std::max(ranks - 1, 1);
   if (shape.order == Order::kPlaced || shape.is_alone()) return kAllSms;
-  if (by_ring && ranks == 2) return ranks * (folds ? kFoldingRingPullersOfTwo : kRingPullersOfTwo);
-  if (by_ring) return (folds ? kFoldingRingPullers : kRingPullers) * ranks / num_peers;
+  const bool is_top_one = shape.has_row_per_choice() && !folds;
+  if (by_ring && ranks == 2) {
+    return ranks * (folds        ? kFoldingRingPullersOfTwo
+                    : is_top_one ? kTopOneRingPullersOfTwo
+                                 : kRingPullersOfTwo);
+  }
+  if (by_ring) {
+    return (folds ? kFoldingRingPullers : is_top_one ? kTopOneRingPullers : kRingPullers) * ranks / num_peers;
+  }
   const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
   return (folds ? folding : kPullers) * ranks / num_peers;
 }

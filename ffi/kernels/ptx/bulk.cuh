@@ -72,6 +72,22 @@ __device__ inline void Arrive(uint64_t* barrier) {
 #endif
 }
 
+// Starts a copy of a number into shared memory. Unlike a bulk copy, all lanes of a warp start theirs at once.
+__device__ inline void CopyFloat(float* to, const float* from) {
+#if JAX_EP_HAS_SM_90
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(SharedAddress(to)), "l"(from) : "memory");
+#endif
+}
+
+// Arrives at a barrier once this thread's earlier CopyFloats are complete. A thread that sees the phase
+// complete also sees the numbers.
+__device__ inline void ArriveAfterCopies(uint64_t* barrier) {
+#if JAX_EP_HAS_SM_90
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
+#endif
+}
+
 // Waits for a phase: for a load from mapped memory, which always completes, or for warps of this block.
 // Therefore the wait needs no time-out.
 __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {

@@ -26,8 +26,10 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
     const bool weighs = args.row_weights != nullptr && IsRow(task.row, args.shape.capacity);
     return weighs ? args.row_weights[task.row] : 1.0f;
   };
-  // Rows are looked up two sums ahead, and their weights one sum ahead.
-  FoldTasks tasks(args, counts, 1);
+  const int top_k = args.shape.top_k, first_lane = lane / top_k * top_k;
+  const unsigned lanes_of_sum = (kAllLanes >> (kWarp - top_k)) << first_lane;
+  // Rows are looked up two tickets ahead, and their weights one ticket ahead.
+  FoldTasks<1> tasks(args, counts, args.tokens_per_ticket);
   FoldTask task, next, upcoming;
   bool has_next = tasks.Take(&next, lane);
   float factor = has_next ? factor_of(next) : 1.0f;
@@ -40,26 +42,35 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
     if (has_next) factor = factor_of(next);
     has_upcoming = has_upcoming && tasks.Take(&upcoming, lane);
     const bool is_row = IsRow(task.row, args.shape.capacity);
-    inputs.lanes = __ballot_sync(kAllLanes, is_row);
-    if (__popc(inputs.lanes) < 2) {
-      CountFolds(args, session, counts, task.wave, summers);
-      continue;
+    const auto put = [&](unsigned lanes, int global_token) {
+      inputs.lanes = lanes;
+      for (int a = 0; a < args.num_summands; ++a) {
+        const int64_t width = args.summands[a].num_elements;
+        if (is_row) inputs.row = static_cast<const T*>(args.summands[a].rows) + int64_t{task.row} * width;
+        PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1);
+      }
+    };
+    const unsigned row_lanes = __ballot_sync(kAllLanes, is_row);
+    int skipped = task.num_sums;
+    if (args.tokens_per_ticket == 1) {
+      if (__popc(row_lanes) > 1) {
+        put(row_lanes, task.global_token);
+        skipped = 0;
+      }
+    } else {
+      const unsigned lanes = row_lanes & lanes_of_sum;
+      // The first lanes of the sums that have several rows.
+      unsigned sums = __ballot_sync(kAllLanes, lane == first_lane && __popc(lanes) > 1);
+      skipped -= __popc(sums);
+      for (; sums != 0; sums &= sums - 1) {
+        const int sum = __ffs(static_cast<int>(sums)) - 1;
+        put(__shfl_sync(kAllLanes, lanes, sum), __shfl_sync(kAllLanes, task.global_token, sum));
+      }
     }
-    for (int a = 0; a < args.num_summands; ++a) {
-      const int64_t width = args.summands[a].num_elements;
-      if (is_row) inputs.row = static_cast<const T*>(args.summands[a].rows) + int64_t{task.row} * width;
-      PutSum<T>(ring, inputs, a, width, task.global_token, a == args.num_summands - 1 ? task.wave : -1);
-    }
+    if (skipped > 0) CountFolds(args, session, counts, task.wave, skipped * summers);
   }
   EndPhase(ring);
 }
-
-// A token whose sum comes next.
-template <typename T>
-struct PullTask {
-  int token;
-  SumInputs<T> inputs;
-};
 
 // Pulls the tokens in order, ticket by ticket.
 template <typename T>
@@ -90,32 +101,22 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
       requested = tickets.Request(lane);
       if (next_token < num_tokens) entry = LoadHandleEntry(args.shape, args.handle, next_token, lane);
     };
-    const auto find = [&](PullTask<T>& task) {
-      task.token = next_token;
-      if (next_token >= num_tokens) return;
+    // The next token is looked up while the rows of this one are put into the ring, where their weights
+    // arrive too. Loaded values are not touched before they are needed, because that would wait for the load.
+    look_up();
+    while (next_token < num_tokens) {
+      const int token = next_token;
       const Destination destination = FindDestination(args.shape, entry, lane);
-      task.inputs = FindSumInputs<T>(args, published, i, next_token, destination, lane);
-    };
-    // Destinations are looked up two tokens ahead, and the peers' weights one token ahead. Loaded values are
-    // not touched before they are needed, not even to move them, because that would wait for the load.
-    const auto pull = [&](const PullTask<T>& task, PullTask<T>& next) {
-      if (task.token >= num_tokens) return false;
-      find(next);
       look_up();
-      if (args.folds && args.waves.Of(task.token) != awaited_wave) {
-        awaited_wave = args.waves.Of(task.token);
+      const SumSources<T> sources = FindSumSources<T>(args, published, i, token, destination, lane);
+      if (args.folds && args.waves.Of(token) != awaited_wave) {
+        awaited_wave = args.waves.Of(token);
         in_time = session.AwaitWave(awaited_wave);
-        if (!in_time) return false;
+        if (!in_time) break;
         FenceBulk();
       }
-      PutSum<T>(ring, task.inputs, i, args.summands[i].num_elements, task.token, -1);
-      return true;
-    };
-    PullTask<T> even, odd;
-    look_up();
-    find(even);
-    look_up();
-    while (pull(even, odd) && pull(odd, even)) {
+      PutSum<T>(ring, {sources.row, 1.0f, sources.lanes}, sources.weight, i, args.summands[i].num_elements,
+                token, -1);
     }
   }
   EndPhase(ring);

@@ -50,12 +50,15 @@ __device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
           (end - begin) * args.shape.num_ranks};
 }
 
-// A warp's part of folding one global token. The load of its rows has been issued.
+// A warp's part of folding the sums of one ticket. The load of their rows has been issued. Of the i-th sum,
+// lanes i * K to i * K + K - 1 hold one row each. The last sum's global token is also in all lanes after
+// them.
 struct FoldTask {
   int wave;
   int part;
-  int global_token;
-  int row;  // in lane k the row of the k-th choice
+  int num_sums;
+  int global_token;  // of the lane's sum
+  int row;
 };
 
 // The state that the warps of a block share while they fold: the next ticket and, for each wave, the units of
@@ -88,41 +91,58 @@ __device__ inline void CountFolds(const PullArgs& args, const Session& session, 
   }
 }
 
-// Hands out a block's tickets to its warps, `parts` for each sum, wave by wave.
+// Hands out a block's tickets to its warps, wave by wave: kParts tickets for `sums` sums.
+template <int kParts>
 class FoldTasks {
  public:
-  __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int parts)
+  __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int sums)
       : args_(args),
         tickets_{&counts.next},
-        parts_(parts),
-        num_waves_(static_cast<int>(blockIdx.x) < args.num_pullers ? 1 : args.waves.count),
-        share_(FindShare(args, 0)) {}
+        sums_(sums),
+        sum_of_lane_(min(static_cast<int>(threadIdx.x) % kWarp / args.shape.top_k, sums - 1)),
+        num_waves_(static_cast<int>(blockIdx.x) < args.num_pullers ? 1 : args.waves.count) {
+    Enter(0);
+  }
 
   // Takes a ticket and issues the load of its rows. Returns false if no ticket is left.
   __device__ bool Take(FoldTask* task, int lane) {
     const Shape& shape = args_.shape;
     const int ticket = TicketCounter::Broadcast(tickets_.Request(lane));
-    while (ticket - before_ >= share_.size() * parts_) {
-      before_ += share_.size() * parts_;
-      if (++wave_ == num_waves_) return false;
-      share_ = FindShare(args_, wave_);
+    while (ticket - before_ >= num_tickets_) {
+      before_ += num_tickets_;
+      if (wave_ + 1 == num_waves_) return false;
+      Enter(wave_ + 1);
     }
-    const int i = share_.block + (ticket - before_) / parts_ * share_.num_blocks;
+    const int first = (ticket - before_) / kParts * sums_;
+    const int i = share_.block + (first + sum_of_lane_) * share_.num_blocks;
     task->wave = wave_;
-    task->part = (ticket - before_) % parts_;
-    task->global_token = i % shape.num_ranks * shape.num_tokens + share_.begin + i / shape.num_ranks;
-    const int64_t choices = int64_t{task->global_token} * shape.top_k;
-    task->row = lane < shape.top_k ? args_.handle.received_rows[choices + lane] : -1;
+    task->part = (ticket - before_) % kParts;
+    task->num_sums = min(sums_, size_ - first);
+    const int token = DivideSmall(i, shape.num_ranks), source = i - token * shape.num_ranks;
+    task->global_token = source * shape.num_tokens + share_.begin + token;
+    const int choice = lane - sum_of_lane_ * shape.top_k;
+    task->row = sum_of_lane_ < task->num_sums && choice < shape.top_k
+                    ? args_.handle.received_rows[int64_t{task->global_token} * shape.top_k + choice]
+                    : -1;
     return true;
   }
 
  private:
+  __device__ void Enter(int wave) {
+    wave_ = wave;
+    share_ = FindShare(args_, wave);
+    size_ = share_.size();
+    num_tickets_ = (size_ + sums_ - 1) / sums_ * kParts;
+  }
+
   const PullArgs& args_;
   TicketCounter tickets_;
-  int parts_;
+  int sums_, sum_of_lane_;
   int num_waves_;
-  int wave_ = 0, before_ = 0;  // tickets of earlier waves
+  int wave_;
+  int before_ = 0;  // tickets of earlier waves
   FoldShare share_;
+  int size_, num_tickets_;  // of the share
 };
 
 // Folds this block's share of all waves. Each warp takes one ticket after another, and looks up the rows of
@@ -133,7 +153,7 @@ __device__ void Fold(const PullArgs& args, const Session& session) {
   __shared__ FoldCounts counts;
   const int lane = threadIdx.x % kWarp;
   counts.Init(args, kFoldWarps);
-  FoldTasks tasks(args, counts, kFoldWarps);
+  FoldTasks<kFoldWarps> tasks(args, counts, 1);
   FoldTask task, following;
   for (bool more = tasks.Take(&following, lane); more;) {
     task = following;

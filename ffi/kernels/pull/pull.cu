@@ -51,7 +51,7 @@ __device__ void PullArray(const PullArgs& args, const Session& session, const Pu
       if (!session.AwaitWave(awaited_wave)) return;
     }
     const Destination destination = FindDestination(args.shape, args.handle, t, lane);
-    const SumInputs<T> inputs = FindSumInputs<T>(args, published, index, t, destination, lane);
+    const SumInputs<T> inputs = FindSumSources<T>(args, published, index, t, destination, lane).Load();
     for (int first = ticket % warps_per_token * kColumns; first < width;
          first += warps_per_token * kColumns) {
       PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
@@ -218,6 +218,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const SmPlan plan =
         PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring, CardOf(device));
     args.num_pullers = plan.links;
+    args.tokens_per_ticket = std::min(PlanTokensPerTicket(args.shape), kWarp / args.shape.top_k);
     const SumEngine engine = by_ring                            ? SumEngine::kRing
                              : args.shape.num_ranks <= kFewRows ? SumEngine::kFewRanks
                                                                 : SumEngine::kAnyRanks;

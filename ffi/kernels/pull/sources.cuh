@@ -24,35 +24,46 @@ __device__ inline Source FindSource(const PullArgs& args, const Destination& des
   return {__popc(row_lanes) == 1 ? row : -1, __popc(row_lanes) > 1};
 }
 
+// The addresses of a sum's rows and weights. Each lane in `lanes` holds those of one row.
+template <typename T>
+struct SumSources {
+  const T* row;
+  const float* weight;  // null: the factor is 1
+  unsigned lanes;
+
+  // Loads the weights.
+  __device__ SumInputs<T> Load() const { return {row, weight == nullptr ? 1.0f : *weight, lanes}; }
+};
+
 // Returns the rows of a token's sum on a rank that is alone: all of the token's rows.
 template <typename T>
-__device__ SumInputs<T> FindOwnInputs(const PullArgs& args, int index, int row) {
-  SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, row >= 0)};
-  if (row < 0) return inputs;
-  inputs.row = static_cast<const T*>(args.summands[index].rows) + row * args.summands[index].num_elements;
-  if (args.row_weights != nullptr) inputs.factor = args.row_weights[row];
-  return inputs;
+__device__ SumSources<T> FindOwnSources(const PullArgs& args, int index, int row) {
+  SumSources<T> sources{nullptr, nullptr, __ballot_sync(kAllLanes, row >= 0)};
+  if (row < 0) return sources;
+  sources.row = static_cast<const T*>(args.summands[index].rows) + row * args.summands[index].num_elements;
+  if (args.row_weights != nullptr) sources.weight = args.row_weights + row;
+  return sources;
 }
 
 // Returns the rows that a token's sum is made of, given the token's destinations, of which lane k holds the
 // k-th.
 template <typename T>
-__device__ SumInputs<T> FindSumInputs(const PullArgs& args, const Published* published, int index, int t,
-                                      const Destination& destination, int lane) {
-  if (args.shape.is_alone()) return FindOwnInputs<T>(args, index, destination.row);
+__device__ SumSources<T> FindSumSources(const PullArgs& args, const Published* published, int index, int t,
+                                        const Destination& destination, int lane) {
+  if (args.shape.is_alone()) return FindOwnSources<T>(args, index, destination.row);
   const Source source = FindSource(args, destination, lane);
   const int64_t width = args.summands[index].num_elements;
-  SumInputs<T> inputs{nullptr, 1.0f, __ballot_sync(kAllLanes, source.row >= 0 || source.is_folded)};
+  SumSources<T> sources{nullptr, nullptr, __ballot_sync(kAllLanes, source.row >= 0 || source.is_folded)};
   if (source.is_folded) {
     const int64_t global_token = int64_t{args.peers.rank} * args.shape.num_tokens + t;
-    inputs.row = static_cast<const T*>(published[lane].partials[index]) + global_token * width;
+    sources.row = static_cast<const T*>(published[lane].partials[index]) + global_token * width;
   } else if (source.row >= 0) {
-    inputs.row = static_cast<const T*>(published[lane].buffers[index]) + source.row * width;
+    sources.row = static_cast<const T*>(published[lane].buffers[index]) + source.row * width;
     if (args.row_weights != nullptr) {
-      inputs.factor = static_cast<const float*>(published[lane].weights)[source.row];
+      sources.weight = static_cast<const float*>(published[lane].weights) + source.row;
     }
   }
-  return inputs;
+  return sources;
 }
 
 }  // namespace jax_ep::cuda

@@ -49,7 +49,7 @@ class Ring {
   __device__ void Init() {
     if (is_used() && loads() && lane_ == 0) {
       for (int i = 0; i < plan_.slots; ++i) {
-        InitBarrier(&memory_.full[i], 1);
+        InitBarrier(&memory_.full[i], 2);  // the row and its weight
         InitBarrier(&memory_.empty[i], plan_.summers);
       }
       FenceBarriers();
@@ -68,8 +68,10 @@ class Ring {
   __device__ const RingPlan& plan() const { return plan_; }
 
   // Fills the next slots, one for each lane in `lanes`, in the order of the lanes: each lane puts its header
-  // and, if it has a row, starts the load of `bytes` bytes from `row`. Called by the warp that loads.
-  __device__ void Put(unsigned lanes, const SlotHeader& header, const void* row, uint32_t bytes) {
+  // and, if it has a row, starts the load of `bytes` bytes from `row`. Unless `weight` is null, the number
+  // there becomes the header's factor. Called by the warp that loads.
+  __device__ void Put(unsigned lanes, const SlotHeader& header, const void* row, uint32_t bytes,
+                      const float* weight = nullptr) {
     const int count = __popc(lanes), index = __popc(lanes & ((1u << lane_) - 1));
     for (int done = 0; done < count; done += plan_.slots) {  // at most all slots at a time
       const int ahead = index - done;
@@ -77,7 +79,16 @@ class Ring {
         const bool wraps = slot_ + ahead >= plan_.slots;
         const int slot = slot_ + ahead - (wraps ? plan_.slots : 0);
         WaitForLoad(&memory_.empty[slot], phase_ ^ 1 ^ static_cast<uint32_t>(wraps));
-        memory_.headers[slot] = header;
+        SlotHeader& slot_header = memory_.headers[slot];
+        slot_header.flags = header.flags;
+        slot_header.vectors = header.vectors;
+        slot_header.target = header.target;
+        if (weight == nullptr) {
+          slot_header.factor = header.factor;
+        } else {
+          CopyFloat(&slot_header.factor, weight);
+        }
+        ArriveAfterCopies(&memory_.full[slot]);
         if ((header.flags & SlotHeader::kRow) != 0) {
           BulkLoad(bytes_ + slot * plan_.slot_bytes, row, bytes, &memory_.full[slot]);
         } else {
@@ -121,10 +132,11 @@ class Ring {
 // Ends the phase: no more rows come. Called by the warp that loads.
 __device__ inline void EndPhase(Ring& ring) { ring.Put(1, {SlotHeader::kEnd, 0, 0, {}}, nullptr, 0); }
 
-// Loads the rows of one sum of an array. `inputs` are as in SumSlice. `sum` and `wave` go to the Target of
-// the sum's last part.
+// Loads the rows of one sum of an array. `inputs` are as in SumSlice. Unless `weight` is null, the number
+// there replaces the factor of the lane's row. `sum` and `wave` go to the Target of the sum's last part.
 template <typename T>
-__device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, int array, int64_t width, int sum, int wave) {
+__device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, const float* weight, int array, int64_t width,
+                       int sum, int wave) {
   constexpr int N = 16 / sizeof(T);
   const int columns = ring.plan().vectors() * N, lane = threadIdx.x % kWarp;
   const unsigned lanes = inputs.lanes == 0 ? 1 : inputs.lanes;
@@ -134,7 +146,7 @@ __device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, int array, int64_
     const int vectors = static_cast<int>(min(int64_t{columns}, width - first)) / N;
     const SlotHeader header{
         flags, inputs.factor, vectors, {array, first, sum, first + columns < width ? -1 : wave}};
-    ring.Put(lanes, header, inputs.row + first, vectors * 16);
+    ring.Put(lanes, header, inputs.row + first, vectors * 16, weight);
   }
 }
 
