@@ -41,12 +41,6 @@ __device__ inline T WarpMin(T value) {
 #endif
 }
 
-// Returns a / b in fewer instructions than an integer division. Exact for 0 <= a < 2^20 and b > 0, because
-// the quotient of a + 0.5 is at least 0.5 / b away from the next integer.
-__device__ inline int DivideSmall(int a, int b) {
-  return __float2int_rz(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
-}
-
 // Warps of a block that work together: all of them, or those that share a named barrier.
 struct Team {
   int thread;   // index of this thread

@@ -15,7 +15,7 @@ from collections import Counter
 
 # architecture -> (engine, its instructions that multiply, the number of its kernels)
 ENGINES = {
-    # Three products of two types, two of them with two tilings, and two of FP8.
+    # Three products of two types, one of them with two tilings and one with three, and two of FP8.
     "90": ("sm90", r"\b[HQ]GMMA\b", 14),
     "100": ("sm100", r"\bUTC[HQ]MMA\.2CTA\b", 8),
     "120": ("sm120", r"\bQMMA\b", 2),

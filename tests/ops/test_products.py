@@ -30,7 +30,7 @@ SHAPES = [
 ]
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU:
-    SHAPES.append((520, 5120, 392, 2))  # a long sum of many rows, which has a tiling of its own
+    SHAPES.append((1040, 5120, 392, 2))  # a long sum of many rows, which has a tiling of its own
 
 
 def uneven(groups, rows):

@@ -51,13 +51,13 @@ __device__ inline FoldShare FindShare(const PullArgs& args, int wave) {
 }
 
 // A warp's part of folding the sums of one ticket. The load of their rows has been issued. Of the i-th sum,
-// lanes i * K to i * K + K - 1 hold one row each. The last sum's global token is also in all lanes after
-// them.
+// lanes i * K to i * K + K - 1 hold one row each. Other lanes have row -1; if the block's tickets have one
+// sum each, they also hold its global token.
 struct FoldTask {
   int wave;
   int part;
   int num_sums;
-  int global_token;  // of the lane's sum
+  int global_token;
   int row;
 };
 
@@ -91,6 +91,13 @@ __device__ inline void CountFolds(const PullArgs& args, const Session& session, 
   }
 }
 
+// Returns a / b, for a >= 0 and b > 0, in fewer instructions than an integer division.
+__device__ inline int Divide(int a, int b) {
+  const int quotient = __float2int_rz(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+  const int rest = a - quotient * b;
+  return quotient - (rest < 0) + (rest >= b);  // it was off by one at most, below 2^23
+}
+
 // Hands out a block's tickets to its warps, wave by wave: kParts tickets for `sums` sums.
 template <int kParts>
 class FoldTasks {
@@ -118,7 +125,7 @@ class FoldTasks {
     task->wave = wave_;
     task->part = (ticket - before_) % kParts;
     task->num_sums = min(sums_, size_ - first);
-    const int token = DivideSmall(i, shape.num_ranks), source = i - token * shape.num_ranks;
+    const int token = Divide(i, shape.num_ranks), source = i - token * shape.num_ranks;
     task->global_token = source * shape.num_tokens + share_.begin + token;
     const int choice = lane - sum_of_lane_ * shape.top_k;
     task->row = sum_of_lane_ < task->num_sums && choice < shape.top_k

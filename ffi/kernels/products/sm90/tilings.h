@@ -59,16 +59,16 @@ constexpr bool SuitsNarrowTiles(int columns) {
 }
 static_assert(SuitsNarrowTiles(768) && SuitsNarrowTiles(kNarrowColumns) && !SuitsNarrowTiles(kWideColumns));
 
-// Two tiles of one column share the loads of the matrix. With clusters of one row of tiles, products with
-// long sums took up to twice as long, probably because the tiles of a column drift apart and read the matrix
-// from memory several times. Groups are rounded up to 256 rows.
+// Two tiles of one column share the loads of the matrix. If they are in different clusters, they drift apart
+// during a long sum, and probably read the matrix from memory several times. Groups are rounded up to 256
+// rows.
 using TallTiling = Tiling<Cooperative, 128, 256, 64, 2, 1, 128, 64>;
 
-// Returns whether TallTiling is faster for groups that have `rows` rows on average, on a GPU whose memory has
-// a bus of `memory_bits`. Measured with 512 to 4096 rows on H100s, which have 5120 bits (docs/tuning.md). The
-// memory of H200s, with 6144 bits, is fast enough for the other tilings.
+// Returns whether TallTiling is faster if the operand has `rows` rows for each group, on a GPU whose memory
+// has a bus of `memory_bits` (docs/tuning.md). An H100's has 5120 bits. That of an H200, with 6144 bits, is
+// fast enough for the other tilings.
 constexpr bool SuitsTallTiles(int64_t rows, int inner, int columns, int memory_bits) {
-  return rows >= 256 && rows <= 1536 && inner >= 5120 && columns <= 8192 && memory_bits <= 5120;
+  return rows >= 512 && rows <= 1536 && inner >= 5120 && columns <= 8192 && memory_bits <= 5120;
 }
 
 // Here the sum goes over rows, and tiles cover a group's matrix. A short sum leaves many bytes to store.
