@@ -92,10 +92,11 @@ constexpr int32_t kFoldingRingPullers = 14;
 constexpr double kRingFoldRate = 39.5e3;
 constexpr double kRingScaleRate = 26e3;
 constexpr double kRingFoldSlack = 1.25;
-// Tokens with several rows that a warp looks up at a time to fold them through a ring, on average, and the
-// most tokens in all. With more, the teams of a block would have unequal work. Measured on two and four H100.
-constexpr double kFoldsPerTicket = 1.9;
-constexpr double kMostTokensPerTicket = 8;
+// A warp that folds through a ring looks up the rows of several sums at a time: so many that on average
+// kFoldedSumsPerTicket of them have several rows, and at most kMostSumsPerTicket. With more, the teams of a
+// block would have unequal work. Measured on two and four H100.
+constexpr double kFoldedSumsPerTicket = 1.9;
+constexpr double kMostSumsPerTicket = 8;
 // Minimum sizes for which rings are faster. A ring has to be filled before the first sum ends, and each row
 // has overhead. Shorter rows suffice if a ring works on several rows for each token: on a rank that is alone,
 // and if rows are scaled.
@@ -265,13 +266,13 @@ inline SmPlan PlanPush(const Shape& shape, double row_bytes, PushWork kind, bool
                                   : PlanMove(shape, row_bytes, kind, card);
 }
 
-// Returns the number of tokens that a warp looks up at a time to fold them through a ring. Tokens with fewer
-// than two rows at the rank are skipped.
-inline int32_t PlanTokensPerTicket(const Shape& shape) {
+// Returns the number of sums that a warp looks up at a time to fold them through a ring. Those with fewer
+// than two rows are skipped.
+inline int32_t PlanSumsPerTicket(const Shape& shape) {
   const double elsewhere = 1 - 1.0 / shape.num_ranks, choices = shape.top_k;
   const double none = std::pow(elsewhere, choices),
                one = choices / shape.num_ranks * std::pow(elsewhere, choices - 1);
-  return static_cast<int32_t>(std::clamp(kFoldsPerTicket / (1 - none - one), 1.0, kMostTokensPerTicket));
+  return static_cast<int32_t>(std::clamp(kFoldedSumsPerTicket / (1 - none - one), 1.0, kMostSumsPerTicket));
 }
 
 // Returns the number of SMs that pull: a number for each byte that comes over the links, and the same for the

@@ -11,8 +11,8 @@ struct PullArgs : PullOperands {
   Peers peers;
   Summand summands[kMaxPayloads];
   Bias biases[kMaxBiases];
-  int32_t num_pullers;        // blocks that pull; the others fold
-  int32_t tokens_per_ticket;  // of folds through rings
+  int32_t num_pullers;      // blocks that pull; the others fold
+  int32_t sums_per_ticket;  // of folds through rings
   Waves waves;
   RingPlan ring;
 };

@@ -29,7 +29,7 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
   const int top_k = args.shape.top_k, first_lane = lane / top_k * top_k;
   const unsigned lanes_of_sum = (kAllLanes >> (kWarp - top_k)) << first_lane;
   // Rows are looked up two tickets ahead, and their weights one ticket ahead.
-  FoldTasks<1> tasks(args, counts, args.tokens_per_ticket);
+  FoldTasks<1> tasks(args, counts, args.sums_per_ticket);
   FoldTask task, next, upcoming;
   bool has_next = tasks.Take(&next, lane);
   float factor = has_next ? factor_of(next) : 1.0f;
@@ -52,7 +52,7 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
     };
     const unsigned row_lanes = __ballot_sync(kAllLanes, is_row);
     int skipped = task.num_sums;
-    if (args.tokens_per_ticket == 1) {
+    if (args.sums_per_ticket == 1) {
       if (__popc(row_lanes) > 1) {
         put(row_lanes, task.global_token);
         skipped = 0;

@@ -218,8 +218,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const SmPlan plan =
         PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring, CardOf(device));
     args.num_pullers = plan.links;
-    args.tokens_per_ticket =
-        args.folds ? std::min(PlanTokensPerTicket(args.shape), kWarp / args.shape.top_k) : 1;
+    args.sums_per_ticket = args.folds ? std::min(PlanSumsPerTicket(args.shape), kWarp / args.shape.top_k) : 1;
     const SumEngine engine = by_ring                            ? SumEngine::kRing
                              : args.shape.num_ranks <= kFewRows ? SumEngine::kFewRanks
                                                                 : SumEngine::kAnyRanks;

@@ -59,9 +59,9 @@ constexpr bool SuitsNarrowTiles(int columns) {
 }
 static_assert(SuitsNarrowTiles(768) && SuitsNarrowTiles(kNarrowColumns) && !SuitsNarrowTiles(kWideColumns));
 
-// Two tiles of one column share the loads of the matrix. If they are in different clusters, they drift apart
-// during a long sum, and probably read the matrix from memory several times. Groups are rounded up to 256
-// rows.
+// Two tiles of one column share the loads of the matrix. If they are in different clusters, they
+// probably drift apart during a long sum, and read the matrix from memory several times. Groups are rounded
+// up to 256 rows.
 using TallTiling = Tiling<Cooperative, 128, 256, 64, 2, 1, 128, 64>;
 
 // Returns whether TallTiling is faster if the operand has `rows` rows for each group, on a GPU whose memory
