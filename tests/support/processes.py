@@ -134,6 +134,7 @@ def shares(processes: int, gpus: list[str]) -> list[dict[str, str]]:
     shared = {
         GPUS: "0",  # the only one that it sees
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_MAX_NCHANNELS": "2",  # otherwise each communicator takes a gigabyte of every process
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.5 / -(-processes // len(gpus)):.3f}",
     }
     return [shared | {"CUDA_VISIBLE_DEVICES": gpus[process % len(gpus)]} for process in range(processes)]

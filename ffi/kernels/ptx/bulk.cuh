@@ -79,12 +79,11 @@ __device__ inline void CopyFloat(float* to, const float* from) {
 #endif
 }
 
-// Arrives at a barrier once this thread's earlier CopyFloats are complete. A thread that sees the phase
-// complete also sees the numbers.
-__device__ inline void ArriveAfterCopies(uint64_t* barrier) {
+// Keeps a barrier's phase open until this thread's earlier CopyFloats are complete. A thread that sees the
+// phase complete also sees the numbers. Called before the thread arrives at the barrier.
+__device__ inline void HoldForCopies(uint64_t* barrier) {
 #if JAX_EP_HAS_SM_90
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 #endif
 }
 

@@ -49,7 +49,7 @@ class Ring {
   __device__ void Init() {
     if (is_used() && loads() && lane_ == 0) {
       for (int i = 0; i < plan_.slots; ++i) {
-        InitBarrier(&memory_.full[i], 2);  // the row and its weight
+        InitBarrier(&memory_.full[i], 1);
         InitBarrier(&memory_.empty[i], plan_.summers);
       }
       FenceBarriers();
@@ -79,16 +79,16 @@ class Ring {
         const bool wraps = slot_ + ahead >= plan_.slots;
         const int slot = slot_ + ahead - (wraps ? plan_.slots : 0);
         WaitForLoad(&memory_.empty[slot], phase_ ^ 1 ^ static_cast<uint32_t>(wraps));
-        SlotHeader& slot_header = memory_.headers[slot];
-        slot_header.flags = header.flags;
-        slot_header.vectors = header.vectors;
-        slot_header.target = header.target;
         if (weight == nullptr) {
-          slot_header.factor = header.factor;
+          memory_.headers[slot] = header;
         } else {
+          SlotHeader& slot_header = memory_.headers[slot];
+          slot_header.flags = header.flags;
+          slot_header.vectors = header.vectors;
+          slot_header.target = header.target;
           CopyFloat(&slot_header.factor, weight);
+          HoldForCopies(&memory_.full[slot]);
         }
-        ArriveAfterCopies(&memory_.full[slot]);
         if ((header.flags & SlotHeader::kRow) != 0) {
           BulkLoad(bytes_ + slot * plan_.slot_bytes, row, bytes, &memory_.full[slot]);
         } else {
