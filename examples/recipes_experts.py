@@ -76,11 +76,19 @@ def weights_inside_experts(mesh, group, parameters, x, topk_idx, topk_weights):
 
     @jax.shard_map(mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
-        sent = jax_ep.dispatch(x, topk_idx, topk_weights, group=group, num_experts=num_experts)
-        rows = sent.x * sent.row_weights[:, None].astype(sent.x.dtype)
-        y = feed_forward(parameters, rows, sent.group_sizes)
-        # `moe` would pass row_weights to combine, which would apply the weights a second time.
-        return jax_ep.combine(y, sent.handle, row_weights=None)
+        def experts(sent):
+            rows = sent.x * sent.row_weights[:, None].astype(sent.x.dtype)
+            return feed_forward(parameters, rows, sent.group_sizes)
+
+        return jax_ep.moe(
+            x,
+            topk_idx,
+            topk_weights,
+            experts,
+            experts_apply_weights=True,
+            group=group,
+            num_experts=num_experts,
+        )
 
     return layer(parameters, x, topk_idx, topk_weights)
 

@@ -71,7 +71,8 @@ def gated_mlp(
       group_sizes: int32 [L] rows of each expert, their sum at most C.
       b_up: [L, 2F] or None.
       b_down: [L, H] or None.
-      row_weights: [C] or None. The result is multiplied by them. (Do not pass them to `combine` again.)
+      row_weights: [C] or None. The result is multiplied by them. Do not pass them to `combine` again, and
+        set `experts_apply_weights` of `moe`. In FP8 the activation then takes a pass of its own.
       activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
         (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32, which must
         not close over arrays that have a gradient.

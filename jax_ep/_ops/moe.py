@@ -70,6 +70,7 @@ class MoEOptions(TypedDict, total=False):
     num_valid_tokens: ArrayLike | None
     num_redundant_experts: int
     expert_params: Any
+    experts_apply_weights: bool
     implementation: Implementation | None
 
 
@@ -118,6 +119,7 @@ def moe(
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
     expert_params: Any = None,
+    experts_apply_weights: bool = False,
     return_stats: bool = False,
     implementation: Implementation | None = None,
 ) -> Sums | tuple[Sums, MoEStats]:
@@ -138,8 +140,8 @@ def moe(
         `sent.x` [C, H] holds the rows, sorted by local expert. `jax_ep.grouped_dot(sent.x, w,
         sent.group_sizes)` with w [L, H, H'] multiplies the rows of each expert by its matrix. (On NVIDIA GPUs
         `jax.lax.ragged_dot` is also correct, but multiplies all rows by every matrix.) Values in padding and
-        tail rows are ignored. The function must not apply the weights; `moe` does so afterwards. With
-        expert_params it is (sent, params), with arrays [L, ...], or [L + S, ...] with redundant experts.
+        tail rows are ignored. `moe` applies the weights afterwards, unless experts_apply_weights is true.
+        With expert_params it is (sent, params), with arrays [L, ...], or [L + S, ...] with redundant experts.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
@@ -160,12 +162,16 @@ def moe(
         expert_params. `balance` has more options.
       expert_params: array or pytree of arrays [L, ...], the weights of this rank's home experts.
         Differentiable.
+      experts_apply_weights: if true, expert_fn applies `sent.row_weights` (float32 [C]) itself, as
+        `gated_mlp` does with `row_weights`, and `moe` sums the rows that it returns. If it applies them
+        before its last product, the backward pass does not need these rows, which saves memory, or under
+        `jax.checkpoint` a product.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), in the dtype of expert_fn's result;
-      with return_stats `(sums, MoEStats)`.
+      [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), or of expert_k(x) with
+      experts_apply_weights, in the dtype of expert_fn's result; with return_stats `(sums, MoEStats)`.
 
     Raises:
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
@@ -243,7 +249,7 @@ def moe(
         out = combine(
             y,
             sent.handle,
-            row_weights=sent.row_weights,
+            row_weights=None if experts_apply_weights else sent.row_weights,
             quantize_gradient=quantize_gradient,
             implementation=implementation,
         )

@@ -228,8 +228,10 @@ def test_weight_gradients_of_fp8(sizes):
         assert (np.abs(np.asarray(got[group], np.float64) - want) <= bound + 1e-6).all()
 
 
-@pytest.mark.parametrize(("quantize", "precision"), [("fp8", "fp8_all"), (None, "fp8")])
-def test_a_layer_of_it_trains_in_fp8(quantize, precision):
+@pytest.mark.parametrize(
+    ("quantize", "precision", "applies_weights"), [("fp8", "fp8_all", True), (None, "fp8", False)]
+)
+def test_a_layer_of_it_trains_in_fp8(quantize, precision, applies_weights):
     """Gradients of moe in tokens, weights and router weights, near those in float32."""
     R = most_ranks()
     on, experts, tokens, k = ranks(R), 2 * R, 40, 2
@@ -239,24 +241,26 @@ def test_a_layer_of_it_trains_in_fp8(quantize, precision):
     up = jnp.asarray(floats((experts, H, 2 * F), seed=2) / H**0.5, jnp.bfloat16)
     down = jnp.asarray(floats((experts, F, H), seed=3) / F**0.5, jnp.bfloat16)
 
-    def layer(precision, quantize, x, ids, weights, up, down):
+    def layer(precision, quantize, applies_weights, x, ids, weights, up, down):
         def expert_fn(sent):
-            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision=precision)
+            row_weights = sent.row_weights if applies_weights else None
+            more = {"precision": precision, "row_weights": row_weights}
+            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, **more)
 
-        options = {"group": on.group, "num_experts": experts}
+        options = {"group": on.group, "num_experts": experts, "experts_apply_weights": applies_weights}
         both_ways = {"quantize": quantize, "quantize_gradient": quantize}
         return jax_ep.moe(x, ids, weights, expert_fn, **options, **both_ways)
 
-    def loss(precision, quantize, dtype, x, weights, up, down):
-        run = on.map(functools.partial(layer, precision, quantize))
+    def loss(precision, quantize, applies_weights, dtype, x, weights, up, down):
+        run = on.map(functools.partial(layer, precision, quantize, applies_weights))
         out = run(x.astype(dtype), ids, weights, up.astype(dtype), down.astype(dtype))
         return jnp.sum(out.astype(jnp.float32) * cotangent)
 
     run = lambda *static: jax.jit(jax.value_and_grad(functools.partial(loss, *static), argnums=(0, 1, 2, 3)))(
         x, weights, up, down
     )
-    got = jax.tree.leaves(run(precision, quantize, jnp.bfloat16))[1:]
-    want = jax.tree.leaves(run(None, None, jnp.float32))[1:]
+    got = jax.tree.leaves(run(precision, quantize, applies_weights, jnp.bfloat16))[1:]
+    want = jax.tree.leaves(run(None, None, False, jnp.float32))[1:]
     for one, other in zip(got, want, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert np.linalg.norm(one - other) <= 0.1 * np.linalg.norm(other)

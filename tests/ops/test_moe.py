@@ -22,6 +22,8 @@ def layer(x, ids, weights, up, down, **options):
     def shard(x, ids, weights, up, down):
         def experts(sent):
             hidden = jnp.tanh(jax.lax.ragged_dot(sent.x, up, sent.group_sizes))
+            if options.get("experts_apply_weights"):
+                hidden = hidden * sent.row_weights[:, None]
             return jax.lax.ragged_dot(hidden, down, sent.group_sizes)
 
         return jax_ep.moe(x, ids, weights, experts, group=on.group, num_experts=E, **options)
@@ -52,13 +54,21 @@ def kept_choices(ids, capacity, alignment):
     return kept.reshape(-1, K)
 
 
-@pytest.mark.parametrize(("capacity", "alignment"), [(None, 1), (None, 8), (20, 1), (40, 8)])
-def test_layer_and_gradients(capacity, alignment, implementation):
+@pytest.mark.parametrize(
+    ("capacity", "alignment", "experts_apply_weights"),
+    [(None, 1, False), (None, 8, True), (20, 1, True), (40, 8, False)],
+)
+def test_layer_and_gradients(capacity, alignment, experts_apply_weights, implementation):
     ids, (x, weights, up, down) = inputs()
     kept = kept_choices(ids, capacity, alignment)
     assert kept.all() == (capacity is None and bool((ids >= 0).all()))
     flat = jnp.asarray(ids.reshape(-1, K))
-    options = {"capacity": capacity, "expert_alignment": alignment, "implementation": implementation}
+    options = {
+        "capacity": capacity,
+        "expert_alignment": alignment,
+        "experts_apply_weights": experts_apply_weights,
+        "implementation": implementation,
+    }
 
     def run(function):
         def loss(x, weights, up, down):

@@ -150,6 +150,30 @@ def test_one_layer_is_two_calls_and_no_other_collective():
         assert collective not in text
 
 
+def test_weights_that_experts_apply_do_not_keep_the_results():
+    """Otherwise the gradient of the weights needs the experts' results."""
+    on = ranks(R)
+    x, ids, w = inputs()
+    columns = 13  # of the results, and of nothing else
+
+    def keeps_results(experts_apply_weights):
+        def shard(x, ids, w):
+            def experts(sent):
+                hidden = jnp.tanh(sent.x)
+                if experts_apply_weights:
+                    hidden *= sent.row_weights[:, None]
+                return jnp.tile(hidden.sum(axis=1, keepdims=True), columns)
+
+            options = {"num_experts": E, "experts_apply_weights": experts_apply_weights}
+            return jax_ep.moe(x, ids, w, experts, group=on.group, **options)
+
+        kept = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: on.map(shard)(x, ids, w), x, w)[1], x, w)
+        return any(leaf.ndim == 2 and leaf.shape[1] == columns for leaf in jax.tree.leaves(kept))
+
+    assert keeps_results(False)
+    assert not keeps_results(True)
+
+
 def test_unused_results_are_removed():
     """The ops are pure: a dispatch whose result nobody reads is not run."""
     on = ranks(R)
