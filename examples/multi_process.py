@@ -51,7 +51,11 @@ def shares(count: int) -> list[dict[str, str]]:
     if count > len(gpus):
         # With this, NCCL 2.30 and newer accept several processes on one GPU. They divide its memory.
         part = 0.75 / -(-count // len(gpus))
-        shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{part:.3f}"}
+        shared = {
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            "NCCL_MAX_NCHANNELS": "2",  # otherwise each communicator takes a gigabyte of every process
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{part:.3f}",
+        }
         return [shared | {"CUDA_VISIBLE_DEVICES": gpus[process % len(gpus)]} for process in range(count)]
     each = len(gpus) // count
     mine = [gpus[process * each : (process + 1) * each] for process in range(count)]
