@@ -42,8 +42,8 @@ def test_rejects_gradients_of_complex_rows(name):
 
 
 @pytest.mark.parametrize(
-    ("order", "policy"),
-    [*((order, None) for order in ORDERS), ("expert", jax_ep.save_ep_residuals)],
+    ("order", "policy", "implementation"),
+    [*((order, None, "ffi") for order in ORDERS), ("expert", jax_ep.save_ep_residuals, "xla")],
 )
 def test_complex_rows_beside_gradients_of_others(order, policy, implementation):
     """Gradients of a real leaf and of weights; the complex rows are those of a dispatch without gradients."""

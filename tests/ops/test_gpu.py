@@ -58,10 +58,11 @@ def digest(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [T, SEVERAL_WAVES])
 @pytest.mark.parametrize("order", ["rank", "expert"])
-def test_twenty_runs_of_forward_and_backward_hash_alike(order, tokens):
+def test_repeated_forward_and_backward_hash_alike(order, tokens):
     mapped, sharding = forward_and_backward(jax.devices()[:R], order)
     run, arguments = jax.jit(mapped), jax.device_put(inputs(0, tokens), sharding)
-    assert len({digest(run(*arguments)) for _ in range(20)}) == 1
+    repeats = 20 if jax.default_backend() == "gpu" else 5
+    assert len({digest(run(*arguments)) for _ in range(repeats)}) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Group. got num_sms:UserWarning")  # equal groups, open at once
