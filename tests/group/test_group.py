@@ -273,6 +273,7 @@ def skipping_dispatch(group, mesh):
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(P(), spec), out_specs=spec))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("first_call", [True, False])
 @pytest.mark.parametrize("missing", [[3], [0, 2]])
 def test_a_rank_that_never_arrives(missing, first_call):

@@ -148,6 +148,7 @@ def test_ids_follow_the_plan(kind, slots, implementation):
         )
 
 
+@pytest.mark.one_jax
 @pytest.mark.processes
 @pytest.mark.parametrize("instances", ["even", "local", "least_loaded"])
 def test_given_placement(instances, implementation):

@@ -95,6 +95,7 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
         assert not got.astype(np.float32).any()
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize(("dtype", "width"), [(BF16, 4096), (np.dtype(np.float32), 3600)], ids=str)
 def test_long_rows_of_many_tokens(dtype, width, order):
@@ -136,7 +137,7 @@ def test_several_arrays_of_long_rows(order):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.name)
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize(("order", "implementation"), [("rank", "ffi"), ("expert", "ffi"), ("expert", "xla")])
 @pytest.mark.parametrize("y_shape", [(), (1,), (1500,), (3, 4)], ids=str)
 def test_dtypes_and_row_shapes(dtype, order, y_shape, implementation):
     ids = routing("uniform", 4, 7, 3, 8)

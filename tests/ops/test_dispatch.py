@@ -99,6 +99,7 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
         np.testing.assert_array_equal(got.handle.rank_prefix_matrix[rank], matrix, strict=True)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize(
     ("size", "per_host"), [(3, None), (5, None), (6, None), (7, None), (6, 3), (6, 2), (6, 1)]
@@ -124,6 +125,7 @@ def test_extreme_sizes(tokens, k, experts, order, implementation):
     check(got, oracle.dispatch(x, ids, None, experts, order), got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("order", "alignment"), [("rank", 1), ("expert", 1), ("expert", 4)])
 @pytest.mark.parametrize("size", ["half", "one_short", "exact", "least"])
 def test_capacity(order, alignment, size, implementation):
@@ -169,9 +171,10 @@ DTYPES = [
 @pytest.mark.parametrize(
     ("width", "order", "per_host", "implementation"),
     [
-        (1, "rank", None, "xla"),
-        *((width, "rank", None, "ffi") for width in (1, 16)),
-        (5, "expert", 2, "ffi"),
+        (1, "rank", None, "ffi"),
+        pytest.param(1, "rank", None, "xla", marks=pytest.mark.one_jax),
+        pytest.param(16, "rank", None, "ffi", marks=pytest.mark.one_jax),
+        pytest.param(5, "expert", 2, "ffi", marks=pytest.mark.one_jax),
     ],
 )
 def test_any_dtype_and_row_size_bit_for_bit(dtype, width, order, per_host, implementation):
@@ -207,6 +210,7 @@ def test_sub_byte_elements_arrive_unchanged(dtype, order, per_host, implementati
         assert same_bits(got[rank], one.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize(
     "rows",

@@ -282,6 +282,7 @@ def test_what_cannot_travel_so(x, quantize, error, text):
         mapped(shard, 1)(np.zeros((R * T, K), np.int32))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("quantize", [None, "fp8_dequantize"])

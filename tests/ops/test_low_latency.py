@@ -107,6 +107,7 @@ def difference(a, b):
     return 1 - 2 * (a * b).sum() / (a * a + b * b).sum()
 
 
+@pytest.mark.one_jax
 @each_implementation
 @each_mode
 @each_batch

@@ -13,6 +13,7 @@ import jax_ep
 pytestmark = pytest.mark.moves_rows
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(("capacity", "alignment"), [(None, 1), (None, 8), (30, 1), (30, 8)])
 def test_permute_equals_the_oracle(kind, capacity, alignment, implementation):
@@ -103,6 +104,7 @@ def test_unpermute_to_float8_rounds_once(implementation):
     )
 
 
+@pytest.mark.one_jax
 def test_unpermute_of_permute_counts_the_copies(implementation):
     ids = routing("sprinkled", 1, 12, 4, 8)[0]
     x = floats((12, 5))
@@ -256,6 +258,7 @@ def test_the_gradient_of_unpermute_in_a_batch(implementation):
         np.testing.assert_allclose(a, np.stack(b), rtol=1e-6)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_bias_that_is_not_finite_stays_with_its_expert(value, implementation):
     y, ids = np.ones((3, 2), np.float32), np.array([[0], [1], [-1]], np.int32)

@@ -123,6 +123,7 @@ def test_an_empty_payload_routes_only(order, implementation):
         np.testing.assert_array_equal(sent.tokens_per_expert[rank], want.tokens_per_expert, strict=True)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("capacity", [None, 22])
 def test_which_rows_are_whose(alignment, capacity, implementation):

@@ -42,6 +42,7 @@ def per_host():
     return [None, R // 2] if R > 2 else [None]
 
 
+@pytest.mark.one_jax
 @pytest.mark.moves_rows
 @pytest.mark.parametrize("hosts", per_host())
 @pytest.mark.parametrize("dtype", [BF16, np.float32, np.int8, FP8])
@@ -59,6 +60,7 @@ def test_weights_arrive_bit_for_bit(dtype, hosts, implementation):
         assert same_bits(got[name].view(np.uint8), want)
 
 
+@pytest.mark.one_jax
 @pytest.mark.moves_rows
 def test_large_arrays_travel_in_pieces(implementation):
     """Arrays of several lengths, of which some are cut, and quantized weights."""

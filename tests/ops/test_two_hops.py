@@ -142,6 +142,7 @@ def test_host_capacity(host_rows, order, capacity, implementation):
     )  # the ids that `want` got have no invalid ones
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("quantize", ["fp8", "fp8_dequantize"])
 def test_rows_are_quantised_before_they_travel(quantize, implementation):
     """What crosses the network is a byte for each element, and the scales."""
