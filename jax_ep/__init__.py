@@ -51,6 +51,7 @@ from jax_ep._transport.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._transport.fp8 import dequantize_fp8 as dequantize_fp8
 from jax_ep._transport.fp8_passes import QuantizedWeights as QuantizedWeights
 from jax_ep._transport.routing import Handle as Handle
+from jax_ep._transport.weights import PhysicalWeights as PhysicalWeights
 
 __all__ = [
     "CHECKPOINT_HANDLE",
@@ -72,6 +73,7 @@ __all__ = [
     "PendingDispatch",
     "PendingReplicate",
     "Permuted",
+    "PhysicalWeights",
     "QuantizedArray",
     "QuantizedWeights",
     "RedundantExperts",

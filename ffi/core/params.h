@@ -288,6 +288,7 @@ struct GroupedDotParams {
   Float type;                  // of out, and of rows and others unless they have scales; not float64
   int32_t num_rows;            // C
   int32_t num_groups;          // L
+  int32_t num_home;            // the groups, from the first on, whose matrices are not in `redundant`
   int32_t inner;               // width of rows
   int32_t outer;               // width of out
   const int32_t* group_sizes;  // [L]
@@ -301,8 +302,19 @@ struct GroupedDotParams {
   const float* row_scales;
   const float* other_scales;
   void* out;
+  // The matrices of the groups from num_home on, [L - num_home, M, N] as in others, or in out of kWeights;
+  // and their scales.
+  void* redundant;
+  const float* redundant_scales;
   void* scratch;    // [GroupedDotScratchBytes(L)] of the kernels
   int32_t num_sms;  // most SMs to use; 0: all
+
+  // Returns the matrix of a group, of `size` elements, or its scales.
+  template <typename T>
+  JAX_EP_HD T* OfGroup(T* home, const void* redundant_ones, int64_t group, int64_t size) const {
+    if (group < num_home) return home + group * size;
+    return const_cast<T*>(static_cast<const T*>(redundant_ones)) + (group - num_home) * size;
+  }
 };
 
 }  // namespace jax_ep

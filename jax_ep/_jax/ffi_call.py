@@ -1,7 +1,8 @@
 """Calls of FFI handlers, under the names that profilers show."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,9 +32,15 @@ _OPS = {
 
 
 def call(
-    target: str, operands: Sequence[Any], results: Sequence[Result], **attributes: Any
+    target: str,
+    operands: Sequence[Any],
+    results: Sequence[Result],
+    aliases: Mapping[int, int] = MappingProxyType({}),
+    **attributes: Any,
 ) -> list[jax.Array]:
     """Calls the FFI handler `jax_ep_{target}`, and returns its results.
+
+    `aliases` maps operands to results that take their memory.
 
     Under `vmap` the handler runs once per batch element. A handler with an attribute `group` communicates.
     The first operand of such a handler is the device's position.
@@ -47,7 +54,12 @@ def call(
                 f"got {shape}; export a program for each shape"
             )
     types = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results)
-    return _primitive(target).bind(*operands, results=types, attributes=tuple(attributes.items()))
+    parameters = {
+        "results": types,
+        "aliases": tuple(aliases.items()),
+        "attributes": tuple(attributes.items()),
+    }
+    return _primitive(target).bind(*operands, **parameters)
 
 
 @functools.cache
@@ -59,7 +71,7 @@ def _primitive(target: str) -> Primitive:
     """
     primitive = Primitive(f"jax_ep.{_OPS.get(target, target)}")
     primitive.multiple_results = True
-    compiled = jax.jit(primitive.bind, static_argnames=("results", "attributes"))
+    compiled = jax.jit(primitive.bind, static_argnames=("results", "aliases", "attributes"))
 
     def run(*operands: Any, **parameters: Any) -> Any:
         with jax.disable_jit(False):  # a handler must be compiled, even if the user has disabled jit
@@ -67,9 +79,9 @@ def _primitive(target: str) -> Primitive:
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(_result_types)
-    lower = jax.ffi.ffi_lowering(f"jax_ep_{target}")
 
-    def lowering(context: Any, *operands: Any, results: Any, attributes: Any) -> Any:
+    def lowering(context: Any, *operands: Any, results: Any, aliases: Any, attributes: Any) -> Any:
+        lower = jax.ffi.ffi_lowering(f"jax_ep_{target}", operand_output_aliases=dict(aliases))
         return lower(context, *operands, **dict(attributes))
 
     def batch(operands: Any, axes: Any, **parameters: Any) -> Any:
@@ -95,7 +107,7 @@ def _primitive(target: str) -> Primitive:
     return primitive
 
 
-def _result_types(operand: Any, *_: Any, results: Sequence[Result], attributes: Any) -> list[Any]:
+def _result_types(operand: Any, *_: Any, results: Sequence[Result], **parameters: Any) -> list[Any]:
     """Returns the types of a handler's results, which vary over the same manual axes as its operands.
 
     The results also lie in the operands' memory. They are not sharded over other axes.

@@ -14,6 +14,7 @@ from jax_ep._group.group import Group
 from jax_ep._transport.backend import Backend
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
+from jax_ep._transport.weights import PhysicalWeights
 
 
 def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
@@ -139,6 +140,11 @@ def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) 
     checked = handle(op, value)
     require_manual(op, checked.routing.group)
     return checked, choose(checked.routing, implementation)
+
+
+def matrices_of(op: str, name: str, w: Any) -> Any:
+    """Returns the experts' matrices as they come from `replicate`, or as an array."""
+    return w if isinstance(w, PhysicalWeights) else array(op, name, w)
 
 
 def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> None:

@@ -159,6 +159,7 @@ def balance(
         loads_after=loads(plan.quotas, group.size),
         group=group,
         num_logical_experts=num_experts,
+        num_redundant_experts=options.num_slots if placement is None else None,
     )
 
 

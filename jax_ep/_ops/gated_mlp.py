@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._ops.arguments import check_group_sizes
+from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
@@ -28,6 +28,7 @@ from jax_ep._transport.gated import (
     without_values,
 )
 from jax_ep._transport.products import product
+from jax_ep._transport.weights import num_redundant
 
 _NO_GRADIENT = (
     "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "
@@ -66,7 +67,7 @@ def gated_mlp(
         `QuantizedArray` with scales [C, H / 128]. Rows that `dispatch(quantize="fp8")` delivers have a
         gradient, because they have a carrier.
       w_up: [L, H, 2F] gate, then up projection, of the dtype of rows; in FP8 of any floating dtype, or of
-        `quantize_weights`.
+        `quantize_weights`. With redundant experts `PhysicalWeights`.
       w_down: [L, F, H], likewise.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
       b_up: [L, 2F] or None.
@@ -183,14 +184,15 @@ def _gated_mlp_bwd(
         given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, saved_rows = precision.prepare(given.rows, sizes)
         z = _preactivation(options, given, rows)
+    num_slots = num_redundant(_wide(given.w_up))
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
     found = precision.gradients(
         options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
     )
-    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes)
+    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes, num_slots)
     d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
-    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes)
+    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes, num_slots)
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
@@ -219,7 +221,7 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 def _sum_of_groups(rows: Any, sizes: jax.Array) -> jax.Array:
     """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated."""
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
-    return product(Product.WEIGHTS, 0, ones, rows, sizes)[:, 0]
+    return product(Product.WEIGHTS, 0, 0, ones, rows, sizes)[:, 0]
 
 
 def _activation(activation: Any) -> Activation:
@@ -267,8 +269,8 @@ def _check(
             fixed = jax.lax.stop_gradient((w.transposed, w.kept))
             matrices.append(QuantizedWeights(w.w, *fixed))
         else:
-            matrices.append(array(name, w))
-    wide = [w.w if isinstance(w, QuantizedWeights) else w for w in matrices]
+            matrices.append(matrices_of("gated_mlp", name, w))
+    wide = list(map(_wide, matrices))
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
     dtypes = {w.dtype for w in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
@@ -293,6 +295,11 @@ def _check(
     # Those of the tail may be NaN.
     is_row = jnp.arange(rows.shape[0]) < jnp.sum(given.group_sizes)
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
+
+
+def _wide(w: Any) -> Any:
+    """Returns the matrices that quantized ones were made of."""
+    return w.w if isinstance(w, QuantizedWeights) else w
 
 
 def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:

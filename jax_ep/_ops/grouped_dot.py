@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._ops.arguments import check_group_sizes
+from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
 from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
@@ -22,6 +22,7 @@ from jax_ep._transport.gated import (
     without_values,
 )
 from jax_ep._transport.products import fp8_product, product
+from jax_ep._transport.weights import PhysicalWeights, num_redundant
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
@@ -51,7 +52,8 @@ def grouped_dot(
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
         Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
         `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied. Or the result
-        of `quantize_weights`, with rows of either kind.
+        of `quantize_weights`, with rows of either kind. With redundant experts `PhysicalWeights`, of such
+        arrays or in a `QuantizedArray`.
       group_sizes: int32 [L] rows of each expert, their sum at most C.
       group_offset: integer scalar. With it, w has only the matrices of the L experts from this one on, and
         group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. Operands must
@@ -85,7 +87,7 @@ def grouped_dot(
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
         _check_shapes(rows.values, w.values, group_sizes)
-        if not rows.values.size or not w.values.size:
+        if 0 in (*rows.shape, *w.shape):
             nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
@@ -95,7 +97,7 @@ def grouped_dot(
         )
     rows, w = (
         _checks.array("grouped_dot", "rows", rows),
-        _checks.array("grouped_dot", "w", w),
+        matrices_of("grouped_dot", "w", w),
     )
     if not _checks.is_float(rows.dtype) or rows.dtype != w.dtype:
         raise TypeError(
@@ -108,10 +110,10 @@ def grouped_dot(
         )
     if group_offset is None:
         _check_shapes(rows, w, group_sizes)
-        return product(Product.ROWS, num_sms, *vary_alike([rows, w, group_sizes]))
+        return product(Product.ROWS, num_sms, 0, *vary_alike([rows, w, group_sizes]))
     window, first_row = _window(w.shape[0], group_sizes, group_offset)
     _check_shapes(rows, w, window)
-    return product(Product.ROWS, num_sms, *vary_alike([rows, w, window, first_row]))
+    return product(Product.ROWS, num_sms, 0, *vary_alike([rows, w, window, first_row]))
 
 
 def _window(
@@ -135,7 +137,7 @@ def _window(
     return jnp.take(group_sizes, groups, mode="fill", fill_value=0), first_row
 
 
-def _check_shapes(rows: jax.Array, w: jax.Array, group_sizes: jax.Array) -> None:
+def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: jax.Array) -> None:
     if rows.ndim == 3:
         raise ValueError(
             f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape "
@@ -208,7 +210,7 @@ def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
     gradients = (
         cotangent_of(rows, sharded_like(saved_rows, fp8.times_transposed(d_rows, w, group_sizes))),
-        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes)),
+        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes, num_redundant(w.w))),
     )
     return *gradients, None
 

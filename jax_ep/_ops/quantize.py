@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._checks import integer
+from jax_ep._ops.arguments import matrices_of
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray
 from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights, quantize, quantize_matrices
 
@@ -60,14 +61,14 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
     itself had been used.
 
     Args:
-      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128.
+      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128, or such `PhysicalWeights`.
       round_scale: if true, scales are rounded up to powers of two.
 
     Raises:
       ValueError: 128 x 128 blocks do not divide the matrices.
       TypeError: w is not floating, or has 64 bits.
     """
-    w = _checks.array("quantize_weights", "w", w)
+    w = matrices_of("quantize_weights", "w", w)
     if w.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"

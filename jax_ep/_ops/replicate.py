@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 
@@ -13,25 +13,31 @@ from jax_ep._transport.balance import BalancePlan
 from jax_ep._transport.checkpoint import CHECKPOINT_REPLICAS, name_all
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.replicate import can_cut, num_pieces, place, routing_of, send_replicas
-
-Weights = TypeVar("Weights")
+from jax_ep._transport.replicate import (
+    can_cut,
+    num_pieces,
+    place,
+    routing_of,
+    send_placed,
+    send_replicas,
+)
+from jax_ep._transport.weights import PhysicalWeights
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PendingReplicate(Generic[Weights]):
+class PendingReplicate:
     """A replicate that has been started. `replicate_done` returns its weights. A pytree."""
 
-    _result: Weights
+    _result: Any
 
 
-def replicate(w: Weights, plan: BalancePlan, *, implementation: Implementation | None = None) -> Weights:
+def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | None = None) -> Any:
     """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
 
     Weights travel bit for bit from their home to the ranks that need them. In the backward pass the gradients
-    of all instances are summed at home, in float32, in the order of the ranks, so a repetition has the same
-    bits. Optimizers and checkpoints see home experts only.
+    of all instances are summed at home, in float32, in the order of the ranks, and the home expert's own one
+    last, so a repetition has the same bits. Optimizers and checkpoints see home experts only.
 
     Args:
       w: array [L, ...], or pytree of such arrays, of this rank's home experts, such as a `QuantizedArray`.
@@ -40,8 +46,9 @@ def replicate(w: Weights, plan: BalancePlan, *, implementation: Implementation |
       implementation: None, "ffi" or "xla".
 
     Returns:
-      Arrays [N, ...] as w is made: those of the rank's physical experts, in the order of the plan; zero in
-      empty slots. With redundant experts N = L + S, and the first L are a copy of w.
+      With redundant experts, w with `PhysicalWeights` in place of each array: the array itself, and that of
+      the slots [S, ...], zero in empty ones; with S = 0 just w. With a given placement, an array [N, ...] in
+      place of each: of the rank's physical experts, in the order of the placement, zero in empty slots.
 
     Raises:
       ValueError: a leaf does not begin with L, or no shard_map binds the group's axis.
@@ -51,8 +58,8 @@ def replicate(w: Weights, plan: BalancePlan, *, implementation: Implementation |
 
 
 def replicate_start(
-    w: Weights, plan: BalancePlan, *, implementation: Implementation | None = None
-) -> PendingReplicate[Weights]:
+    w: Any, plan: BalancePlan, *, implementation: Implementation | None = None
+) -> PendingReplicate:
     """Starts a `replicate`, beside which other work can run until `replicate_done`.
 
     On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
@@ -73,7 +80,7 @@ def replicate_start(
     return PendingReplicate(_replicate("replicate_start", w, plan, Asynchronous(implementation)))
 
 
-def replicate_done(pending: PendingReplicate[Weights]) -> Weights:
+def replicate_done(pending: PendingReplicate) -> Any:
     """Returns the weights of a replicate that has been started, the same bits as from `replicate`.
 
     Args:
@@ -102,17 +109,31 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
     local = num_experts // group.size
     payload = Payload.check(op, "w", w, (local,), "L", "the experts of a rank")
     payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), group._axes)
+    slots = plan.num_redundant_experts
+    if slots == 0:
+        return payload.rebuild(op, payload.leaves)
+    if slots is None:
+        send, num_physical = send_placed, plan.num_experts
+    else:
+        send, num_physical = send_replicas, group.size * slots
+        physical_to_logical = physical_to_logical.reshape(group.size, -1)[:, local:]
     with jax.named_scope("jax_ep.replicate"):
         placement = place(group, physical_to_logical, num_experts)
-        weights = list(payload.leaves)
+        weights: list[Any] = list(payload.leaves)
         for pieces, alike in _by_pieces(payload.leaves).items():
-            routing = routing_of(group, num_experts, plan.num_experts, pieces)
+            routing = routing_of(group, num_experts, num_physical, pieces)
             backend = choose(routing, implementation)
-            leaves = tuple(weights[i] for i in alike)
-            moved = send_replicas(backend, routing, placement, pieces, leaves)
+            moved = send(backend, routing, placement, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):
                 weights[i] = leaf
-        return payload.rebuild(op, tuple(weights), lambda leaf: name_all(leaf, CHECKPOINT_REPLICAS))
+        return payload.rebuild(op, tuple(weights), _named)
+
+
+def _named(w: Any) -> Any:
+    """Names what was sent for `jax.checkpoint`."""
+    if isinstance(w, PhysicalWeights):
+        return PhysicalWeights(w.home, name_all(w.redundant, CHECKPOINT_REPLICAS))
+    return name_all(w, CHECKPOINT_REPLICAS)
 
 
 def _by_pieces(leaves: tuple[jax.Array, ...]) -> dict[int, list[int]]:

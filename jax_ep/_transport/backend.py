@@ -134,8 +134,12 @@ class Backend(Protocol):
         biases: Sequence[jax.Array],
         arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        adds_in_place: bool = False,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         """Sums each token's rows [C, ...] times their weights [C], and biases [T, ...], to [T, ...].
+
+        With `adds_in_place` the sums may take the place of the only bias, where tokens without rows cost
+        nothing.
 
         Also sends `arrived_weights` ([C, K] by rank, [C] by expert) back to their tokens: [T, K]. This is the
         gradient of `route` and `push` with respect to topk_weights.

@@ -49,6 +49,7 @@ class BalancePlan:
       rows_per_expert: int32 [P] rows that each physical expert gets.
       loads_before: int32 [R] rows that each rank would get if all were computed at home.
       loads_after: int32 [R] rows that each rank gets.
+      num_redundant_experts: S; None for a given placement.
     """
 
     topk_idx: jax.Array
@@ -58,6 +59,7 @@ class BalancePlan:
     loads_after: jax.Array
     group: Group = dataclasses.field(metadata={"static": True})
     num_logical_experts: int = dataclasses.field(metadata={"static": True})
+    num_redundant_experts: int | None = dataclasses.field(metadata={"static": True})
 
     @property
     def num_experts(self) -> int:

@@ -21,8 +21,8 @@ CHECKPOINT_ROWS = "jax_ep_rows"
 
 
 CHECKPOINT_REPLICAS = "jax_ep_replicas"
-"""Name of the weights that `replicate` returns. `save_ep_residuals` does not keep them, because they would
-take as much memory as the weights once more. The backward pass sends them again."""
+"""Name of the weights that `replicate` sends. `save_ep_residuals` does not keep them, because they would take
+the memory of S experts for each layer. The backward pass sends them again."""
 
 
 _saves = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS)

@@ -6,7 +6,8 @@ and results, except for `gather`, which the benchmark measures the links with, o
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -114,9 +115,10 @@ def _call_named(
     results: dict[str, Result],
     rows: Sequence[Result],
     attributes: dict[str, Any],
+    aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     """Calls a handler. Returns its results by name, and the rows, which come last."""
-    arrays = call(target, operands, [*results.values(), *rows], **attributes)
+    arrays = call(target, operands, [*results.values(), *rows], aliases, **attributes)
     return dict(zip(results, arrays, strict=False)), arrays[len(results) :]
 
 
@@ -291,6 +293,7 @@ class Ffi:
         biases: Sequence[jax.Array],
         arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        adds_in_place: bool = False,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
@@ -306,12 +309,14 @@ class Ffi:
             *rows,
             *biases,
         ]
+        results = {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)}
         named, sums = _call_named(
             "pull",
             [_position(routing.group, operands), *operands],
-            {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)},
+            results,
             [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
             _routing_attributes(routing, attendance.masks),
+            aliases={len(operands): len(results)} if adds_in_place else {},
         )
         returned_weights = None if arrived_weights is None else named["topk_weights"]
         return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
@@ -321,7 +326,7 @@ class Ffi:
     ) -> ExpertPlan:
         ranks, experts = counts.shape
         physical = experts + ranks * num_slots
-        attributes = {
+        attributes: dict[str, Any] = {
             "num_redundant_experts": np.int64(num_slots),
             "tolerance": np.int64(tolerance),
             "min_rows": np.int64(min_rows),

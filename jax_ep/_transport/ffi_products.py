@@ -10,41 +10,46 @@ from jax_ep._jax.ffi_call import Result, call
 from jax_ep._transport.backend import Product
 from jax_ep._transport.ffi import INT, or_scalar
 from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
+from jax_ep._transport.weights import PhysicalWeights, home_of, redundant_of
 
 
 def grouped_dot(
     product: Product,
     num_sms: int,
+    num_slots: int,
     rows: jax.Array,
-    others: jax.Array,
+    others: Any,
     group_sizes: jax.Array,
     first_row: jax.Array | None = None,
-) -> jax.Array:
+) -> Any:
     if product is Product.WEIGHTS:
-        shape = (*group_sizes.shape, rows.shape[1], others.shape[1])
+        shapes = _matrices(group_sizes, num_slots, (rows.shape[1], others.shape[1]))
     else:
-        shape = (rows.shape[0], others.shape[2 if product is Product.ROWS else 1])
-    out, _ = call(
+        shapes = [(rows.shape[0], others.shape[2 if product is Product.ROWS else 1]), (0,)]
+    redundant = or_scalar(redundant_of(others), rows.dtype)
+    *matrices, _ = call(
         "grouped_dot",
-        [rows, others, group_sizes, or_scalar(first_row, INT)],
-        [(shape, rows.dtype), _scratch(group_sizes)],
+        [rows, home_of(others), redundant, group_sizes, or_scalar(first_row, INT)],
+        [*((shape, rows.dtype) for shape in shapes), _scratch(group_sizes)],
         product=np.int64(product),
         num_sms=np.int64(num_sms),
     )
-    return out
+    return PhysicalWeights(*matrices) if num_slots else matrices[0]
 
 
 def grouped_dot_fp8(
     rows: jax.Array,
     row_scales: jax.Array,
-    matrices: jax.Array,
-    matrix_scales: jax.Array,
+    matrices: jax.Array | PhysicalWeights,
+    matrix_scales: jax.Array | PhysicalWeights,
     group_sizes: jax.Array,
     num_sms: int,
 ) -> jax.Array:
     """Multiplies rows [C, M] by matrices that are stored transposed [L, N, M]. Returns bfloat16."""
-    operands = [rows, row_scales, matrices, matrix_scales, group_sizes]
-    return _fp8_product("grouped_dot_fp8", operands, (rows.shape[0], matrices.shape[1]), num_sms)
+    home = [home_of(matrices), home_of(matrix_scales)]
+    redundant = [or_scalar(redundant_of(matrices), FP8), or_scalar(redundant_of(matrix_scales))]
+    operands = [rows, row_scales, *home, *redundant, group_sizes]
+    return _fp8_product("grouped_dot_fp8", operands, [(rows.shape[0], matrices.shape[1])], num_sms)[0]
 
 
 def grouped_dot_fp8_weights(
@@ -54,16 +59,25 @@ def grouped_dot_fp8_weights(
     other_scales: jax.Array,
     group_sizes: jax.Array,
     num_sms: int,
-) -> jax.Array:
-    """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 [L, M, N]."""
+    num_slots: int,
+) -> Any:
+    """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 matrices [L, M, N]."""
     operands = [rows, row_scales, others, other_scales, group_sizes]
-    shape = (*group_sizes.shape, rows.shape[0], others.shape[0])
-    return _fp8_product("grouped_dot_fp8_weights", operands, shape, num_sms)
+    shapes = _matrices(group_sizes, num_slots, (rows.shape[0], others.shape[0]))
+    matrices = _fp8_product("grouped_dot_fp8_weights", operands, shapes, num_sms)
+    return PhysicalWeights(*matrices) if num_slots else matrices[0]
 
 
-def _fp8_product(target: str, operands: list[jax.Array], shape: tuple[int, ...], num_sms: int) -> jax.Array:
-    results: list[Result] = [(shape, jnp.bfloat16), _scratch(operands[-1])]
-    return call(target, operands, results, num_sms=np.int64(num_sms))[0]
+def _matrices(group_sizes: jax.Array, num_slots: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Returns the shapes of the matrices of home experts, and of redundant ones."""
+    return [(group_sizes.size - num_slots, *shape), (num_slots, *shape) if num_slots else (0,)]
+
+
+def _fp8_product(
+    target: str, operands: list[jax.Array], shapes: list[tuple[int, ...]], num_sms: int
+) -> list[jax.Array]:
+    results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), _scratch(operands[-1])]
+    return call(target, operands, results, num_sms=np.int64(num_sms))[:-1]
 
 
 def quantize(

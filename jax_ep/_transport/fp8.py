@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep import _checks
 from jax_ep._jax.sharding import axes_of
+from jax_ep._transport.weights import home_of
 
 FP8 = jnp.float8_e4m3fn
 
@@ -152,8 +153,8 @@ def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
             f"{op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
             f"[..., M / m, N / n]; got {_checks.shape_text(q.values)} and {_checks.shape_text(q.scales)}"
         )
-    _checks.on_device(op, "the values of a QuantizedArray", q.values)
-    _checks.on_device(op, "the scales of a QuantizedArray", q.scales)
+    _checks.on_device(op, "the values of a QuantizedArray", home_of(q.values))
+    _checks.on_device(op, "the scales of a QuantizedArray", home_of(q.scales))
     rows, columns = [1, *sizes][-2:]
     return rows, columns
 

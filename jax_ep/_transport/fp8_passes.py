@@ -22,6 +22,7 @@ from jax_ep._transport.fp8 import (
     quantize_blocks,
     without_gradients,
 )
+from jax_ep._transport.weights import PhysicalWeights
 
 COTANGENT_FLOOR = 1e-30
 """FLOOR for cotangents, which may be very small."""
@@ -63,7 +64,7 @@ class QuantizedWeights:
       kept: values [L, M, N], scales [L, M / 128, N / 128], for the gradient of the rows.
     """
 
-    w: jax.Array
+    w: jax.Array | PhysicalWeights
     transposed: QuantizedArray
     kept: QuantizedArray
 
@@ -130,12 +131,18 @@ def quantize_columns(x: jax.Array | QuantizedArray, group_sizes: jax.Array, roun
 
 
 def quantize_matrices(
-    w: jax.Array, round_scale: bool, *, kept: bool = True, transposed: bool = True
+    w: jax.Array | PhysicalWeights, round_scale: bool, *, kept: bool = True, transposed: bool = True
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Returns matrices [L, M, N] in FP8, with scales of 128 x 128 elements, as they lie and transposed.
 
     A layout that is not asked for may be undefined.
     """
+    if isinstance(w, PhysicalWeights):
+        parts = (
+            quantize_matrices(part, round_scale, kept=kept, transposed=transposed)
+            for part in (w.home, w.redundant)
+        )
+        return jax.tree.map(PhysicalWeights, *parts)
     if _extension.runs_kernels():
         values, scales, turned = ffi_products.quantize_matrices(w, round_scale, kept, transposed)
     else:

@@ -24,6 +24,7 @@ from jax_ep._transport.fp8_passes import (
     quantize_rows,
 )
 from jax_ep._transport.products import fp8_product, fp8_weight_gradient, product
+from jax_ep._transport.weights import PhysicalWeights
 
 Activation = Callable[[Any, Any], Any]
 
@@ -68,7 +69,9 @@ class Precision(Protocol):
 
     def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array: ...
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_slots: int) -> Any:
+        """Returns matrices as `product` does. The last `num_slots` are those of redundant experts."""
+        ...
 
     def prepare(self, rows: Any, sizes: jax.Array) -> tuple[Any, Any]:
         """Returns rows as `times` takes them, and as they are kept for `weight_gradient`."""
@@ -101,14 +104,14 @@ class Wide:
 
     num_sms: int
 
-    def times(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS, self.num_sms, rows, w, sizes)
+    def times(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS, self.num_sms, 0, rows, w, sizes)
 
-    def times_transposed(self, rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS_TRANSPOSED, self.num_sms, rows, w, sizes)
+    def times_transposed(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+        return product(Product.ROWS_TRANSPOSED, self.num_sms, 0, rows, w, sizes)
 
-    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_slots: int) -> Any:
+        return product(Product.WEIGHTS, self.num_sms, num_slots, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows, rows
@@ -153,13 +156,13 @@ class Fp8:
         kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
         return self._product(rows, kept, sizes)
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array) -> jax.Array:
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_slots: int) -> Any:
         if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
                 rows = quantize_columns(rows, sizes, self.rounds)
-            return fp8_weight_gradient(self.num_sms, rows, d_rows, sizes)
+            return fp8_weight_gradient(self.num_sms, num_slots, rows, d_rows, sizes)
         rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
-        return product(Product.WEIGHTS, self.num_sms, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.num_sms, num_slots, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
         if isinstance(rows, QuantizedArray):
@@ -208,12 +211,14 @@ class Fp8:
         return _extension.runs_kernels() and is_known and row_weights is None
 
     def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
-        values, scales = (part.swapaxes(1, 2) for part in (transposed.values, transposed.scales))
-        return fp8_product(self.num_sms, rows.values, values, rows.scales, scales, sizes)
+        w = jax.tree.map(lambda part: part.swapaxes(1, 2), transposed)
+        return fp8_product(self.num_sms, rows.values, w.values, rows.scales, w.scales, sizes)
 
 
-def cotangent_of(primal: Any, gradient: jax.Array) -> Any:
+def cotangent_of(primal: Any, gradient: Any) -> Any:
     """Returns a gradient in the place where it belongs in an argument."""
+    if isinstance(primal, PhysicalWeights):
+        return jax.tree.map(cotangent_of, primal, gradient)
     if isinstance(primal, QuantizedWeights):
         return QuantizedWeights(cotangent_of(primal.w, gradient), None, None)  # pyright: ignore
     if isinstance(primal, QuantizedArray):

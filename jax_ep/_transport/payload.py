@@ -32,9 +32,7 @@ class Payload:
         leaves, tree = jax.tree.flatten(rows)
         return cls(tuple(_checks.leaf(op, name, leaf, first, axes, source) for leaf in leaves), tree)
 
-    def rebuild(
-        self, op: str, rows: Leaves, finish: Callable[[jax.Array], jax.Array] = lambda row: row
-    ) -> Any:
+    def rebuild(self, op: str, rows: Sequence[Any], finish: Callable[[Any], Any] = lambda row: row) -> Any:
         """Returns finish(row) of each moved row, in the pytree that users passed.
 
         A gradient through rows of complex leaves raises TypeError.
@@ -43,7 +41,7 @@ class Payload:
         return jax.tree.unflatten(self.tree, moved)
 
 
-def _refuse_complex_gradient(op: str, leaf: jax.Array, row: jax.Array) -> jax.Array:
+def _refuse_complex_gradient(op: str, leaf: jax.Array, row: Any) -> Any:
     """Returns a row. If its leaf is complex, a gradient through it raises TypeError."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return row

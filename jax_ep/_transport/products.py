@@ -13,38 +13,49 @@ from jax_ep._transport import ffi_products, xla_products
 from jax_ep._transport.backend import Product
 from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
 from jax_ep._transport.fp8_passes import Columns
+from jax_ep._transport.weights import PhysicalWeights, home_of, num_redundant
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-@custom_vjp(0, 1)
+@custom_vjp(0, 1, 2)
 def product(
     kind: Product,
     num_sms: int,
+    num_slots: int,
     rows: jax.Array,
-    others: jax.Array,
+    others: Any,
     group_sizes: jax.Array,
     first_row: jax.Array | None = None,
-) -> jax.Array:
+) -> Any:
     """Computes a product. The groups begin at `first_row` (int32 scalar), or at row 0 if it is None.
 
-    Each product is linear in both operands, and its gradients are the two others, so gradients of any order
-    are products of these kinds.
+    Matrices, of others or of the result, are an array or `PhysicalWeights`. A product WEIGHTS returns these
+    if the last `num_slots` groups, more than 0, are redundant experts. Each product is linear in both
+    operands, and its gradients are the two others, so gradients of any order are products of these kinds.
     """
 
-    def one(rows: jax.Array, others: jax.Array, group_sizes: jax.Array, *first_row: jax.Array) -> jax.Array:
+    def one(rows: jax.Array, others: Any, group_sizes: jax.Array, *first_row: jax.Array) -> Any:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
-            return ffi_products.grouped_dot(kind, num_sms, rows, others, group_sizes, *first_row)
-        return xla_products.grouped_dot(kind, rows, others, group_sizes, *first_row)
+            return ffi_products.grouped_dot(kind, num_sms, num_slots, rows, others, group_sizes, *first_row)
+        matrices = xla_products.grouped_dot(kind, rows, jnp.asarray(others), group_sizes, *first_row)
+        return _split(num_slots, matrices)
 
     return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
 
 
-def _product_fwd(kind: Product, num_sms: int, *operands: Any) -> Any:
-    return product(kind, num_sms, *operands), operands
+def _split(num_slots: int, matrices: jax.Array) -> Any:
+    if num_slots == 0:
+        return matrices
+    num_home = matrices.shape[0] - num_slots
+    return PhysicalWeights(matrices[:num_home], matrices[num_home:])
 
 
-def _product_bwd(kind: Product, num_sms: int, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
+def _product_fwd(kind: Product, num_sms: int, num_slots: int, *operands: Any) -> Any:
+    return product(kind, num_sms, num_slots, *operands), operands
+
+
+def _product_bwd(kind: Product, num_sms: int, num_slots: int, saved: tuple[Any, ...], cotangent: Any) -> Any:
     rows, others, group_sizes, first_row = saved
     # The product, and its operands, that is the gradient of each operand.
     gradients = {
@@ -62,11 +73,20 @@ def _product_bwd(kind: Product, num_sms: int, saved: tuple[Any, ...], cotangent:
         ),
     }
     d_rows, d_others = (
-        product(one, num_sms, left, right, group_sizes, first_row) for one, left, right in gradients[kind]
+        product(
+            one,
+            num_sms,
+            num_redundant(others) if one is Product.WEIGHTS else 0,
+            left,
+            right,
+            group_sizes,
+            first_row,
+        )
+        for one, left, right in gradients[kind]
     )
     if jax.sharding.get_abstract_mesh().explicit_axes:
-        d_rows = jax.sharding.reshard(d_rows, jax.typeof(rows).sharding.spec)
-        d_others = jax.sharding.reshard(d_others, jax.typeof(others).sharding.spec)
+        reshard = lambda d, primal: jax.sharding.reshard(d, jax.typeof(primal).sharding.spec)
+        d_rows, d_others = jax.tree.map(reshard, (d_rows, d_others), (rows, others))
     return d_rows, d_others, None, None
 
 
@@ -76,43 +96,47 @@ product.defvjp(_product_fwd, _product_bwd)
 def fp8_product(
     num_sms: int,
     rows: jax.Array,
-    matrices: jax.Array,
+    matrices: jax.Array | PhysicalWeights,
     scales: jax.Array,
-    matrix_scales: jax.Array,
+    matrix_scales: jax.Array | PhysicalWeights,
     group_sizes: jax.Array,
 ) -> jax.Array:
     """Multiplies values [C, M] and [L, M, N] with scales [C, M / 128] and [L, M / 128, N / 128]: bfloat16."""
 
     def one(
-        rows: jax.Array, matrices: jax.Array, scales: jax.Array, matrix_scales: jax.Array, sizes: jax.Array
+        rows: jax.Array, matrices: Any, scales: jax.Array, matrix_scales: Any, sizes: jax.Array
     ) -> jax.Array:
         if _has_fp8_kernels():
-            transposed = matrices.swapaxes(1, 2), matrix_scales.swapaxes(1, 2)
+            transpose = lambda w: jax.tree.map(lambda a: a.swapaxes(1, 2), w)
+            transposed = transpose(matrices), transpose(matrix_scales)
             return ffi_products.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
         wide = (
-            dequantize_fp8(QuantizedArray(*pair), jnp.float32)
-            for pair in ((rows, scales), (matrices, matrix_scales))
+            dequantize_fp8(QuantizedArray(jnp.asarray(values), jnp.asarray(scales)), jnp.float32)
+            for values, scales in ((rows, scales), (matrices, matrix_scales))
         )
-        out: jax.Array = product(Product.ROWS, num_sms, *wide, sizes)
+        out: jax.Array = product(Product.ROWS, num_sms, 0, *wide, sizes)
         return out.astype(jnp.bfloat16)
 
     return _sharded(Product.ROWS, one, rows, matrices, scales, matrix_scales, group_sizes)
 
 
-def fp8_weight_gradient(num_sms: int, rows: Columns, others: Columns, group_sizes: jax.Array) -> jax.Array:
-    """Multiplies, group by group, rows [C, M], transposed, by rows [C, N]: bfloat16 [L, M, N].
+def fp8_weight_gradient(
+    num_sms: int, num_slots: int, rows: Columns, others: Columns, group_sizes: jax.Array
+) -> Any:
+    """Multiplies, group by group, rows [C, M], transposed, by rows [C, N]. Returns bfloat16 matrices.
 
-    Both are given transposed, as `fp8_passes` makes them.
+    Both are given transposed, as `fp8_passes` makes them. `num_slots` is as for `product`.
     """
 
     def one(
         rows: jax.Array, others: jax.Array, scales: jax.Array, other_scales: jax.Array, sizes: jax.Array
-    ) -> jax.Array:
+    ) -> Any:
         if _has_fp8_kernels():
-            return ffi_products.grouped_dot_fp8_weights(rows, scales, others, other_scales, sizes, num_sms)
+            operands = rows, scales, others, other_scales, sizes
+            return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_slots)
         wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
-        out: jax.Array = product(Product.WEIGHTS, num_sms, *wide, Columns.padded_sizes(sizes))
-        return out.astype(jnp.bfloat16)
+        out = product(Product.WEIGHTS, num_sms, num_slots, *wide, Columns.padded_sizes(sizes))
+        return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
 
     return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)
 
@@ -121,20 +145,23 @@ def _has_fp8_kernels() -> bool:
     return _extension.runs_kernels() and _extension.has_fp8_products()
 
 
-def _sharded(kind: Product, function: Any, *operands: jax.Array) -> jax.Array:
+def _sharded(kind: Product, function: Any, *operands: Any) -> Any:
     """Returns function(*operands). The first two operands are those of the product.
 
     Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
     gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
     of rows.
     """
+    leaves, tree = jax.tree.flatten(operands)
 
     @vmap_by_loop
-    def call(*operands: jax.Array) -> jax.Array:
+    def call(*leaves: jax.Array) -> Any:
+        operands = jax.tree.unflatten(tree, leaves)
         explicit = jax.sharding.get_abstract_mesh().explicit_axes
         if not explicit:
             return function(*operands)
-        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in operands[:2])
+        arrays = map(home_of, operands[:2])
+        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in arrays)
         spec = {
             Product.ROWS: [own[0], other[2]],
             Product.ROWS_TRANSPOSED: [own[0], other[1]],
@@ -146,4 +173,4 @@ def _sharded(kind: Product, function: Any, *operands: jax.Array) -> jax.Array:
         automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
         return automatic(*operands)
 
-    return call(*operands)
+    return call(*leaves)

@@ -1,23 +1,28 @@
 """Replicas of experts' weights: pieces of arrays that travel as rows, as a plan places them.
 
 A push along a handle that this module makes. So its gradient is the pull along the same handle: it sums the
-gradients of all instances at the expert's home, in float32, in the order of the ranks.
+gradients of all instances at the expert's home, in float32, in the order of the ranks. Redundant experts lie
+beside the home experts, which are not copied, and the gradients of home experts are summed where they lie.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._group.group import Group
+from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._transport.backend import Backend, Leaves
 from jax_ep._transport.collectives import rank
+from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.push_pull import push
-from jax_ep._transport.routing import Routing
+from jax_ep._transport.routing import Handle, Routing, for_backward
+from jax_ep._transport.weights import PhysicalWeights
 
-# The most bytes of a piece, if an array can be cut so.
-PIECE_BYTES = 32 * 1024
+# The most bytes of a piece, if an array can be cut so. Pieces of 32 KB took 1.4 times as long, and those of
+# 256 KB as long.
+PIECE_BYTES = 128 * 1024
 # Pieces are copied in bulk if they are multiples of this.
 PIECE_ALIGNMENT = 16
 
@@ -76,17 +81,77 @@ def routing_of(group: Group, num_experts: int, num_physical: int, pieces: int) -
     )
 
 
-def send_replicas(
+def send_placed(
     backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
 ) -> Leaves:
     """Sends arrays [L, ...] of this rank's experts to all their instances. Returns those here: [N, ...]."""
+    moved, _ = push(backend, _handle(backend, routing, placement, pieces), _cut(routing, leaves), None)
+    return _whole(pieces, moved, leaves)
+
+
+def send_replicas(
+    backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
+) -> list[PhysicalWeights]:
+    """Sends arrays [L, ...] of this rank's experts to the slots of other ranks."""
+    handle = _handle(backend, routing, placement, pieces)
+    home, moved = _push_replicas(backend, handle, _cut(routing, leaves))
+    shaped = (rows.reshape(leaf.shape) for rows, leaf in zip(home, leaves, strict=True))
+    return list(map(PhysicalWeights, shaped, _whole(pieces, moved, leaves)))
+
+
+@custom_vjp(0)
+def _push_replicas(backend: Backend, handle: Handle, rows: Leaves) -> tuple[Leaves, Leaves]:
+    """Returns rows [T, ...] and what a push makes of them [C, ...]. One pull sums the gradients of both."""
+    return rows, push(backend, handle, rows, None)[0]
+
+
+def _push_replicas_forward(backend: Backend, handle: Handle, rows: Leaves) -> Any:
+    return _push_replicas(backend, handle, rows), for_backward(handle)
+
+
+def _push_replicas_backward(backend: Backend, handle: Handle, cotangents: tuple[Leaves, Leaves]) -> Any:
+    sums = [
+        _pull_replicas(backend, handle, home, moved) if is_differentiable(home.dtype) else None
+        for home, moved in zip(*cotangents, strict=True)
+    ]
+    return None, tuple(sums)
+
+
+_push_replicas.defvjp(_push_replicas_forward, _push_replicas_backward)
+
+
+@custom_vjp(0)
+def _pull_replicas(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> jax.Array:
+    """Returns rows [T, ...] plus the sums of their replicas [C, ...]: the transpose of `_push_replicas`."""
+    return backend.pull(handle, (moved,), None, (home,), None, adds_in_place=True)[0][0]
+
+
+def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> Any:
+    return _pull_replicas(backend, handle, home, moved), for_backward(handle)
+
+
+def _pull_replicas_backward(backend: Backend, handle: Handle, cotangent: jax.Array) -> Any:
+    (home,), (moved,) = _push_replicas(backend, handle, (cotangent,))
+    return None, home, moved
+
+
+_pull_replicas.defvjp(_pull_replicas_forward, _pull_replicas_backward)
+
+
+def _handle(backend: Backend, routing: Routing, placement: Placement, pieces: int) -> Handle:
     instance = placement.instance[:, None]
     piece = jnp.arange(pieces, dtype=jnp.int32)[None, :, None]
     rows = jnp.where(instance < 0, -1, instance * pieces + piece).reshape(-1, routing.num_ranks)
     hosts = jnp.any(rows.reshape(rows.shape[0], routing.num_hosts, -1) >= 0, axis=2)
-    handle = backend.place(routing, hosts, rows, placement.between * pieces)
-    tokens = routing.num_tokens
-    cut = tuple(leaf.reshape(tokens, math.prod(leaf.shape[1:]) // pieces) for leaf in leaves)
-    moved, _ = push(backend, handle, cut, None)
-    num_physical = routing.capacity // pieces
-    return tuple(row.reshape(num_physical, *leaf.shape[1:]) for row, leaf in zip(moved, leaves, strict=True))
+    return backend.place(routing, hosts, rows, placement.between * pieces)
+
+
+def _cut(routing: Routing, leaves: Leaves) -> Leaves:
+    """Returns arrays [L, ...] as pieces [T, ...]."""
+    return tuple(leaf.reshape(routing.num_tokens, -1) for leaf in leaves)
+
+
+def _whole(pieces: int, moved: Leaves, leaves: Leaves) -> Leaves:
+    """Returns pieces as arrays of the shapes that the leaves have for an expert."""
+    pairs = zip(moved, leaves, strict=True)
+    return tuple(rows.reshape(rows.shape[0] // pieces, *leaf.shape[1:]) for rows, leaf in pairs)

@@ -96,7 +96,9 @@ class Stream:
         biases: Sequence[jax.Array],
         arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        adds_in_place: bool = False,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
+        # Sums cannot take the place of an operand here, because that belongs to another computation.
         if attendance.may_miss:
             return self.inner.pull(handle, rows, row_weights, biases, arrived_weights, attendance)
         returned = None if arrived_weights is None else _begin(self._pull_weights, handle, arrived_weights)

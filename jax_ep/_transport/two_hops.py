@@ -238,6 +238,7 @@ class TwoHops:
         biases: Sequence[jax.Array],
         arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        adds_in_place: bool = False,
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         partials, returned, _ = self.inner.pull(_inner_handle(handle), rows, row_weights, (), arrived_weights)
         sums = []

@@ -234,6 +234,7 @@ class Xla:
         biases: Sequence[jax.Array],
         arrived_weights: jax.Array | None,
         attendance: Attendance = EVERYBODY,
+        adds_in_place: bool = False,
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
         routing = handle.routing
         here, ids = _rows_here(handle)

@@ -145,7 +145,8 @@ class Ops:
         return jax_ep.balance(ids, **numbers, **self.shared)
 
     def replicate(self, up: jax.Array, down: jax.Array, plan: jax_ep.BalancePlan) -> Any:
-        return jax_ep.replicate((up, down), plan, implementation=self.shared["implementation"])
+        weights = jax_ep.replicate((up, down), plan, implementation=self.shared["implementation"])
+        return [w.redundant for w in weights]  # a program that returned the others would copy them
 
     def round_trip(self, x: jax.Array, plan: jax_ep.BalancePlan, weights: jax.Array) -> jax.Array:
         numbers = {"num_experts": plan.num_experts, "capacity": self.capacity}

@@ -215,8 +215,8 @@ def test_weight_gradients_of_fp8(sizes):
     left, right = floats((C, H), jnp.bfloat16), floats((C, 384), jnp.bfloat16, seed=2)
     convert = jax.jit(fp8_passes.quantize_columns, static_argnums=2)
     columns = [convert(jnp.asarray(x), sizes, False) for x in (left, right)]
-    got = jax.jit(fp8_weight_gradient, static_argnums=0)(0, *columns, sizes)
-    again = jax.jit(fp8_weight_gradient, static_argnums=0)(64, *columns, sizes)
+    got = jax.jit(fp8_weight_gradient, static_argnums=(0, 1))(0, 0, *columns, sizes)
+    again = jax.jit(fp8_weight_gradient, static_argnums=(0, 1))(64, 0, *columns, sizes)
     assert same_bits(got, again)
     wide = [np.asarray(one.dequantized(), np.float64) for one in columns]
     ends = np.cumsum(-(-sizes // 128) * 128)

@@ -30,7 +30,8 @@ SHAPES = [
 ]
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU:
-    SHAPES.append((1040, 5120, 392, 2))  # a long sum of many rows, which has a tiling of its own
+    # Long sums of many rows, which have a tiling of their own, forward and backward.
+    SHAPES += [(1040, 5120, 392, 2), (280, 392, 4096, 2)]
 
 
 def uneven(groups, rows):

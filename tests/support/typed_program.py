@@ -44,7 +44,8 @@ def program(
     z = jax_ep.combine_done(jax_ep.combine_start(done.x, done.handle))
     assert_type(z, jax.Array)
     plan = jax_ep.balance(ids, group=group, num_experts=8, num_redundant_experts=1)
-    assert_type(jax_ep.replicate({"up": up}, plan), dict[str, jax.Array])
+    w = jax_ep.replicate(up, plan)
+    assert_type(jax_ep.grouped_dot(x, w, done.group_sizes), jax.Array)
     p = jax_ep.permute(x, ids, num_local_experts=4)
     assert_type(p.x, jax.Array)
     return out + y + z

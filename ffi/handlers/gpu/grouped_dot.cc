@@ -40,11 +40,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     GpuProductsInitialize, InitializeProducts,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-// Decodes the parameters that both handlers have. Each handler checks its other shapes.
+// Returns the number of matrices of redundant experts. The operand or result is of another rank if there are
+// none.
+static int64_t NumRedundant(const ffi::AnyBuffer& redundant) {
+  return redundant.dimensions().size() == 3 ? redundant.dimensions()[0] : 0;
+}
+
+// Checks an array of redundant experts' matrices, or of their scales, if there are any.
+static ffi::Error CheckRedundant(const ffi::AnyBuffer& redundant, ffi::DataType type,
+                                 const std::vector<int64_t>& shape) {
+  if (shape[0] == 0) return ffi::Error::Success();
+  if (redundant.element_type() != type) {
+    return InvalidArgument("grouped_dot: matrices of redundant experts must have the dtype of the others");
+  }
+  return CheckShape("grouped_dot: matrices of redundant experts", redundant, shape);
+}
+
+// Decodes the parameters that all handlers have. Each handler checks its other shapes.
 static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
-                                   ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
-                                   ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms, int64_t outer,
-                                   GroupedDotParams& params) {
+                                   const ffi::AnyBuffer& redundant, ffi::BufferR1<ffi::S32> group_sizes,
+                                   ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
+                                   int64_t num_sms, int64_t outer, GroupedDotParams& params) {
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
   const int64_t num_groups = group_sizes.element_count();
   if (const int64_t bytes = GroupedDotScratchBytes(num_groups);
@@ -60,6 +76,8 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
   }
   params.num_rows = static_cast<int32_t>(num_rows);
   params.num_groups = static_cast<int32_t>(num_groups);
+  params.num_home = static_cast<int32_t>(num_groups - NumRedundant(redundant));
+  params.redundant = redundant.untyped_data();
   params.inner = static_cast<int32_t>(inner);
   params.outer = static_cast<int32_t>(outer);
   params.group_sizes = group_sizes.typed_data();
@@ -72,9 +90,10 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
 }
 
 static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows, ffi::AnyBuffer others,
-                                    ffi::BufferR1<ffi::S32> group_sizes, ffi::BufferR0<ffi::S32> first_row,
-                                    ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
-                                    int64_t product, int64_t num_sms) {
+                                    ffi::AnyBuffer redundant_others, ffi::BufferR1<ffi::S32> group_sizes,
+                                    ffi::BufferR0<ffi::S32> first_row, ffi::Result<ffi::AnyBuffer> out,
+                                    ffi::Result<ffi::AnyBuffer> redundant_out,
+                                    ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t num_sms) {
   const auto type = FloatOfType(rows.element_type());
   if (!type || *type == Float::kF64 || others.element_type() != rows.element_type() ||
       out->element_type() != rows.element_type()) {
@@ -92,17 +111,21 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
   }
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
   const int64_t num_groups = group_sizes.element_count();
+  const ffi::AnyBuffer& redundant = is_weight_gradient ? *redundant_out : redundant_others;
+  const int64_t num_redundant = NumRedundant(redundant), num_home = num_groups - num_redundant;
   const bool transposed = params.product == GroupedDot::kRowsTransposed;
   const int64_t outer = others.dimensions()[transposed ? 1 : rank - 1];
+  const auto matrices = [&](int64_t count) {
+    return transposed ? std::vector<int64_t>{count, outer, inner} : std::vector<int64_t>{count, inner, outer};
+  };
   auto error = is_weight_gradient
                    ? FirstError({CheckShape("grouped_dot: others", others, {num_rows, outer}),
-                                 CheckShape("grouped_dot: the result", *out, {num_groups, inner, outer})})
-                   : FirstError({CheckShape("grouped_dot: weights", others,
-                                            transposed ? std::vector<int64_t>{num_groups, outer, inner}
-                                                       : std::vector<int64_t>{num_groups, inner, outer}),
+                                 CheckShape("grouped_dot: the result", *out, matrices(num_home))})
+                   : FirstError({CheckShape("grouped_dot: weights", others, matrices(num_home)),
                                  CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
+  if (error.success()) error = CheckRedundant(redundant, rows.element_type(), matrices(num_redundant));
   if (error.success())
-    error = DecodeGroupedDot(rows, others, group_sizes, out, scratch, num_sms, outer, params);
+    error = DecodeGroupedDot(rows, others, redundant, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure()) return error;
   return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
@@ -112,9 +135,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Ctx<GpuLocalContext>()
                                   .Arg<ffi::AnyBuffer>()           // rows [C, M]
                                   .Arg<ffi::AnyBuffer>()           // others [L, M, N] or [C, N]
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
+                                  .Arg<ffi::AnyBuffer>()           // others [S, M, N], or a scalar
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L + S]
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // first_row
                                   .Ret<ffi::AnyBuffer>()           // [C, N] or [L, M, N]
+                                  .Ret<ffi::AnyBuffer>()           // [S, M, N] or [0]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("product")
                                   .Attr<int64_t>("num_sms"),
@@ -122,9 +147,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
 
 static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer rows,
                                        ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer weights,
-                                       ffi::BufferR3<ffi::F32> weight_scales,
-                                       ffi::BufferR1<ffi::S32> group_sizes, ffi::Result<ffi::AnyBuffer> out,
-                                       ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms) {
+                                       ffi::BufferR3<ffi::F32> weight_scales, ffi::AnyBuffer redundant,
+                                       ffi::AnyBuffer redundant_scales, ffi::BufferR1<ffi::S32> group_sizes,
+                                       ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
+                                       int64_t num_sms) {
   if (rows.element_type() != ffi::F8E4M3FN || weights.element_type() != ffi::F8E4M3FN ||
       out->element_type() != ffi::BF16) {
     return InvalidArgument("grouped_dot: FP8 rows and weights must be float8_e4m3fn, the result bfloat16");
@@ -133,7 +159,8 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
     return InvalidArgument("grouped_dot: FP8 rows must be [C, M], weights [L, N, M]");
   }
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
-  const int64_t num_groups = group_sizes.element_count(), outer = weights.dimensions()[1];
+  const int64_t num_redundant = NumRedundant(redundant), outer = weights.dimensions()[1];
+  const int64_t num_home = group_sizes.element_count() - num_redundant;
   if (inner % kFp8Block != 0 || outer % kFp8Block != 0) {
     return InvalidArgument("grouped_dot: widths of FP8 matrices must be multiples of 128, got ", inner,
                            " and ", outer);
@@ -143,14 +170,17 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
   params.type = Float::kBF16;
   params.row_scales = row_scales.typed_data();
   params.other_scales = weight_scales.typed_data();
+  params.redundant_scales = static_cast<const float*>(redundant_scales.untyped_data());
   const int64_t blocks = inner / kFp8Block;
   auto error = FirstError(
-      {CheckShape("grouped_dot: weights", weights, {num_groups, outer, inner}),
+      {CheckShape("grouped_dot: weights", weights, {num_home, outer, inner}),
        CheckShape("grouped_dot: scales of rows", row_scales, {num_rows, blocks}),
-       CheckShape("grouped_dot: scales of weights", weight_scales, {num_groups, outer / kFp8Block, blocks}),
+       CheckShape("grouped_dot: scales of weights", weight_scales, {num_home, outer / kFp8Block, blocks}),
+       CheckRedundant(redundant, ffi::F8E4M3FN, {num_redundant, outer, inner}),
+       CheckRedundant(redundant_scales, ffi::F32, {num_redundant, outer / kFp8Block, blocks}),
        CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
   if (error.success())
-    error = DecodeGroupedDot(rows, weights, group_sizes, out, scratch, num_sms, outer, params);
+    error = DecodeGroupedDot(rows, weights, redundant, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
   return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
@@ -162,7 +192,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
                                   .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C, M / 128]
                                   .Arg<ffi::AnyBuffer>()           // weights [L, N, M]
                                   .Arg<ffi::BufferR3<ffi::F32>>()  // scales [L, N / 128, M / 128]
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
+                                  .Arg<ffi::AnyBuffer>()           // weights [S, N, M], or a scalar
+                                  .Arg<ffi::AnyBuffer>()           // their scales, or a scalar
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L + S]
                                   .Ret<ffi::AnyBuffer>()           // [C, N]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("num_sms"),
@@ -174,6 +206,7 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
                                               ffi::BufferR2<ffi::F32> other_scales,
                                               ffi::BufferR1<ffi::S32> group_sizes,
                                               ffi::Result<ffi::AnyBuffer> out,
+                                              ffi::Result<ffi::AnyBuffer> redundant_out,
                                               ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms) {
   if (rows.element_type() != ffi::F8E4M3FN || others.element_type() != ffi::F8E4M3FN ||
       out->element_type() != ffi::BF16) {
@@ -183,7 +216,8 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
     return InvalidArgument("grouped_dot: transposed FP8 rows must be [M, C] and [N, C]");
   }
   const int64_t inner = rows.dimensions()[0], num_rows = rows.dimensions()[1];
-  const int64_t num_groups = group_sizes.element_count(), outer = others.dimensions()[0];
+  const int64_t num_redundant = NumRedundant(*redundant_out), outer = others.dimensions()[0];
+  const int64_t num_home = group_sizes.element_count() - num_redundant;
   if (inner % kFp8Block != 0 || outer % kFp8Block != 0 || num_rows % kFp8Block != 0) {
     return InvalidArgument("grouped_dot: sizes of transposed FP8 rows must be multiples of 128, got ", inner,
                            " and ", outer, " columns of ", num_rows, " rows");
@@ -193,9 +227,10 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
   auto error = FirstError({CheckShape("grouped_dot: the other rows", others, {outer, num_rows}),
                            CheckShape("grouped_dot: scales of rows", row_scales, {blocks, inner}),
                            CheckShape("grouped_dot: scales of the other rows", other_scales, {blocks, outer}),
-                           CheckShape("grouped_dot: the result", *out, {num_groups, inner, outer})});
+                           CheckRedundant(*redundant_out, ffi::BF16, {num_redundant, inner, outer}),
+                           CheckShape("grouped_dot: the result", *out, {num_home, inner, outer})});
   if (error.success())
-    error = DecodeGroupedDot(rows, others, group_sizes, out, scratch, num_sms, outer, params);
+    error = DecodeGroupedDot(rows, others, *redundant_out, group_sizes, out, scratch, num_sms, outer, params);
   if (error.failure() || out->element_count() == 0) return error;
   std::swap(params.num_rows, params.inner);  // the rows are transposed
   params.product = GroupedDot::kWeights;
@@ -212,8 +247,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler, ComputeGroupedDotF
                                   .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C / 128, M]
                                   .Arg<ffi::AnyBuffer>()           // others [N, C]
                                   .Arg<ffi::BufferR2<ffi::F32>>()  // scales [C / 128, N]
-                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L]
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L + S]
                                   .Ret<ffi::AnyBuffer>()           // [L, M, N]
+                                  .Ret<ffi::AnyBuffer>()           // [S, M, N] or [0]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -127,7 +127,7 @@ ProductCheck CompareKind(const ProductEngine& engine, const ProductEngine& plain
   params.product = kind.product;
   params.type = kind.operands == Operands::kF16 ? Float::kF16 : Float::kBF16;
   params.num_rows = kRows;
-  params.num_groups = kGroups;
+  params.num_groups = params.num_home = kGroups;
   params.inner = kInner;
   params.outer = kOuter;
   std::byte* const sizes = memory.Take(sizeof(kGroupSizes));

@@ -23,20 +23,23 @@ __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays&
                               int64_t first, int rows) {
   constexpr int64_t kOut = sizeof(uint16_t);
   const int64_t element = params.row_scales != nullptr ? 1 : kOut;
-  const int64_t inner = params.inner, outer = params.outer, matrix = group * inner * outer;
+  const int64_t inner = params.inner, outer = params.outer;
   const auto* a = static_cast<const std::byte*>(params.rows) + first * inner * element;
   const auto* others = static_cast<const std::byte*>(params.others);
   auto* out = static_cast<std::byte*>(params.out);
   const bool of_weights = params.product == GroupedDot::kWeights;
   groups.a[group] = a;
-  groups.b[group] = others + (of_weights ? first * outer : matrix) * element;
-  groups.d[group] = out + (of_weights ? matrix : first * outer) * kOut;
+  groups.b[group] = of_weights ? others + first * outer * element
+                               : params.OfGroup(others, params.redundant, group, inner * outer * element);
+  groups.d[group] = of_weights ? params.OfGroup(out, params.redundant, group, inner * outer * kOut)
+                               : out + first * outer * kOut;
   groups.a_strides[group] = inner;
   groups.b_strides[group] = params.product == GroupedDot::kRowsTransposed ? inner : outer;
   groups.d_strides[group] = outer;
   if (params.row_scales != nullptr) {
     groups.a_scales[group] = params.row_scales + first * (inner / kFp8Block);
-    groups.b_scales[group] = params.other_scales + group * (outer / kFp8Block) * (inner / kFp8Block);
+    groups.b_scales[group] = params.OfGroup(params.other_scales, params.redundant_scales, group,
+                                            (outer / kFp8Block) * (inner / kFp8Block));
   }
   if (HasTransposedRows(params)) {
     groups.a[group] = static_cast<const std::byte*>(params.rows) + first;
@@ -98,7 +101,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
     if (writes && is_group) DescribeGroup(params, groups, group, first, rows);
     if (of_weights) {
       for (unsigned empty = __ballot_sync(kAllLanes, is_group && rows == 0); empty != 0; empty &= empty - 1) {
-        Clear(out + (base + __ffs(static_cast<int>(empty)) - 1) * matrix, matrix);
+        const int group = base + __ffs(static_cast<int>(empty)) - 1;
+        Clear(params.OfGroup(out, params.redundant, group, matrix), matrix);
       }
     }
     begin += __shfl_sync(kAllLanes, end, kWarp - 1);

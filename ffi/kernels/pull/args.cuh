@@ -11,6 +11,7 @@ struct PullArgs : PullOperands {
   Peers peers;
   Summand summands[kMaxPayloads];
   Bias biases[kMaxBiases];
+  bool adds_in_place;       // the bias lies in the result, so that tokens without rows need nothing
   int32_t num_pullers;      // blocks that pull; the others fold
   int32_t sums_per_ticket;  // of folds through rings
   Waves waves;

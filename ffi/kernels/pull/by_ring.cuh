@@ -115,6 +115,7 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
         if (!in_time) break;
         FenceBulk();
       }
+      if (sources.lanes == 0 && args.adds_in_place) continue;
       PutSum<T>(ring, {sources.row, 1.0f, sources.lanes}, sources.weight, i, args.summands[i].num_elements,
                 token, -1);
     }

@@ -52,6 +52,7 @@ __device__ void PullArray(const PullArgs& args, const Session& session, const Pu
     }
     const Destination destination = FindDestination(args.shape, args.handle, t, lane);
     const SumInputs<T> inputs = FindSumSources<T>(args, published, index, t, destination, lane).Load();
+    if (inputs.lanes == 0 && args.adds_in_place) continue;
     for (int first = ticket % warps_per_token * kColumns; first < width;
          first += warps_per_token * kColumns) {
       PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
@@ -206,6 +207,8 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     }
     const bool weights_alone = params.num_summands == 0 && type == Float::kF32;
     if (args.num_summands == 0 && !weights_alone) continue;
+    args.adds_in_place =
+        args.num_biases == 1 && args.biases[0].data == args.summands[0].out && args.biases[0].type == type;
     RowBytes rows;
     for (int i = 0; i < args.num_summands; ++i) rows.Add(args.summands[i].num_elements * BytesOf(type));
     args.folds = params.folds && rows.sum > 0;

@@ -211,9 +211,9 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   Stages stages{bytes + int64_t{2} * warp * args.bulk.stage_bytes, barriers[warp % kMaxBulkWarps], 0,
                 reinterpret_cast<float*>(bytes + int64_t{2} * args.bulk.num_warps * args.bulk.stage_bytes) +
                     warp * (args.bulk.stage_bytes / args.element_bytes / kFp8Block)};
-  const Slice slice = FirstSlice(args, batch.begin);
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
   const bool loads = kInBulk && block.sends && warp < args.bulk.num_sending;
+  const Slice slice = loads ? FirstSlice(args, batch) : Slice{};
   if (has_stages && threadIdx.x % kWarp == 0) InitBarriers(stages.barriers);
   if constexpr (kRings) Ring(args.ring, memory, bytes).Init();
   if (loads) LoadSlice(args, slice, batch.end, stages, 0);

@@ -123,9 +123,29 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   return p;
 }
 
+// Returns this warp's slice that begins with `slice`, or after tokens that are not sent. Of the rows that a
+// program places, pieces of weights, most are not. Called by a warp.
+__device__ inline Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
+  if (args.shape.order != Order::kPlaced) return slice;
+  const int R = args.shape.num_ranks, lane = threadIdx.x % kWarp;
+  const int step = args.bulk.num_sending * args.bulk.slice_tokens;
+  for (; slice.token < end; slice.token += kWarp * step) {
+    Slice one = slice;
+    one.token += lane * step;
+    const int32_t* const rows = args.handle.sent_rows + int64_t{one.token} * R;
+    bool is_sent = false;
+    for (int i = 0; i < SliceTokens(args, one, end) * R; ++i) is_sent |= rows[i] >= 0;
+    const unsigned sent = __ballot_sync(kAllLanes, is_sent);
+    if (sent == 0) continue;
+    slice.token += (__ffs(sent) - 1) * step;
+    break;
+  }
+  return slice;
+}
+
 // Returns this warp's slice after `slice`: along the row, then in the next payload, then of the warp's next
 // tokens.
-__device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
+__device__ inline Slice NextSlice(const PushArgs& args, Slice slice, int end) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
   slice.offset = 0;
@@ -133,7 +153,7 @@ __device__ inline Slice NextSlice(const PushArgs& args, Slice slice) {
   if (slice.payload < args.bulk.num_payloads) return slice;
   slice.payload = NextBulkPayload(args, 0);
   slice.token += args.bulk.num_sending * args.bulk.slice_tokens;
-  return slice;
+  return SkipUnsent(args, slice, end);
 }
 
 // A warp's two stages of shared memory. While the stores of one slice read one stage, the next slice is
@@ -155,10 +175,11 @@ __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int e
            SliceBytes(args, slice) * SliceTokens(args, slice, end), &stages.barriers[stage]);
 }
 
-// Returns the warp's first slice of tokens from `begin` on.
-__device__ inline Slice FirstSlice(const PushArgs& args, int begin) {
+// Returns the warp's first slice of a batch.
+__device__ inline Slice FirstSlice(const PushArgs& args, const Batch& batch) {
   const int warp = static_cast<int>(threadIdx.x / kWarp);
-  return {begin + warp * args.bulk.slice_tokens, NextBulkPayload(args, 0), 0};
+  return SkipUnsent(args, {batch.begin + warp * args.bulk.slice_tokens, NextBulkPayload(args, 0), 0},
+                    batch.end);
 }
 
 // The destinations of up to kTokens tokens of a slice.
@@ -190,13 +211,13 @@ __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
   const auto load_following = [&](int stage) {
-    LoadSlice(args, FirstSlice(args, following.begin), following.end, stages, stage);
+    LoadSlice(args, FirstSlice(args, following), following.end, stages, stage);
   };
-  Slice slice = FirstSlice(args, batch.begin);
+  Slice slice = FirstSlice(args, batch);
   SliceDestinations<kTokens> destinations;
   int token = -1;
   for (; slice.token < batch.end; ++stages.used) {
-    const Slice next = NextSlice(args, slice);
+    const Slice next = NextSlice(args, slice, batch.end);
     const int stage = stages.used % 2, count = SliceTokens(args, slice, batch.end);
     const auto find_destinations = [&] {
       if (slice.token == token) return;

@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) 
   const int rows = min(kTileM, tile.last - tile.first);
   if (tile.group == params.num_groups) return ClearTile(out, rows, n0, N);
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{tile.first} * K, K, rows, K};
-  const T* weights = static_cast<const T*>(params.others) + int64_t{tile.group} * K * N;
+  const T* weights =
+      params.OfGroup(static_cast<const T*>(params.others), params.redundant, tile.group, int64_t{K} * N);
   const Matrix<T> b = kTransposed ? Matrix<T>{weights, K, N, K} : Matrix<T>{weights, N, K, N};
   MultiplyTile<T, false, kTransposed>(a, b, K, 0, n0, out, N, rows, N);
 }
@@ -49,11 +50,13 @@ __global__ void __launch_bounds__(kThreads) RowsFp8Kernel(GroupedDotParams param
                        1,
                        0,
                        kFp8Shift};
-  const ScaledMatrix b{static_cast<const __nv_fp8_e4m3*>(params.others) + int64_t{tile.group} * K * N,
+  const ScaledMatrix b{params.OfGroup(static_cast<const __nv_fp8_e4m3*>(params.others), params.redundant,
+                                      tile.group, int64_t{K} * N),
                        K,
                        N,
                        K,
-                       params.other_scales + int64_t{tile.group} * (N / kFp8Block) * blocks,
+                       params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
+                                      int64_t{N / kFp8Block} * blocks),
                        blocks,
                        1,
                        kFp8Shift,
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams param
   const int K = params.inner, N = params.outer;
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{range.begin} * K, K, range.rows, K};
   const Matrix<T> b{static_cast<const T*>(params.others) + int64_t{range.begin} * N, N, range.rows, N};
-  T* out = static_cast<T*>(params.out) + int64_t{blockIdx.z} * K * N;
+  T* out = params.OfGroup(static_cast<T*>(params.out), params.redundant, blockIdx.z, int64_t{K} * N);
   MultiplyTile<T, true, false>(a, b, range.rows, blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);
 }
 
@@ -87,7 +90,8 @@ __global__ void __launch_bounds__(kThreads) WeightsFp8Kernel(GroupedDotParams pa
                         0,
                         kFp8Shift};
   };
-  auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{blockIdx.z} * K * N;
+  auto* out =
+      params.OfGroup(static_cast<__nv_bfloat16*>(params.out), params.redundant, blockIdx.z, int64_t{K} * N);
   MultiplyTile<float, false, true>(operand(params.rows, params.row_scales, K),
                                    operand(params.others, params.other_scales, N), range.rows,
                                    blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);

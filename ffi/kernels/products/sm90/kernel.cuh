@@ -53,10 +53,11 @@ struct ProductTypes {
       cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<CuteShape>, Mainloop, Epilogue>;
 };
 
+// Only bfloat16 has more than one tiling, because each of them takes half a minute to compile.
 template <GroupedDot kProduct, Operands kOperands>
-constexpr bool kHasNarrowTiling = kProduct != GroupedDot::kWeights && kOperands != Operands::kFp8;
+constexpr bool kHasNarrowTiling = kProduct != GroupedDot::kWeights && kOperands == Operands::kBF16;
 template <GroupedDot kProduct, Operands kOperands>
-constexpr bool kHasTallTiling = kProduct == GroupedDot::kRows && kOperands != Operands::kFp8;
+constexpr bool kHasTallTiling = kProduct != GroupedDot::kWeights && kOperands == Operands::kBF16;
 
 inline int MemoryBusBits() {
   int device = 0, bits = 0;

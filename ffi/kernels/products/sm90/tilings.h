@@ -68,7 +68,8 @@ using TallTiling = Tiling<Cooperative, 128, 256, 64, 2, 1, 128, 64>;
 // has a bus of `memory_bits` (docs/tuning.md). An H100's has 5120 bits. That of an H200, with 6144 bits, is
 // fast enough for the other tilings.
 constexpr bool SuitsTallTiles(int64_t rows, int inner, int columns, int memory_bits) {
-  return rows >= 512 && rows <= 1536 && inner >= 5120 && columns <= 8192 && memory_bits <= 5120;
+  const bool is_long = inner >= 5120 || (inner >= 4096 && rows < 512);
+  return is_long && rows >= 128 && rows <= 1536 && columns <= 8192 && memory_bits <= 5120;
 }
 
 // Here the sum goes over rows, and tiles cover a group's matrix. A short sum leaves many bytes to store.

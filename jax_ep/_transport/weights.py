@@ -1,0 +1,56 @@
+"""Weights of a rank's physical experts, of which the redundant ones lie in an array of their own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PhysicalWeights:
+    """Weights of a rank's physical experts: L home and S redundant ones. A pytree.
+
+    They lie in two arrays, so that those of home experts are not copied. `replicate` returns them, and `moe`
+    passes them to `expert_fn`. `grouped_dot`, `gated_mlp` and `quantize_weights` take them in place of an
+    array [L + S, ...]. `jnp.asarray(w)` is that array, a copy. Functions of `jax.numpy` convert w likewise.
+
+    Attributes:
+      home: [L, ...] of the home experts: the array that `replicate` got.
+      redundant: [S, ...] of the redundant experts, zero in empty slots.
+    """
+
+    home: jax.Array
+    redundant: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(L + S, ...)."""
+        return (self.home.shape[0] + self.redundant.shape[0], *self.home.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of both arrays."""
+        return self.home.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.home.ndim
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.concatenate([self.home, self.redundant])
+
+
+def num_redundant(w: jax.Array | PhysicalWeights) -> int:
+    """Returns S, 0 for an array."""
+    return w.redundant.shape[0] if isinstance(w, PhysicalWeights) else 0
+
+
+def home_of(w: jax.Array | PhysicalWeights) -> jax.Array:
+    return w.home if isinstance(w, PhysicalWeights) else w
+
+
+def redundant_of(w: jax.Array | PhysicalWeights) -> jax.Array | None:
+    return w.redundant if isinstance(w, PhysicalWeights) else None

@@ -1,0 +1,92 @@
+"""Products with weights of which the redundant experts' lie apart: the bits of those with one array."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import floats, same_bits
+
+import jax_ep
+
+L, S, H, F = 3, 2, 256, 128
+SIZES = np.array([70, 0, 130, 37, 0], np.int32)  # a slot of the last two is empty
+ROWS = 260
+
+
+def quantize_first(function):
+    """The function of weights that it gets in FP8."""
+    return lambda rows, w: function(rows, jax.tree.map(jax_ep.quantize_weights, w, is_leaf=is_weights))
+
+
+def is_weights(w):
+    return isinstance(w, jax.Array | jax_ep.PhysicalWeights)
+
+
+def dot(rows, w):
+    return jax_ep.grouped_dot(rows, w["up"], SIZES)
+
+
+def mlp(rows, w, **options):
+    return jax_ep.gated_mlp(rows, w["up"], w["down"], SIZES, b_up=w["bias"], **options)
+
+
+FUNCTIONS = {
+    "grouped_dot": dot,
+    "gated_mlp": mlp,
+    "gated_mlp in fp8": functools.partial(mlp, precision="fp8"),
+    "gated_mlp all in fp8": functools.partial(mlp, precision="fp8_all", save="inputs"),
+    "grouped_dot of quantize_weights": quantize_first(lambda rows, w: dot(rows, {"up": w["up"]})),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients(name, dtype):
+    """A product and a layer, forward and backward, and the gradient of a product's gradient."""
+    w = {"up": floats((L + S, H, 2 * F), dtype), "down": floats((L + S, F, H), dtype, seed=1)}
+    if "quantize_weights" not in name:
+        w["bias"] = floats((L + S, 2 * F), dtype, seed=2)
+    rows = floats((ROWS, H), dtype, seed=3)
+    apart = {key: jax_ep.PhysicalWeights(array[:L], array[L:]) for key, array in w.items()}
+
+    def loss(rows, w):
+        out = FUNCTIONS[name](rows, w)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    def run(rows, w):
+        gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(rows, w)
+        return gradients, out
+
+    def curvature(rows, w):
+        gradients, out = run(rows, w)
+        return jnp.sum(gradients[0].astype(jnp.float32) ** 2), (gradients, out)
+
+    # XLA may compute what it fuses in another order, as around a layer's second gradient.
+    function = jax.jit(jax.grad(curvature, 1, has_aux=True) if name == "grouped_dot" else run)
+    got, want = function(rows, apart), function(rows, w)
+    whole = jax.tree.map(
+        lambda w: np.concatenate([w.home, w.redundant]) if isinstance(w, jax_ep.PhysicalWeights) else w,
+        got,
+        is_leaf=lambda w: isinstance(w, jax_ep.PhysicalWeights),
+    )
+    assert jax.tree.structure(whole) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(want), strict=True):
+        assert same_bits(one, other)
+
+
+def test_quantized_arrays_and_a_batch():
+    """Matrices in FP8, and `jax.vmap` over the rows alone, and over the weights, too."""
+    rows, w = floats((ROWS, H)), floats((L + S, H, F), seed=1)
+    apart = jax_ep.PhysicalWeights(jnp.asarray(w[:L]), jnp.asarray(w[L:]))
+    quantize = functools.partial(jax_ep.quantize_fp8, block=(128, 128))
+    q = jax.tree.map(jax_ep.PhysicalWeights, quantize(apart.home), quantize(apart.redundant))
+    x = jax_ep.quantize_fp8(rows)
+    assert same_bits(jax_ep.grouped_dot(x, q, SIZES), jax_ep.grouped_dot(x, quantize(w), SIZES))
+    dot = lambda rows, w: jax_ep.grouped_dot(rows, w, SIZES)
+    two = jnp.stack([rows, rows[::-1]])
+    want = np.stack([dot(rows, w), dot(rows[::-1], w)])
+    assert same_bits(jax.vmap(dot, (0, None))(two, apart), want)
+    assert same_bits(jax.vmap(dot)(two, jax.tree.map(lambda a: jnp.stack([a, a]), apart)), want)
+    np.testing.assert_array_equal(jnp.asarray(apart), w)
