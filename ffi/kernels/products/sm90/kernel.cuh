@@ -73,7 +73,8 @@ cudaError_t WithTypes(const GroupedDotParams& params, F&& f) {
     if (SuitsNarrowTiles(params.outer)) return f(ProductTypes<kProduct, kOperands, NarrowTiling>());
   }
   if constexpr (kHasTallTiling<kProduct, kOperands>) {
-    if (SuitsTallTiles(params.num_rows / params.num_groups, params.inner, params.outer, MemoryBusBits())) {
+    const int64_t rows = params.num_rows / params.num_groups;
+    if (SuitsTallTiles(kProduct, rows, params.inner, params.outer, MemoryBusBits())) {
       return f(ProductTypes<kProduct, kOperands, TallTiling>());
     }
   }

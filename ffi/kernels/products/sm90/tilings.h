@@ -64,12 +64,13 @@ static_assert(SuitsNarrowTiles(768) && SuitsNarrowTiles(kNarrowColumns) && !Suit
 // up to 256 rows.
 using TallTiling = Tiling<Cooperative, 128, 256, 64, 2, 1, 128, 64>;
 
-// Returns whether TallTiling is faster if the operand has `rows` rows for each group, on a GPU whose memory
-// has a bus of `memory_bits` (docs/tuning.md). An H100's has 5120 bits. That of an H200, with 6144 bits, is
-// fast enough for the other tilings.
-constexpr bool SuitsTallTiles(int64_t rows, int inner, int columns, int memory_bits) {
-  const bool is_long = inner >= 5120 || (inner >= 4096 && rows < 512);
-  return is_long && rows >= 128 && rows <= 1536 && columns <= 8192 && memory_bits <= 5120;
+// Returns whether TallTiling is faster for a product whose operand has `rows` rows for each group, on a GPU
+// whose memory has a bus of `memory_bits` (docs/tuning.md). An H100's has 5120 bits. That of an H200, with
+// 6144 bits, is fast enough for the other tilings.
+constexpr bool SuitsTallTiles(GroupedDot product, int64_t rows, int inner, int columns, int memory_bits) {
+  const bool has_few_rows = rows >= 128 && rows < 512 && inner >= 4096;
+  const bool has_many_rows = rows >= 512 && rows <= 1536 && inner >= 5120 && product == GroupedDot::kRows;
+  return (has_few_rows || has_many_rows) && columns <= 8192 && memory_bits <= 5120;
 }
 
 // Here the sum goes over rows, and tiles cover a group's matrix. A short sum leaves many bytes to store.
