@@ -28,7 +28,7 @@ from jax_ep._transport.gated import (
     without_values,
 )
 from jax_ep._transport.products import product
-from jax_ep._transport.weights import num_redundant
+from jax_ep._transport.weights import num_redundant_of
 
 _NO_GRADIENT = (
     "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "
@@ -184,15 +184,14 @@ def _gated_mlp_bwd(
         given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, saved_rows = precision.prepare(given.rows, sizes)
         z = _preactivation(options, given, rows)
-    num_slots = num_redundant(_wide(given.w_up))
     d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
     found = precision.gradients(
         options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
     )
-    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes, num_slots)
+    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
     d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
-    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes, num_slots)
+    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
@@ -270,7 +269,7 @@ def _check(
             matrices.append(QuantizedWeights(w.w, *fixed))
         else:
             matrices.append(matrices_of("gated_mlp", name, w))
-    wide = list(map(_wide, matrices))
+    wide = [w.w if isinstance(w, QuantizedWeights) else w for w in matrices]
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
     dtypes = {w.dtype for w in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
@@ -297,9 +296,8 @@ def _check(
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 
-def _wide(w: Any) -> Any:
-    """Returns the matrices that quantized ones were made of."""
-    return w.w if isinstance(w, QuantizedWeights) else w
+def _num_redundant(w: Any) -> int:
+    return num_redundant_of(w.w if isinstance(w, QuantizedWeights) else w)
 
 
 def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:

@@ -22,7 +22,7 @@ from jax_ep._transport.gated import (
     without_values,
 )
 from jax_ep._transport.products import fp8_product, product
-from jax_ep._transport.weights import PhysicalWeights, num_redundant
+from jax_ep._transport.weights import PhysicalWeights, num_redundant_of
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
@@ -73,7 +73,8 @@ def grouped_dot(
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
-    if group_offset is not None and (isinstance(rows, QuantizedArray) or not isinstance(w, jax.Array)):
+    is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
+    if group_offset is not None and is_quantized:
         raise TypeError(
             "grouped_dot: group_offset needs rows and w that are not quantized, got "
             f"{type(rows).__name__} and {type(w).__name__}"
@@ -210,7 +211,7 @@ def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
     gradients = (
         cotangent_of(rows, sharded_like(saved_rows, fp8.times_transposed(d_rows, w, group_sizes))),
-        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes, num_redundant(w.w))),
+        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes, num_redundant_of(w.w))),
     )
     return *gradients, None
 

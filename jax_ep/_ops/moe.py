@@ -142,7 +142,8 @@ def moe(
         `jax.lax.ragged_dot` is also correct, but multiplies all rows by every matrix.) Values in padding and
         tail rows are ignored. `moe` applies the weights afterwards, unless experts_apply_weights is true.
         With expert_params it is (sent, params), with arrays [L, ...], or with redundant experts a
-        `PhysicalWeights` [L + S, ...] in place of each, as `grouped_dot` and `gated_mlp` take it.
+        `PhysicalWeights` [L + S, ...] in place of each. `grouped_dot` and `gated_mlp` take it as it is, and
+        `jnp.asarray(w)` is an array for other functions.
       group: the ranks.
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for

@@ -16,14 +16,14 @@ from jax_ep._transport.weights import PhysicalWeights, home_of, redundant_of
 def grouped_dot(
     product: Product,
     num_sms: int,
-    num_slots: int,
+    num_redundant: int,
     rows: jax.Array,
     others: Any,
     group_sizes: jax.Array,
     first_row: jax.Array | None = None,
 ) -> Any:
     if product is Product.WEIGHTS:
-        shapes = _matrices(group_sizes, num_slots, (rows.shape[1], others.shape[1]))
+        shapes = _matrices(group_sizes, num_redundant, (rows.shape[1], others.shape[1]))
     else:
         shapes = [(rows.shape[0], others.shape[2 if product is Product.ROWS else 1]), (0,)]
     redundant = or_scalar(redundant_of(others), rows.dtype)
@@ -34,7 +34,7 @@ def grouped_dot(
         product=np.int64(product),
         num_sms=np.int64(num_sms),
     )
-    return PhysicalWeights(*matrices) if num_slots else matrices[0]
+    return PhysicalWeights(*matrices) if num_redundant else matrices[0]
 
 
 def grouped_dot_fp8(
@@ -59,18 +59,18 @@ def grouped_dot_fp8_weights(
     other_scales: jax.Array,
     group_sizes: jax.Array,
     num_sms: int,
-    num_slots: int,
+    num_redundant: int,
 ) -> Any:
     """Multiplies rows that are stored transposed, [M, C] and [N, C]. Returns bfloat16 matrices [L, M, N]."""
     operands = [rows, row_scales, others, other_scales, group_sizes]
-    shapes = _matrices(group_sizes, num_slots, (rows.shape[0], others.shape[0]))
+    shapes = _matrices(group_sizes, num_redundant, (rows.shape[0], others.shape[0]))
     matrices = _fp8_product("grouped_dot_fp8_weights", operands, shapes, num_sms)
-    return PhysicalWeights(*matrices) if num_slots else matrices[0]
+    return PhysicalWeights(*matrices) if num_redundant else matrices[0]
 
 
-def _matrices(group_sizes: jax.Array, num_slots: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+def _matrices(group_sizes: jax.Array, num_redundant: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:
     """Returns the shapes of the matrices of home experts, and of redundant ones."""
-    return [(group_sizes.size - num_slots, *shape), (num_slots, *shape) if num_slots else (0,)]
+    return [(group_sizes.size - num_redundant, *shape), (num_redundant, *shape) if num_redundant else (0,)]
 
 
 def _fp8_product(

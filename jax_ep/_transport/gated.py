@@ -69,8 +69,8 @@ class Precision(Protocol):
 
     def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_slots: int) -> Any:
-        """Returns matrices as `product` does. The last `num_slots` are those of redundant experts."""
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_redundant: int) -> Any:
+        """Returns the matrices' gradients as a `product` WEIGHTS does."""
         ...
 
     def prepare(self, rows: Any, sizes: jax.Array) -> tuple[Any, Any]:
@@ -110,8 +110,10 @@ class Wide:
     def times_transposed(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
         return product(Product.ROWS_TRANSPOSED, self.num_sms, 0, rows, w, sizes)
 
-    def weight_gradient(self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_slots: int) -> Any:
-        return product(Product.WEIGHTS, self.num_sms, num_slots, rows, d_rows, sizes)
+    def weight_gradient(
+        self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_redundant: int
+    ) -> Any:
+        return product(Product.WEIGHTS, self.num_sms, num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows, rows
@@ -156,13 +158,13 @@ class Fp8:
         kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
         return self._product(rows, kept, sizes)
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_slots: int) -> Any:
+    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_redundant: int) -> Any:
         if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
                 rows = quantize_columns(rows, sizes, self.rounds)
-            return fp8_weight_gradient(self.num_sms, num_slots, rows, d_rows, sizes)
+            return fp8_weight_gradient(self.num_sms, num_redundant, rows, d_rows, sizes)
         rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
-        return product(Product.WEIGHTS, self.num_sms, num_slots, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.num_sms, num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
         if isinstance(rows, QuantizedArray):

@@ -13,7 +13,7 @@ from jax_ep._transport import ffi_products, xla_products
 from jax_ep._transport.backend import Product
 from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
 from jax_ep._transport.fp8_passes import Columns
-from jax_ep._transport.weights import PhysicalWeights, home_of, num_redundant
+from jax_ep._transport.weights import PhysicalWeights, home_of, num_redundant_of
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
@@ -22,7 +22,7 @@ _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 def product(
     kind: Product,
     num_sms: int,
-    num_slots: int,
+    num_redundant: int,
     rows: jax.Array,
     others: Any,
     group_sizes: jax.Array,
@@ -30,32 +30,36 @@ def product(
 ) -> Any:
     """Computes a product. The groups begin at `first_row` (int32 scalar), or at row 0 if it is None.
 
-    Matrices, of others or of the result, are an array or `PhysicalWeights`. A product WEIGHTS returns these
-    if the last `num_slots` groups, more than 0, are redundant experts. Each product is linear in both
-    operands, and its gradients are the two others, so gradients of any order are products of these kinds.
+    The matrices of others are an array or `PhysicalWeights`. So are those that a product WEIGHTS returns:
+    with num_redundant > 0 the last groups are redundant experts. Each product is linear in both operands, and
+    its gradients are the two others, so gradients of any order are products of these kinds.
     """
 
     def one(rows: jax.Array, others: Any, group_sizes: jax.Array, *first_row: jax.Array) -> Any:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
-            return ffi_products.grouped_dot(kind, num_sms, num_slots, rows, others, group_sizes, *first_row)
+            return ffi_products.grouped_dot(
+                kind, num_sms, num_redundant, rows, others, group_sizes, *first_row
+            )
         matrices = xla_products.grouped_dot(kind, rows, jnp.asarray(others), group_sizes, *first_row)
-        return _split(num_slots, matrices)
+        return _split(num_redundant, matrices)
 
     return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
 
 
-def _split(num_slots: int, matrices: jax.Array) -> Any:
-    if num_slots == 0:
+def _split(num_redundant: int, matrices: jax.Array) -> Any:
+    if num_redundant == 0:
         return matrices
-    num_home = matrices.shape[0] - num_slots
+    num_home = matrices.shape[0] - num_redundant
     return PhysicalWeights(matrices[:num_home], matrices[num_home:])
 
 
-def _product_fwd(kind: Product, num_sms: int, num_slots: int, *operands: Any) -> Any:
-    return product(kind, num_sms, num_slots, *operands), operands
+def _product_fwd(kind: Product, num_sms: int, num_redundant: int, *operands: Any) -> Any:
+    return product(kind, num_sms, num_redundant, *operands), operands
 
 
-def _product_bwd(kind: Product, num_sms: int, num_slots: int, saved: tuple[Any, ...], cotangent: Any) -> Any:
+def _product_bwd(
+    kind: Product, num_sms: int, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
+) -> Any:
     rows, others, group_sizes, first_row = saved
     # The product, and its operands, that is the gradient of each operand.
     gradients = {
@@ -76,7 +80,7 @@ def _product_bwd(kind: Product, num_sms: int, num_slots: int, saved: tuple[Any, 
         product(
             one,
             num_sms,
-            num_redundant(others) if one is Product.WEIGHTS else 0,
+            num_redundant_of(others) if one is Product.WEIGHTS else 0,
             left,
             right,
             group_sizes,
@@ -121,11 +125,11 @@ def fp8_product(
 
 
 def fp8_weight_gradient(
-    num_sms: int, num_slots: int, rows: Columns, others: Columns, group_sizes: jax.Array
+    num_sms: int, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
 ) -> Any:
     """Multiplies, group by group, rows [C, M], transposed, by rows [C, N]. Returns bfloat16 matrices.
 
-    Both are given transposed, as `fp8_passes` makes them. `num_slots` is as for `product`.
+    Both are given transposed, as `fp8_passes` makes them. `num_redundant` is as for `product`.
     """
 
     def one(
@@ -133,9 +137,9 @@ def fp8_weight_gradient(
     ) -> Any:
         if _has_fp8_kernels():
             operands = rows, scales, others, other_scales, sizes
-            return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_slots)
+            return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_redundant)
         wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
-        out = product(Product.WEIGHTS, num_sms, num_slots, *wide, Columns.padded_sizes(sizes))
+        out = product(Product.WEIGHTS, num_sms, num_redundant, *wide, Columns.padded_sizes(sizes))
         return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
 
     return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)

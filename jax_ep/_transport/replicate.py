@@ -84,29 +84,33 @@ def routing_of(group: Group, num_experts: int, num_physical: int, pieces: int) -
 def send_placed(
     backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
 ) -> Leaves:
-    """Sends arrays [L, ...] of this rank's experts to all their instances. Returns those here: [N, ...]."""
+    """Sends arrays [L, ...] of this rank's experts to all their instances of a given placement.
+
+    Returns those here: [N, ...].
+    """
     moved, _ = push(backend, _handle(backend, routing, placement, pieces), _cut(routing, leaves), None)
-    return _whole(pieces, moved, leaves)
+    return _whole(routing, moved, leaves)
 
 
 def send_replicas(
     backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
 ) -> list[PhysicalWeights]:
-    """Sends arrays [L, ...] of this rank's experts to the slots of other ranks."""
+    """Sends arrays [L, ...] of this rank's experts to slots of other ranks. Returns them, and those here."""
     handle = _handle(backend, routing, placement, pieces)
-    home, moved = _push_replicas(backend, handle, _cut(routing, leaves))
-    shaped = (rows.reshape(leaf.shape) for rows, leaf in zip(home, leaves, strict=True))
-    return list(map(PhysicalWeights, shaped, _whole(pieces, moved, leaves)))
+    return list(map(PhysicalWeights, *_push_replicas(backend, handle, leaves)))
 
 
 @custom_vjp(0)
-def _push_replicas(backend: Backend, handle: Handle, rows: Leaves) -> tuple[Leaves, Leaves]:
-    """Returns rows [T, ...] and what a push makes of them [C, ...]. One pull sums the gradients of both."""
-    return rows, push(backend, handle, rows, None)[0]
+def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Leaves, Leaves]:
+    """Returns arrays [L, ...] and those of the slots [S, ...]. One pull sums the gradients of both."""
+    moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+    return leaves, _whole(handle.routing, moved, leaves)
 
 
-def _push_replicas_forward(backend: Backend, handle: Handle, rows: Leaves) -> Any:
-    return _push_replicas(backend, handle, rows), for_backward(handle)
+def _push_replicas_forward(backend: Backend, handle: Handle, leaves: Leaves) -> Any:
+    # Without a call of _push_replicas JAX sees that the leaves are returned, and a scan does not store them.
+    moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+    return (leaves, _whole(handle.routing, moved, leaves)), for_backward(handle)
 
 
 def _push_replicas_backward(backend: Backend, handle: Handle, cotangents: tuple[Leaves, Leaves]) -> Any:
@@ -122,8 +126,10 @@ _push_replicas.defvjp(_push_replicas_forward, _push_replicas_backward)
 
 @custom_vjp(0)
 def _pull_replicas(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> jax.Array:
-    """Returns rows [T, ...] plus the sums of their replicas [C, ...]: the transpose of `_push_replicas`."""
-    return backend.pull(handle, (moved,), None, (home,), None, adds_in_place=True)[0][0]
+    """Returns an array [L, ...] plus the sums of its replicas [S, ...]: the transpose of `_push_replicas`."""
+    rows = moved.reshape(handle.routing.capacity, -1)
+    biases = _cut(handle.routing, (home,))
+    return backend.pull(handle, (rows,), None, biases, None, adds_in_place=True)[0][0].reshape(home.shape)
 
 
 def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> Any:
@@ -151,7 +157,8 @@ def _cut(routing: Routing, leaves: Leaves) -> Leaves:
     return tuple(leaf.reshape(routing.num_tokens, -1) for leaf in leaves)
 
 
-def _whole(pieces: int, moved: Leaves, leaves: Leaves) -> Leaves:
-    """Returns pieces as arrays of the shapes that the leaves have for an expert."""
+def _whole(routing: Routing, moved: Leaves, leaves: Leaves) -> Leaves:
+    """Returns pieces as arrays of experts, of the shapes that the leaves [L, ...] have for an expert."""
+    pieces = routing.num_tokens // leaves[0].shape[0]
     pairs = zip(moved, leaves, strict=True)
-    return tuple(rows.reshape(rows.shape[0] // pieces, *leaf.shape[1:]) for rows, leaf in pairs)
+    return tuple(rows.reshape(routing.capacity // pieces, *leaf.shape[1:]) for rows, leaf in pairs)

@@ -14,10 +14,12 @@ class PhysicalWeights:
 
     They lie in two arrays, so that those of home experts are not copied. `replicate` returns them, and `moe`
     passes them to `expert_fn`. `grouped_dot`, `gated_mlp` and `quantize_weights` take them in place of an
-    array [L + S, ...]. `jnp.asarray(w)` is that array, a copy. Functions of `jax.numpy` convert w likewise.
+    array [L + S, ...]. `jnp.asarray(w)` is that array, a copy. Functions of `jax.numpy` convert w likewise,
+    but those of `jax.lax`, operators and indices need the array. Convert both parts to another dtype by
+    `jax.tree.map(lambda a: a.astype(dtype), w)`.
 
     Attributes:
-      home: [L, ...] of the home experts: the array that `replicate` got.
+      home: [L, ...] of the home experts, which `replicate` got.
       redundant: [S, ...] of the redundant experts, zero in empty slots.
     """
 
@@ -43,7 +45,7 @@ class PhysicalWeights:
         return jnp.concatenate([self.home, self.redundant])
 
 
-def num_redundant(w: jax.Array | PhysicalWeights) -> int:
+def num_redundant_of(w: jax.Array | PhysicalWeights) -> int:
     """Returns S, 0 for an array."""
     return w.redundant.shape[0] if isinstance(w, PhysicalWeights) else 0
 

@@ -35,6 +35,7 @@ def mlp(rows, w, **options):
 FUNCTIONS = {
     "grouped_dot": dot,
     "gated_mlp": mlp,
+    "gated_mlp of one of them": lambda rows, w: mlp(rows, w | {"down": jnp.asarray(w["down"])}),
     "gated_mlp in fp8": functools.partial(mlp, precision="fp8"),
     "gated_mlp all in fp8": functools.partial(mlp, precision="fp8_all", save="inputs"),
     "grouped_dot of quantize_weights": quantize_first(lambda rows, w: dot(rows, {"up": w["up"]})),

@@ -255,6 +255,22 @@ def test_remat_and_scan_repeat_the_plan(policy):
         assert text.count("@jax_ep_push(") == (2 if policy is SAVE_REPLICAS else 3)
 
 
+def test_a_scan_stores_no_home_weights():
+    x, ids, weights, w = inputs()
+    layers = {key: np.stack([array] * 3) for key, array in w.items()}
+
+    def stored(slots):
+        """How many arrays of all layers' weights the backward pass gets."""
+
+        def loss(w):
+            return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, ids, weights, w, slots)[0], None), x, w)[0])
+
+        residuals = jax.eval_shape(lambda w: jax.vjp(loss, w)[1], layers)
+        return sum(leaf.shape == layers["up"].shape for leaf in jax.tree.leaves(residuals))
+
+    assert stored(S) == stored(0)
+
+
 def test_start_and_done_give_the_same_bits(annotated):
     ids, _ = skewed()
     w = floats((R, L, 7))

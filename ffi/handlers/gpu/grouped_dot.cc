@@ -40,8 +40,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     GpuProductsInitialize, InitializeProducts,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
 
-// Returns the number of matrices of redundant experts. The operand or result is of another rank if there are
-// none.
+// Returns the number of redundant experts' matrices. Without them the operand is a scalar, or the result
+// empty.
 static int64_t NumRedundant(const ffi::AnyBuffer& redundant) {
   return redundant.dimensions().size() == 3 ? redundant.dimensions()[0] : 0;
 }

@@ -164,7 +164,8 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
   return LaunchCollective(context, member, description, [&](const Peers& peers) {
     for (const Summand& summand : call.summands) {
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
-      Poison(summand.out, shape.num_tokens * bytes, context.stream);
+      const bool adds_in_place = !call.biases.empty() && call.biases[0].data == summand.out;
+      if (!adds_in_place) Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
     const auto launch = through_arena ? cuda::LaunchSmallPull : cuda::LaunchPull;
