@@ -86,7 +86,13 @@ MISTAKES = {
 }
 
 # Where to begin, if the first scenario that shows a mistake is late.
-FIRST_SEEDS = {"returns the credit for its own thread": 1000}
+FIRST_SEEDS = {
+    "returns the credit early": 240,
+    "returns the credit for its own thread": 1120,
+    "clears what its track failed of only": 160,
+    "does not tell its host of another mesh": 495,
+    "shares a track": 105,
+}
 
 
 def build(target, *first):
@@ -104,7 +110,7 @@ def run(program, scenarios, seed):
 
 @pytest.mark.slow
 def test_hop(tmp_path):
-    done = run(build(tmp_path / "hop_stress"), 800, 1)
+    done = run(build(tmp_path / "hop_stress"), 500, 1)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

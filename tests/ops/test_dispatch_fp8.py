@@ -108,10 +108,18 @@ def test_rows_are_those_of_quantize_fp8(order, dtype, round_scale, implementatio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
 @pytest.mark.parametrize(
-    ("dtype", "width"),
-    [("bfloat16", 128), ("bfloat16", 1152), ("float16", 1152), ("float32", 1152), ("bfloat16", 16512)],
+    ("order", "dtype", "width"),
+    [
+        ("rank", "bfloat16", 128),
+        ("rank", "float32", 1152),
+        ("rank", "bfloat16", 16512),
+        ("expert", "bfloat16", 128),
+        ("expert", "float16", 1152),
+        ("expert", "bfloat16", 16512),
+        ("expert_padded", "bfloat16", 1152),
+        ("expert_padded", "float32", 16512),
+    ],
 )
 def test_rows_of_many_tokens(order, dtype, width):
     """More than the arena takes; rows of one block, of several, and of more than a stage of the kernel."""
