@@ -18,6 +18,7 @@ def flat(array):
     return jnp.asarray(array.reshape(-1, *array.shape[2:]))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("capacity", [None, 10])
 def test_closed_form_of_combine(capacity, implementation):
     """With y = 1 everywhere: d out / d weight = H where a row is real, and 0 in padding and tail."""
@@ -97,6 +98,7 @@ def check_weighted(ids, leaves, capacity, implementation, num_experts=E):
         assert d_weights[rank][real].any()
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("tokens", [T, 1300])
 def test_leaves_of_several_dtypes(tokens, implementation):
     ids = routing("sprinkled", R, tokens, K, E)
@@ -129,6 +131,7 @@ def test_more_rows_of_a_token_than_are_loaded_at_a_time():
     check_weighted(ids, [((7168,), BF16)], 40 * 12 + 16 * 3, "ffi", num_experts=16)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cotangents_as_fp8(weighted, implementation):
     """They have the bits of `quantize_fp8`, and those of tiny cotangents are the same scaled."""

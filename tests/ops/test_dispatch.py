@@ -184,6 +184,7 @@ def test_any_dtype_and_row_size_bit_for_bit(dtype, width, order, per_host, imple
     check(got, oracle.dispatch(x, ids, None, 8, order), got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("dtype", "order", "per_host"),
     [
@@ -257,6 +258,7 @@ def test_a_payload_is_a_pytree(implementation):
             assert same_bits(rows[rank], expected[rank].x), name
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("capacity", [None, 20])
 def test_redispatch_follows_the_handle(order, capacity, implementation):
@@ -333,6 +335,7 @@ def test_random_routings(data):
     check(got, oracle.dispatch(x, ids, weights, experts, order, capacity, alignment), got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_match_the_oracle(name, order):

@@ -140,6 +140,7 @@ def test_rows_of_many_tokens(order, dtype, width):
     assert_same(run(lambda x: x, quantize="fp8"), run(jax_ep.quantize_fp8))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("order", CAPACITIES)
 def test_gradients_are_those_of_rows_as_they_are(implementation, order):

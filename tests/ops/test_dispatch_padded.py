@@ -266,6 +266,7 @@ def test_a_gradient_leaves_the_dtypes_of_a_payload_as_they_are():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e5m2", "bfloat16", "float4_e2m1fn"])
 def test_a_gradient_leaves_the_bits_of_a_payload_as_they_are(dtype, implementation):
     """NaNs of all kinds among them. Empty slots have no bit set, also where a dtype has no zero."""

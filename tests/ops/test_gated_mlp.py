@@ -208,6 +208,7 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
         assert same_bits(got, want)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [1, 128, 127, 129, 0, 300]], ids=str)
 def test_weight_gradients_of_fp8(sizes):
     """Against the float64 product of the same FP8 numbers."""
@@ -348,6 +349,7 @@ def test_fp8_rows_without_a_carrier_have_no_gradient():
         jax.eval_shape(jax.grad(run), rows)
 
 
+@pytest.mark.one_jax
 def test_micro_batches_share_quantized_weights():
     rows, up, down, *_ = arrays(jnp.bfloat16)
     batches = jnp.stack([rows, rows[::-1]]).at[:, USED:].set(0)

@@ -56,6 +56,7 @@ def kept(order, capacity, ids):
     return rows, pairs
 
 
+@pytest.mark.one_jax
 def test_closed_form_of_dispatch(order, capacity, implementation):
     """Of sum(rows): d x = kept rows of the token; of sum(weights): d w = 1 where the pair is kept."""
     ids = routing("sprinkled", R, T, K, E)

@@ -38,6 +38,7 @@ def test_permute_equals_the_oracle(kind, capacity, alignment, implementation):
     np.testing.assert_array_equal(got.row_map, row_map, strict=True)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", [FP8, ml_dtypes.float8_e5m2, np.int8, np.float16, jnp.int4], ids=str)
 def test_permute_moves_any_payload(dtype, implementation):
     ids = routing("sprinkled", 1, 9, 2, 4)[0]
@@ -198,6 +199,7 @@ def test_the_gradient_of_unpermute_equals_the_oracle(dtype, out_dtype, width, k,
     np.testing.assert_allclose(d_weights, dots, rtol=1e-5, atol=1e-6 * width)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("width", [3, 4])
 def test_the_gradient_of_unpermute_of_float64(width, implementation):
     row_map, weights = np.array([[2, 0], [-1, 3]], np.int32), floats((2, 2))

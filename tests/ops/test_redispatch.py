@@ -16,6 +16,7 @@ R, T, K, E = most_ranks(), 12, 3, 16
 ORDERS = ("rank", "expert")
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["random", "sprinkled"])
 def test_weights_along_a_handle(kind, order, implementation):
@@ -37,6 +38,7 @@ def test_weights_along_a_handle(kind, order, implementation):
         np.testing.assert_array_equal(alone[rank], want.weights, strict=True)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", [*ORDERS, "expert_padded"])
 def test_sources_of_rows_and_values_of_choices(order, implementation):
     """Ids that are neither an expert nor -1 are counted; FP8 rows have sources, too."""
@@ -69,6 +71,7 @@ def test_sources_of_rows_and_values_of_choices(order, implementation):
         np.testing.assert_array_equal(values, want)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_of_weights_along_a_handle(order, implementation):
     """Of <arrived weights, noise>: each kept choice gets the noise where its weight arrived."""

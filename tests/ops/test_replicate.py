@@ -89,6 +89,7 @@ def test_pieces_are_short_and_aligned():
         assert elements % want == 0
 
 
+@pytest.mark.one_jax
 @pytest.mark.moves_rows
 @pytest.mark.parametrize("hosts", per_host())
 @pytest.mark.parametrize("dtype", [BF16, np.float32])

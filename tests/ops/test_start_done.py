@@ -73,6 +73,7 @@ def assert_same(got, want):
         assert same_bits(one, other)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("order", "quantize"), [("rank", "fp8"), ("expert", None), ("expert", "fp8"), ("expert_padded", None)]
 )
