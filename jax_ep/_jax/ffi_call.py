@@ -1,8 +1,7 @@
 """Calls of FFI handlers, under the names that profilers show."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,12 +34,12 @@ def call(
     target: str,
     operands: Sequence[Any],
     results: Sequence[Result],
-    aliases: Mapping[int, int] = MappingProxyType({}),
+    aliases: Sequence[tuple[int, int]] = (),
     **attributes: Any,
 ) -> list[jax.Array]:
     """Calls the FFI handler `jax_ep_{target}`, and returns its results.
 
-    `aliases` maps operands to results that take their memory.
+    `aliases` has pairs of an operand and a result that takes its memory.
 
     Under `vmap` the handler runs once per batch element. A handler with an attribute `group` communicates.
     The first operand of such a handler is the device's position.
@@ -56,7 +55,7 @@ def call(
     types = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results)
     parameters = {
         "results": types,
-        "aliases": tuple(aliases.items()),
+        "aliases": tuple(aliases),
         "attributes": tuple(attributes.items()),
     }
     return _primitive(target).bind(*operands, **parameters)

@@ -36,8 +36,9 @@ def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | Non
     """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
 
     Weights travel bit for bit from their home to the ranks that need them. In the backward pass the gradients
-    of all instances are summed at home, in float32, in the order of the ranks, and the home expert's own one
-    last, so a repetition has the same bits. Optimizers and checkpoints see home experts only.
+    of all instances are summed at home, in float32, in the order of the ranks; with redundant experts that of
+    the home expert comes last. So a repetition has the same bits. Optimizers and checkpoints see home experts
+    only.
 
     Args:
       w: array [L, ...], or pytree of such arrays, of this rank's home experts, such as a `QuantizedArray`.
@@ -113,15 +114,15 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
     if slots == 0:
         return payload.rebuild(op, payload.leaves)
     if slots is None:
-        send, num_physical = send_placed, plan.num_experts
+        send, num_instances = send_placed, plan.num_experts
     else:
-        send, num_physical = send_replicas, group.size * slots
+        send, num_instances = send_replicas, group.size * slots
         physical_to_logical = physical_to_logical.reshape(group.size, -1)[:, local:]
     with jax.named_scope("jax_ep.replicate"):
         placement = place(group, physical_to_logical, num_experts)
         weights: list[Any] = list(payload.leaves)
         for pieces, alike in _by_pieces(payload.leaves).items():
-            routing = routing_of(group, num_experts, num_physical, pieces)
+            routing = routing_of(group, num_experts, num_instances, pieces)
             backend = choose(routing, implementation)
             moved = send(backend, routing, placement, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):

@@ -6,8 +6,7 @@ and results, except for `gather`, which the benchmark measures the links with, o
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -115,7 +114,7 @@ def _call_named(
     results: dict[str, Result],
     rows: Sequence[Result],
     attributes: dict[str, Any],
-    aliases: Mapping[int, int] = MappingProxyType({}),
+    aliases: Sequence[tuple[int, int]] = (),
 ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     """Calls a handler. Returns its results by name, and the rows, which come last."""
     arrays = call(target, operands, [*results.values(), *rows], aliases, **attributes)
@@ -316,7 +315,7 @@ class Ffi:
             results,
             [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
             _routing_attributes(routing, attendance.masks),
-            aliases={len(operands): len(results)} if adds_in_place else {},
+            aliases=[(len(operands), len(results))] if adds_in_place else [],
         )
         returned_weights = None if arrived_weights is None else named["topk_weights"]
         return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)

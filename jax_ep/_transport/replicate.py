@@ -65,7 +65,7 @@ def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Pla
     return Placement(jnp.where(jnp.any(is_mine, axis=2), found, -1), between)
 
 
-def routing_of(group: Group, num_experts: int, num_physical: int, pieces: int) -> Routing:
+def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) -> Routing:
     """Returns the routing of experts that are cut into pieces: each piece is a token."""
     hosts = group.size // group.ranks_per_node
     tokens = num_experts // group.size * pieces
@@ -75,7 +75,7 @@ def routing_of(group: Group, num_experts: int, num_physical: int, pieces: int) -
         num_tokens=tokens,
         top_k=hosts,
         num_experts=group.size,
-        capacity=num_physical // group.size * pieces,
+        capacity=num_instances // group.size * pieces,
         expert_alignment=1,
         host_rows=tokens if hosts > 1 else 0,
     )

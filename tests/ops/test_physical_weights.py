@@ -16,7 +16,7 @@ ROWS = 260
 
 
 def quantize_first(function):
-    """The function of weights that it gets in FP8."""
+    """Returns the function, which then gets its weights quantized."""
     return lambda rows, w: function(rows, jax.tree.map(jax_ep.quantize_weights, w, is_leaf=is_weights))
 
 
@@ -57,14 +57,13 @@ def test_values_and_gradients(name, dtype):
         return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
     def run(rows, w):
-        gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(rows, w)
-        return gradients, out
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(rows, w)
 
     def curvature(rows, w):
         gradients, out = run(rows, w)
         return jnp.sum(gradients[0].astype(jnp.float32) ** 2), (gradients, out)
 
-    # XLA may compute what it fuses in another order, as around a layer's second gradient.
+    # Around a layer's second gradient XLA may sum in another order.
     function = jax.jit(jax.grad(curvature, 1, has_aux=True) if name == "grouped_dot" else run)
     got, want = function(rows, apart), function(rows, w)
     whole = jax.tree.map(

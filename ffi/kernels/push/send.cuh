@@ -123,8 +123,8 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   return p;
 }
 
-// Returns this warp's slice that begins with `slice`, or after tokens that are not sent. Of the rows that a
-// program places, pieces of weights, most are not. Called by a warp.
+// Moves a slice on to this warp's next token that is sent anywhere. Of the rows that a program places, which
+// are pieces of weights, most are not. Called by a warp.
 __device__ inline Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
   if (args.shape.order != Order::kPlaced) return slice;
   const int R = args.shape.num_ranks, lane = threadIdx.x % kWarp;
