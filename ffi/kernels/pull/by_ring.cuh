@@ -47,7 +47,8 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
       for (int a = 0; a < args.num_summands; ++a) {
         const int64_t width = args.summands[a].num_elements;
         if (is_row) inputs.row = static_cast<const T*>(args.summands[a].rows) + int64_t{task.row} * width;
-        PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1);
+        PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1,
+                  true);
       }
     };
     const unsigned row_lanes = __ballot_sync(kAllLanes, is_row);
@@ -103,6 +104,7 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     };
     // The next token is looked up while the rows of this one are put into the ring, where their weights
     // arrive too. Loaded values are not touched before they are needed, because that would wait for the load.
+    // A `continue` in this loop would do it: the compiler then copies the requested ticket at once.
     look_up();
     while (next_token < num_tokens) {
       const int token = next_token;
@@ -115,9 +117,8 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
         if (!in_time) break;
         FenceBulk();
       }
-      if (sources.lanes == 0 && args.adds_in_place) continue;
       PutSum<T>(ring, {sources.row, 1.0f, sources.lanes}, sources.weight, i, args.summands[i].num_elements,
-                token, -1);
+                token, -1, !args.adds_in_place);
     }
   }
   EndPhase(ring);

@@ -133,13 +133,14 @@ class Ring {
 __device__ inline void EndPhase(Ring& ring) { ring.Put(1, {SlotHeader::kEnd, 0, 0, {}}, nullptr, 0); }
 
 // Loads the rows of one sum of an array. `inputs` are as in SumSlice. Unless `weight` is null, the number
-// there replaces the factor of the lane's row. `sum` and `wave` go to the Target of the sum's last part.
+// there replaces the factor of the lane's row. `sum` and `wave` go to the Target of the sum's last part. A sum
+// without rows is put if `puts_empty`.
 template <typename T>
 __device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, const float* weight, int array, int64_t width,
-                       int sum, int wave) {
+                       int sum, int wave, bool puts_empty) {
   constexpr int N = 16 / sizeof(T);
   const int columns = ring.plan().vectors() * N, lane = threadIdx.x % kWarp;
-  const unsigned lanes = inputs.lanes == 0 ? 1 : inputs.lanes;
+  const unsigned lanes = inputs.lanes == 0 && puts_empty ? 1 : inputs.lanes;
   const int flags =
       (inputs.lanes == 0 ? 0 : SlotHeader::kRow) | (lane == 31 - __clz(lanes) ? SlotHeader::kLast : 0);
   for (int first = 0; first < width; first += columns) {
