@@ -1,5 +1,6 @@
 """Programs that run on another mesh than that of their group."""
 
+import functools
 import time
 
 import jax
@@ -29,8 +30,8 @@ def layer_of(group, order):
 
 
 def compile_for(rows, function):
-    run, ids = jax.jit(function), np.arange(2 * rows, dtype=np.int32).reshape(rows, 2) * 3 % 8
-    return lambda: np.asarray(run(floats((rows, 3)), ids))
+    ids = np.arange(2 * rows, dtype=np.int32).reshape(rows, 2) * 3 % 8
+    return functools.partial(jax.jit(function), floats((rows, 3)), ids)
 
 
 def compile_layer(group, mesh, axes, order, check_vma=True):
@@ -45,13 +46,15 @@ def check_refused(group, run, told):
     begin = time.monotonic()
     if jax.default_backend() == "cpu":
         with pytest.raises(jax.errors.JaxRuntimeError, match=told):
-            run()
+            np.asarray(run())
         group.check()  # nothing is late
     else:
-        # A process may only know that the others have given up, some of which say why.
+        # A process may only know that the others have given up, some of which say why. A call of `run` would
+        # collect the results of all processes, in which those that have raised the error take no part.
+        program = run.func.lower(*run.args).compile()
         errors = (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError)
         with pytest.raises(errors, match=r"another mesh|whose error says why"):
-            _ = run(), group.check()
+            _ = jax.block_until_ready(program(*run.args)), group.check()
     assert time.monotonic() - begin < TIMEOUT_S / 2
 
 
@@ -79,6 +82,8 @@ def test_ranks_that_change_their_list(check_vma, order):
 
 @CHECK_VMA
 def test_ranks_that_change_their_host(check_vma):
+    if jax.process_count() > 1:
+        pytest.skip("processes that know nothing of the error wait in XLA's collective between hosts")
     mesh = make_mesh((4,), ("moved",))
     turned = Mesh(mesh.devices[[0, 3, 2, 1]], ("moved",))
     with jax_ep.Group(mesh, "moved", timeout_s=TIMEOUT_S, ranks_per_node=2) as group:
@@ -119,10 +124,8 @@ def compile_batch(group, mesh, check_vma):
     run = jax.jit(jax.vmap(jax.shard_map(layer, **options), spmd_axis_name="other"))
     x, ids = floats((2, 8, 3)), np.arange(32, dtype=np.int32).reshape(2, 8, 2) * 3 % 8
 
-    def call():
-        spec = jax.sharding.NamedSharding(mesh, P("other", "mine"))
-        return np.asarray(run(*(jax.device_put(array, spec) for array in (x, ids))))
-
+    sharding = NamedSharding(mesh, P("other", "mine"))
+    call = functools.partial(run, *jax.device_put((x, ids), sharding))
     return call, x * (1 + ids // 4).sum(axis=-1, keepdims=True).astype(np.float32)
 
 
