@@ -48,7 +48,7 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
         const int64_t width = args.summands[a].num_elements;
         if (is_row) inputs.row = static_cast<const T*>(args.summands[a].rows) + int64_t{task.row} * width;
         PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1,
-                  true);
+                  /*puts_empty=*/true);
       }
     };
     const unsigned row_lanes = __ballot_sync(kAllLanes, is_row);
@@ -104,7 +104,7 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     };
     // The next token is looked up while the rows of this one are put into the ring, where their weights
     // arrive too. Loaded values are not touched before they are needed, because that would wait for the load.
-    // A `continue` in this loop would do it: the compiler then copies the requested ticket at once.
+    // The loop has no `continue`: nvcc 13.0 then copies the requested ticket at once, and so waits for it.
     look_up();
     while (next_token < num_tokens) {
       const int token = next_token;

@@ -134,7 +134,7 @@ __device__ inline Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
     one.token += lane * step;
     const int32_t* const rows = args.handle.sent_rows + int64_t{one.token} * R;
     bool is_sent = false;
-#pragma unroll 1  // this is inlined several times, in kernels short of registers
+#pragma unroll 1  // inlined several times; unrolled copies make the kernels longer and cost registers
     for (int i = 0; i < SliceTokens(args, one, end) * R; ++i) is_sent |= rows[i] >= 0;
     const unsigned sent = __ballot_sync(kAllLanes, is_sent);
     if (sent == 0) continue;

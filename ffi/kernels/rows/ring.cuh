@@ -134,7 +134,7 @@ __device__ inline void EndPhase(Ring& ring) { ring.Put(1, {SlotHeader::kEnd, 0, 
 
 // Loads the rows of one sum of an array. `inputs` are as in SumSlice. Unless `weight` is null, the number
 // there replaces the factor of the lane's row. `sum` and `wave` go to the Target of the sum's last part.
-// `puts_empty`: a sum without rows is put, too.
+// A sum without rows puts one header if `puts_empty`, or else nothing.
 template <typename T>
 __device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, const float* weight, int array, int64_t width,
                        int sum, int wave, bool puts_empty) {
