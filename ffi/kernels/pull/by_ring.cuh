@@ -47,8 +47,7 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
       for (int a = 0; a < args.num_summands; ++a) {
         const int64_t width = args.summands[a].num_elements;
         if (is_row) inputs.row = static_cast<const T*>(args.summands[a].rows) + int64_t{task.row} * width;
-        PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1,
-                  /*puts_empty=*/true);
+        PutSum<T>(ring, inputs, nullptr, a, width, global_token, a == args.num_summands - 1 ? task.wave : -1);
       }
     };
     const unsigned row_lanes = __ballot_sync(kAllLanes, is_row);
@@ -104,7 +103,7 @@ __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& r
     };
     // The next token is looked up while the rows of this one are put into the ring, where their weights
     // arrive too. Loaded values are not touched before they are needed, because that would wait for the load.
-    // The loop has no `continue`: nvcc 13.0 then copies the requested ticket at once, and so waits for it.
+    // With a `continue` in this loop, nvcc 13.0 copies the requested ticket at once, and so waits for it.
     look_up();
     while (next_token < num_tokens) {
       const int token = next_token;

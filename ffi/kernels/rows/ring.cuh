@@ -137,7 +137,7 @@ __device__ inline void EndPhase(Ring& ring) { ring.Put(1, {SlotHeader::kEnd, 0, 
 // A sum without rows puts one header if `puts_empty`, or else nothing.
 template <typename T>
 __device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, const float* weight, int array, int64_t width,
-                       int sum, int wave, bool puts_empty) {
+                       int sum, int wave, bool puts_empty = true) {
   constexpr int N = 16 / sizeof(T);
   const int columns = ring.plan().vectors() * N, lane = threadIdx.x % kWarp;
   const unsigned lanes = inputs.lanes == 0 && puts_empty ? 1 : inputs.lanes;
