@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
                     warp * (args.bulk.stage_bytes / args.element_bytes / kFp8Block)};
   const bool has_stages = kInBulk && warp < args.bulk.num_warps;
   const bool loads = kInBulk && block.sends && warp < args.bulk.num_sending;
-  const Slice slice = loads ? FirstSlice(args, batch) : Slice{};
+  const Slice slice = loads ? FirstSlice<kQuantizes>(args, batch) : Slice{};
   if (has_stages && threadIdx.x % kWarp == 0) InitBarriers(stages.barriers);
   if constexpr (kRings) Ring(args.ring, memory, bytes).Init();
   if (loads) LoadSlice(args, slice, batch.end, stages, 0);

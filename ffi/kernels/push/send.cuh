@@ -123,10 +123,11 @@ __device__ inline int NextBulkPayload(const PushArgs& args, int p) {
   return p;
 }
 
-// Moves a slice on to this warp's next token that is sent anywhere. Of the rows that a program places, which
-// are pieces of weights, most are not. Called by a warp.
-__device__ inline Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
-  if (args.shape.order != Order::kPlaced) return slice;
+// Moves a slice on to this warp's next token that is sent anywhere, if a program places the rows. Those are
+// pieces of weights: most are sent nowhere, and none becomes FP8. Called by a warp.
+template <bool kQuantizes>
+__device__ Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
+  if (kQuantizes || args.shape.order != Order::kPlaced) return slice;
   const int R = args.shape.num_ranks, lane = threadIdx.x % kWarp;
   const int step = args.bulk.num_sending * args.bulk.slice_tokens;
   for (; slice.token < end; slice.token += kWarp * step) {
@@ -146,7 +147,8 @@ __device__ inline Slice SkipUnsent(const PushArgs& args, Slice slice, int end) {
 
 // Returns this warp's slice after `slice`: along the row, then in the next payload, then of the warp's next
 // tokens.
-__device__ inline Slice NextSlice(const PushArgs& args, Slice slice, int end) {
+template <bool kQuantizes>
+__device__ Slice NextSlice(const PushArgs& args, Slice slice, int end) {
   slice.offset += args.bulk.stage_bytes;
   if (slice.offset < LoadedBytes(args, slice.payload)) return slice;
   slice.offset = 0;
@@ -154,7 +156,7 @@ __device__ inline Slice NextSlice(const PushArgs& args, Slice slice, int end) {
   if (slice.payload < args.bulk.num_payloads) return slice;
   slice.payload = NextBulkPayload(args, 0);
   slice.token += args.bulk.num_sending * args.bulk.slice_tokens;
-  return SkipUnsent(args, slice, end);
+  return SkipUnsent<kQuantizes>(args, slice, end);
 }
 
 // A warp's two stages of shared memory. While the stores of one slice read one stage, the next slice is
@@ -177,10 +179,11 @@ __device__ inline void LoadSlice(const PushArgs& args, const Slice& slice, int e
 }
 
 // Returns the warp's first slice of a batch.
-__device__ inline Slice FirstSlice(const PushArgs& args, const Batch& batch) {
+template <bool kQuantizes>
+__device__ Slice FirstSlice(const PushArgs& args, const Batch& batch) {
   const int warp = static_cast<int>(threadIdx.x / kWarp);
-  return SkipUnsent(args, {batch.begin + warp * args.bulk.slice_tokens, NextBulkPayload(args, 0), 0},
-                    batch.end);
+  const int first = batch.begin + warp * args.bulk.slice_tokens;
+  return SkipUnsent<kQuantizes>(args, {first, NextBulkPayload(args, 0), 0}, batch.end);
 }
 
 // The destinations of up to kTokens tokens of a slice.
@@ -212,13 +215,13 @@ __device__ void SendInBulk(const PushArgs& args, const Batch& batch, const Batch
   const int lane = threadIdx.x % kWarp;
   const uint32_t used = stages.used;
   const auto load_following = [&](int stage) {
-    LoadSlice(args, FirstSlice(args, following), following.end, stages, stage);
+    LoadSlice(args, FirstSlice<kQuantizes>(args, following), following.end, stages, stage);
   };
-  Slice slice = FirstSlice(args, batch);
+  Slice slice = FirstSlice<kQuantizes>(args, batch);
   SliceDestinations<kTokens> destinations;
   int token = -1;
   for (; slice.token < batch.end; ++stages.used) {
-    const Slice next = NextSlice(args, slice, batch.end);
+    const Slice next = NextSlice<kQuantizes>(args, slice, batch.end);
     const int stage = stages.used % 2, count = SliceTokens(args, slice, batch.end);
     const auto find_destinations = [&] {
       if (slice.token == token) return;
