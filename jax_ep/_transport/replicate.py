@@ -5,6 +5,7 @@ gradients of all instances at the expert's home, in float32, in the order of the
 beside the home experts, which are not copied, and the gradients of home experts are summed where they lie.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.vmap import with_vmap_rule
 from jax_ep._transport.backend import Backend, Leaves
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.dtypes import is_differentiable
@@ -97,10 +99,14 @@ def send_replicas(
 ) -> list[PhysicalWeights]:
     """Sends arrays [L, ...] of this rank's experts to slots of other ranks. Returns them, and those here."""
     handle = _handle(backend, routing, placement, pieces)
-    return list(map(PhysicalWeights, *_push_replicas(backend, handle, leaves)))
+    push_all = with_vmap_rule(
+        functools.partial(_push_replicas, backend), functools.partial(_push_replicas_of_batch, backend)
+    )
+    return list(map(PhysicalWeights, *push_all(handle, leaves)))
 
 
-@custom_vjp(0)
+# Not `custom_vjp`, under which `vmap` would copy the arrays of home experts: see `_push_replicas_of_batch`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Leaves, Leaves]:
     """Returns arrays [L, ...] and those of the slots [S, ...]. One pull sums the gradients of both."""
     moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
@@ -122,6 +128,25 @@ def _push_replicas_backward(backend: Backend, handle: Handle, cotangents: tuple[
 
 
 _push_replicas.defvjp(_push_replicas_forward, _push_replicas_backward)
+
+
+def _push_replicas_of_batch(backend: Backend, is_batched: Any, handle: Handle, leaves: Leaves) -> Any:
+    """Does what `_push_replicas` does for each element of a batch.
+
+    Arrays that are the same for the whole batch stay so, and JAX adds the gradients of their replicas.
+    """
+    handle_axes, leaf_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
+    if all(axis == 0 for axis in leaf_axes):
+        call = functools.partial(_push_replicas, backend)
+        results = jax.vmap(call, (handle_axes, leaf_axes))(handle, leaves)
+        return results, jax.tree.map(lambda _: True, results)
+
+    def push_one(handle: Handle, leaves: Leaves) -> Leaves:
+        moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+        return _whole(handle.routing, moved, leaves)
+
+    moved = jax.vmap(push_one, (handle_axes, leaf_axes))(handle, leaves)
+    return (leaves, moved), (is_batched[1], (True,) * len(moved))
 
 
 @custom_vjp(0)
