@@ -207,25 +207,6 @@ def assert_same(got, want):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.parametrize("shared", [(), ("sizes",), ("rows", "weights")], ids=str)
-def test_vmap(shared):
-    arrays, axes = batch(shared)
-    assert_same(
-        jax.jit(jax.vmap(jax_ep.grouped_dot, axes))(*arrays), one_by_one(jax_ep.grouped_dot, arrays, axes)
-    )
-
-    def loss(rows, weights, sizes):
-        return jnp.sum(jnp.tanh(jax_ep.grouped_dot(rows, weights, sizes)))
-
-    gradient = jax.grad(loss, argnums=(0, 1))
-    want = one_by_one(gradient, arrays, axes)
-    assert_same(jax.jit(jax.vmap(gradient, axes))(*arrays), want)
-    total = lambda rows, weights: jnp.sum(jax.vmap(loss, axes)(rows, weights, arrays[2]))
-    of_sum = jax.grad(total, argnums=(0, 1))(*arrays[:2])
-    for got, parts, axis in zip(of_sum, want, axes[:2], strict=True):
-        assert_same(got, parts if axis == 0 else parts.sum(axis=0))
-
-
 def test_vmap_twice_and_along_other_axes():
     (rows, weights, sizes), axes = batch(())
     want = one_by_one(jax_ep.grouped_dot, (rows, weights, sizes), axes)

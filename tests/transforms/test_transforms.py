@@ -1,4 +1,4 @@
-"""The ops inside the rest of JAX: jit, scan, cond, vmap, replicated arguments."""
+"""The ops inside the rest of JAX: jit, scan, cond, replicated arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -71,25 +71,6 @@ def test_in_cond():
     mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=(P(), *[P("ep")] * 3), out_specs=P("ep")))
     np.testing.assert_allclose(mapped(True, x, ids, w), dense(x, ids, w), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(mapped(False, x, ids, w), x)
-
-
-@pytest.mark.parametrize("implementation", ["ffi", "xla"])
-def test_vmap(implementation):
-    on = ranks(R)
-    batch = [inputs(seed=seed) for seed in range(3)]
-    x, ids, w = (jnp.stack(parts) for parts in zip(*batch, strict=True))
-
-    def shard(x, ids, w):
-        return jax.vmap(lambda *one: layer(*one, on.group, implementation=implementation))(x, ids, w)
-
-    mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P(None, "ep"), out_specs=P(None, "ep"))
-    got = jax.jit(mapped)(x, ids, w)
-    for i, one in enumerate(batch):
-        np.testing.assert_allclose(got[i], dense(*one), rtol=1e-5, atol=1e-6)
-    d_x, d_w = jax.jit(jax.grad(lambda x, w: jnp.sum(mapped(x, ids, w) ** 2), argnums=(0, 1)))(x, w)
-    for i, one in enumerate(batch):
-        for got_one, want in zip((d_x[i], d_w[i]), dense_gradients(*one), strict=True):
-            np.testing.assert_allclose(got_one, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
