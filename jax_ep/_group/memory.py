@@ -1,24 +1,20 @@
 """GPU memory that a group's processes share.
 
-Its parts, from top to bottom: the control blocks of this process's devices; the exchange of file descriptors
-between processes; and the set-up of a group, which uses both.
+Its parts, from top to bottom: the control blocks of this process's devices, and the set-up of a group.
 """
 
 import contextlib
 import functools
 import hashlib
 import os
-import socket
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_ep._extension import Extension
-from jax_ep._group import handshake
+from jax_ep._group import descriptors, handshake
 
 # Control blocks.
 
@@ -65,110 +61,6 @@ def control_blocks(module: Extension, key: str, devices: Sequence[Any], timeout_
             device.id: int(low) | int(high) << 32 for device, (low, high) in zip(devices, halves, strict=True)
         }
     return _controls[key]
-
-
-# Exchange of file descriptors.
-
-# A process requests descriptors with one of these bytes. With _WATCH it also watches the connection from then
-# on: the connection closes when this process ends.
-_WATCH, _ONCE = b"w", b"1"
-# A process sends its request as soon as it is connected.
-_REQUEST_TIMEOUT_S = 10.0
-
-# This process's ends of the connections that other processes watch. They are bare descriptors, because Python
-# closes its sockets when it ends, at a time when the driver may still have to stop kernels.
-_kept: list[int] = []
-# The processes that this process watches.
-_watched: set[int] = set()
-
-
-def _close_kept() -> None:
-    for descriptor in _kept:
-        os.close(descriptor)
-    _kept.clear()
-
-
-# Otherwise the connections would stay open as long as a child process runs.
-os.register_at_fork(after_in_child=_close_kept)
-
-
-def _answer(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    connection.settimeout(_REQUEST_TIMEOUT_S)
-    is_watched = connection.recv(1) == _WATCH
-    socket.send_fds(connection, [b"jax_ep"], descriptors)
-    if is_watched:
-        _kept.append(connection.detach())
-    else:
-        connection.close()
-
-
-def _serve(server: socket.socket, descriptors: Sequence[int]) -> None:
-    with server:  # its end refuses the connections that have not been answered
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return  # shut down, or out of descriptors; in that case the other process reports an error
-            try:
-                _answer(connection, descriptors)
-            except OSError:
-                connection.close()  # the other process reports an error
-
-
-@contextlib.contextmanager
-def serving(descriptors: Sequence[int], most: int) -> Iterator[str]:
-    """Serves the descriptors to up to `most` processes while the context lasts. Yields the socket's path."""
-    with tempfile.TemporaryDirectory(prefix="jax_ep-") as folder:
-        path = f"{folder}/memory"
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.bind(path)
-            server.listen(most)
-        except OSError:
-            server.close()
-            raise
-        thread = threading.Thread(target=_serve, args=(server, descriptors), daemon=True)
-        thread.start()
-        try:
-            yield path
-        finally:
-            with contextlib.suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            thread.join()
-
-
-def is_watched(process: int) -> bool:
-    """Returns whether this process already watches another process."""
-    return process in _watched
-
-
-@contextlib.contextmanager
-def received(
-    path: str, count: int, process: int, module: Extension, limit_s: float
-) -> Iterator[Sequence[int]]:
-    """Receives the descriptors that a process serves, and closes them when the context ends.
-
-    The first time, this process also starts to watch the other one.
-    """
-    descriptors: list[int] = []
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-        connection.settimeout(limit_s)
-        connection.connect(path)
-        connection.sendall(_ONCE if is_watched(process) else _WATCH)
-        _, descriptors, _, _ = socket.recv_fds(connection, 16, count)
-        stack.callback(lambda: [os.close(descriptor) for descriptor in descriptors])
-        if len(descriptors) != count:
-            raise OSError(
-                f"expected {count} file descriptors from process {process}, got {len(descriptors)} (is the "
-                "limit on open files, ulimit -n, large enough?)"
-            )
-        if not is_watched(process):
-            connection.setblocking(False)
-            module.watch_process(process, connection.fileno())
-            connection.detach()  # the watch owns it now
-            _watched.add(process)
-        yield descriptors
 
 
 # Set-up of a group.
@@ -225,20 +117,20 @@ class _Setup:
     def offer(self, reserve_control_blocks: Callable[[], dict[int, int]]) -> dict[str, Any]:
         """Exports this process's memory, and serves it to the other processes. Returns where it lies."""
         self.controls = reserve_control_blocks()
-        descriptors: list[int] = []
-        self.cleanup.callback(lambda: [os.close(descriptor) for descriptor in descriptors])
+        served: list[int] = []
+        self.cleanup.callback(lambda: [os.close(descriptor) for descriptor in served])
         memory = []
         for device in self.local_devices:
             address, ordinal = self.controls[device.id], device.local_hardware_id
             base, size = self.module.region_of(address, ordinal)
-            descriptors.append(self.module.export_region(address, ordinal))
+            served.append(self.module.export_region(address, ordinal))
             memory.append((device.id, address, base, size))
         if self.process == self.leader:
             self.board = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
-            descriptors.append(self.board)
+            served.append(self.board)
             os.ftruncate(self.board, self.module.board_bytes(len(self.all_devices)))
-        path = self.cleanup.enter_context(serving(descriptors, len(self.other_processes)))
-        return {"memory": memory, "path": path}
+        socket = self.cleanup.enter_context(descriptors.serving(served, len(self.other_processes)))
+        return {"memory": memory, "socket": socket}
 
     def fetch(self) -> None:
         """Maps the memory of other processes that this process has not mapped yet, and receives the board."""
@@ -247,16 +139,16 @@ class _Setup:
         for process in self.other_processes:
             memory, has_board = self.messages[process]["memory"], process == self.leader
             is_mapped = all((process, device_id, base) in _mapped for device_id, _, base, _ in memory)
-            if is_mapped and not has_board and is_watched(process):
+            if is_mapped and not has_board and descriptors.is_watched(process):
                 continue
-            path, count = self.messages[process]["path"], len(memory) + has_board
-            with received(path, count, process, self.module, self.limit_s) as descriptors:
-                for descriptor, (device_id, _, base, size) in zip(descriptors, memory, strict=False):
+            socket, count = self.messages[process]["socket"], len(memory) + has_board
+            with descriptors.received(socket, count, process, self.module, self.limit_s) as received:
+                for descriptor, (device_id, _, base, size) in zip(received, memory, strict=False):
                     if (process, device_id, base) not in _mapped:
                         mapped = self.module.import_region(descriptor, size, ordinals)
                         _mapped[process, device_id, base] = mapped
                 if has_board:
-                    self.board = os.dup(descriptors[-1])
+                    self.board = os.dup(received[-1])
                     self.cleanup.callback(os.close, self.board)
 
     def ranks(self) -> list[Rank]:

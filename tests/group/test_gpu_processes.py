@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 
 import pytest
 from devices import skip_or_fail
@@ -191,10 +190,15 @@ def test_memory_that_grows_is_refused_with_the_remedy():
     assert any("XLA_PYTHON_CLIENT_PREALLOCATE=true" in output for output in outputs)
 
 
-def test_processes_end_in_any_order_and_leave_nothing_behind():
-    places = ["/dev/shm/*", f"{tempfile.gettempdir()}/jax_ep-*"]
+def test_processes_end_in_any_order_and_leave_nothing_behind(tmp_path):
+    """Each but the last has a TMPDIR that is too long for a socket's path, and the last one another."""
+    folders = [tmp_path / ("x" * 200) / ("y" * length) for length in (50, 100)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    places = ["/dev/shm/*", *(f"{folder}/jax_ep-*" for folder in folders)]
     before = [set(glob.glob(place)) for place in places]
-    outputs = run("exit", max(COUNT, 2))
+    first, last = map(str, folders)
+    outputs = run("exit", max(COUNT, 2), TMPDIR=first, last={"TMPDIR": last})
     assert [set(glob.glob(place)) for place in places] == before
     # jax.distributed may say that its coordinator has gone; of this package and of CUDA there is no word.
     for output in outputs:

@@ -19,8 +19,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 
 
-def run_processes(count, arguments, may_die=(), **more):
-    """Processes that share eight virtual devices, of these arguments for a coordinator; their outputs."""
+def run_processes(count, arguments, may_die=(), own=None, **more):
+    """Processes that share eight virtual devices, of these arguments for a coordinator; their outputs.
+
+    `own`: what else is in the environment of each process.
+    """
     address = free_address()
     environment = {
         "JAX_PLATFORMS": "cpu",
@@ -29,11 +32,12 @@ def run_processes(count, arguments, may_die=(), **more):
         **more,
     }
     commands = [[sys.executable, *arguments(address, process)] for process in range(count)]
-    return run_all(commands, [environment] * count, timeout=200, may_die=may_die)
+    environments = [environment | other for other in own or [{}] * count]
+    return run_all(commands, environments, timeout=200, may_die=may_die)
 
 
-def run_two(arguments, may_die=(), **more):
-    return run_processes(2, arguments, may_die, **more)
+def run_two(arguments, may_die=(), own=None, **more):
+    return run_processes(2, arguments, may_die, own, **more)
 
 
 @pytest.mark.slow
@@ -137,14 +141,21 @@ def test_ranks_that_are_swapped_fail_at_once():
 
 
 def share(task):
+    """Runs the worker in two processes, each with its own TMPDIR, too long for a socket's path."""
     worker = str(SUPPORT / "share_memory_worker.py")
     may_die = (1,) if task == "one dies" or "never comes" in task else ()
     with tempfile.TemporaryDirectory() as folder:
+        own = [f"{folder}/{'x' * (length - len(folder) - 1)}" for length in (108, 300)]
+        own[1] = f"{own[1][:200]}/{own[1][201:]}"  # a name has 255 characters at most
+        for path in own:
+            os.makedirs(path)
         outputs = run_two(
-            lambda address, process: [worker, task, address, str(process)], may_die, TMPDIR=folder
+            lambda address, process: [worker, task, address, str(process)],
+            may_die,
+            [{"TMPDIR": path} for path in own],
         )
         if not may_die:  # who is killed meanwhile cannot tidy up
-            assert glob.glob(f"{folder}/*") == []
+            assert [glob.glob(f"{path}/*") for path in own] == [[], []]
     return outputs
 
 

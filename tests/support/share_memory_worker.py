@@ -19,7 +19,7 @@ jax.distributed.initialize(address, num_processes=2, process_id=process)
 
 import numpy as np  # noqa: E402
 
-from jax_ep._group import handshake, memory  # noqa: E402
+from jax_ep._group import descriptors, handshake, memory  # noqa: E402
 
 BASE, BYTES, BOARD_BYTES = 0x10000, 0x1000, 0x2000
 SIZE = 4
@@ -131,7 +131,7 @@ def make(key: str) -> None:
 
 def count_descriptors() -> None:
     """None is open but the memory itself, and one for each end of a watch."""
-    expected = before + len(files) + len(watched) + len(memory._kept)
+    expected = before + len(files) + len(watched) + len(descriptors._kept)
     assert len(os.listdir("/proc/self/fd")) == expected
     print("descriptors closed", flush=True)
 
