@@ -42,7 +42,8 @@ def call(
     `aliases` has pairs of an operand and a result that takes its memory.
 
     Under `vmap` the handler runs once per batch element. A handler with an attribute `group` communicates.
-    The first operand of such a handler is the device's position.
+    The first operand of such a handler is the device's position. It also has an attribute `program`, the
+    name of the compiled module, by which processes find that they run different programs.
     """
     operands = vary_alike(operands)
     shapes = [*(operand.shape for operand in operands), *(shape for shape, _ in results)]
@@ -81,7 +82,10 @@ def _primitive(target: str) -> Primitive:
 
     def lowering(context: Any, *operands: Any, results: Any, aliases: Any, attributes: Any) -> Any:
         lower = jax.ffi.ffi_lowering(f"jax_ep_{target}", operand_output_aliases=dict(aliases))
-        return lower(context, *operands, **dict(attributes))
+        named = dict(attributes)
+        if "group" in named:
+            named["program"] = context.module_context.module.operation.attributes["sym_name"].value
+        return lower(context, *operands, **named)
 
     def batch(operands: Any, axes: Any, **parameters: Any) -> Any:
         is_batched = [axis is not None for axis in axes]

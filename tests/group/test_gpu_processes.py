@@ -177,6 +177,18 @@ def test_death_of_a_process():
         assert float(seconds) < 10
 
 
+def test_threads_that_run_programs_in_other_orders_are_refused():
+    """First calls: the programs have equal ops, but not the same names. Then the group works as before."""
+    for output in run("two threads", 2):
+        errors = re.findall(r"^error: (.*)$", output, re.M)
+        assert len(errors) == 2
+        for error in errors:
+            assert "If several threads run programs of this group, let them take turns" in error
+            assert "No rank has launched this call" in error
+        assert "in program jit_" in "".join(errors)
+        assert "doubled True" in output
+
+
 def test_a_hundred_groups_leak_no_descriptor():
     for output in run("descriptors", 2):
         early, late = re.search(r"descriptors (\d+) (\d+)", output).groups()

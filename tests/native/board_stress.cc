@@ -1,6 +1,6 @@
 // The ranks' meetings on the host, without XLA and GPUs, for the sanitizers: every rank on a thread of its
 // own, in one process and in two that share a board; ranks that never come, come to another op, or are
-// killed.
+// killed; programs of several threads.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -72,7 +72,7 @@ void RunCalls(Board& board, const Group& group, const std::vector<int>& ranks) {
     std::mt19937 random(index);
     for (uint32_t call = 1; call <= kCalls; ++call) {
       if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-      const auto [number, error] = board.Begin(kOp, group, position, call % 100, Known());
+      const auto [number, error, in_progress] = board.Begin(kOp, group, position, call % 100, Known());
       Check(error.empty() && number == call, Text("call ", call, ": ", number, ' ', error));
       const int first = position.group_index * kRanks;
       for (int rank = first; rank < first + kRanks; ++rank) {
@@ -97,16 +97,128 @@ int SharedFile(int total_ranks) {
   return descriptor;
 }
 
-// Must run while this process has one thread.
-void TestTwoProcesses() {
+// Runs ranks in two processes that share a board. Must run while this process has one thread.
+template <typename Work>
+void InTwoProcesses(Work work) {
   const int descriptor = SharedFile(kTotal);
   const pid_t child = fork();
   const auto board = Board::Map(descriptor, kTotal);
   close(descriptor);
-  RunCalls(*board, TimedGroup(60), child == 0 ? std::vector<int>{1, 2, 5, 6} : std::vector<int>{0, 3, 4, 7});
+  work(*board, child == 0 ? std::vector<int>{1, 2, 5, 6} : std::vector<int>{0, 3, 4, 7});
   if (child == 0) _exit(0);
   int status = 0;
   Check(waitpid(child, &status, 0) == child && status == 0, "the other process failed");
+}
+
+void TestTwoProcesses() {
+  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunCalls(board, TimedGroup(60), ranks); });
+}
+
+constexpr int kOps = 5;  // of a program
+
+// Runs the first call of an op. Returns its error, empty if all ranks have launched it.
+std::string RunOp(Board& board, const Group& group, const Group::Position& position, uint64_t signature) {
+  const auto begun = board.Begin(kOp, group, position, signature, Known());
+  if (!begun.error.empty()) return begun.error;
+  const std::string late = board.AwaitLaunches(kOp, group, position, begun.number, Known());
+  Check(late.empty(), Text("a launch was missed: ", late));
+  return "";
+}
+
+// Runs the first calls of a program, whose ops have signatures of its own. It ends with its first error, as a
+// program of XLA does. Returns the error, empty if it has ended well.
+std::string RunProgram(Board& board, const Group& group, const Group::Position& position, int program,
+                       std::mt19937& random) {
+  for (int op = 0; op < kOps; ++op) {
+    if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+    if (std::string error = RunOp(board, group, position, 10 * program + op); !error.empty()) return error;
+  }
+  return "";
+}
+
+// Two programs at once or in any order, and then one that all ranks run alike. Whatever happens to the two,
+// all ranks launch a call or none, nobody waits for long, and the group goes on.
+void RunPrograms(Board& board, const std::vector<int>& ranks, bool in_threads) {
+  const TimedGroup group(20);
+  OnRanks(ranks, [&](int index) {
+    const Group::Position position{index / kRanks, index % kRanks};
+    for (int round = 0; round < 20; ++round) {
+      std::mt19937 random(100 * round + index);
+      const Stopwatch watch;
+      std::string errors[2];
+      const auto run = [&](int program, uint32_t seed) {
+        std::mt19937 own(seed);
+        errors[program] = RunProgram(board, group, position, program, own);
+      };
+      const uint32_t seeds[] = {static_cast<uint32_t>(random()), static_cast<uint32_t>(random())};
+      if (in_threads) {
+        std::thread other(run, 1, seeds[1]);
+        run(0, seeds[0]);
+        other.join();
+      } else {
+        // XLA has a thread for each device, and would run the programs in one order on all of them.
+        const int first = static_cast<int>(random() % 2);
+        run(first, seeds[first]);
+        run(1 - first, seeds[1 - first]);
+      }
+      for (const std::string& error : errors) {
+        const bool is_named = Has(error, "another thread of its process") ||
+                              (Has(error, "has reached op") && Has(error, "but rank"));
+        Check(error.empty() || (is_named && Has(error, "No rank has launched this call")), error);
+        Check(error.empty() || !in_threads || Has(error, "let them take turns"), error);
+      }
+      Check(watch.seconds() < 10, "the ranks waited for a program that had been refused");
+      // All are in step again.
+      Check(!board.HasFailed(0, kTotal), Text("the group has failed: ", errors[0], errors[1]));
+      const std::string error = RunProgram(board, group, position, 2, random);
+      Check(error.empty(), error);
+    }
+  });
+}
+
+void TestTwoThreads() {
+  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunPrograms(board, ranks, true); });
+}
+
+void TestTwoOrders() {
+  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunPrograms(board, ranks, false); });
+  const auto board = Board::Make(kTotal);
+  RunPrograms(*board, {0, 1, 2, 3, 4, 5, 6, 7}, false);
+}
+
+// A thread begins a call while another one of its rank is in one, and the other process comes to both in the
+// same order: only the second one is refused, on both.
+void TestAThreadBesideAnother() {
+  const int descriptor = SharedFile(kTotal);
+  const auto board = Board::Map(descriptor, kTotal), other = Board::Map(descriptor, kTotal);
+  close(descriptor);
+  const TimedGroup group(20);
+  std::atomic<bool> has_begun{false};
+  OnRanks({0, 1, 2, 3}, [&](int rank) {
+    const Group::Position position{0, rank};
+    if (rank != 0) {
+      while (!has_begun) std::this_thread::yield();
+      std::string error = RunOp(*other, group, position, 1);
+      Check(error.empty(), error);
+      error = other->Begin(kOp, group, position, 2, Known()).error;
+      Check(Has(error, "rank 0 has reached first call no. 2 while another thread of its process"), error);
+      return;
+    }
+    std::thread second([&] {
+      while (board->LastCall(0, 1) < 1) std::this_thread::yield();
+      std::thread release([&] {
+        while (board->LastCall(0, 1) < 2) std::this_thread::yield();
+        has_begun = true;
+      });
+      const std::string error = board->Begin(kOp, group, position, 2, Known()).error;
+      Check(Has(error, "rank 0 has reached op 2") && Has(error, "was at the first call of op 1"), error);
+      release.join();
+    });
+    const std::string error = RunOp(*board, group, position, 1);
+    Check(error.empty(), error);
+    second.join();
+  });
+  Check(!board->HasFailed(0, kTotal), "the group has failed");
 }
 
 void TestAMissingRank() {
@@ -250,7 +362,9 @@ void TestAnotherOp() {
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const std::string error = board->Begin(kOp, group, {0, rank}, rank == 1 ? 200 : 5, Known()).error;
     Check(Has(error, "but rank") && Has(error, "op 5") && Has(error, "another op"), error);
+    Check(!Has(error, "threads"), error);  // XLA runs the programs of one process in one order
   });
+  Check(!board->HasFailed(0, kTotal), "a call that nobody has launched has failed the group");
 }
 
 void TestABoardOfAnotherSize() {
@@ -305,7 +419,10 @@ void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int>
 int Main() {
   const auto lives = StartIdle(), dies = StartIdle();
   TestTwoProcesses();
+  TestTwoThreads();
+  TestTwoOrders();
   TestOneProcess();
+  TestAThreadBesideAnother();
   TestAMissingRank();
   TestALaunchThatFails();
   TestAnOpThatFailedBefore();
@@ -315,7 +432,9 @@ int Main() {
   TestAnotherOp();
   TestABoardOfAnotherSize();
   TestAProcessThatIsKilled(lives, dies);
-  std::puts("board_stress: 8 ranks in one process and in two; who was missing, other or dead was named");
+  std::puts(
+      "board_stress: 8 ranks in one process and in two; who was missing, other, dead or out of turn was "
+      "named");
   return 0;
 }
 

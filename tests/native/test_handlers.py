@@ -115,7 +115,8 @@ def test_rows_that_do_not_fit():
             sizes |= {"order": 1, "masks": 0, "quantize": 0, "num_ranks": routing["ranks"]}
             operands = (jnp.zeros((2,), jnp.int32), *operands)
         attributes = {name: np.int64(size) for name, size in sizes.items()}
-        call(target, [((1,), jnp.float32)], *operands, **attributes, **({"group": "none"} if routing else {}))
+        names = {"group": "none", "program": "test"} if routing else {}
+        call(target, [((1,), jnp.float32)], *operands, **attributes, **names)
 
     counts, one = jnp.zeros((1,), jnp.int32), jnp.ones((1,))
     handle = [IDS, IDS, counts[None], counts, IDS]

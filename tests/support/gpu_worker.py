@@ -1,5 +1,6 @@
 """One of several processes with GPUs: `gpu_worker.py TASK COORDINATOR PROCESSES PROCESS`."""
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -159,6 +160,48 @@ def say_what_another_order_of_ops_does():
     os._exit(0)  # a rail that has failed is not used again
 
 
+def say_what_two_threads_do():
+    """Two programs of equal ops, in other orders on two processes: none runs, and then both do."""
+    group = jax_ep.Group(mesh, "ep", timeout_s=20)
+    rows = spread(floats((R, T, H), BF16))
+
+    def program(name, factor):
+        def shard(x, ids):
+            sent = jax_ep.dispatch(
+                factor * x, ids, group=group, num_experts=E, order="rank", implementation="ffi"
+            )
+            return jax_ep.combine(sent.x, sent.handle)
+
+        shard.__name__ = name
+        mapped = jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        return jax.jit(mapped).lower(rows, inputs[1]).compile()  # on all processes together
+
+    programs = [program("first", 1), program("second", 2)]
+    errors = ["", ""]
+
+    def run(number):
+        time.sleep(1.5 * ((number + process) % 2))
+        try:
+            jax.block_until_ready(programs[number](rows, inputs[1]))
+        except jax.errors.JaxRuntimeError as error:
+            errors[number] = str(error).replace("\n", " ")
+
+    multihost_utils.sync_global_devices("all have compiled")
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        print(f"error: {error}", flush=True)
+    multihost_utils.sync_global_devices("all have been refused")
+    with contextlib.suppress(jax_ep.PeerTimeoutError):
+        group.check()
+    first, second = (whole(compiled(rows, inputs[1])).astype(np.float32) for compiled in programs)
+    print("doubled", bool(np.abs(first).max() > 0 and (second == 2 * first).all()), flush=True)
+    group.check()
+
+
 def count_descriptors():
     """A hundred groups, made and closed."""
     counts = []
@@ -196,6 +239,7 @@ def exit_one_by_one():
     "death": say_what_a_death_does,
     "death of a host": say_what_the_death_of_a_host_does,
     "another order": say_what_another_order_of_ops_does,
+    "two threads": say_what_two_threads_do,
     "descriptors": count_descriptors,
     "growth": say_what_growing_memory_does,
     "exit": exit_one_by_one,

@@ -26,10 +26,18 @@ def test_every_op_lowers_for_cuda(order, gpu_group):
         back = jax_ep.unpermute(moved.x, moved.row_map, topk_weights=w, implementation="ffi")
         return out + back, layout.num_tokens_per_expert
 
-    mapped = jax.jit(on.map(shard))
-    text = mapped.trace(x, ids, w).lower(lowering_platforms=("cuda",)).as_text("hlo")
-    counts = count_calls(text)
+    lowered = jax.jit(on.map(shard)).trace(x, ids, w).lower(lowering_platforms=("cuda",))
+    counts = count_calls(lowered.as_text("hlo"))
     assert counts == dict.fromkeys(["layout", "permute", "pull", "push", "route", "unpermute"], 1)
+
+    def another_program(*arguments):
+        return jax.jit(on.map(shard))(*arguments)
+
+    # Ranks compare the program's name. Otherwise processes whose threads run two programs of equal ops in
+    # different orders would exchange their rows.
+    other = jax.jit(another_program).trace(x, ids, w).lower(lowering_platforms=("cuda",))
+    for text, name in ((lowered.as_text(), "jit_shard"), (other.as_text(), "jit_another_program")):
+        assert re.findall(r'program = "(.*?)"', text) == [name] * 3
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])

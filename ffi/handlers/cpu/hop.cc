@@ -11,7 +11,7 @@ namespace jax_ep {
 // Copies the array, so that XLA cannot move the collective out of the two calls.
 static ffi::Error Hop(ffi::RunId run, int32_t device, ffi::Buffer<ffi::S32> position, ffi::AnyBuffer in,
                       ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
-                      int64_t ends) {
+                      int64_t ends, std::string_view /*program*/) {
   if (in.size_bytes() != out->size_bytes() || position.element_count() != 2) {
     return InvalidArgument("hop: expected one position and a result of the operand's ", in.size_bytes(),
                            " bytes, got ", out->size_bytes());
@@ -42,6 +42,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HopHandler, Hop,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<std::string_view>("group")
                                   .Attr<int64_t>("num_ranks")
-                                  .Attr<int64_t>("ends"));
+                                  .Attr<int64_t>("ends")
+                                  .Attr<std::string_view>("program"));
 
 }  // namespace jax_ep

@@ -16,6 +16,7 @@ struct RoutingAttributes {
   int64_t alignment;
   int64_t masks;     // 1: the op leaves out ranks that do not arrive in time
   int64_t quantize;  // Quantize
+  std::string_view program;
 };
 
 // Attributes of a permute, which is a push by expert on one device.
@@ -25,7 +26,7 @@ struct PermuteAttributes {
   int64_t alignment;
 
   RoutingAttributes routing() const {
-    return {"", static_cast<int64_t>(Order::kExpert), 1, num_experts, capacity, alignment, 0, 0};
+    return {"", static_cast<int64_t>(Order::kExpert), 1, num_experts, capacity, alignment, 0, 0, ""};
   }
 };
 
@@ -33,7 +34,8 @@ struct PermuteAttributes {
 // operand is missing.
 inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                             const ffi::AnyBuffer* topk_idx, Shape& shape) {
-  const auto& [group, order, num_ranks, num_experts, capacity, alignment, masks, quantize] = attributes;
+  const auto& [group, order, num_ranks, num_experts, capacity, alignment, masks, quantize, program] =
+      attributes;
   if (order < static_cast<int64_t>(Order::kRank) || order > static_cast<int64_t>(Order::kPlaced)) {
     return InvalidArgument(op, ": attribute order out of range: ", order);
   }
@@ -112,6 +114,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RoutingAttributes, StructMember<st
                                       StructMember<int64_t>("order"), StructMember<int64_t>("num_ranks"),
                                       StructMember<int64_t>("num_experts"), StructMember<int64_t>("capacity"),
                                       StructMember<int64_t>("alignment"), StructMember<int64_t>("masks"),
-                                      StructMember<int64_t>("quantize"));
+                                      StructMember<int64_t>("quantize"),
+                                      StructMember<std::string_view>("program"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::PermuteAttributes, StructMember<int64_t>("num_experts"),
                                       StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"));

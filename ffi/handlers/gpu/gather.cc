@@ -5,7 +5,8 @@
 namespace jax_ep {
 
 static ffi::Error Gather(GpuContext context, ffi::BufferR1<ffi::S32> position, ffi::AnyBuffer in,
-                         ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks) {
+                         ffi::Result<ffi::AnyBuffer> out, std::string_view group, int64_t num_ranks,
+                         std::string_view /*program*/) {
   const char* op = "gather";
   GroupMember member;
   auto error = FindMember(op, group, context.FindGroup(group), context.device, kPositionOnDevice,
@@ -38,7 +39,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGatherHandler, Gather,
                                   .Arg<ffi::AnyBuffer>()           // [rows, ...]
                                   .Ret<ffi::AnyBuffer>()           // [R * rows, ...]
                                   .Attr<std::string_view>("group")
-                                  .Attr<int64_t>("num_ranks"),
+                                  .Attr<int64_t>("num_ranks")
+                                  .Attr<std::string_view>("program"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

@@ -11,7 +11,7 @@ constexpr const char* kCompileAgain =
 
 static ffi::Error RailHop(GpuContext context, ffi::BufferR1<ffi::S32> position, ffi::AnyBuffer in,
                           ffi::Result<ffi::AnyBuffer> out, std::string_view group, std::string_view rail_key,
-                          int64_t num_ranks) {
+                          int64_t num_ranks, std::string_view /*program*/) {
   const char* op = "hop between hosts";
   GroupMember member;
   auto error = FindMember(op, group, context.FindGroup(group), context.device, kPositionOnDevice,
@@ -70,6 +70,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRailHopHandler, RailHop,
                                   .Ret<ffi::AnyBuffer>()           // [hosts, ...]
                                   .Attr<std::string_view>("group")
                                   .Attr<std::string_view>("rails")
-                                  .Attr<int64_t>("num_ranks"));
+                                  .Attr<int64_t>("num_ranks")
+                                  .Attr<std::string_view>("program"));
 
 }  // namespace jax_ep

@@ -105,9 +105,12 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
   Board& board = devices->board();
+  const auto register_call = [&] {
+    return devices->RegisterCall(Text(description.describe(), ", in program ", context.site->program()));
+  };
   const auto notify = [&] {
     if (description.notify_other_hosts == nullptr) return;
-    const Call refused = call ? *call : Call{devices->RegisterCall(description.describe()), 0};
+    const Call refused = call ? *call : Call{register_call(), 0};
     description.notify_other_hosts(devices->MakePeers(member.position, refused, description.through_arena));
   };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
@@ -126,7 +129,7 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
                         launch(devices->MakePeers(member.position, published, description.through_arena)));
   };
   if (call) return launch_as(*call);
-  const uint32_t hash = devices->RegisterCall(description.describe());
+  const uint32_t hash = register_call();
   if (description.may_miss_ranks) {
     // A number for this call site that has no meaning for other ranks. These are counted down from the last
     // one, so that they differ from the numbers that ranks agree on.

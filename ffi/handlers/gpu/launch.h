@@ -20,6 +20,11 @@ class GpuCallSite {
  public:
   static ffi::TypeId id;
 
+  explicit GpuCallSite(std::string_view program) : program_(program) {}
+
+  // Returns the name of the call site's program. It is the same in all processes, because they run the same
+  // programs.
+  const std::string& program() const { return program_; }
   // Returns the call of a device whose first call has succeeded.
   std::optional<Call> Find(int32_t device) const;
   // Stores the call of a device after the ranks have met on the host.
@@ -39,6 +44,7 @@ class GpuCallSite {
   const DevicePeers* peers() const { return has_succeeded_.load() ? peers_.load() : nullptr; }
 
  private:
+  const std::string program_;
   mutable std::mutex mutex_;
   std::map<int32_t, Call> calls_;
   std::optional<bool> through_arena_;
@@ -76,8 +82,8 @@ ffi::Error LaunchResult(const char* op, cudaError_t error);
 // Description of an op that communicates, before it is launched.
 struct OpDescription {
   const char* op;
-  // Returns a text with the op, its shapes and dtypes. No rank moves a row unless it is the same on all
-  // ranks.
+  // Returns a text with the op, its shapes and dtypes. No rank moves a row unless this text and the name of
+  // the program are the same on all ranks.
   std::function<std::string()> describe;
   std::vector<const void*> published{};  // buffers that peers reach
   bool through_arena = false;

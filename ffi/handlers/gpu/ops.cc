@@ -219,9 +219,13 @@ static ffi::Error LaunchUnpermute(const GpuLocalContext& context, const Unpermut
   return LaunchResult("unpermute", cuda::LaunchUnpermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::ErrorOr<std::unique_ptr<GpuCallSite>> InstantiateGpu() { return std::make_unique<GpuCallSite>(); }
+static ffi::ErrorOr<std::unique_ptr<GpuCallSite>> InstantiateGpu(ffi::Dictionary attributes) {
+  const auto program = attributes.get<std::string_view>("program");
+  if (program.has_error()) return ffi::Unexpected(program.error());
+  return std::make_unique<GpuCallSite>(*program);
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuInstantiate, InstantiateGpu, ffi::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuInstantiate, InstantiateGpu, ffi::Ffi::BindInstantiate().Attrs());
 
 // Runs before every execution of a program, also if its ops are replayed from a CUDA graph and no handler is
 // called. So an op that failed stops the next execution.

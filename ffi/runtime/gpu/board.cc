@@ -19,8 +19,8 @@ namespace jax_ep {
 
 // State of one rank in shared memory. It holds no pointers, and zeros are its initial state.
 struct Board::Row {
-  // Number of calls that a rank may be ahead of a peer that still checks an earlier one. Calls of one device
-  // wait for each other, except those that several threads enqueue at once.
+  // Number of calls that a rank may be ahead of a peer that still checks an earlier one. A rank is ahead only
+  // of calls that it has refused, or that its other threads are in.
   static constexpr uint32_t kSlots = 64;
 
   struct Slot {
@@ -59,6 +59,7 @@ class Board::Meeting {
   Meeting(Board& board, const char* op, const Group& group, const Group::Position& position, uint32_t number,
           const Hooks& hooks)
       : rows_(board.rows_ + position.group_index * group.num_ranks()),
+        spans_processes_(board.spans_processes_),
         op_(op),
         group_(group),
         position_(position),
@@ -67,7 +68,7 @@ class Board::Meeting {
 
   Row& own() { return rows_[position_.rank]; }
 
-  // Waits until `has_arrived` returns true for every rank, or sets an error.
+  // Waits until `has_arrived` returns true for every rank, or sets an error, which refuses the call.
   template <typename HasArrived>
   std::string Wait(const char* what, bool has_launched, HasArrived has_arrived) {
     const auto begin = Clock::now();
@@ -80,7 +81,6 @@ class Board::Meeting {
       std::string error, missing, ended, failed;
       for (int rank = 0; rank < group_.num_ranks(); ++rank) {
         const bool has_rank_arrived = has_arrived(rank, error);
-        if (!error.empty()) break;
         // A rank that gave up does not count, even if it had arrived before.
         if (rows_[rank].HasGivenUp(number_)) {
           failed += Text(' ', rank);
@@ -89,6 +89,8 @@ class Board::Meeting {
           if (hooks_.has_ended && hooks_.has_ended(rank)) ended += Text(' ', rank);
         }
       }
+      // All ranks find the same difference, so all refuse the call and stay in step.
+      if (!error.empty() && failed.empty()) return error + kRefused;
       if (error.empty() && missing.empty() && failed.empty()) return "";
       // A rank that has launched the op does not give up because of a reported failure. All others have begun
       // the op and are about to launch it, and the op itself reports to each rank why it fails.
@@ -128,17 +130,34 @@ class Board::Meeting {
   std::string DescribeMismatch(int rank, uint64_t own, uint64_t other) const {
     return Text(Intro(), ", rank ", position_.rank, " has reached ", Describe(own), ", but rank ", rank,
                 " has reached ", Describe(other), " (first call no. ", number_, "). ", kSameOrder,
-                ", with the same shapes and dtypes");
+                ", with the same shapes and dtypes", spans_processes_ ? kTakeTurns : "");
   }
 
   std::string DescribeAhead(int rank) const {
     return Text(Intro(), ", rank ", rank, " is more than ", Row::kSlots, " first calls ahead: ", Where(),
-                ". ", kSameOrder);
+                ". ", kSameOrder, spans_processes_ ? kTakeTurns : "");
   }
+
+  // Describe a call that this rank, or another one, began while its process was in another first call.
+  std::string DescribeTwoThreads(uint64_t own, uint64_t other) const {
+    return Text(Intro(), ", rank ", position_.rank, " has reached ", Describe(own), " (first call no. ",
+                number_, ") while another thread of its process was at the first call of ", Describe(other),
+                ". ", kSameOrder, kTakeTurns);
+  }
+  std::string DescribeTwoThreadsOf(int rank) const {
+    return Text(Intro(), ", rank ", rank, " has reached first call no. ", number_,
+                " while another thread of its process was at the first call of another op: ", Where(), ". ",
+                kSameOrder, kTakeTurns);
+  }
+
+  static constexpr char kRefused[] = ". No rank has launched this call";
 
  private:
   static constexpr std::chrono::seconds kCauseDelay{1};
   static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
+  static constexpr char kTakeTurns[] =
+      ". If several threads run programs of this group, let them take turns, in an order that is the same in "
+      "all processes";
 
   std::string Intro() const { return Text(op_, ": of group ", group_.ListName(position_.group_index)); }
 
@@ -148,10 +167,11 @@ class Board::Meeting {
 
   std::string Describe(uint64_t signature) const {
     const std::string text = hooks_.describe ? hooks_.describe(signature) : "";
-    return text.empty() ? "another op" : text;
+    return text.empty() ? "another op, or an op of another program" : text;
   }
 
   Row* const rows_;  // of this group
+  const bool spans_processes_;
   const char* const op_;
   const Group& group_;
   const Group::Position position_;
@@ -159,7 +179,13 @@ class Board::Meeting {
   const Hooks& hooks_;
 };
 
-Board::Board(void* memory, int total_ranks) : rows_(static_cast<Row*>(memory)), total_ranks_(total_ranks) {}
+Board::Board(void* memory, int total_ranks, bool spans_processes)
+    : rows_(static_cast<Row*>(memory)),
+      total_ranks_(total_ranks),
+      spans_processes_(spans_processes),
+      current_(total_ranks) {
+  for (std::atomic<uint64_t>& signature : current_) signature = kNoSignature;
+}
 
 Board::~Board() { munmap(rows_, Bytes(total_ranks_)); }
 
@@ -169,7 +195,7 @@ std::shared_ptr<Board> Board::Make(int total_ranks) {
   void* memory =
       mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-  return std::shared_ptr<Board>(new Board(memory, total_ranks));
+  return std::shared_ptr<Board>(new Board(memory, total_ranks, false));
 }
 
 std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
@@ -183,29 +209,50 @@ std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
   }
   void* memory = mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (memory == MAP_FAILED) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
-  return std::shared_ptr<Board>(new Board(memory, total_ranks));
+  return std::shared_ptr<Board>(new Board(memory, total_ranks, true));
+}
+
+std::shared_ptr<void> Board::Enter(int index, uint64_t signature, uint64_t& other) {
+  std::atomic<uint64_t>& current = current_[index];
+  if (!current.compare_exchange_strong(other, signature)) return nullptr;
+  return {&current, [](std::atomic<uint64_t>* entered) { entered->store(kNoSignature); }};
 }
 
 Board::Call Board::Begin(const char* op, const Group& group, const Group::Position& position,
                          uint64_t signature, const Hooks& hooks) {
-  Row* const rows = rows_ + position.group_index * group.num_ranks();
+  const int first = position.group_index * group.num_ranks();
+  Row* const rows = rows_ + first;
+  Call call{};
+  uint64_t other_thread = kNoSignature;
+  if (spans_processes_) call.in_progress = Enter(first + position.rank, signature, other_thread);
+  const bool is_alone = other_thread == kNoSignature;
+  // A call that this rank refuses takes a number, too, because the other ranks may begin the same call.
   const uint32_t number = rows[position.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
   Row::Slot& slot = rows[position.rank].At(number);
-  slot.signature.store(signature, std::memory_order_relaxed);
+  slot.signature.store(is_alone ? signature : kNoSignature, std::memory_order_relaxed);
   slot.begun.store(number, std::memory_order_release);
   Meeting meeting(*this, op, group, position, number, hooks);
-  return {number, meeting.Wait("arrive", false, [&](int rank, std::string& error) {
-            Row::Slot& peer = rows[rank].At(number);
-            const uint32_t begun = peer.begun.load(std::memory_order_acquire);
-            if (begun < number) return false;
-            const uint64_t other = peer.signature.load(std::memory_order_relaxed);
-            if (begun > number) {
-              error = meeting.DescribeAhead(rank);
-            } else if (other != signature) {
-              error = meeting.DescribeMismatch(rank, signature, other);
-            }
-            return error.empty();
-          })};
+  call.number = number;
+  call.error = meeting.Wait("arrive", false, [&](int rank, std::string& error) {
+    Row::Slot& peer = rows[rank].At(number);
+    const uint32_t begun = peer.begun.load(std::memory_order_acquire);
+    if (begun < number) return false;
+    const uint64_t other = peer.signature.load(std::memory_order_relaxed);
+    // If this rank refuses, it waits for all, so that a thread that tries again does not run ahead of them.
+    if (!is_alone || !error.empty()) return true;
+    if (begun > number) {
+      error = meeting.DescribeAhead(rank);
+    } else if (other == kNoSignature) {
+      error = meeting.DescribeTwoThreadsOf(rank);
+    } else if (other != signature) {
+      error = meeting.DescribeMismatch(rank, signature, other);
+    }
+    return true;
+  });
+  if (call.error.empty() && !is_alone) {
+    call.error = meeting.DescribeTwoThreads(signature, other_thread) + Meeting::kRefused;
+  }
+  return call;
 }
 
 std::string Board::AwaitLaunches(const char* op, const Group& group, const Group::Position& position,

@@ -5,13 +5,22 @@
 // which peers wait. So the first call of a call site is launched only after all ranks have arrived, by all
 // ranks or by none. (Exception: a rank that gives up while others check. Then the op fails on those, within a
 // second.) No rank goes on before all have launched. A call's number counts the first calls of its rank. It
-// is the same on all ranks if all reach the same ops in the same order.
+// is the same on all ranks if all reach the same ops in the same order. Otherwise the ranks find that their
+// calls of a number differ. Then they refuse this call on all ranks, before any of them launches it, and stay
+// in step for later calls.
+//
+// In a process with several devices, XLA starts every program on all of them in one order, whichever threads
+// call it. Between processes no such order exists. So if a board is shared by processes, a rank also refuses
+// a first call that begins while another thread is in one: it would be luck if the other processes began
+// these two in the same order.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "runtime/groups.h"
 
@@ -34,6 +43,9 @@ class Board {
   struct Call {
     uint32_t number;    // from 1; the same on all ranks of the group
     std::string error;  // empty: all ranks have arrived with the same op
+    // The rank is in this call until the last copy is destroyed. Null if the rank need not be alone in a
+    // call.
+    std::shared_ptr<void> in_progress;
   };
   struct Hooks {
     // Returns the text of the op with a signature, empty if this process has not run it.
@@ -45,9 +57,11 @@ class Board {
   };
 
   // Begins the first call of a call site and waits, at most the group's time-out, until every rank has begun
-  // a call of this number. Fails if a rank did not, if its signature differs, if a rank has given up this
-  // call or an earlier one, or if `hooks.failure` reports an op that failed. A rank that fails here gives up
-  // the call and all later ones until Reset, so that they fail on all ranks.
+  // a call of this number. Fails if a rank did not, if a rank has given up this call or an earlier one, or if
+  // `hooks.failure` reports an op that failed. A rank that fails for such a reason gives up the call and all
+  // later ones until Reset, so that they fail on all ranks. The call is refused, on all ranks, if their
+  // signatures differ or if one of them is in another first call. A refused call does not affect later ones.
+  // Signatures are below kNoSignature.
   Call Begin(const char* op, const Group& group, const Group::Position& position, uint64_t signature,
              const Hooks& hooks);
 
@@ -74,10 +88,20 @@ class Board {
   struct Row;
   class Meeting;
 
-  Board(void* memory, int total_ranks);
+  // Stands for a call that its own rank refuses.
+  static constexpr uint64_t kNoSignature = UINT64_MAX;
+
+  Board(void* memory, int total_ranks, bool spans_processes);
+
+  // Marks the rank at an index as being in a call with this signature, unless it is in another one, whose
+  // signature is returned in `other`.
+  std::shared_ptr<void> Enter(int index, uint64_t signature, uint64_t& other);
 
   Row* const rows_;  // [total_ranks]
   const int total_ranks_;
+  const bool spans_processes_;
+  // Signatures of the calls that ranks of this process are in, kNoSignature if they are in none.
+  std::vector<std::atomic<uint64_t>> current_;
 };
 
 }  // namespace jax_ep
