@@ -313,7 +313,8 @@ class Group:
         It does not wait for running ops, so call it when results are ready (`jax.block_until_ready`). On CPUs
         of several hosts it also names ranks whose hop between hosts has lasted longer than `timeout_s`; their
         results may never be ready. On the CPU the first failure since the last call is raised, once. On GPUs
-        every call raises it until the `Group` is created again.
+        every call raises it until the `Group` is created again, except if ranks reached different ops at a
+        first call. They then refuse that call alone, and it is raised once.
         """
         self._require_open("check")
         module = _extension.extension()
