@@ -64,7 +64,9 @@ struct HandleArrays {
   int32_t* topk_idx;            // [T, K] routed expert, -1 unused
   int32_t* sent_rows;           // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
   int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
-  int32_t* expert_counts;       // [L] choices that fell on each local expert, before drops
+  // [L] choices that fell on each local expert, before drops. kPlaced: [C / alignment] rows that arrive in
+  // each slot, the first ones of the slot.
+  int32_t* expert_counts;
   int32_t* received_rows;  // [R * T, K] by expert: row at this rank of each choice of all tokens, -1 none
 };
 

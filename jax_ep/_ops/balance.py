@@ -20,6 +20,7 @@ from jax_ep._transport.balance import (
     ExpertPlan,
     Instances,
     as_thousandths,
+    is_first,
     loads,
     physical_ids,
     plan_of_map,
@@ -27,6 +28,7 @@ from jax_ep._transport.balance import (
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, name_all
 from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
+from jax_ep._transport.counts import sum_of_counts
 from jax_ep._transport.routing import Routing
 from jax_ep._transport.xla import routed_experts
 
@@ -103,8 +105,9 @@ def balance(
         must have above the target for any to move.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
-        empty slots, which come last on their rank. A rank has at most one instance of an expert. Choices of
-        an expert without an instance count as unused (an error if the values are known when traced). Excludes
+        empty slots. Every expert has an instance, and a rank at most one of it, which is checked if the
+        values are known when traced. Otherwise ids out of range and further instances on a rank are empty
+        slots, and choices of an expert without an instance count as unused (`num_unplaced`). Excludes
         num_redundant_experts.
       instances: how the instances of a given placement divide rows. "even": each gets the same number.
         "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
@@ -138,9 +141,14 @@ def balance(
             )
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
-    ids, placement = align_axes((routed_experts(ids, num_experts), placement), group._axes)
+    ids, placement = align_axes((ids, placement), group._axes)
+    num_invalid = arguments.count_invalid(ids, num_experts)
+    ids = routed_experts(ids, num_experts)
+    num_unplaced = jnp.zeros_like(num_invalid)
     if placement is not None:
-        ids = _with_instance(ids, placement, num_experts)
+        is_unplaced = (ids >= 0) & ~_has_instance(ids, placement, num_experts)
+        num_unplaced = jnp.sum(is_unplaced, dtype=jnp.int32).reshape(1)
+        ids = jnp.where(is_unplaced, -1, ids)
     with jax.named_scope("jax_ep.balance"):
         source = rank(group).astype(jnp.int32)
         counts = _counts_of_all(group, ids, num_experts, implementation)
@@ -157,6 +165,8 @@ def balance(
         rows_per_expert=plan.quotas,
         loads_before=loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size),
         loads_after=loads(plan.quotas, group.size),
+        num_invalid=num_invalid,
+        num_unplaced=num_unplaced,
         group=group,
         num_logical_experts=num_experts,
         num_redundant_experts=options.num_slots if placement is None else None,
@@ -177,8 +187,9 @@ def plan_redundant_experts(
     steps to come: pass its `physical_to_logical` to `balance`.
 
     Args:
-      counts: int32 [R, E] rows that each rank has for each logical expert, not negative. Their sum must be
-        less than 2**31: divide the counts of very many steps.
+      counts: int32 [R, E] rows that each rank has for each logical expert; negative ones count as 0. Their
+        sum must be less than 2**31: divide the counts of very many steps. It is checked if the values are
+        known. Otherwise nothing moves, and rows that do not fit in int32 are 2**31 - 1.
       num_redundant_experts: S, from 0 to L = E / R.
       tolerance: as for `balance`.
       min_rows: as for `balance`.
@@ -199,13 +210,16 @@ def plan_redundant_experts(
     options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
     if not isinstance(counts, Tracer) and (total := np.asarray(counts).sum(dtype=np.int64)) >= 2**31:
         raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
-    counts = unshard(counts)
+    counts = jnp.maximum(unshard(counts), 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
+    at_home = sum_of_counts(counts, axis=0)
+    rows = at_home if options.num_slots == 0 else plan.quotas
+    of_ranks = lambda rows: sum_of_counts(rows.reshape(ranks, -1), axis=1)
     return RedundantExperts(
         physical_to_logical=plan.physical_to_logical,
-        rows_per_expert=plan.quotas,
-        loads_before=loads(jnp.sum(counts, axis=0, dtype=jnp.int32), ranks),
-        loads_after=loads(plan.quotas, ranks),
+        rows_per_expert=rows,
+        loads_before=of_ranks(at_home),
+        loads_after=of_ranks(rows),
     )
 
 
@@ -265,14 +279,16 @@ def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Arr
         )
     if not isinstance(value, Tracer):
         _check_placement(op, np.asarray(value), num_experts, num_ranks)
-    return placement
+        return placement
+    hosted = jnp.where((placement >= 0) & (placement < num_experts), placement, -1).reshape(num_ranks, -1)
+    return jnp.where(is_first(hosted), hosted, -1).reshape(-1)
 
 
 def check_placement(physical_to_logical: np.typing.ArrayLike, *, num_experts: int, num_ranks: int) -> None:
     """Checks a placement on the host, before a program that `balance`s along it gets it as an argument.
 
     Programs cannot check their arguments: choices of an expert without an instance would be dropped, and of
-    an expert that is twice on a rank computed with zeros.
+    an expert that is twice on a rank all would go to the first instance.
 
     Args:
       physical_to_logical: int32 [P] logical expert of each physical one, -1 for empty slots, as for
@@ -281,8 +297,8 @@ def check_placement(physical_to_logical: np.typing.ArrayLike, *, num_experts: in
       num_ranks: R.
 
     Raises:
-      ValueError: an expert has no instance, a rank has an expert twice or an empty slot before a filled one,
-        or P is no multiple of R.
+      ValueError: an expert has no instance, a rank has an expert twice, an id is not below E, or P is no
+        multiple of R.
     """
     placement = np.asarray(physical_to_logical)
     _placement("check_placement", placement, num_experts, num_ranks)
@@ -297,19 +313,15 @@ def _check_placement(op: str, placement: np.ndarray, num_experts: int, num_ranks
         )
     for number, hosted in enumerate(placement.reshape(num_ranks, -1)):
         used = hosted[hosted >= 0]
-        if (
-            used.size != np.unique(used).size
-            or (hosted[: used.size] < 0).any()
-            or used.max(initial=0) >= num_experts
-        ):
+        if used.size != np.unique(used).size or used.max(initial=0) >= num_experts:
             raise ValueError(
                 f"{op}: physical_to_logical must give each rank distinct logical experts below "
-                f"{num_experts}, then -1 for empty slots; rank {number} has {hosted.tolist()}"
+                f"{num_experts}, and -1 for empty slots; rank {number} has {hosted.tolist()}"
             )
 
 
-def _with_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the ids, -1 if their expert has no instance."""
+def _has_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:
+    """Returns whether the expert of each id has an instance in a placement."""
     has = jnp.zeros_like(placement, shape=(num_experts,), dtype=jnp.bool_)
     has = has.at[jnp.where(placement < 0, num_experts, placement)].set(True, mode="drop")
-    return jnp.where((ids >= 0) & jnp.take(has, ids, mode="clip"), ids, -1)
+    return jnp.take(has, ids, mode="clip")

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
-from jax_ep._ops.arguments import count_invalid, valid_tokens
+from jax_ep._ops.arguments import valid_tokens
 from jax_ep._ops.balance import balance, balanced_capacity
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
@@ -211,7 +211,7 @@ def moe(
     arguments = ("sent",) if expert_params is None else ("sent", "params")
     _check_signature(expert_fn, arguments)
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
-    plan = num_invalid = None
+    plan = None
     with _errors_name_moe():
         if num_redundant_experts:
             if num_valid_tokens is not None:
@@ -223,7 +223,6 @@ def moe(
                 num_redundant_experts=num_redundant_experts,
                 implementation=implementation,
             )
-            num_invalid = count_invalid(topk_idx, num_experts)
             topk_idx, num_experts = plan.topk_idx, plan.num_experts
             expert_params = replicate(expert_params, plan, implementation=implementation)
             if capacity is None and capacity_factor is None:
@@ -263,7 +262,7 @@ def moe(
         num_tokens=sent.num_tokens,
         num_dropped=sent.num_dropped,
         dropped_per_expert=sent.dropped_per_expert(),
-        num_invalid=sent.num_invalid if num_invalid is None else num_invalid,
+        num_invalid=sent.num_invalid if plan is None else plan.num_invalid,
     )
     if plan is not None:
         stats = dataclasses.replace(

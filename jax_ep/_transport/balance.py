@@ -14,11 +14,11 @@ import numpy as np
 
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
+from jax_ep._transport.counts import MOST, sum_of_counts
 
 Instances = Literal["even", "local", "least_loaded"]
 
 INT = jnp.int32
-MOST = np.int32(2**31 - 1)
 
 LOAD_ROUNDS = 8
 """After these, lognormal loads (sigma 1.5) of 8 ranks were within 2 to 6 % of the mean."""
@@ -40,8 +40,8 @@ class BalancePlan:
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
-    S slots. Except for topk_idx all arrays are the same on every rank. Use the properties inside the
-    shard_map, because outside of it the arrays hold those of all ranks.
+    S slots. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. Use the
+    properties inside the shard_map, because outside of it the arrays hold those of all ranks.
 
     Attributes:
       topk_idx: int32 [T, K] physical expert of each choice, -1 where it is unused. Pass it to `dispatch`.
@@ -49,6 +49,9 @@ class BalancePlan:
       rows_per_expert: int32 [P] rows that each physical expert gets.
       loads_before: int32 [R] rows that each rank would get if all were computed at home.
       loads_after: int32 [R] rows that each rank gets.
+      num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert. They count as -1.
+      num_unplaced: int32 [1] choices of this rank's tokens whose expert has no instance in a given placement.
+        They count as -1.
       num_redundant_experts: S; None for a given placement.
     """
 
@@ -57,6 +60,8 @@ class BalancePlan:
     rows_per_expert: jax.Array
     loads_before: jax.Array
     loads_after: jax.Array
+    num_invalid: jax.Array
+    num_unplaced: jax.Array
     group: Group = dataclasses.field(metadata={"static": True})
     num_logical_experts: int = dataclasses.field(metadata={"static": True})
     num_redundant_experts: int | None = dataclasses.field(metadata={"static": True})
@@ -117,16 +122,16 @@ def plan_experts(
     ranks, experts = counts.shape
     local = experts // ranks
     counts = jnp.maximum(counts, 0)
-    rows = jnp.sum(counts, axis=0, dtype=INT)
+    rows = sum_of_counts(counts, axis=0)
     # If the total does not fit in int32, nothing moves.
-    quotient, rest = jnp.sum(rows // ranks, dtype=INT), jnp.sum(rows % ranks, dtype=INT)
+    quotient, rest = sum_of_counts(rows // ranks), jnp.sum(rows % ranks, dtype=INT)
     fits = quotient <= (MOST - rest) // ranks
     mean = quotient + (rest + ranks - 1) // ranks
     target = mean + mean // 1000 * tolerance + mean % 1000 * tolerance // 1000
     target = jnp.where(fits, target, MOST)
     state = _State(
         rows=rows,
-        load=jnp.sum(rows.reshape(ranks, local), axis=1, dtype=INT),
+        load=sum_of_counts(rows.reshape(ranks, local), axis=1),
         experts=jnp.full((ranks, num_slots), -1, INT),
         slot_rows=jnp.zeros((ranks, num_slots), INT),
         blocked=jnp.zeros((experts,), jnp.bool_),
@@ -265,6 +270,12 @@ def plan_of_map(
     shares = jnp.where(is_used[None], shares, 0)
     ends = jnp.cumsum(shares[source, order], dtype=INT)
     return ExpertPlan(physical_to_logical, jnp.sum(shares, axis=0, dtype=INT), order, ends)
+
+
+def is_first(experts: jax.Array) -> jax.Array:
+    """Returns bool [..., N]: no earlier entry along the last axis is the same expert."""
+    first = jnp.argmax(experts[..., :, None] == experts[..., None, :], axis=-1).astype(INT)
+    return first == jax.lax.broadcasted_iota(INT, experts.shape, experts.ndim - 1)
 
 
 def _by_load(rows: jax.Array, has_instance: jax.Array) -> jax.Array:

@@ -254,10 +254,8 @@ class Ffi:
         ids = jnp.arange(ranks, dtype=INT)[None]
         return self.route(row_to_each, (numbers[None],), ids, None).rows[0]
 
-    def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
-    ) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, rows_between)
+    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, slot_rows)
 
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None

@@ -16,6 +16,7 @@ from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.vmap import with_vmap_rule
 from jax_ep._transport.backend import Backend, Leaves
+from jax_ep._transport.balance import is_first
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.push_pull import push
@@ -51,20 +52,19 @@ class Placement(NamedTuple):
     """Destinations of this rank's experts. L home experts, N physical experts a rank."""
 
     instance: jax.Array  # [L, R] index, among the N experts of a rank, of its instance of an expert; or -1
-    between: jax.Array  # [R, R] experts that rank s sends to rank d
+    is_filled: jax.Array  # bool [N] an expert arrives in this slot of this rank
 
 
 def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Placement:
     """Returns where the instances of this rank's experts are. physical_to_logical [P]."""
-    ranks, local = group.size, num_experts // group.size
+    ranks, local, me = group.size, num_experts // group.size, rank(group).astype(jnp.int32)
     hosted = physical_to_logical.reshape(ranks, -1)
-    homes = jnp.where(hosted < 0, -1, hosted // local)
-    number = jnp.arange(ranks, dtype=jnp.int32)
-    between = jnp.sum(homes[None] == number[:, None, None], axis=2, dtype=jnp.int32)
-    mine = rank(group).astype(jnp.int32) * local + jnp.arange(local, dtype=jnp.int32)
+    mine = me * local + jnp.arange(local, dtype=jnp.int32)
     is_mine = hosted[None] == mine[:, None, None]  # [L, R, N]
     found = jnp.argmax(is_mine, axis=2).astype(jnp.int32)
-    return Placement(jnp.where(jnp.any(is_mine, axis=2), found, -1), between)
+    here = jnp.take(hosted, me, axis=0)
+    is_filled = (here >= 0) & (here < num_experts) & is_first(here)
+    return Placement(jnp.where(jnp.any(is_mine, axis=2), found, -1), is_filled)
 
 
 def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) -> Routing:
@@ -78,7 +78,7 @@ def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) 
         top_k=hosts,
         num_experts=group.size,
         capacity=num_instances // group.size * pieces,
-        expert_alignment=1,
+        expert_alignment=pieces,
         host_rows=tokens if hosts > 1 else 0,
     )
 
@@ -174,7 +174,7 @@ def _handle(backend: Backend, routing: Routing, placement: Placement, pieces: in
     piece = jnp.arange(pieces, dtype=jnp.int32)[None, :, None]
     rows = jnp.where(instance < 0, -1, instance * pieces + piece).reshape(-1, routing.num_ranks)
     hosts = jnp.any(rows.reshape(rows.shape[0], routing.num_hosts, -1) >= 0, axis=2)
-    return backend.place(routing, hosts, rows, placement.between * pieces)
+    return backend.place(routing, hosts, rows, jnp.where(placement.is_filled, pieces, 0).astype(jnp.int32))
 
 
 def _cut(routing: Routing, leaves: Leaves) -> Leaves:

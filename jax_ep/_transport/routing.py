@@ -12,7 +12,8 @@ from jax_ep._group.group import Group
 Order = Literal["rank", "expert", "expert_padded"]
 ORDERS = ("rank", "expert", "expert_padded", "placed")
 """The orders of Order in ffi/core/index.h. "placed": a token has one row for each rank, as by rank, but the
-program makes the handle and puts the row anywhere."""
+program makes the handle and puts the row anywhere. The buffer is divided into slots of `expert_alignment`
+rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Routing:
     top_k: int  # K
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
-    expert_alignment: int  # by padded experts S, the rows of each expert's block
+    expert_alignment: int  # by padded experts S, the rows of each expert's block; placed: of each slot
     host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
 
     @property
@@ -118,15 +119,12 @@ class Handle:
     has_weights: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def placed_handle(
-    routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
-) -> Handle:
+def placed_handle(routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
     """Makes the handle of rows that the program places: `Backend.place` within a host."""
     del hosts
     no_ids = jnp.full_like(sent_rows, -1, shape=(routing.num_tokens, routing.top_k))
-    prefix = jnp.cumsum(rows_between, axis=0, dtype=jnp.int32)
-    counts = jnp.zeros_like(prefix, shape=(routing.num_local_experts,))
-    return Handle(no_ids, sent_rows, prefix, counts, None, None, routing)
+    no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
+    return Handle(no_ids, sent_rows, no_counts, slot_rows, None, None, routing)
 
 
 def for_backward(handle: Handle) -> Handle:

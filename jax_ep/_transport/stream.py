@@ -61,10 +61,8 @@ class Stream:
     def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
         return self.inner.gather(routing, numbers)
 
-    def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
-    ) -> Handle:
-        return self.inner.place(routing, hosts, sent_rows, rows_between)
+    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+        return self.inner.place(routing, hosts, sent_rows, slot_rows)
 
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None

@@ -192,17 +192,14 @@ class TwoHops:
     def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
         return all_gather(self.inner, routing, numbers)
 
-    def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
-    ) -> Handle:
+    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
         # A choice of a token stands for a host: an expert there.
         per_host = routing.num_experts // routing.num_hosts
         first = per_host * jnp.arange(routing.num_hosts, dtype=jnp.int32)
         ids = jnp.where(hosts, jnp.broadcast_to(first[None], hosts.shape), -1)
-        no_counts = jnp.zeros_like(rows_between, shape=(routing.num_local_experts,))
-        destinations = Destinations(
-            sent_rows, rows_between, no_counts, None, None, no_counts[:1], no_counts[:1]
-        )
+        no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
+        none = no_counts[0, :1]
+        destinations = Destinations(sent_rows, no_counts, slot_rows, None, None, none, none)
         metadata = _send_metadata(self.inner, routing, ids, destinations, None)
         return _make_handle(self.inner, routing, ids, destinations, metadata)[0]
 

@@ -56,6 +56,9 @@ inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
     return InvalidArgument(op, ": ", num_experts / num_ranks, " blocks of ", alignment,
                            " rows must be the capacity, got ", capacity);
   }
+  if (order == static_cast<int64_t>(Order::kPlaced) && capacity % alignment != 0) {
+    return InvalidArgument(op, ": slots of ", alignment, " rows must divide the capacity, got ", capacity);
+  }
   const int64_t num_tokens = topk_idx->dimensions()[0], top_k = topk_idx->dimensions()[1];
   const int64_t aligned_tokens = AlignUp(num_tokens, kChunkTokens);
   auto error =
@@ -79,7 +82,7 @@ inline HandleArrays TakeHandle(Arrays& arrays, const Shape& shape) {
   handle.topk_idx = arrays.TakeInts("handle.topk_idx", {T, shape.top_k});
   handle.sent_rows = arrays.TakeInts("handle.sent_rows", {T, shape.rows_per_token()});
   handle.rank_prefix_matrix = arrays.TakeInts("handle.rank_prefix_matrix", {R, R});
-  handle.expert_counts = arrays.TakeInts("handle.expert_counts", {shape.num_local_experts()});
+  handle.expert_counts = arrays.TakeInts("handle.expert_counts", {shape.num_counts()});
   handle.received_rows =
       arrays.TakeInts("handle.received_rows", {R * T, shape.top_k}, shape.has_row_per_choice());
   return handle;

@@ -1,5 +1,5 @@
 // Clears the rows of a rank's buffers that no token fills: the tail and, by expert, the padding of each
-// block.
+// block. Of placed rows, the empty slots.
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
@@ -14,12 +14,16 @@ constexpr int64_t kClearBytes = 16 * 1024;  // per ticket
 // rings, the last teams start after they have cleared.
 constexpr int kClearingWarps = 8;
 
-// The rows that hold tokens. By expert these are `rows[i]` rows from `starts[i]` on, for each local expert i.
-// By rank, where num_experts is 0, they are all rows before the tail.
+// The rows that hold tokens: of each block, which is a local expert's or a slot, the first `rows[i]`. By rank
+// there is no block, and they are all rows before the tail.
 struct FilledRows {
   const int32_t* rows;
-  const int32_t* starts;  // [num_experts + 1], the tail last
-  int num_experts;
+  const int32_t* starts;  // [num_blocks + 1], the tail last; null: all blocks have `slot_rows` rows
+  int num_blocks;
+  int slot_rows;
+
+  // Returns where a block starts, or the tail.
+  __device__ int Start(int block) const { return starts == nullptr ? block * slot_rows : starts[block]; }
 };
 
 // Returns the filled rows of this rank, according to the counts or the handle. By expert, the starts of this
@@ -28,12 +32,28 @@ __device__ inline FilledRows FindFilledRows(const PushArgs& args, const BinCount
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   const bool routes = args.routes();
+  if (shape.order == Order::kPlaced) {
+    return {args.handle.expert_counts, nullptr, shape.num_counts(), shape.alignment};
+  }
   if (!shape.has_expert_blocks()) {
     const int32_t* const num_rows =
         routes ? &counts.totals[shape.num_experts + me] : &args.handle.rank_prefix_matrix[(R - 1) * R + me];
-    return {nullptr, num_rows, 0};
+    return {nullptr, num_rows, 0, 0};
   }
-  return {routes ? counts.totals + me * L : args.handle.expert_counts, counts.starts + me * (L + 1), L};
+  return {routes ? counts.totals + me * L : args.handle.expert_counts, counts.starts + me * (L + 1), L, 0};
+}
+
+// Returns the first row of the first slot that is not full. Plans of redundant experts fill their first
+// slots, so all rows before it are skipped without a ticket. Called by a warp.
+__device__ inline int FindFirstEmpty(const FilledRows& filled, int lane) {
+  for (int base = 0; base < filled.num_blocks; base += kWarp) {
+    const int slot = base + lane;
+    const bool is_full = slot >= filled.num_blocks || filled.rows[slot] >= filled.slot_rows;
+    if (const unsigned gaps = __ballot_sync(kAllLanes, !is_full); gaps != 0) {
+      return filled.Start(base + __ffs(static_cast<int>(gaps)) - 1);
+    }
+  }
+  return filled.Start(filled.num_blocks);
 }
 
 // Zeroes bytes of this device's memory. If `zeros` is not null, this only starts bulk stores of its
@@ -67,22 +87,21 @@ __device__ inline void ClearRows(const PushArgs& args, int64_t begin, int64_t en
 // Clears the unfilled rows among rows [begin, end). Called by a warp.
 __device__ inline void ClearUnfilledWithin(const PushArgs& args, const FilledRows& filled, int64_t begin,
                                            int64_t end, const uint4* zeros, int lane) {
-  const int n = filled.num_experts;
-  const int32_t* const starts = filled.starts;
-  int expert = 0;  // the last one whose block starts at or before `begin`; n is the tail
-  for (int above = n; expert < above;) {
-    const int middle = (expert + above + 1) / 2;
-    if (starts[middle] <= begin) {
-      expert = middle;
+  const int n = filled.num_blocks;
+  int block = 0;  // the last one that starts at or before `begin`; n is the tail
+  for (int above = n; block < above;) {
+    const int middle = (block + above + 1) / 2;
+    if (filled.Start(middle) <= begin) {
+      block = middle;
     } else {
       above = middle - 1;
     }
   }
-  for (; expert < n && starts[expert] < end; ++expert) {
-    ClearRows(args, max(begin, int64_t{starts[expert]} + filled.rows[expert]),
-              min(end, int64_t{starts[expert + 1]}), zeros, lane);
+  for (; block < n && filled.Start(block) < end; ++block) {
+    ClearRows(args, max(begin, int64_t{filled.Start(block)} + filled.rows[block]),
+              min(end, int64_t{filled.Start(block + 1)}), zeros, lane);
   }
-  ClearRows(args, max(begin, int64_t{starts[n]}), end, zeros, lane);
+  ClearRows(args, max(begin, int64_t{filled.Start(n)}), end, zeros, lane);
 }
 
 // Clears all rows that no token fills, in bulk if `zeros` is not null. The warps that clear, in blocks that
@@ -101,7 +120,9 @@ __device__ inline void ClearUnfilled(const PushArgs& args, const BinCounts& coun
   const bool padded =
       args.shape.has_expert_blocks() && (args.shape.alignment > 1 || args.shape.has_fixed_blocks());
   // The program may have changed the handle, so the start may be negative.
-  const int64_t first = padded ? 0 : max(filled.starts[filled.num_experts], 0);
+  const int64_t first = padded                     ? 0
+                        : filled.starts == nullptr ? FindFirstEmpty(filled, lane)
+                                                   : max(filled.starts[filled.num_blocks], 0);
   const bool local = args.is_local();
   const TicketCounter tickets{local ? nullptr : &args.peers.own().cleared};
   const int count = (static_cast<int>(gridDim.x) - args.num_senders) * clearing;
