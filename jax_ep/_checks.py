@@ -27,6 +27,12 @@ def integer(value: Any) -> int | None:
         return None
 
 
+def clamped(numbers: jax.Array, least: int, most: int) -> jax.Array:
+    """Returns integers of any dtype as int32, limited to `least` ... `most`, which fit in int32."""
+    limits = jnp.iinfo(numbers.dtype)
+    return jnp.clip(numbers, max(least, limits.min), min(most, limits.max)).astype(jnp.int32)
+
+
 def at_least_one(op: str, name: str, value: Any, most: int = MOST_ROWS) -> int:
     """Checks that an argument is an int between 1 and `most`, and returns it."""
     number = integer(value)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from jax_ep._checks import array, at_least_one, on_device, shape_text
+from jax_ep._checks import array, at_least_one, clamped, on_device, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
 from jax_ep._transport.backend import Backend
@@ -30,7 +30,8 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
         if not 0 <= number <= ids.shape[0]:
             raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where(tokens < given.reshape(()).astype(jnp.int32), ids, jnp.asarray(-1, ids.dtype))
+    number = clamped(given.reshape(()), 0, ids.shape[0])
+    return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
 
 
 def count_invalid(ids: jax.Array, num_experts: int) -> jax.Array:

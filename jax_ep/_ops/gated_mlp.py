@@ -11,6 +11,7 @@ from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
+from jax_ep._transport.counts import group_ends, sum_of_counts
 from jax_ep._transport.dtypes import is_differentiable, sum_dtype
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights
@@ -69,7 +70,7 @@ def gated_mlp(
       w_up: [L, H, 2F] gate, then up projection, of the dtype of rows; in FP8 of any floating dtype, or of
         `quantize_weights`. With redundant experts `PhysicalWeights`.
       w_down: [L, F, H], likewise.
-      group_sizes: int32 [L] rows of each expert, their sum at most C.
+      group_sizes: int32 [L] rows of each expert, as for `grouped_dot`.
       b_up: [L, 2F] or None.
       b_down: [L, H] or None.
       row_weights: [C] or None. The result is multiplied by them. Do not pass them to `combine` again, and
@@ -158,7 +159,7 @@ def _from_preactivation(options: _Options, given: _Given, z: jax.Array) -> jax.A
 def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the bias of each row's expert, in float32; zero past the groups."""
     number = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    expert = jnp.searchsorted(jnp.cumsum(sizes), number, side="right")
+    expert = jnp.searchsorted(group_ends(sizes, rows.shape[0]), number, side="right")
     return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
 
 
@@ -292,7 +293,7 @@ def _check(
     if given.row_weights is None:
         return given
     # Those of the tail may be NaN.
-    is_row = jnp.arange(rows.shape[0]) < jnp.sum(given.group_sizes)
+    is_row = jnp.arange(rows.shape[0]) < sum_of_counts(given.group_sizes)
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 

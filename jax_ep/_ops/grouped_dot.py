@@ -11,6 +11,7 @@ from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
+from jax_ep._transport.counts import sum_of_counts
 from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._transport.fp8_passes import QuantizedWeights
@@ -54,10 +55,12 @@ def grouped_dot(
         `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied. Or the result
         of `quantize_weights`, with rows of either kind. With redundant experts `PhysicalWeights`, of such
         arrays or in a `QuantizedArray`.
-      group_sizes: int32 [L] rows of each expert, their sum at most C.
+      group_sizes: int32 [L] rows of each expert, their sum at most C, which is checked if they are known.
+        Otherwise negative sizes count as 0, and experts end where the rows end.
       group_offset: integer scalar. With it, w has only the matrices of the L experts from this one on, and
-        group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. Operands must
-        not be quantized. It is as `group_offset` of `jax.lax.ragged_dot_general`.
+        group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. A matrix of an
+        expert below 0 or from G on has no rows. Operands must not be quantized. It is as `group_offset` of
+        `jax.lax.ragged_dot_general`.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
 
@@ -132,9 +135,11 @@ def _window(
             "grouped_dot: with group_offset, group_sizes must be those of all experts, at least of the "
             f"{num_matrices} of w, got {_checks.shape_text(group_sizes)}"
         )
-    number = jnp.arange(group_sizes.shape[0], dtype=offset.dtype)
-    first_row = jnp.sum(jnp.where(number < offset, group_sizes, 0), dtype=jnp.int32)
-    groups = offset + jnp.arange(num_matrices, dtype=offset.dtype)
+    num_groups = group_sizes.shape[0]
+    offset = _checks.clamped(offset, -num_matrices, num_groups)
+    first_row = sum_of_counts(jnp.where(jnp.arange(num_groups, dtype=jnp.int32) < offset, group_sizes, 0))
+    groups = offset + jnp.arange(num_matrices, dtype=jnp.int32)
+    groups = jnp.where(groups < 0, num_groups, groups)  # past the end, as those from num_groups on
     return jnp.take(group_sizes, groups, mode="fill", fill_value=0), first_row
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_ep import _extension
 from jax_ep._jax.sharding import is_per_device
 from jax_ep._transport import ffi_products
+from jax_ep._transport.counts import group_begins, group_ends
 from jax_ep._transport.fp8 import (
     BLOCK,
     FLOOR,
@@ -44,8 +45,9 @@ class Columns(NamedTuple):
         return dequantize_fp8(QuantizedArray(self.values.swapaxes(0, 1), self.scales), jnp.float32)
 
     @staticmethod
-    def padded_sizes(group_sizes: jax.Array) -> jax.Array:
-        return -(-group_sizes // BLOCK) * BLOCK
+    def padded_sizes(group_sizes: jax.Array, num_columns: int) -> jax.Array:
+        """Returns the columns of each group, of which there are `num_columns` in all."""
+        return -(-jnp.clip(group_sizes, 0, num_columns) // BLOCK) * BLOCK
 
     @staticmethod
     def num_columns(num_rows: int, num_groups: int) -> int:
@@ -153,12 +155,16 @@ def quantize_matrices(
 
 def _columns(x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float) -> Columns:
     count = Columns.num_columns(x.shape[0], group_sizes.shape[0])
-    ends = jnp.cumsum(Columns.padded_sizes(group_sizes))
+    row_ends = group_ends(group_sizes, x.shape[0])
+    first_rows = group_begins(row_ends, x.shape[0])
+    sizes = row_ends - first_rows
+    padded = Columns.padded_sizes(sizes, count)
+    ends = jnp.cumsum(padded)
     column = jnp.arange(count, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(ends, column, side="right"), group_sizes.shape[0] - 1)
-    within = column - (ends - Columns.padded_sizes(group_sizes))[group]
-    source = (jnp.cumsum(group_sizes) - group_sizes)[group] + within
-    is_row = within < group_sizes[group]
+    group = jnp.minimum(jnp.searchsorted(ends, column, side="right"), sizes.shape[0] - 1)
+    within = column - (ends - padded)[group]
+    source = first_rows[group] + within
+    is_row = within < sizes[group]
     rows = jnp.where(is_row[:, None], jnp.take(x, source, axis=0, mode="clip"), 0)
     q = quantize_blocks(rows, (BLOCK, 1), round_scale, floor)
     return Columns(q.values.swapaxes(0, 1), q.scales)

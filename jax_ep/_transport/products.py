@@ -139,7 +139,8 @@ def fp8_weight_gradient(
             operands = rows, scales, others, other_scales, sizes
             return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_redundant)
         wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
-        out = product(Product.WEIGHTS, num_sms, num_redundant, *wide, Columns.padded_sizes(sizes))
+        padded = Columns.padded_sizes(sizes, rows.shape[1])
+        out = product(Product.WEIGHTS, num_sms, num_redundant, *wide, padded)
         return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
 
     return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)

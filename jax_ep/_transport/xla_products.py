@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_ep._extension import current_platform
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._transport.backend import Product
+from jax_ep._transport.counts import group_begins, group_ends
 from jax_ep._transport.dtypes import bits_of, sum_dtype
 
 # Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
@@ -29,14 +30,17 @@ def grouped_dot(
 ) -> jax.Array:
     """Computes a product of rows that are stored group by group, from `first_row` (0 if None) on.
 
-    Rows before and after the groups do not matter.
+    Rows before and after the groups do not matter. Sizes may be any numbers (counts.py).
     """
     is_transposed = product is Product.ROWS_TRANSPOSED
     if current_platform() == "tpu" and product is not Product.WEIGHTS:
         matrices = others.swapaxes(1, 2) if is_transposed else others
+        ends = group_ends(group_sizes, rows.shape[0], first_row)
+        begins = group_begins(ends, rows.shape[0], first_row)
+        group_sizes = ends - begins
         if first_row is not None:  # a group whose matrix is zero
             matrices = jnp.pad(matrices, ((1, 0), (0, 0), (0, 0)))
-            group_sizes = jnp.concatenate([first_row[None], group_sizes])
+            group_sizes = jnp.concatenate([begins[:1], group_sizes])
         return jax.lax.ragged_dot(rows, matrices, group_sizes)
     if first_row is None:
         first_row = jnp.zeros((), jnp.int32)
@@ -106,8 +110,8 @@ def _over_groups(
     if 0 in (*rows.shape, *others.shape):
         return vary_alike([result, rows, others])[0]
     result = vary_alike([_as_bits(result), rows])[0]
-    ends = first_row + jnp.cumsum(group_sizes)
-    begins, ends = (jnp.minimum(row, rows.shape[0]) for row in (ends - group_sizes, ends))
+    ends = group_ends(group_sizes, rows.shape[0], first_row)
+    begins = group_begins(ends, rows.shape[0], first_row)
     is_empty = begins >= ends
     by_emptiness = jnp.argsort(is_empty, stable=True)
 

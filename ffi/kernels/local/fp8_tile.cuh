@@ -167,8 +167,8 @@ struct TileStrides {
 
 // The rows of a tile.
 struct TileRows {
-  int64_t first;
-  int count;  // at most 128; fewer at the end of a group or of all rows
+  int64_t first;  // -1: the tile belongs to no group
+  int count;      // at most 128; fewer at the end of a group, and none past all rows
 };
 
 // Loads a thread's part of a tile. Rows past the count are zero. Called by whole warps.
@@ -354,7 +354,7 @@ __device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, 
     rows += __shfl_sync(kAllLanes, end, kWarp - 1);
     tiles += __shfl_sync(kAllLanes, last, kWarp - 1);
   }
-  return {0, 0};
+  return {-1, 0};
 }
 
 }  // namespace jax_ep::cuda

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   auto& shared = *reinterpret_cast<SharedTile<T>*>(memory);
   const int tile = static_cast<int>(blockIdx.x);
   const TileRows rows = FindRows(params.group_sizes, params.num_groups, params.num_rows, tile);
-  if (rows.count == 0) return;
+  if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
   const int64_t width = params.width, blocks = width / kTile;
   const TileStrides strides = {width, blocks, params.num_columns};
   const int64_t block = blockIdx.y;
