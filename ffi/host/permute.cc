@@ -1,4 +1,5 @@
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "host/ops.h"
@@ -64,9 +65,15 @@ void SumRow(const UnpermuteParams& params, int32_t c, const int32_t* experts) {
   const int64_t width = params.y.num_elements;
   const int64_t first_choice = int64_t{c} * params.top_k;
   Acc total[kBlock], term[kBlock];
+  bool is_broken = false;
+  for (int32_t k = 0; k < params.top_k; ++k) {
+    const int32_t row = params.row_map[first_choice + k];
+    is_broken |=
+        row != -1 && (!IsRow(row, params.num_permuted) || (params.bias != nullptr && experts[k] < 0));
+  }
   for (int64_t first = 0; first < width; first += kBlock) {
     const int64_t n = std::min(kBlock, width - first);
-    std::fill_n(total, n, Acc{0});
+    std::fill_n(total, n, is_broken ? std::numeric_limits<Acc>::quiet_NaN() : Acc{0});
     for (int32_t k = 0; k < params.top_k; ++k) {
       const int32_t row = params.row_map[first_choice + k];
       if (!IsRow(row, params.num_permuted)) continue;

@@ -13,6 +13,7 @@ from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import align_axes
+from jax_ep._ops.arguments import count_invalid
 from jax_ep._transport.backend import LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
 from jax_ep._transport.dtypes import SUMMED, is_differentiable, sum_dtype
@@ -36,6 +37,7 @@ class Permuted(Generic[Rows]):
       row_weights: float32 [P] weight of each row's choice, zero in padding and tail; None if no weights were
         passed.
       num_dropped: int32 [1] (row, k) pairs that found no place.
+      num_invalid: int32 [1] ids that are neither -1 nor an expert. They are unused, like -1.
     """
 
     x: Rows
@@ -44,6 +46,7 @@ class Permuted(Generic[Rows]):
     tokens_per_expert: jax.Array
     row_weights: jax.Array | None
     num_dropped: jax.Array
+    num_invalid: jax.Array
 
 
 def permute(
@@ -96,6 +99,7 @@ def permute(
         tokens_per_expert=out.tokens_per_expert,
         row_weights=out.row_weights,
         num_dropped=out.num_dropped,
+        num_invalid=count_invalid(ids, experts),
     )
 
 
@@ -204,10 +208,12 @@ def unpermute(
 
     Args:
       y: floating [P, ...] rows in expert order. Differentiable.
-      row_map: int32 [C, K], as `permute` returned it; -1 is skipped.
+      row_map: int32 [C, K], as `permute` returned it; -1 is skipped. A sum with an entry below -1, or from P
+        on, is NaN.
       topk_weights: floating [C, K] of 16 bits or more; None means 1. Differentiable.
       bias: floating [L, ...], one row an expert; needs topk_idx. Differentiable.
-      topk_idx: int32 or int64 [C, K], as passed to `permute`.
+      topk_idx: int32 or int64 [C, K], as passed to `permute`. With a bias, a sum with a row whose id is no
+        expert is NaN.
       out_dtype: a floating dtype; None means y's.
       implementation: None, "ffi" or "xla".
 

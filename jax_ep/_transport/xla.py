@@ -184,10 +184,8 @@ class Xla:
     def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
         return gather(routing.group, numbers)
 
-    def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, rows_between: jax.Array
-    ) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, rows_between)
+    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, slot_rows)
 
     def push(
         self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
@@ -325,18 +323,23 @@ class Xla:
         out_dtype: Any,
     ) -> jax.Array:
         wide = sum_dtype(y.dtype)
-        row_map = jnp.where(row_map < y.shape[0], row_map, -1)
-        total = 0.0
+        is_row = (row_map >= 0) & (row_map < y.shape[0])
+        is_broken = ~is_row & (row_map != -1)
+        ids = None
+        if bias is not None and topk_idx is not None:
+            ids = routed_experts(topk_idx, bias.shape[0])
+            is_broken |= is_row & (ids < 0)
+        total: Any = 0.0
         for k in range(row_map.shape[1]):
-            term = take(y, row_map[:, k]).astype(wide)
-            if bias is not None and topk_idx is not None:
-                ids = routed_experts(topk_idx, bias.shape[0])[:, k]
-                term += take(bias, jnp.where(row_map[:, k] < 0, -1, ids)).astype(wide)
+            term = take(y, jnp.where(is_row[:, k], row_map[:, k], -1)).astype(wide)
+            if bias is not None and ids is not None:
+                term += take(bias, jnp.where(is_row[:, k], ids[:, k], -1)).astype(wide)
             if topk_weights is not None:
-                used = jnp.where(row_map[:, k] < 0, 0, topk_weights[:, k])
+                used = jnp.where(is_row[:, k], topk_weights[:, k], 0)
                 term *= _over_row(used, term)
             total = total + term
-        return jnp.asarray(total).astype(out_dtype)
+        is_broken = jnp.any(is_broken, axis=1).reshape(-1, *[1] * (y.ndim - 1))
+        return jnp.where(is_broken, jnp.nan, total).astype(out_dtype)
 
     def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
         return collectives.between_hosts(group, blocks)

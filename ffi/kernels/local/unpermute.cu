@@ -53,14 +53,22 @@ __global__ void __launch_bounds__(kThreads) UnpermuteKernel(const __grid_constan
       if (args.topk_weights != nullptr) inputs.factor = args.topk_weights[choice];
     }
     Acc total[kSumVectors][N] = {};
+    bool is_broken = row != -1 && !kept;
     if constexpr (kBiased) {
       Shape shape{};
       shape.top_k = args.top_k;
       shape.num_experts = args.num_local_experts;
       const int expert = kept ? RoutedAt(args.topk_idx, shape, c, lane) : -1;
+      is_broken |= kept && expert < 0;
       SumSlice<T, N>(inputs, first, width, lane, total, BiasShift<Acc>{args.bias, width, expert});
     } else {
       SumSlice<T, N>(inputs, first, width, lane, total);
+    }
+    if (__any_sync(kAllLanes, is_broken)) {  // the map, or an expert, is none of this array
+#pragma unroll
+      for (auto& vector : total) {
+        for (Acc& sum : vector) sum = static_cast<Acc>(NAN);
+      }
     }
     if (args.out_type == args.y.type) {
       StoreSlice<T, N>(static_cast<T*>(args.y.out) + c * width, first, width, lane, total);
