@@ -177,22 +177,6 @@ def test_given_placement(instances, implementation):
 
 
 @pytest.mark.processes
-def test_a_traced_placement_leaves_out_experts_without_an_instance():
-    ids = routing("uniform", R, T, K, E)
-    placement = np.where(np.arange(E) == 1, -1, np.arange(E)).astype(np.int32).reshape(R, L)
-    placement[0] = [0, 2, 3, -1]
-    on = ranks(R)
-
-    def shard(ids, placement):
-        placement = jax.lax.all_gather(placement, "ep", tiled=True)
-        return jax_ep.balance(ids, group=on.group, num_experts=E, physical_to_logical=placement)
-
-    plan = on.run(shard, ids, placement)
-    logical = np.append(placement.reshape(-1), -1)[plan.topk_idx]
-    np.testing.assert_array_equal(logical, np.where(ids == 1, -1, ids))
-
-
-@pytest.mark.processes
 def test_valid_tokens_and_vmap():
     ids = np.stack([routing("zipf", R, T, K, E, seed) for seed in (0, 1)], axis=1)  # [R, 2, T, K]
     on = ranks(R)
