@@ -63,6 +63,11 @@ struct TicketCounter {
   __device__ static int Broadcast(unsigned requested) {
     return static_cast<int>(__shfl_sync(kAllLanes, requested, 0));
   }
+  // Waits for a request whose ticket is not used. A counter must not be reset before that, because the atomic
+  // could come later.
+  __device__ static void Settle(unsigned requested) { (void)Broadcast(requested); }
+  // Hands out all tickets anew. No request may be in flight.
+  __device__ void Reset() const { *next = 0; }
 };
 
 }  // namespace jax_ep::cuda

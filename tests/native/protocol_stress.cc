@@ -32,6 +32,7 @@ Work MakeWork(Random& random, uint32_t number, uint32_t site) {
   work.call = {static_cast<uint32_t>(random()), site};
   work.pushes = Chance(random, 60);
   work.in_waves = Chance(random, 60);
+  work.by_ring = Chance(random, 35) && (work.in_waves || !work.pushes);
   work.counts = Chance(random, 50);
   work.tokens = 1 + static_cast<int>(random() % 12);
   const int head = 1 + static_cast<int>(random() % 6), later = 1 + static_cast<int>(random() % 6);
@@ -94,10 +95,11 @@ enum Fault {
   kTail,
   kGate,
   kTwo,
+  kOverlap,
   kNumFaults
 };
 const char* const kNames[] = {"short",      "long",  "gone",  "late", "never", "other call", "wrong rank",
-                              "wrong list", "stray", "clash", "tail", "gate",  "two"};
+                              "wrong list", "stray", "clash", "tail", "gate",  "two",        "overlap"};
 
 struct Count {
   int scenarios, failed_runs, good_runs, traps, exact, weak;
@@ -243,6 +245,9 @@ void RunFaults() {
     case kGate:
       world.gates_close_at = 1 + random() % 200'000;
       break;
+    case kOverlap:
+      world.overlaps = true;
+      break;
     default:
       freeze(plan, share(50, 300));
       freeze(world.plan(random() % world.num_ranks(), random() % ops), share(50, 300));
@@ -263,6 +268,7 @@ void RunFaults() {
   const uint64_t bound = 3 * timeout + allowed + 40'000'000 + (outcome.traps > 0 ? 3'100'000'000 : 0);
   if (outcome.longest_ns > bound) Die("an op took %.1f ms", outcome.longest_ns / 1e6);
   if (fault == kShort && outcome.failed != 0) Die("an op failed that was held up but shortly");
+  if (fault == kOverlap && outcome.failed != 0) Die("an op failed that began when the channel was free");
   const bool must =
       fault == kLate || fault == kNever || fault == kOtherCall || fault == kWrongRank || fault == kWrongList;
   if (must && outcome.failed == 0) Die("no op failed");
@@ -271,6 +277,7 @@ void RunFaults() {
   ++count.scenarios;
   count.failed_runs += outcome.failed, count.good_runs += outcome.good, count.traps += outcome.traps;
   world.gates_close_at = 0;
+  world.overlaps = false;
   // A process that was stopped, or has ended, is replaced: nothing is kept. Else what the ranks keep is
   // reset.
   if (outcome.traps > 0 || fault == kGone) {

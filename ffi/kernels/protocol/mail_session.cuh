@@ -301,7 +301,7 @@ class MailSession {
     if (is_opened) {
       FreeChannel(own, epoch());
     } else {
-      StoreWord(EndedWord(own), 0, epoch() - 1);  // gives the claim back; no op has ended
+      PublishEnd(own, epoch() - 1);  // gives the claim back; no op has ended
     }
   }
 

@@ -73,6 +73,7 @@ class Opening {
     const bool holds = HoldsChannel(peers);
     const bool is_open = blockIdx.x == 0 ? Open(peers, op, holds) : holds && NumberOf(gate_) == 0;
     if (!holds) RecordInUse(peers, op);
+    AcquireOnDevice();  // the last op's end: its resets of the counters come before this op counts anything
     if (position_.rank == peers.rank) return is_open;
     RecordFailure(peers, op, Phase::kRank, epoch(), position_.rank);
     return false;
@@ -155,6 +156,11 @@ __device__ inline BlockEnd CountEnd(Channel& own, bool failed, bool started = tr
 // fill() overwrites them. They are ordered by time, because a fence in each block would slow down every op.
 constexpr uint64_t kStoresLand = 1'000'000;
 
+// Publishes which op of this rank has ended last. An op that finds it finds the counters reset.
+__device__ inline void PublishEnd(Channel& own, uint32_t epoch) {
+  StoreReleaseOnDevice(EndedWord(own), Pack(0, epoch));
+}
+
 // Frees the channel for the next op. Called by one thread of the block that ends last.
 __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
   if (epoch == kLastEpoch) {
@@ -162,7 +168,7 @@ __device__ inline void FreeChannel(Channel& own, uint32_t epoch) {
     (void)AddEpochs(&own.gate, 2);  // so that its epoch also becomes 1
     StoreWord(&own.opened, 0, 1);
   }
-  StoreWord(EndedWord(own), 0, epoch);  // last, because an op may open from now on
+  PublishEnd(own, epoch);  // last, because an op may open from now on
 }
 
 // Ends an op that was opened and has failed. fill() overwrites the results once nothing else writes to them.
@@ -335,8 +341,10 @@ class Session {
     if (!end.is_last) return;
     if (end.any_failed) GiveUp(peers_, op_, epoch(), counts_ends_, fill);
     if (threadIdx.x != 0) return;
-    for (uint32_t& tickets : own.sent) tickets = 0;
-    own.spread = own.cleared = 0;
+    // No request is in flight any more. Blocks whose ends are counted have settled theirs before. Those of
+    // other blocks come before the words by which they left, which this block has acquired.
+    for (uint32_t& sent : own.sent) TicketCounter{&sent}.Reset();
+    for (uint32_t* next : {&own.spread, &own.cleared}) TicketCounter{next}.Reset();
     FreeChannel(own, epoch());
   }
 

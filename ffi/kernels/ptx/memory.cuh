@@ -31,6 +31,20 @@ __device__ inline void StoreRelease(uint64_t* address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// Store and acquire a word that only this device uses, which costs less than for all devices. A thread that
+// has loaded the word, by LoadRelaxed, and then calls AcquireOnDevice sees what the storing thread had seen
+// and done. Nothing waits for the load before the fence.
+__device__ inline void StoreReleaseOnDevice(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void AcquireOnDevice() {
+#if JAX_EP_HAS_SM_90
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 // Stores the lower half of a word. Its owner may change the upper half at the same time by 64-bit atomics.
 // A 32-bit store is used because a peer over PCIe has no atomics. It is safe because a device's memory
 // serializes accesses of all sizes.

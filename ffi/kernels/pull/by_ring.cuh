@@ -72,7 +72,8 @@ __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& r
   EndPhase(ring);
 }
 
-// Pulls the tokens in order, ticket by ticket.
+// Pulls the tokens in order, ticket by ticket. The last request of each array may still be in flight at the
+// end. Session::Leave puts it before the reset of the counter.
 template <typename T>
 __device__ void PullByRing(const PullArgs& args, const Session& session, Ring& ring,
                            const Published* published) {

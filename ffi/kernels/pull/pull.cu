@@ -29,7 +29,7 @@ __device__ void PullSlice(const PullArgs& args, const SumInputs<T>& inputs, int 
 }
 
 // Pulls the tokens in order, ticket by ticket. `requested` is the ticket that this warp has already
-// requested.
+// requested. The last request may be in flight at the end, as in PullByRing.
 template <typename T, int N, int kRows, int kVectors>
 __device__ void PullArray(const PullArgs& args, const Session& session, const Published* published, int index,
                           unsigned requested) {

@@ -177,6 +177,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   while (scale(even, odd) && scale(odd, even)) {
   }
   EndPhase(ring);
+  TicketCounter::Settle(requested);  // after the loop, because it would wait for each request there
 }
 
 // Does the work of SpreadRows through rings, if the rows are scaled and there are rings.

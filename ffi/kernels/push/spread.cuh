@@ -107,6 +107,7 @@ __device__ void SpreadRows(const PushArgs& args, const Session& session, Stages&
       }
     }
   }
+  TicketCounter::Settle(requested);  // in flight only if a wave has not come
   if (kInBulk) {
     spreader.End();
     WaitForStores();

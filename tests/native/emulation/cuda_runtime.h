@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
 
 #include "machine.h"
 
@@ -60,18 +63,28 @@ inline const uint32_t* ShowLanes(unsigned mine, int line) {
   (void)machine.Wait(warp, 0, line);
   return warp.shown;
 }
-inline unsigned __shfl_sync(unsigned, unsigned mine, int lane, int line = __builtin_LINE()) {
-  const uint32_t* const shown = ShowLanes(mine, line);
-  emulation::Quiet quiet;
-  return shown[lane];
+// Of numbers of any size: 32 bits at a time.
+template <typename T>
+T __shfl_sync(unsigned, T mine, int lane, int line = __builtin_LINE()) {
+  uint32_t words[(sizeof(T) + 3) / 4] = {};
+  std::memcpy(words, &mine, sizeof(T));
+  for (uint32_t& word : words) {
+    const uint32_t* const shown = ShowLanes(word, line);
+    emulation::Quiet quiet;
+    word = shown[lane];
+  }
+  std::memcpy(&mine, words, sizeof(T));
+  return mine;
 }
-inline int __shfl_xor_sync(unsigned, int mine, int mask, int line = __builtin_LINE()) {
+template <typename T>
+T __shfl_xor_sync(unsigned, T mine, int mask, int line = __builtin_LINE()) {
   const unsigned lane = emulation::Machine::Get().thread_index().x % 32;
-  return static_cast<int>(__shfl_sync(~0u, static_cast<unsigned>(mine), static_cast<int>(lane) ^ mask, line));
+  return __shfl_sync(~0u, mine, static_cast<int>(lane) ^ mask, line);
 }
-inline int __shfl_up_sync(unsigned, int mine, int by, int line = __builtin_LINE()) {
+template <typename T>
+T __shfl_up_sync(unsigned, T mine, int by, int line = __builtin_LINE()) {
   const int lane = static_cast<int>(emulation::Machine::Get().thread_index().x % 32);
-  return static_cast<int>(__shfl_sync(~0u, static_cast<unsigned>(mine), lane < by ? lane : lane - by, line));
+  return __shfl_sync(~0u, mine, lane < by ? lane : lane - by, line);
 }
 inline unsigned __reduce_or_sync(unsigned, unsigned mine, int line = __builtin_LINE()) {
   const uint32_t* const shown = ShowLanes(mine, line);
@@ -88,6 +101,21 @@ inline int __reduce_add_sync(unsigned, int mine, int line = __builtin_LINE()) {
   return static_cast<int>(sum);
 }
 
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __float2int_rz(float number) { return static_cast<int>(number); }
+inline float __uint_as_float(unsigned bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+template <typename T>
+T __ldcg(const T* address) {
+  emulation::Machine::Get().Access(false);
+  return *address;
+}
+
 inline void __nanosleep(unsigned) { emulation::Machine::Get().Access(false); }
 inline void __threadfence_block() {}
 
@@ -102,6 +130,11 @@ template <typename T>
 T atomicAdd(T* to, T number) {
   emulation::Machine::Get().Access(true);
   return __atomic_fetch_add(to, number, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicSub(T* to, T number) {
+  emulation::Machine::Get().Access(true);
+  return __atomic_fetch_sub(to, number, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicOr(T* to, T bits) {

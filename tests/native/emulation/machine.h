@@ -2,7 +2,8 @@
 // seed decides which goes on. Time is counted, not measured, so that a run repeats, and time-outs cost
 // nothing.
 //
-// A fiber may be interrupted before each access to memory that the protocol makes (Access). What is
+// A fiber may be interrupted before each access to memory that the protocol makes (Access). Atomics whose
+// results are not awaited yet, stores that nothing orders, and bulk loads take effect later (Delay). What is
 // __shared__ is thread-local here, and there is one thread: its storage is exchanged when another block goes
 // on.
 #pragma once
@@ -31,6 +32,17 @@ struct Dim {
 };
 
 struct Launch;
+struct Block;
+
+// An access that has been issued and has not taken effect.
+struct Delayed {
+  uint64_t number, due;
+  std::function<void()> act;
+  Launch* launch;
+  const Block* block;
+  int thread;
+  bool is_before_barrier;  // the block has met since, so that a release of any of its threads orders it
+};
 
 // Threads that wait for each other: a block's, or a warp's.
 struct Barrier {
@@ -70,6 +82,7 @@ struct Launch {
   Dim grid{}, block{};
   std::vector<Block*> blocks;
   int running = 0;  // blocks
+  int delayed = 0;  // accesses that have not taken effect; the kernel ends after them
   uint64_t began = 0, accesses = 0;
   // A fault: at this access (0: never) its block, or all of its rank, goes on only so much later.
   uint64_t freezes_at = 0, freezes_for = 0;
@@ -95,6 +108,7 @@ struct Manner {
   int skip_percent = 0;      // of the turns that a block misses
   uint64_t most_ns = 20000;  // that a round takes, when nobody writes anything
   uint64_t alone = 30;       // so many times as long, while no block has two threads that go on
+  uint64_t delay_ns = 4000;  // most that an access takes effect later
 };
 
 class Machine {
@@ -155,16 +169,32 @@ class Machine {
       live_[i] = live_.back();
       live_.pop_back();
       free_.push_back(block);
-      if (--block->launch->running == 0) {
-        block->launch->order.load(std::memory_order_acquire);
-        ended.push_back(block->launch);
+      if (--block->launch->running == 0) draining_.push_back(block->launch);
+    }
+    for (size_t i = 0; i < delayed_.size();) {
+      if (delayed_[i].due > now) {
+        ++i;
+        continue;
       }
+      Perform(i);
+    }
+    for (size_t i = 0; i < draining_.size();) {
+      Launch* const launch = draining_[i];
+      if (launch->delayed != 0) {
+        ++i;
+        continue;
+      }
+      draining_.erase(draining_.begin() + static_cast<std::ptrdiff_t>(i));
+      launch->order.load(std::memory_order_acquire);
+      ended.push_back(launch);
     }
     // Where single threads wait for the time to pass (StopGpu), it passes faster.
     const uint64_t most = is_busy_ ? manner.most_ns : manner.alone * manner.most_ns;
     tick_ = wrote_ ? 500 : std::min(tick_ + tick_ / 4, most);
-    const bool is_near = next_event > now && next_event < now + tick_;
-    now = is_near ? next_event : now + tick_;
+    uint64_t next = now + tick_;
+    if (next_event > now) next = std::min(next, next_event);
+    for (const Delayed& delayed : delayed_) next = std::min(next, std::max(delayed.due, now + 1));
+    now = next;
     return ended;
   }
 
@@ -175,6 +205,8 @@ class Machine {
       free_.push_back(block);
     }
     live_.clear();
+    delayed_.clear();
+    draining_.clear();
     loaded_ = nullptr;
     tick_ = 1000;
     for (uint64_t& until : rank_frozen_until) until = 0;
@@ -193,6 +225,39 @@ class Machine {
     }
     if (--budget_ <= 0 || IsFrozen(block)) Pause();
   }
+
+  // As a fiber: issues an access that takes effect at any time from now on. Returns its number.
+  uint64_t Delay(std::function<void()> act) {
+    Access(false);
+    Quiet quiet;
+    ++block_->launch->delayed;
+    const uint64_t due = now + random() % manner.delay_ns;
+    delayed_.push_back({++last_delayed_, due, std::move(act), block_->launch, block_, thread_, false});
+    return last_delayed_;
+  }
+  // As a fiber: waits for a delayed access.
+  void Await(uint64_t number) {
+    Access(false);
+    Quiet quiet;
+    for (size_t i = 0; i < delayed_.size(); ++i) {
+      if (delayed_[i].number == number) return Perform(i);
+    }
+  }
+  // As a fiber: before a release. What this thread has issued takes effect, and what others of its block have
+  // issued before the block met.
+  void Release() {
+    Quiet quiet;
+    for (size_t i = 0; i < delayed_.size();) {
+      const Delayed& delayed = delayed_[i];
+      if (delayed.block == block_ && (delayed.thread == thread_ || delayed.is_before_barrier)) {
+        Perform(i);
+      } else {
+        ++i;
+      }
+    }
+  }
+  // Whether memory is __shared__: only the present block has it, so its accesses are not delayed.
+  bool IsShared(const void* at) const { return at >= tls_ && at < tls_ + tls_bytes_; }
 
   // As a fiber: the time.
   uint64_t Look() {
@@ -340,8 +405,19 @@ class Machine {
     if (block.warps[thread_ / 32].arrived != 0) Complete(block.warps[thread_ / 32]);
   }
 
+  void Perform(size_t i) {
+    const Delayed delayed = std::move(delayed_[i]);
+    delayed_.erase(delayed_.begin() + static_cast<std::ptrdiff_t>(i));
+    --delayed.launch->delayed;
+    wrote_ = true;
+    delayed.act();
+  }
+
   bool Complete(Barrier& barrier) {
     if (barrier.arrived != barrier.members) return false;
+    if (&barrier == &block_->all) {
+      for (Delayed& delayed : delayed_) delayed.is_before_barrier |= delayed.block == block_;
+    }
     barrier.result = barrier.gathered;
     std::memcpy(barrier.shown, barrier.values, sizeof(barrier.shown));
     const int first = &barrier == &block_->all ? 0 : static_cast<int>(&barrier - block_->warps) * 32;
@@ -389,6 +465,9 @@ class Machine {
 
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Block*> live_, free_;
+  std::vector<Delayed> delayed_;
+  std::vector<Launch*> draining_;  // their blocks have ended
+  uint64_t last_delayed_ = 0;
   Block *block_ = nullptr, *loaded_ = nullptr;
   int thread_ = 0, budget_ = 0;
   bool wrote_ = false, is_busy_ = false;

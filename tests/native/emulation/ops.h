@@ -1,9 +1,11 @@
 // Two ops for the emulation, which call a Session in the same order as PushKernel (a push, which may be
-// spread) and PullKernel (a pull, which may be folded). They check what they may assume on the way.
+// spread) and PullKernel (a pull, which may be folded). They check what they may assume on the way. Those by
+// rings scale or sum rows in the kernels' own loops.
 #pragma once
 
 #include "die.h"
 #include "kernels/protocol/session.cuh"
+#include "rings.h"
 
 namespace jax_ep::cuda {
 
@@ -16,6 +18,7 @@ struct Work {
   Call call;
   bool pushes;
   bool in_waves;  // spread, or folded
+  bool by_ring;   // a push in waves, which then scales, or a pull
   bool counts;    // a push with a routing of its own
   int32_t tokens;
   Waves waves;
@@ -39,15 +42,18 @@ struct Run {
   std::vector<uint32_t> copies;          // likewise: spread
   std::vector<uint32_t> rows, partials;  // pull: [R, T, kWords], to each rank; folded
   std::vector<uint32_t> cleared;         // [R * T]
+  RingArrays ring;                       // of an op by rings, in place of the first four
   bool is_inside = false;                // between its launch and its return
   bool was_filled = false, must_fail = false;
   int lane = 0, grid = 0;
   uint64_t gone_after = 0, frozen_at = 0;
+  uint32_t epoch_before = 0;  // of the channel
   emulation::Launch launch;
 
   uint64_t frozen_since(uint64_t now) { return frozen_at != 0 ? frozen_at : frozen_at = now; }
   int size() const { return peers.num_ranks * work.tokens * kWords; }
   int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
+  RingNumbers numbers() const { return {work.number, peers.num_ranks, work.tokens}; }
 };
 
 inline void AccessRow(bool writes) { emulation::Machine::Get().Access(writes); }
@@ -64,6 +70,9 @@ inline Run& Touch(const Run& run, const Published* published, int rank) {
 
 inline void FillResults(Run& run) {
   for (std::vector<uint32_t>* result : {&run.out, &run.copies, &run.cleared}) {
+    FillResult(result->data(), static_cast<int64_t>(result->size()) * 4);
+  }
+  for (std::vector<float>* result : {&run.ring.out, &run.ring.gradients}) {
     FillResult(result->data(), static_cast<int64_t>(result->size()) * 4);
   }
   emulation::Quiet quiet;
@@ -117,6 +126,11 @@ inline void SendBatches(Run& run, const Published* published, const Session& ses
       const int t = batch.begin + i / (R * kWords), r = i / kWords % R, word = i % kWords;
       AccessRow(true);
       Run& peer = Touch(run, published, r);
+      if (work.by_ring) {
+        const int row = kRingChoices * (peers.rank * work.tokens + t);
+        peer.ring.out[row * kRingColumns + word] = run.numbers().Token(peers.rank, r, t, word);
+        continue;
+      }
       peer.out[run.At(peers.rank, t, word)] = work.Value(peers.rank, r, t, word);
     }
     __syncthreads();
@@ -167,6 +181,7 @@ inline void PushKernel(Run& run) {
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
   const Opening opening(peers, &run.position_operand);
   Session session(peers, op, true);
+  if (work.by_ring) run.ring.RingOf(kRingPlan, blockIdx.x).Init();
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
@@ -182,7 +197,11 @@ inline void PushKernel(Run& run) {
   if (sends) SendBatches(run, published, session);
   session.Leave();
   if (!sends) Clear(run);
-  if (work.in_waves) SpreadTokens(run, session);
+  if (work.by_ring) {
+    ScaleByRing<float>(run.ring.push, session, run.ring.RingOf(kRingPlan, blockIdx.x));
+  } else if (work.in_waves) {
+    SpreadTokens(run, session);
+  }
   if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
   session.Close(fill);
 }
@@ -243,9 +262,12 @@ inline void PullKernel(Run& run) {
   const Peers& peers = run.peers;
   const Opening opening(peers, &run.position_operand);
   Session session(peers, Op::kCombine, false);
+  const bool by_ring = run.work.by_ring;
+  Ring ring = run.ring.RingOf(kRingPlan, by_ring ? blockIdx.x : 0);
+  if (by_ring) ring.Init();
   if (threadIdx.x == 0) {
-    mine.buffers[0] = &run;
-    mine.partials[0] = &run;
+    mine.buffers[0] = by_ring ? static_cast<void*>(run.ring.rows.data()) : &run;
+    mine.partials[0] = by_ring ? static_cast<void*>(run.ring.partials.data()) : &run;
     mine.weights = mine.routing = nullptr;
   }
   const bool pulls = static_cast<int>(blockIdx.x) < run.active;
@@ -254,15 +276,20 @@ inline void PullKernel(Run& run) {
   bool taken = false, alive = session.Open(opening);
   if (alive) {
     if (blockIdx.x == 0) session.Publish(mine, 1);
-    if (run.work.in_waves) FoldTokens(run, session);
-    taken = pulls && session.IsOpenedNow();
+    if (run.work.in_waves && by_ring) FoldByRing<float>(run.ring.pull, session, ring);
+    if (run.work.in_waves && !by_ring) FoldTokens(run, session);
+    taken = !by_ring && pulls && session.IsOpenedNow();
     if (taken) number = tickets.Request(threadIdx.x % kWarp);
     alive = session.Meet(1, published);
   }
   const auto fill = [&] { FillResults(run); };
   if (!alive) return session.Abort(fill);
-  if (pulls && !taken) number = tickets.Request(threadIdx.x % kWarp);
-  if (pulls) PullTokens(run, published, number, session);
+  if (pulls && by_ring) {
+    PullByRing<float>(run.ring.pull, session, ring, published);
+  } else if (pulls) {
+    if (!taken) number = tickets.Request(threadIdx.x % kWarp);
+    PullTokens(run, published, number, session);
+  }
   session.Leave();
   if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
   session.Close(fill);

@@ -27,6 +27,7 @@ struct Outcome {
 class World {
  public:
   uint32_t stress_ns = 0;
+  bool overlaps = false;  // an op begins when the one before has freed the channel, before it has returned
   uint64_t gates_close_at = 0;  // nanoseconds from the start until all gates close; 0: they do not
 
   World(std::mt19937& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
@@ -116,9 +117,16 @@ class World {
       std::deque<const Plan*> waiting;
       bool busy = false;
       uint64_t since = 0;
+      Run* last = nullptr;  // while it is in flight
     };
     std::vector<Lane> lanes(num_ranks_ * (kChannels + 2));
     std::vector<std::unique_ptr<Run>> runs;
+    on_load = [&](const void* from) {
+      for (const auto& run : runs) {
+        if (run->ring.Owns(from)) return;
+      }
+      Die("memory of a rank is read that has returned");
+    };
     std::vector<bool> stopped(num_ranks_), noticed(num_ranks_);
     machine.on_trap = [&](int rank) {
       ++outcome_.traps;
@@ -146,6 +154,9 @@ class World {
       for (size_t i = 0; i < lanes.size(); ++i) {
         Lane& lane = lanes[i];
         const int r = static_cast<int>(i) / (kChannels + 2);
+        if (overlaps && lane.last != nullptr && lane.last->epoch_before != lane.last->peers.own().epoch) {
+          lane.busy = false;
+        }
         if (lane.busy || lane.waiting.empty() || stopped[r] ||
             machine.now < lane.since + lane.waiting.front()->late_by) {
           continue;
@@ -153,14 +164,18 @@ class World {
         runs.push_back(Begin(r, *lane.waiting.front(), static_cast<int>(i)));
         lane.waiting.pop_front();
         lane.busy = true;
+        lane.last = runs.back().get();
       }
       if (gates_close_at != 0 && machine.now >= began + gates_close_at) CloseNextGates();
       for (emulation::Launch* launch : machine.Round()) {
         for (size_t i = 0; i < runs.size(); ++i) {
           if (&runs[i]->launch != launch) continue;
           Lane& lane = lanes[runs[i]->lane];
-          lane.busy = false;
-          lane.since = machine.now;
+          if (lane.last == runs[i].get()) {
+            lane.busy = false;
+            lane.last = nullptr;
+            lane.since = machine.now;
+          }
           End(*runs[i]);
           --left;
           runs[i] = std::move(runs.back());
@@ -207,6 +222,7 @@ class World {
     for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number];
     run->position_operand = {plan.wrong_rank ? (r + 1) % num_ranks_ : r, plan.list};
     run->gone_after = plan.gone_after;
+    run->epoch_before = peers.own().epoch;
     run->must_fail = has_failed_;
     // Each call site has a grid of its own.
     const int blocks = 1 + static_cast<int>((blocks_[r] + plan.work.call.site * 7 / 3) % 4);
@@ -221,6 +237,12 @@ class World {
     for (int i = 0; i < rows * kWords; ++i) {
       run->rows[i] =
           plan.work.Value(r, i / kWords / plan.work.tokens, i / kWords % plan.work.tokens, i % kWords);
+    }
+    if (plan.work.by_ring && plan.work.pushes) {
+      run->ring.InitPush(run->numbers(), peers, plan.work.waves);
+    } else if (plan.work.by_ring) {
+      run->ring.InitPull(run->numbers(), peers, plan.work.waves, plan.work.in_waves, run->active,
+                         1 + static_cast<int>(plan.work.number % 4));
     }
     emulation::Launch& launch = run->launch;
     launch.rank = r;
@@ -282,10 +304,19 @@ class World {
           if (word != 0xffffffffu) Die("rank %d fails, and leaves %x", me, word);
         }
       }
+      for (const auto* array : {&run.ring.out, &run.ring.gradients}) {
+        for (const float number : *array) {
+          if (!std::isnan(number)) Die("rank %d fails, and leaves %f", me, number);
+        }
+      }
       return;
     }
     if (run.must_fail) Die("rank %d's op goes well after another has failed", me);
-    for (int i = 0; i < run.size(); ++i) {
+    const char* const wrong = !work.by_ring ? nullptr
+                              : work.pushes ? run.ring.FindWrongInPush(run.numbers(), me)
+                                            : run.ring.FindWrongInPull(run.numbers(), me);
+    if (wrong != nullptr) Die("rank %d: %s", me, wrong);
+    for (int i = 0; i < run.size() && !work.by_ring; ++i) {
       const int r = i / kWords / work.tokens, t = i / kWords % work.tokens;
       const uint32_t value = work.Value(r, me, t, i % kWords) + (!work.pushes && work.in_waves);
       if (run.out[i] != value) Die("rank %d lacks word %d of rank %d", me, i, r);

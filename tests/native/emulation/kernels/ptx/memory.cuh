@@ -35,13 +35,19 @@ inline void StoreRelaxed(uint64_t* address, uint64_t value) {
   EmulatedStore(address, value, __ATOMIC_RELAXED);
 }
 inline void StoreRelease(uint64_t* address, uint64_t value) {
+  emulation::Machine::Get().Release();
   EmulatedStore(address, value, __ATOMIC_RELEASE);
 }
+inline void StoreReleaseOnDevice(uint64_t* address, uint64_t value) { StoreRelease(address, value); }
+inline void AcquireOnDevice() { emulation::Machine::Get().Access(false); }
 inline void StoreLowerHalf(uint64_t* address, uint32_t value) {
   EmulatedStore(reinterpret_cast<Half*>(address), value, __ATOMIC_RELAXED);
 }
-inline void FenceSystem() { emulation::Machine::Get().Access(false); }
-inline void FenceSeqCst() { emulation::Machine::Get().Access(false); }
+inline void FenceSystem() {
+  emulation::Machine::Get().Access(false);
+  emulation::Machine::Get().Release();
+}
+inline void FenceSeqCst() { FenceSystem(); }
 inline uint64_t CompareAndSwap(uint64_t* address, uint64_t expected, uint64_t wanted) {
   return atomicCAS(address, expected, wanted);
 }
@@ -54,9 +60,9 @@ T LoadFromHost(const T* number) {
   return *static_cast<const volatile T*>(number);
 }
 
-inline uint4 LoadRow(const uint4* address) {
+inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   emulation::Machine::Get().Access(false);
-  return *address;
+  return enabled ? *address : uint4{};
 }
 
 inline uint64_t GlobalNanoseconds() { return emulation::Machine::Get().Look(); }
