@@ -1,8 +1,5 @@
 // Grouped products on GPUs. The CPU uses XLA's ragged_dot.
 #include <algorithm>
-#include <atomic>
-#include <cstdio>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -11,29 +8,23 @@
 #include "kernels/kernels.h"
 #include "kernels/products/products.h"
 #include "runtime/gpu/driver.h"
-#include "runtime/switches.h"
+#include "runtime/gpu/prepare.h"
 
 namespace jax_ep {
 
-// Chooses the engine of the device. Runs before every execution of a program, and never while a CUDA graph is
-// recorded, so that an engine can be checked here.
+// Chooses the engine of a device that is in no group. Where there is a group, its set-up has done so, because
+// the check of an engine allocates memory, and may wait for a kernel that waits for a peer. This runs before
+// every execution of a program, and never while a CUDA graph is recorded.
 static ffi::Error InitializeProducts(int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
                                      ffi::Dictionary) {
   if (cuda::AreProductsPrepared(device)) return ffi::Error::Success();
-  cuda::ProductPreparation preparation;
   try {
-    preparation = OnDevice(device, [] { return cuda::PrepareProducts(ProductEngineName()); });
+    const std::string error = OnDevice(device, PrepareProducts);
+    if (error.empty()) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
   } catch (const std::exception& error) {
     return ffi::Error::Internal(Text("grouped_dot: GPU ", device, ": ", error.what()));
   }
-  if (!preparation.error.empty()) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, preparation.error);
-  }
-  static std::atomic<bool> has_warned{false};
-  if (!preparation.warning.empty() && !has_warned.exchange(true)) {
-    std::fprintf(stderr, "jax_ep: %s\n", preparation.warning.c_str());
-  }
-  return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -56,6 +47,11 @@ static ffi::Error CheckRedundant(const ffi::AnyBuffer& redundant, ffi::DataType 
   return CheckShape("grouped_dot: matrices of redundant experts", redundant, shape);
 }
 
+// Returns whether a product has no elements. Then nothing is launched, because a grid must have blocks.
+static bool IsEmpty(const ffi::AnyBuffer& out, const ffi::AnyBuffer& redundant_out) {
+  return out.element_count() == 0 && redundant_out.element_count() == 0;
+}
+
 // Decodes the parameters that all handlers have. Each handler checks its other shapes.
 static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
                                    const ffi::AnyBuffer& redundant, ffi::BufferR1<ffi::S32> group_sizes,
@@ -68,11 +64,11 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
     return InvalidArgument("grouped_dot: the scratch must have ", bytes, " bytes, got ",
                            scratch->element_count());
   }
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = (int64_t{1} << 31) - 128;  // they are rounded up to whole tiles in 32 bits
   if (std::max({num_rows, num_groups, inner, outer}) > kMax || num_sms < 0 || num_sms > kMax) {
-    return InvalidArgument("grouped_dot: sizes must fit in 32 bits, and num_sms must be 0 or more; got ",
-                           num_rows, " rows, ", num_groups, " groups, widths ", inner, " and ", outer,
-                           ", num_sms ", num_sms);
+    return InvalidArgument("grouped_dot: sizes must be at most ", kMax,
+                           ", and num_sms must be 0 or more; got ", num_rows, " rows, ", num_groups,
+                           " groups, widths ", inner, " and ", outer, ", num_sms ", num_sms);
   }
   params.num_rows = static_cast<int32_t>(num_rows);
   params.num_groups = static_cast<int32_t>(num_groups);
@@ -126,7 +122,7 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
   if (error.success()) error = CheckRedundant(redundant, rows.element_type(), matrices(num_redundant));
   if (error.success())
     error = DecodeGroupedDot(rows, others, redundant, group_sizes, out, scratch, num_sms, outer, params);
-  if (error.failure()) return error;
+  if (error.failure() || IsEmpty(*out, *redundant_out)) return error;
   return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
 
@@ -231,7 +227,7 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
                            CheckShape("grouped_dot: the result", *out, {num_home, inner, outer})});
   if (error.success())
     error = DecodeGroupedDot(rows, others, *redundant_out, group_sizes, out, scratch, num_sms, outer, params);
-  if (error.failure() || out->element_count() == 0) return error;
+  if (error.failure() || IsEmpty(*out, *redundant_out)) return error;
   std::swap(params.num_rows, params.inner);  // the rows are transposed
   params.product = GroupedDot::kWeights;
   params.type = Float::kBF16;

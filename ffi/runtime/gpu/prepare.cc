@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -10,8 +12,10 @@
 
 #include "core/text.h"
 #include "kernels/kernels.h"
+#include "kernels/products/products.h"
 #include "runtime/gpu/driver.h"
 #include "runtime/gpu/gpus.h"
+#include "runtime/switches.h"
 
 namespace jax_ep {
 namespace {
@@ -59,6 +63,15 @@ std::string LoadKernels(int64_t device) {
 
 }  // namespace
 
+std::string PrepareProducts() {
+  const cuda::ProductPreparation preparation = cuda::PrepareProducts(ProductEngineName());
+  static std::atomic<bool> has_warned{false};
+  if (!preparation.warning.empty() && !has_warned.exchange(true)) {
+    std::fprintf(stderr, "jax_ep: %s\n", preparation.warning.c_str());
+  }
+  return preparation.error;
+}
+
 std::string PrepareDevice(int64_t device, const std::vector<int64_t>& peers,
                           const std::vector<uint64_t>& addresses) {
   return OnDevice(device, [&]() -> std::string {
@@ -66,7 +79,8 @@ std::string PrepareDevice(int64_t device, const std::vector<int64_t>& peers,
       if (peers[i] == device || peers[i] < 0) continue;
       if (std::string text = EnablePeerAccess(device, peers[i], addresses[i]); !text.empty()) return text;
     }
-    return LoadKernels(device);
+    const std::string text = LoadKernels(device);
+    return text.empty() ? PrepareProducts() : text;
   });
 }
 

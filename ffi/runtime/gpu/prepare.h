@@ -7,7 +7,13 @@
 
 namespace jax_ep {
 
-// Enables access from a device to its peers' memory at `addresses`, and loads all kernels on the device.
+// Chooses the engine for grouped products of the current device, once, which may allocate memory and run
+// kernels (products.h). Prints a warning if a slower engine computes some products. Returns an error, empty
+// on success.
+std::string PrepareProducts();
+
+// Enables access from a device to its peers' memory at `addresses`, and loads all kernels on the device. Also
+// prepares its products, because that must not happen once kernels of the group wait for each other.
 // Negative peers belong to other processes, whose memory has been mapped. Returns an error, empty on success.
 std::string PrepareDevice(int64_t device, const std::vector<int64_t>& peers,
                           const std::vector<uint64_t>& addresses);
