@@ -57,6 +57,23 @@ def test_products_and_gradients(sizes, inner, outer):
         begin += size
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "outer"), [(40, 0, 8), (40, 8, 0), (0, 8, 8), (40, 0, 0)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_width_0(num_rows, inner, outer, dtype):
+    """Sums of nothing are zero, and results without elements are no launch of nothing."""
+    rows, weights = jnp.ones((num_rows, inner), dtype), jnp.ones((4, inner, outer), dtype)
+    sizes = jnp.full(4, num_rows // 4, jnp.int32)
+    value, transposed = jax.jit(lambda r, w: jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), r, w))(
+        rows, weights
+    )
+    d_rows, d_weights = transposed(jnp.ones_like(value))
+    np.testing.assert_array_equal(value, np.zeros((num_rows, outer)))
+    np.testing.assert_array_equal(d_rows, np.zeros((num_rows, inner)))
+    np.testing.assert_array_equal(d_weights, np.zeros((4, inner, outer)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_window_of_experts(dtype):
     """Has the bits of all experts where rows are its own; other rows are zero, and are not read."""

@@ -19,6 +19,7 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
       return InvalidArgument(op, ": payload ", i, " must have ", num_in, " rows and its result ", num_out,
                              " rows of the same shape and dtype");
     }
+    if (auto error = CheckProduct(op, "elements of a row", {elements}); error.failure()) return error;
     payloads.push_back({static_cast<const std::byte*>(source.untyped_data()),
                         static_cast<std::byte*>(target.untyped_data()),
                         elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type())),

@@ -13,6 +13,8 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
                                 ffi::ResultBuffer<ffi::PRED> is_token_in_rank, int64_t ranks_per_node) {
   LayoutParams params{};
   if (auto error = DecodeIds("layout", topk_idx, params.topk_idx); error.failure()) return error;
+  // A thread adds the number of all threads to its token's number before it finds that no token is left.
+  constexpr int64_t kMostThreads = 1 << 13;
   const int64_t num_tokens = topk_idx.dimensions()[0];
   const int64_t num_ranks = num_tokens_per_rank->element_count();
   const int64_t num_experts = num_tokens_per_expert->element_count();
@@ -25,6 +27,7 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
   }
   auto error = FirstError(
       {CheckProduct("layout", "tokens * choices a token", {num_tokens, topk_idx.dimensions()[1]}),
+       CheckProduct("layout", "tokens, and one for each thread,", {num_tokens + kMostThreads}),
        CheckProduct("layout", "ranks", {num_ranks}), CheckProduct("layout", "experts", {num_experts}),
        CheckShape("layout: num_tokens_per_node", *num_tokens_per_node, {num_ranks / ranks_per_node}),
        CheckShape("layout: is_token_in_rank", *is_token_in_rank, {num_tokens, num_ranks})});

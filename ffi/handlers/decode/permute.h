@@ -46,7 +46,9 @@ typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_
   const int64_t num_rows = row_map.dimensions()[0], top_k = row_map.dimensions()[1];
   const int64_t num_permuted = scratch->dimensions()[0];
   std::vector<Payload> payloads;
-  auto error = DecodePayloads("repermute", {leaf}, {*out}, num_rows, num_permuted, payloads);
+  auto error = FirstError({CheckProduct("repermute", "rows", {num_rows}),
+                           CheckProduct("repermute", "permuted rows", {num_permuted}),
+                           DecodePayloads("repermute", {leaf}, {*out}, num_rows, num_permuted, payloads)});
   if (error.failure()) return error;
   params.payload = payloads[0];
   if (IsGiven(topk_weights)) {
@@ -91,6 +93,12 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
   if (y.dimensions().size() == 0 || out->dimensions().size() == 0 || out->dimensions()[0] != num_rows ||
       ElementsPerRow(*out) != ElementsPerRow(y)) {
     return InvalidArgument("unpermute: the result must have ", num_rows, " rows of y's shape");
+  }
+  if (auto error = FirstError({CheckProduct("unpermute", "rows", {num_rows}),
+                               CheckProduct("unpermute", "permuted rows", {y.dimensions()[0]}),
+                               CheckProduct("unpermute", "elements of a row", {ElementsPerRow(y)})});
+      error.failure()) {
+    return error;
   }
   if (IsGiven(topk_weights)) {
     auto error = CheckShape("unpermute: topk_weights", topk_weights, {num_rows, top_k});

@@ -34,6 +34,9 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
       return InvalidArgument(op, ": operand ", i, " must have ", num_rows, " rows, and its result ",
                              shape.num_tokens, " rows of the same shape");
     }
+    if (auto error = CheckProduct(op, "elements of a row", {ElementsPerRow(rows)}); error.failure()) {
+      return error;
+    }
     if (is_bias) {
       call.biases.push_back({rows.untyped_data(), *type});
       continue;

@@ -19,7 +19,10 @@ static ffi::Error ComputeQuantize(GpuLocalContext context, ffi::RemainingArgs ar
   }
   const auto dims = x->dimensions();
   const int64_t L = of_matrices ? dims[0] : 1, C = dims[rank - 2], M = dims[rank - 1];
-  if (auto error = CheckProduct(op, "rows", {L, C}); error.failure()) return error;
+  if (auto error = FirstError({CheckProduct(op, "rows", {L, C}), CheckProduct(op, "columns", {M})});
+      error.failure()) {
+    return error;
+  }
   if (M % kFp8Block != 0 || (of_matrices && C % kFp8Block != 0)) {
     return InvalidArgument("quantize: sizes of blocks must be multiples of 128, got ", C, " x ", M);
   }
@@ -94,7 +97,6 @@ static ffi::Error ComputeQuantizeGated(GpuLocalContext context, ffi::RemainingAr
     return InvalidArgument("quantize_gated: unknown activation ", activation);
   }
   const int64_t C = z->dimensions()[0], F = z->dimensions()[1] / 2;
-  if (auto error = CheckProduct(op, "rows", {C}); error.failure()) return error;
   QuantizeGatedParams params{};
   params.activation = static_cast<Activation>(activation);
   params.rounds = round_scale != 0;
@@ -111,9 +113,14 @@ static ffi::Error ComputeQuantizeGated(GpuLocalContext context, ffi::RemainingAr
   const ffi::AnyBuffer* const sizes = in.Peek();
   params.num_groups = sizes == nullptr ? 0 : static_cast<int32_t>(sizes->element_count());
   params.group_sizes = in.TakeInts("group_sizes", {params.num_groups});
+  const int64_t columns = (C / kFp8Block + params.num_groups) * kFp8Block;
+  if (auto error = FirstError({CheckProduct(op, "rows", {C}), CheckProduct(op, "columns", {2 * F}),
+                               CheckProduct(op, "rows, with the padding of their groups,", {columns})});
+      error.failure()) {
+    return error;
+  }
   params.num_rows = static_cast<int32_t>(C);
   params.width = static_cast<int32_t>(F);
-  const int64_t columns = (C / kFp8Block + params.num_groups) * kFp8Block;
   params.num_columns = static_cast<int32_t>(columns);
   const auto take_rows = [&](QuantizedResults& to, int64_t width) {
     to.values = out.TakeFp8("values", {C, width}, true);

@@ -5,13 +5,13 @@
 #include <cuda_pipeline.h>
 
 #include "kernels/kernels.h"
+#include "kernels/local/groups.cuh"
 #include "kernels/rows/quantize.cuh"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 
 // A thread has 8 rows of 8 neighboring columns, and a warp has 16 rows of all columns.
-constexpr int kTile = kFp8Block;
 constexpr int kPiece = 8;  // columns of a thread
 constexpr int kPieceRows = 8;
 constexpr int kTileThreads = kTile * kTile / kPiece / kPieceRows;
@@ -165,12 +165,6 @@ struct TileStrides {
   int64_t values, scales, transposed;  // between rows; of `transposed` between columns
 };
 
-// The rows of a tile.
-struct TileRows {
-  int64_t first;  // -1: the tile belongs to no group
-  int count;      // at most 128; fewer at the end of a group, and none past all rows
-};
-
 // Loads a thread's part of a tile. Rows past the count are zero. Called by whole warps.
 template <typename T>
 __device__ inline void LoadTile(Pieces<T>& pieces, const QuantizeParams& params, int64_t first_row, int count,
@@ -322,39 +316,6 @@ __device__ inline void StoreScaledColumns(SharedTile<T>& shared, const Maxima<T>
   __syncthreads();
   StoreTransposed(shared, to.transposed, strides.transposed,
                   [&](int i) { return shared.factors[part.first_column() + i]; });
-}
-
-// Returns the rows of a tile. With groups, each begins with a new tile. Called by a warp.
-__device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, int num_rows, int tile) {
-  const auto limited = [&](int64_t first, int64_t count) -> TileRows {
-    return {first, static_cast<int>(max(int64_t{0}, min(min(count, int64_t{kTile}), num_rows - first)))};
-  };
-  if (group_sizes == nullptr) return limited(int64_t{tile} * kTile, kTile);
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  int64_t rows = 0;  // before the 32 groups
-  int tiles = 0;
-  for (int base = 0; base < num_groups; base += kWarp) {
-    const int size = base + lane < num_groups ? max(group_sizes[base + lane], 0) : 0;
-    const int own = (size + kTile - 1) / kTile;
-    long long end = size;
-    int last = own;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const long long rows_before = __shfl_up_sync(kAllLanes, end, step);
-      const int tiles_before = __shfl_up_sync(kAllLanes, last, step);
-      if (lane >= step) end += rows_before, last += tiles_before;
-    }
-    const int index = tile - tiles - (last - own);  // among the tiles of this lane's group
-    const unsigned found = __ballot_sync(kAllLanes, index >= 0 && index < own);
-    if (found != 0) {
-      const int from = __ffs(static_cast<int>(found)) - 1;
-      const long long first = rows + end - size + int64_t{index} * kTile;
-      return limited(__shfl_sync(kAllLanes, first, from),
-                     __shfl_sync(kAllLanes, static_cast<long long>(size) - int64_t{index} * kTile, from));
-    }
-    rows += __shfl_sync(kAllLanes, end, kWarp - 1);
-    tiles += __shfl_sync(kAllLanes, last, kWarp - 1);
-  }
-  return {-1, 0};
 }
 
 }  // namespace jax_ep::cuda

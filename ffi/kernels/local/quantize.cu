@@ -12,17 +12,6 @@ constexpr int kVectorsPerBlock = 4 * kThreads;  // of 16 bytes, of a block that 
 template <typename T>
 constexpr int kBlocksPerSm = std::is_same_v<T, float> ? 2 : 4;
 
-// Returns the number of rows in all groups. Called by whole warps.
-__device__ inline int64_t CountRows(const QuantizeParams& params) {
-  if (params.group_sizes == nullptr) return params.num_rows;
-  unsigned count = 0;
-  for (int group = static_cast<int>(threadIdx.x) % kWarp; group < params.num_groups; group += kWarp) {
-    count += static_cast<unsigned>(max(params.group_sizes[group], 0));
-  }
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) count += __shfl_xor_sync(kAllLanes, count, lanes);
-  return min(static_cast<unsigned>(params.num_rows), count);
-}
-
 // Converts rows as they lie, of which only the order of blocks matters. Each warp loads several vectors
 // before it converts the first one.
 template <typename T>
@@ -30,7 +19,8 @@ __global__ void __launch_bounds__(kThreads)
     QuantizeRowsKernel(const __grid_constant__ QuantizeParams params) {
   using Block = Quantized<T>;
   constexpr int kVectors = kVectorsPerBlock / kThreads;
-  const int64_t total = CountRows(params) * params.width / Block::kElements;
+  const int64_t total =
+      CountRows(params.group_sizes, params.num_groups, params.num_rows) * params.width / Block::kElements;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + (threadIdx.x & ~(kWarp - 1))) * kVectors;
   if (first >= total) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;

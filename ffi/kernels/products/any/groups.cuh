@@ -1,18 +1,17 @@
-// The rows of groups and tiles, which each block locates on its own.
+// The rows of groups and tiles, which each block locates on its own. A program may pass any sizes, so sums of
+// them have 64 bits.
 #pragma once
 
 #include "core/params.h"
-#include "kernels/products/any/multiply.cuh"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 
-// Returns a group's size clamped to [0, num_rows]. A program may pass any sizes, and sums of 32 clamped ones
-// must not overflow.
-__device__ inline int RowsOf(int size, int num_rows) { return min(max(size, 0), num_rows); }
+constexpr int kTileM = 128;  // rows of a tile
 
 // Returns the first row of the first group.
 __device__ inline int FirstRow(const GroupedDotParams& params) {
-  return params.first_row == nullptr ? 0 : RowsOf(*params.first_row, params.num_rows);
+  return params.first_row == nullptr ? 0 : min(max(*params.first_row, 0), params.num_rows);
 }
 
 // The group of a block's tile, and its rows. Each group starts with a new tile, so that no tile has rows of
@@ -23,6 +22,9 @@ struct TileOfRows {
   int first, last;  // rows of the tile lie in [first, last)
 };
 
+// Returns the number of tiles of `rows` rows.
+__device__ inline int TilesOf(int rows) { return rows / kTileM + static_cast<int>(rows % kTileM != 0); }
+
 __device__ inline TileOfRows FindTile(const GroupedDotParams& params, int tile) {
   const int num_groups = params.num_groups, num_rows = params.num_rows, first_row = FirstRow(params);
   __shared__ TileOfRows tile_rows;
@@ -31,28 +33,37 @@ __device__ inline TileOfRows FindTile(const GroupedDotParams& params, int tile) 
     int row = first_row, first_tile = 0;
     bool is_found = false;
     for (int base = 0; base < num_groups && !is_found; base += kWarp) {
-      const int size = base + lane < num_groups ? RowsOf(params.group_sizes[base + lane], num_rows) : 0;
-      int end = size, tiles = (size + kTileM - 1) / kTileM;
-      const int group_tiles = tiles;
+      const int size = base + lane < num_groups ? max(params.group_sizes[base + lane], 0) : 0;
+      long long end = size;
       for (int step = 1; step < kWarp; step *= 2) {
-        const int before = __shfl_up_sync(kAllLanes, end, step);
+        const long long before = __shfl_up_sync(kAllLanes, end, step);
+        if (lane >= step) end += before;
+      }
+      // Rows past the last one count for no group, so there are never more tiles than blocks.
+      const auto within = [&](long long at) {
+        return static_cast<int>(min(at, static_cast<long long>(num_rows)));
+      };
+      const int begin = within(row + end - size), rows = within(row + end) - begin;
+      const int group_tiles = TilesOf(rows);
+      int tiles = group_tiles;
+      for (int step = 1; step < kWarp; step *= 2) {
         const int tiles_before = __shfl_up_sync(kAllLanes, tiles, step);
-        if (lane >= step) end += before, tiles += tiles_before;
+        if (lane >= step) tiles += tiles_before;
       }
       const int begin_tile = first_tile + tiles - group_tiles;
       const bool contains_tile = tile >= begin_tile && tile < begin_tile + group_tiles;
       if (contains_tile) {
-        const int begin = row + end - size;
-        tile_rows = {base + lane, begin + (tile - begin_tile) * kTileM, min(begin + size, num_rows)};
+        tile_rows = {base + lane, begin + (tile - begin_tile) * kTileM, begin + rows};
       }
       is_found = __any_sync(kAllLanes, contains_tile);
-      row = min(row + __shfl_sync(kAllLanes, end, kWarp - 1), num_rows);
+      row = __shfl_sync(kAllLanes, begin + rows, kWarp - 1);
       first_tile += __shfl_sync(kAllLanes, tiles, kWarp - 1);
     }
     if (!is_found && lane == 0) {
-      const int after = tile - first_tile, before = after - (num_rows - row + kTileM - 1) / kTileM;
-      tile_rows = before < 0 ? TileOfRows{num_groups, row + after * kTileM, num_rows}
-                             : TileOfRows{num_groups, before * kTileM, first_row};
+      const int after = tile - first_tile, before = after - TilesOf(num_rows - row);
+      tile_rows = before < 0                    ? TileOfRows{num_groups, row + after * kTileM, num_rows}
+                  : before < TilesOf(first_row) ? TileOfRows{num_groups, before * kTileM, first_row}
+                                                : TileOfRows{num_groups, 0, 0};
     }
   }
   __syncthreads();
@@ -67,19 +78,20 @@ struct RowRange {
 // Returns the rows of a group, if the size of each group is rounded up to a multiple of `multiple`. Called by
 // the whole block.
 __device__ inline RowRange FindRows(const GroupedDotParams& params, int group, int multiple) {
-  const auto size = [&](int g) {
-    const int rows = RowsOf(params.group_sizes[g], params.num_rows);
-    return RowsOf((rows + multiple - 1) / multiple * multiple, params.num_rows);
+  const auto size = [&](int g) -> long long {
+    const long long rows = max(params.group_sizes[g], 0);
+    return (rows + multiple - 1) / multiple * multiple;
   };
   __shared__ int begin;
   if (threadIdx.x < kWarp) {
-    int before = 0;
-    for (int g = threadIdx.x; g < group; g += kWarp) before = min(before + size(g), params.num_rows);
-    before = __reduce_add_sync(kAllLanes, before);
-    if (threadIdx.x == 0) begin = min(FirstRow(params) + before, params.num_rows);
+    long long before = 0;
+    for (int g = threadIdx.x; g < group; g += kWarp) before += size(g);
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(kAllLanes, before, lanes);
+    const long long first = FirstRow(params) + before;
+    if (threadIdx.x == 0) begin = static_cast<int>(min(first, static_cast<long long>(params.num_rows)));
   }
   __syncthreads();
-  return {begin, min(size(group), params.num_rows - begin)};
+  return {begin, static_cast<int>(min(size(group), static_cast<long long>(params.num_rows - begin)))};
 }
 
 }  // namespace jax_ep::cuda

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "core/params.h"
+#include "kernels/products/any/groups.cuh"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
@@ -18,7 +19,7 @@ namespace wmma = nvcuda::wmma;
 
 // A block computes a tile of the result, and each of its warps 64 x 32 of it, from slices of 64 bytes along
 // the sum.
-constexpr int kTileM = 128, kTileN = 128;
+constexpr int kTileN = 128;  // columns of a tile
 constexpr int kWarpM = 64, kWarpN = 32;
 constexpr int kThreads = kTileM / kWarpM * (kTileN / kWarpN) * kWarp;
 constexpr int kStages = 3;

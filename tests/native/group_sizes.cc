@@ -1,0 +1,131 @@
+// The rows of groups, as the kernels find them (ffi/kernels/local/groups.cuh,
+// ffi/kernels/products/any/groups.cuh), for sizes whose sums exceed 32 bits. Compares them with plain sums.
+#include "die.h"
+#include "kernels/local/groups.cuh"
+#include "kernels/products/any/groups.cuh"
+
+namespace jax_ep::cuda {
+namespace {
+
+constexpr int kMost = 0x7fffffff;
+
+struct Case {
+  const char* name;
+  int num_rows, first_row;
+  std::vector<int32_t> sizes;
+};
+
+const Case kCases[] = {
+    {"plain", 1000, 16, {130, 0, 71, 500, 1}},
+    {"most rows", kMost, 0, {kMost - 3, 3}},
+    {"many large groups", kMost, 5, std::vector<int32_t>(40, kMost / 40)},
+    {"a sum of 2^32", 700, 0, {300, kMost, kMost, 2, 50}},
+    {"a sum above 2^32", 700, 600, {300, kMost, kMost, kMost}},
+    {"negative sizes", 700, -3, {-kMost, 300, -1, -kMost, 100}},
+    {"more than 32 large ones", 9000, 9, std::vector<int32_t>(200, kMost)},
+};
+
+int64_t Up(int64_t size) { return (size + 127) / 128 * 128; }
+
+// Runs f in a warp and returns what its first thread returns.
+template <typename F>
+auto InWarp(F&& f) {
+  decltype(f()) result{};
+  emulation::Launch launch;
+  launch.grid = {1};
+  launch.block = {kWarp};
+  launch.body = [&] {
+    const auto mine = f();
+    if (threadIdx.x == 0) result = mine;
+  };
+  emulation::Machine& machine = emulation::Machine::Get();
+  machine.Start(launch);
+  while (machine.Round().empty()) {
+  }
+  return result;
+}
+
+void Check(bool is_right, const char* of, int number) {
+  if (!is_right) Die("%s %d is wrong", of, number);
+}
+
+void CheckConversion(const Case& c) {
+  const int count = static_cast<int>(c.sizes.size());
+  const int32_t* const sizes = c.sizes.data();
+  int64_t row = 0, tile = 0;
+  for (int group = 0; group < count; ++group) {
+    const int64_t size = std::max(c.sizes[group], 0), tiles = Up(size) / 128;
+    for (const int64_t i : {int64_t{0}, tiles / 2, tiles - 1}) {
+      if (tiles == 0 || tile + i >= 1 << 24) continue;  // more than a result has
+      const TileRows rows =
+          InWarp([&] { return FindRows(sizes, count, c.num_rows, static_cast<int>(tile + i)); });
+      const int64_t first = row + i * 128, end = std::min({first + 128, row + size, int64_t{c.num_rows}});
+      Check(rows.first == first && rows.count == std::max(int64_t{0}, end - first), "tile of group", group);
+    }
+    row += size;
+    tile += tiles;
+  }
+  const int64_t total = InWarp([&] { return CountRows(sizes, count, c.num_rows); });
+  Check(total == std::min(row, int64_t{c.num_rows}), "the number of rows of groups", count);
+}
+
+void CheckProducts(const Case& c) {
+  GroupedDotParams params{};
+  params.num_rows = c.num_rows;
+  params.num_groups = static_cast<int32_t>(c.sizes.size());
+  params.group_sizes = c.sizes.data();
+  params.first_row = &c.first_row;
+  const int64_t all = c.num_rows;
+  const auto find = [&](int64_t tile) {
+    return InWarp([&] { return FindTile(params, static_cast<int>(tile)); });
+  };
+  const int64_t before = std::min(std::max(int64_t{c.first_row}, int64_t{0}), all);
+  int64_t row = before, tile = 0;
+  for (const int multiple : {1, 128}) {
+    row = before, tile = 0;
+    for (int group = 0; group < params.num_groups; ++group) {
+      const int64_t size = std::max(c.sizes[group], 0), taken = multiple == 1 ? size : Up(size);
+      const int64_t begin = std::min(row, all), end = std::min(row + taken, all);
+      const RowRange range = InWarp([&] { return FindRows(params, group, multiple); });
+      Check(range.begin == begin && range.rows == end - begin, "the rows of group", group);
+      const int64_t tiles = Up(end - begin) / 128;
+      for (const int64_t i : {int64_t{0}, tiles / 2, tiles - 1}) {
+        if (tiles == 0 || multiple != 1) continue;
+        const TileOfRows at = find(tile + i);
+        Check(at.group == group && at.first == begin + i * 128 && at.last == end, "tile of group", group);
+      }
+      row += taken;
+      tile += tiles;
+    }
+    if (multiple != 1) continue;
+    // Then the rows after and before all groups, and no more.
+    row = std::min(row, all);
+    for (const auto& [first, last] : {std::pair{row, all}, std::pair{int64_t{0}, before}}) {
+      for (int64_t at = first; at < last; at += std::max(int64_t{128}, (last - first) / 256 * 128)) {
+        const TileOfRows rows = find(tile + (at - first) / 128);
+        Check(rows.group == params.num_groups && rows.first == at && rows.last == last, "tile of no group",
+              0);
+      }
+      tile += Up(last - first) / 128;
+    }
+    const int64_t blocks = all / kTileM + params.num_groups + 2;
+    Check(tile <= blocks, "the number of tiles", 0);
+    if (tile < blocks) {
+      const TileOfRows rows = find(blocks - 1);
+      Check(rows.first >= rows.last, "a tile past all", 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep::cuda
+
+int main() {
+  using namespace jax_ep::cuda;
+  for (const Case& c : kCases) {
+    what = c.name;
+    CheckConversion(c);
+    CheckProducts(c);
+  }
+  return 0;
+}

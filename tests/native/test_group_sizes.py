@@ -1,0 +1,47 @@
+"""Rows of groups whose sizes add up to more than 32 bits, as the kernels find them: see group_sizes.cc."""
+
+import pytest
+from test_protocol_source import FFI, build, run
+
+pytestmark = pytest.mark.no_jax
+
+LOCAL, PRODUCTS = "kernels/local/groups.cuh", "kernels/products/any/groups.cuh"
+# Planted mistakes: (file, right, wrong).
+MISTAKES = {
+    "counts rows in 32 bits": (
+        LOCAL,
+        "count += __shfl_xor_sync(kAllLanes, count, lanes);",
+        "count = static_cast<unsigned>(count + __shfl_xor_sync(kAllLanes, count, lanes));",
+    ),
+    "rounds up in 32 bits": (
+        LOCAL,
+        "size / kTile + static_cast<int>(size % kTile != 0);",
+        "static_cast<int>(static_cast<unsigned>(size) + kTile - 1) / kTile;",
+    ),
+    "finds tiles in 32 bits": (PRODUCTS, "long long end = size;", "int end = size;"),
+    "finds groups in 32 bits": (PRODUCTS, "long long before = 0;", "int before = 0;"),
+    "counts tiles of rows that are not there": (
+        PRODUCTS,
+        "group_tiles = TilesOf(rows);",
+        "group_tiles = TilesOf(min(size, num_rows));",
+    ),
+}
+
+
+def test_group_sizes_beyond_32_bits(tmp_path):
+    done = run(build("group_sizes", tmp_path / "group_sizes", level="-O1"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_group_sizes_find_planted_mistake(mistake, tmp_path):
+    header, right, wrong = MISTAKES[mistake]
+    text = (FFI / header).read_text()
+    assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
+    copy = tmp_path / header
+    copy.parent.mkdir(parents=True)
+    copy.write_text(text.replace(right, wrong))
+    done = run(build("group_sizes", tmp_path / "group_sizes", tmp_path, level="-O1"))
+    assert done.returncode == 1
+    assert "group_sizes: seed" in done.stderr
