@@ -1,5 +1,6 @@
 """Sharding types of an op's operands, under manual and Explicit mesh axes."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -52,6 +53,38 @@ def unshard(arrays: Tree) -> Tree:
 def align_axes(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
     """Gathers an op's operands over Explicit axes, and makes them vary over the same manual axes."""
     return vary_alike(unshard(arrays), axes)
+
+
+def merge_dimensions(array: jax.Array, dimension: int) -> jax.Array:
+    """Reshapes [..., M, N, ...] to [..., M * N, ...], where M is at `dimension`. Both may be sharded."""
+    rows, columns = array.shape[dimension : dimension + 2]
+    shape = *array.shape[:dimension], rows * columns, *array.shape[dimension + 2 :]
+    entries = list(jax.typeof(array).sharding.spec)
+    axes = [_axes_in_order(entry) for entry in entries[dimension : dimension + 2]]
+    entries[dimension : dimension + 2] = [(*axes[0], *axes[1]) or None]
+    return _reshape(array, shape, entries)
+
+
+def split_dimension(array: jax.Array, dimension: int, count: int) -> jax.Array:
+    """Reshapes [..., count * N, ...] to [..., count, N, ...]. The axes of the dimension then shard N."""
+    size = array.shape[dimension] // count
+    shape = *array.shape[:dimension], count, size, *array.shape[dimension + 1 :]
+    entries = list(jax.typeof(array).sharding.spec)
+    mesh = jax.sharding.get_abstract_mesh()
+    divides = size % math.prod(mesh.shape[axis] for axis in axes_of(entries[dimension])) == 0
+    entries[dimension : dimension + 1] = [None, entries[dimension] if divides else None]
+    return _reshape(array, shape, entries)
+
+
+def _axes_in_order(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _reshape(array: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
+    """Reshapes an array. JAX cannot infer how the result is sharded over Explicit axes."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return array.reshape(shape)
+    return jax.lax.reshape(array, shape, out_sharding=P(*entries))
 
 
 def axes_of(entry: Any) -> set[str]:

@@ -1,6 +1,9 @@
 """gated_mlp: the experts of most models as one differentiable op, in bfloat16 or in FP8."""
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import vary_alike
+from jax_ep._jax.sharding import merge_dimensions, vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
 from jax_ep._transport.counts import group_ends, sum_of_counts
@@ -19,21 +22,26 @@ from jax_ep._transport.gated import (
     ACTIVATIONS,
     Activation,
     Fp8,
-    Precision,
+    Products,
     Wide,
     cotangent_of,
+    once_differentiable,
     sharded_like,
     weighted,
     without_carrier,
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._transport.products import product
+from jax_ep._transport.products import PrecisionName, ProductOptions, precision_of, product
 from jax_ep._transport.weights import num_redundant_of
 
 _NO_GRADIENT = (
     "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "
     "that are not quantized, or jax.lax.stop_gradient(...) of them"
+)
+_ONE_GRADIENT = (
+    "gated_mlp: quantize={!r} has no second derivative, because the first one is computed in FP8; pass "
+    "quantize=None where it is taken"
 )
 
 
@@ -47,16 +55,21 @@ def gated_mlp(
     b_down: Any = None,
     row_weights: Any = None,
     activation: str | Activation = "silu",
-    precision: Literal["fp8", "fp8_all"] | None = None,
+    precision: PrecisionName | jax.lax.Precision | None = None,
+    quantize: Literal["fp8", "fp8_all"] | None = None,
     save: Literal["preactivation", "inputs"] = "preactivation",
     round_scale: bool = False,
     num_sms: int | None = None,
 ) -> jax.Array:
     """Applies each expert's gated MLP to its rows, as `expert_fn` of `jax_ep.moe` does.
 
-    With z = rows @ w_up, of which the first F columns are the gate and the others the up projection, the
-    result is activation(gate, up) @ w_down, expert by expert. The products are those of `grouped_dot`, and
-    the tail past the experts' rows is not read.
+    With gate = rows @ w_up[:, :, 0] and up = rows @ w_up[:, :, 1], the result is
+    activation(gate, up) @ w_down, expert by expert. The products are those of `grouped_dot`, and the tail
+    past the experts' rows is not read.
+
+    For tensor parallelism shard F of both matrices, and add up the results over the axis
+    (docs/howto/tensor_parallel.md). w_up must have a dimension of its own for gate and up then: of a shard of
+    2F columns each device would take half as its gates, whatever they are, without an error.
 
     In FP8 the products have FP8 operands and float32 sums: rows and cotangents with scales of 1 x 128
     elements, weights with scales of 128 x 128, and, for "fp8_all", the operands of weights' gradients with
@@ -67,18 +80,21 @@ def gated_mlp(
       rows: floating [C, H]; the rows of expert l follow those of expert l - 1. In FP8 also a
         `QuantizedArray` with scales [C, H / 128]. Rows that `dispatch(quantize="fp8")` delivers have a
         gradient, because they have a carrier.
-      w_up: [L, H, 2F] gate, then up projection, of the dtype of rows; in FP8 of any floating dtype, or of
-        `quantize_weights`. With redundant experts `PhysicalWeights`.
+      w_up: [L, H, 2, F] gate and up projection, of the dtype of rows; in FP8 of any floating dtype, or of
+        `quantize_weights`. With redundant experts `PhysicalWeights`. Also [L, H, 2F], whose first F columns
+        are the gate. Its gradient has the same shape.
       w_down: [L, F, H], likewise.
       group_sizes: int32 [L] rows of each expert, as for `grouped_dot`.
-      b_up: [L, 2F] or None.
-      b_down: [L, H] or None.
-      row_weights: [C] or None. The result is multiplied by them. Do not pass them to `combine` again, and
-        set `experts_apply_weights` of `moe`. In FP8 the activation then takes a pass of its own.
+      b_up: floating [L, 2, F] or [L, 2F], or None.
+      b_down: floating [L, H] or None.
+      row_weights: floating [C] or None. The result is multiplied by them. Do not pass them to `combine`
+        again, and set `experts_apply_weights` of `moe`. In FP8 the activation then takes a pass of its own.
       activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
-        (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up [C, F] in float32, which must
-        not close over arrays that have a gradient.
-      precision: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
+        (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up, float32 [C, F] each, that
+        returns floating [C, F]. It must not close over arrays that have a gradient.
+      precision: of products of float32 operands, as for `grouped_dot`. The sums that are gradients of biases
+        are always float32.
+      quantize: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
         "fp8_all": these in FP8, too: faster only if experts have many rows (docs/tuning.md). For both, H and
         F must be multiples of 128.
       save: what the backward pass gets besides the weights. "preactivation": the rows, in "fp8_all" as FP8,
@@ -88,22 +104,28 @@ def gated_mlp(
 
     Returns:
       [C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows past the sum. Differentiable in reverse
-      mode in rows, weights, biases and row_weights; without FP8 any number of times.
+      mode in rows, weights, biases and row_weights: in FP8 once, otherwise any number of times.
 
     Raises:
       ValueError: the shapes do not fit each other, or an option is none of those above.
-      TypeError: dtypes do not fit each other.
+      TypeError: dtypes do not fit each other, activation does not take and return such arrays, or a second
+        derivative in FP8 was asked for.
     """
-    if precision not in (None, "fp8", "fp8_all"):
-        raise ValueError(f"gated_mlp: precision must be None, 'fp8' or 'fp8_all', got {precision!r}")
+    if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
+        raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
     if save not in ("preactivation", "inputs"):
         raise ValueError(f"gated_mlp: save must be 'preactivation' or 'inputs', got {save!r}")
-    if round_scale and precision is None:
-        raise ValueError("gated_mlp: round_scale needs a precision in FP8, because nothing else has scales")
+    if round_scale and quantize is None:
+        raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
     sms = _checks.most_sms("gated_mlp", num_sms) or 0
-    chosen = Wide(sms) if precision is None else Fp8(sms, bool(round_scale), precision == "fp8_all")
-    options = _Options(_activation(activation), chosen, save == "preactivation")
-    given = _check(precision, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
+    given = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
+    found = precision_of("gated_mlp", precision, given.dtype())
+    if quantize is None:
+        products: Products = Wide(ProductOptions(sms, found))
+    else:
+        products = Fp8(sms, bool(round_scale), quantize == "fp8_all")
+    half = jax.ShapeDtypeStruct((given.rows.shape[0], _wide(given.w_down).shape[1]), sum_dtype(given.dtype()))
+    options = _Options(_activation(activation, half), products, save == "preactivation", quantize)
     with jax.named_scope("jax_ep.gated_mlp"):
         out = _gated_mlp(options, as_bits(vary_alike(given)))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
@@ -112,8 +134,9 @@ def gated_mlp(
 @dataclasses.dataclass(frozen=True)
 class _Options:
     activation: Activation
-    precision: Precision
+    products: Products
     saves_preactivation: bool
+    quantize: str | None
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +145,7 @@ class _Given:
     """The arrays of a call, and in the backward pass their gradients."""
 
     rows: Any  # [C, H], or a QuantizedArray
-    w_up: Any  # [L, H, 2F], or QuantizedWeights
+    w_up: Any  # [L, H, 2F], or QuantizedWeights, with gate and up in one dimension
     w_down: Any  # [L, F, H], or QuantizedWeights
     group_sizes: Any  # [L]
     b_up: jax.Array | None
@@ -141,16 +164,16 @@ def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
 
 
 def _preactivation(options: _Options, given: _Given, rows: Any) -> jax.Array:
-    z = options.precision.times(rows, given.w_up, given.group_sizes)
+    z = options.products.times(rows, given.w_up, given.group_sizes)
     if given.b_up is None:
         return z
     return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, given.group_sizes, z)).astype(z.dtype)
 
 
 def _from_preactivation(options: _Options, given: _Given, z: jax.Array) -> jax.Array:
-    precision, sizes = options.precision, given.group_sizes
-    hidden = precision.activate(options.activation, z, given.row_weights, sizes)
-    out = precision.times(hidden, given.w_down, sizes)
+    products, sizes = options.products, given.group_sizes
+    hidden = products.activate(options.activation, z, given.row_weights, sizes)
+    out = products.times(hidden, given.w_down, sizes)
     if given.b_down is not None:
         out = out.astype(sum_dtype(z.dtype)) + weighted(_per_row(given.b_down, sizes, z), given.row_weights)
     return out.astype(given.dtype())
@@ -164,35 +187,51 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
+    return _once_in_fp8(options, _forward, given)
+
+
+def _once_in_fp8(options: _Options, function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns function(options, *operands), half of a first derivative, which in FP8 has no derivative."""
+    if options.quantize is None:
+        return function(options, *operands)
+    error = _ONE_GRADIENT.format(options.quantize)
+    return once_differentiable(error, functools.partial(function, options), *operands)
+
+
+def _forward(options: _Options, given: _Given) -> Any:
     if not options.saves_preactivation:
         rows = without_carrier(given.rows)
         return _gated_mlp(options, given), (dataclasses.replace(given, rows=rows), None, None)
     given = from_bits(given)
-    rows, saved_rows = options.precision.prepare(given.rows, given.group_sizes)
+    rows, saved_rows = options.products.prepare(given.rows, given.group_sizes)
     z = _preactivation(options, given, rows)
     out = _from_preactivation(options, given, z)
     given = dataclasses.replace(given, rows=without_values(given.rows))
     return out, as_bits((given, saved_rows, z))
 
 
-def _gated_mlp_bwd(
+def _gated_mlp_bwd(options: _Options, saved: Any, d_out: jax.Array) -> tuple[_Given]:
+    return _once_in_fp8(options, _backward, saved, d_out)
+
+
+def _backward(
     options: _Options, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array
 ) -> tuple[_Given]:
     given, saved_rows, z = from_bits(saved)
-    precision, sizes = options.precision, given.group_sizes
+    products, sizes = options.products, given.group_sizes
     if z is None:
         # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
         given, d_out = jax.lax.optimization_barrier((given, d_out))
-        rows, saved_rows = precision.prepare(given.rows, sizes)
+        rows, saved_rows = products.prepare(given.rows, sizes)
         z = _preactivation(options, given, rows)
-    d_out_rows, d_out_columns = precision.cotangents(d_out.astype(z.dtype), sizes)
-    d_hidden = precision.times_transposed(d_out_rows, given.w_down, sizes)
-    found = precision.gradients(
+    d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
+    d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
+    found = products.gradients(
         options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
     )
-    d_w_down = precision.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
-    d_rows = precision.times_transposed(found.d_z, given.w_up, sizes)
-    d_w_up = precision.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
+    d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
+    d_rows = products.times_transposed(found.d_z, given.w_up, sizes)
+    d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
@@ -219,13 +258,18 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
 def _sum_of_groups(rows: Any, sizes: jax.Array) -> jax.Array:
-    """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated."""
+    """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated.
+
+    Its operands must not be rounded to tf32, as no other sum's are.
+    """
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
-    return product(Product.WEIGHTS, 0, 0, ones, rows, sizes)[:, 0]
+    options = ProductOptions(precision=jax.lax.Precision.HIGHEST)
+    return product(Product.WEIGHTS, options, 0, ones, rows, sizes)[:, 0]
 
 
-def _activation(activation: Any) -> Activation:
+def _activation(activation: Any, half: jax.ShapeDtypeStruct) -> Activation:
     if callable(activation):
+        _check_activation(activation, half)
         return activation
     if isinstance(activation, str) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation]
@@ -235,8 +279,27 @@ def _activation(activation: Any) -> Activation:
     )
 
 
+def _check_activation(activation: Activation, half: jax.ShapeDtypeStruct) -> None:
+    """Raises TypeError unless an activation of a user takes two arrays and returns one that fits them."""
+    takes = "gated_mlp: activation must be a function of two arrays, gate and up"
+    try:
+        inspect.signature(activation).bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{takes}, got {activation!r} ({error}); one of gate alone, such as jax.nn.silu, is "
+            "lambda gate, up: jax.nn.silu(gate) * up"
+        ) from None
+    except ValueError:
+        pass  # Python does not know its signature
+    result = jax.eval_shape(activation, half, half)
+    is_array = isinstance(result, jax.ShapeDtypeStruct)
+    if not is_array or result.shape != half.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+        got = _checks.shape_text(result) if is_array else jax.tree.map(_checks.shape_text, result)
+        raise TypeError(f"{takes}, that returns floating {list(half.shape)}, got {got} from {activation!r}")
+
+
 def _check(
-    precision: str | None,
+    quantize: str | None,
     rows: Any,
     w_up: Any,
     w_down: Any,
@@ -250,11 +313,11 @@ def _check(
     def array(name: str, value: Any) -> Any:
         return None if value is None else _checks.array("gated_mlp", name, value)
 
-    is_fp8 = precision is not None
+    is_fp8 = quantize is not None
     if isinstance(rows, QuantizedArray):
         if not is_fp8 or block_of("gated_mlp", rows) != (1, BLOCK):
             raise TypeError(
-                "gated_mlp: a QuantizedArray of rows needs a precision in FP8, and scales of 1 x 128 elements"
+                "gated_mlp: a QuantizedArray of rows needs quantize='fp8', and scales of 1 x 128 elements"
             )
         rows = dataclasses.replace(
             rows, values=jax.lax.stop_gradient(rows.values), scales=jax.lax.stop_gradient(rows.scales)
@@ -265,12 +328,12 @@ def _check(
     for name, w in (("w_up", w_up), ("w_down", w_down)):
         if isinstance(w, QuantizedWeights):
             if not is_fp8:
-                raise TypeError(f"gated_mlp: {name} in FP8 needs a precision in FP8")
+                raise TypeError(f"gated_mlp: {name} of quantize_weights needs quantize='fp8' or 'fp8_all'")
             fixed = jax.lax.stop_gradient((w.transposed, w.kept))
             matrices.append(QuantizedWeights(w.w, *fixed))
         else:
             matrices.append(matrices_of("gated_mlp", name, w))
-    wide = [w.w if isinstance(w, QuantizedWeights) else w for w in matrices]
+    wide = [_wide(w) for w in matrices]
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
     dtypes = {w.dtype for w in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
@@ -290,6 +353,10 @@ def _check(
     )
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
     check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
+    if wide[0].ndim == 4:
+        given = dataclasses.replace(given, w_up=_merge_gate_and_up(given.w_up))
+    if given.b_up is not None and given.b_up.ndim == 3:
+        given = dataclasses.replace(given, b_up=merge_dimensions(given.b_up, 1))
     if given.row_weights is None:
         return given
     # Those of the tail may be NaN.
@@ -297,30 +364,48 @@ def _check(
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 
+def _wide(w: Any) -> Any:
+    """Returns matrices that are not quantized."""
+    return w.w if isinstance(w, QuantizedWeights) else w
+
+
 def _num_redundant(w: Any) -> int:
-    return num_redundant_of(w.w if isinstance(w, QuantizedWeights) else w)
+    return num_redundant_of(_wide(w))
+
+
+def _merge_gate_and_up(w: Any) -> Any:
+    """Reshapes w_up [L, H, 2, F] to [L, H, 2F], which copies nothing on a device."""
+
+    def merge(tree: Any, dimension: int) -> Any:
+        return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
+
+    if isinstance(w, QuantizedWeights):
+        return QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
+    return merge(w, 2)
 
 
 def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:
-    if len(rows) != 2 or len(up) != 3 or len(down) != 3:
+    if len(rows) != 2 or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
-            "gated_mlp: rows must be [C, H], w_up [L, H, 2F] and w_down [L, F, H], got "
+            "gated_mlp: rows must be [C, H], w_up [L, H, 2, F] or [L, H, 2F], and w_down [L, F, H], got "
             f"{list(rows)}, {list(up)} and {list(down)}"
         )
     num_experts, width, inner = down[0], rows[1], down[1]
     wanted = {
-        "w_up": (up, (num_experts, width, 2 * inner)),
-        "w_down": (down, (num_experts, inner, width)),
-        "b_up": (given.b_up, (num_experts, 2 * inner)),
-        "b_down": (given.b_down, (num_experts, width)),
-        "row_weights": (given.row_weights, (rows[0],)),
+        "w_up": (up, [(num_experts, width, 2, inner), (num_experts, width, 2 * inner)]),
+        "w_down": (down, [(num_experts, inner, width)]),
+        "b_up": (given.b_up, [(num_experts, 2, inner), (num_experts, 2 * inner)]),
+        "b_down": (given.b_down, [(num_experts, width)]),
+        "row_weights": (given.row_weights, [(rows[0],)]),
     }
-    for name, (got, want) in wanted.items():
+    for name, (got, shapes) in wanted.items():
+        if isinstance(got, jax.Array) and not jnp.issubdtype(got.dtype, jnp.floating):
+            raise TypeError(f"gated_mlp: {name} must be floating, got {_checks.shape_text(got)}")
         shape = getattr(got, "shape", got)
-        if got is not None and tuple(shape) != want:
+        if got is not None and tuple(shape) not in shapes:
             raise ValueError(
-                f"gated_mlp: {name} must be {list(want)} with rows {list(rows)} and w_down {list(down)}, got "
-                f"{list(shape)}"
+                f"gated_mlp: {name} must be {' or '.join(str(list(shape)) for shape in shapes)} with rows "
+                f"{list(rows)} and w_down {list(down)}, got {list(shape)}"
             )
     if is_fp8 and (width % BLOCK or inner % BLOCK):
         raise ValueError(

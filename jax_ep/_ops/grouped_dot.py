@@ -1,5 +1,6 @@
 """grouped_dot: each expert's rows times that expert's matrix."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,16 +19,21 @@ from jax_ep._transport.fp8_passes import QuantizedWeights
 from jax_ep._transport.gated import (
     Fp8,
     cotangent_of,
+    once_differentiable,
     sharded_like,
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._transport.products import fp8_product, product
+from jax_ep._transport.products import PrecisionName, ProductOptions, fp8_product, precision_of, product
 from jax_ep._transport.weights import PhysicalWeights, num_redundant_of
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
-    "bfloat16 operands, use gated_mlp(precision='fp8'), or define the gradient yourself (jax.custom_vjp)"
+    "bfloat16 operands, use gated_mlp(quantize='fp8'), or define the gradient yourself (jax.custom_vjp)"
+)
+_ONE_GRADIENT = (
+    "grouped_dot: products of quantize_weights have no second derivative, because the first one is computed "
+    "in FP8; take it of weights that are not quantized"
 )
 
 
@@ -37,14 +43,15 @@ def grouped_dot(
     group_sizes: Any,
     *,
     group_offset: ArrayLike | None = None,
+    precision: PrecisionName | jax.lax.Precision | None = None,
     num_sms: int | None = None,
 ) -> jax.Array:
     """Multiplies each expert's rows by that expert's matrix, as `expert_fn` of `jax_ep.moe` does.
 
     It is like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that
-    and for its gradient, it uses kernels of this package, on tensor cores (float32 rows as tf32). On GPUs of
-    compute capability 9.0, 10.0 and 10.3 they are CUTLASS's for float16 and bfloat16 if both widths are
-    multiples of 8, and for FP8: these are the fast ones.
+    and for its gradient, it uses kernels of this package, on tensor cores except in float32 with
+    `precision="highest"`. On GPUs of compute capability 9.0, 10.0 and 10.3 they are CUTLASS's for float16 and
+    bfloat16 if both widths are multiples of 8, and for FP8: these are the fast ones.
 
     Args:
       rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
@@ -61,21 +68,28 @@ def grouped_dot(
         group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. A matrix of an
         expert below 0 or from G on has no rows. Operands must not be quantized. It is as `group_offset` of
         `jax.lax.ragged_dot_general`.
+      precision: of products of float32 rows, as in `jax.lax.dot`: None | "default" | "high" | "highest", a
+        `jax.lax.Precision`, or another of its names. On GPUs "default" and "high" allow tf32, which has 10
+        bits of mantissa, and "highest" is float32. None: that of `jax_default_matmul_precision` when the
+        product is traced. Its gradients have the same precision. It has no effect on other dtypes, because
+        products of 16-bit operands and of FP8 are exact, and their sums are float32.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
 
     Returns:
       [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
       (float64 rows: in float64). Differentiable in rows and w that are not FP8, in reverse mode, and with
-      `quantize_weights` in the weights that it was made of, and in rows as in `gated_mlp(precision="fp8")`.
+      `quantize_weights` in the weights that it was made of, and in rows as in `gated_mlp(quantize="fp8")`.
       Under `jax.vmap` the products run one after another.
 
     Raises:
-      ValueError: the shapes do not fit each other, or num_sms is less than 2 or more than any GPU has.
+      ValueError: the shapes do not fit each other, num_sms is less than 2 or more than any GPU has, or
+        precision is none of those above.
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
     num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
+    precision_of("grouped_dot", precision, jnp.float32)
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
         raise TypeError(
@@ -112,12 +126,13 @@ def grouped_dot(
             f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
+    options = ProductOptions(num_sms, precision_of("grouped_dot", precision, rows.dtype))
     if group_offset is None:
         _check_shapes(rows, w, group_sizes)
-        return product(Product.ROWS, num_sms, 0, *vary_alike([rows, w, group_sizes]))
+        return product(Product.ROWS, options, 0, *vary_alike([rows, w, group_sizes]))
     window, first_row = _window(w.shape[0], group_sizes, group_offset)
     _check_shapes(rows, w, window)
-    return product(Product.ROWS, num_sms, 0, *vary_alike([rows, w, window, first_row]))
+    return product(Product.ROWS, options, 0, *vary_alike([rows, w, window, first_row]))
 
 
 def _window(
@@ -158,7 +173,8 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
     if w.ndim != 3:
         raise ValueError(
             "grouped_dot: w must have three dimensions [L, M, N], a matrix for each expert, got "
-            f"{_checks.shape_text(w)}; pass w[None] for a single matrix"
+            f"{_checks.shape_text(w)}; "
+            + ("pass w[None] for a single matrix" if w.ndim < 3 else "reshape it to three dimensions")
         )
     if rows.shape[1] != w.shape[1]:
         is_transposed = rows.shape[1] == w.shape[2]
@@ -205,12 +221,20 @@ def _times_quantized(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: 
 
 
 def _times_quantized_fwd(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+    return once_differentiable(_ONE_GRADIENT, functools.partial(_forward, num_sms), rows, w, group_sizes)
+
+
+def _forward(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
     out = _times_quantized(num_sms, rows, w, group_sizes)
     _, saved_rows = _fp8(num_sms).prepare(rows, group_sizes)
     return out, (saved_rows, without_values(rows), w, group_sizes)
 
 
 def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
+    return once_differentiable(_ONE_GRADIENT, functools.partial(_backward, num_sms), saved, d_out)
+
+
+def _backward(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
     saved_rows, rows, w, group_sizes = from_bits(saved)
     fp8 = _fp8(num_sms)
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)

@@ -155,7 +155,7 @@ def moe(
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
-        expert_fn is `gated_mlp(precision="fp8")`.
+        expert_fn is `gated_mlp(quantize="fp8")`.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, as for `combine`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._checks import integer
+from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import matrices_of
 from jax_ep._transport.fp8 import BLOCK, QuantizedArray
 from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights, quantize, quantize_matrices
@@ -54,14 +55,15 @@ def quantize_fp8(
 
 
 def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
-    """Quantizes experts' matrices once for many products, as `gated_mlp(precision="fp8")` takes them.
+    """Quantizes experts' matrices once for many products, as `gated_mlp(quantize="fp8")` takes them.
 
     Both layouts that a training step reads are made in one pass. Call it once a step, inside `jax.shard_map`
     and outside of a loop over micro-batches. Gradients of what is computed with the result go to w, as if w
     itself had been used.
 
     Args:
-      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128, or such `PhysicalWeights`.
+      w: floating [L, M, N] of at most 32 bits, M and N multiples of 128, or such `PhysicalWeights`. Also
+        [L, M, 2, N], the w_up of `gated_mlp`: the arrays of the result then have such a dimension, too.
       round_scale: if true, scales are rounded up to powers of two.
 
     Raises:
@@ -73,11 +75,20 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
         raise TypeError(
             f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"
         )
-    if w.ndim != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK:
+    is_gated = w.ndim == 4 and w.shape[2] == 2
+    if not (w.ndim == 3 or is_gated) or w.shape[1] % BLOCK or w.shape[-1] % BLOCK:
         raise ValueError(
-            f"quantize_weights: w must be [L, M, N], M and N multiples of 128, got {_checks.shape_text(w)}"
+            "quantize_weights: w must be [L, M, N] or [L, M, 2, N], M and N multiples of 128, got "
+            f"{_checks.shape_text(w)}"
         )
-    kept, transposed = quantize_matrices(jax.lax.stop_gradient(w), bool(round_scale))
+    fixed = jax.lax.stop_gradient(w)
+    if not is_gated:
+        kept, transposed = quantize_matrices(fixed, bool(round_scale))
+        return QuantizedWeights(w, transposed, kept)
+    merged = jax.tree.map(lambda array: merge_dimensions(array, 2), fixed)
+    kept, transposed = quantize_matrices(merged, bool(round_scale))
+    kept = jax.tree.map(lambda array: split_dimension(array, 2, 2), kept)
+    transposed = jax.tree.map(lambda array: split_dimension(array, 1, 2), transposed)
     return QuantizedWeights(w, transposed, kept)
 
 

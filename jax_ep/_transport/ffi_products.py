@@ -16,6 +16,7 @@ from jax_ep._transport.weights import PhysicalWeights, home_of, redundant_of
 def grouped_dot(
     product: Product,
     num_sms: int,
+    precision: jax.lax.Precision,
     num_redundant: int,
     rows: jax.Array,
     others: Any,
@@ -32,6 +33,7 @@ def grouped_dot(
         [rows, home_of(others), redundant, group_sizes, or_scalar(first_row, INT)],
         [*((shape, rows.dtype) for shape in shapes), _scratch(group_sizes)],
         product=np.int64(product),
+        allow_tf32=np.int64(precision is not jax.lax.Precision.HIGHEST),
         num_sms=np.int64(num_sms),
     )
     return PhysicalWeights(*matrices) if num_redundant else matrices[0]

@@ -64,6 +64,7 @@ class QuantizedWeights:
       w: [L, M, N] the matrices that it was made of. Gradients go to them.
       transposed: values [L, N, M], scales [L, N / 128, M / 128], for the product with rows.
       kept: values [L, M, N], scales [L, M / 128, N / 128], for the gradient of the rows.
+    Of w [L, M, 2, N] the arrays of `kept` end with [2, N], those of `transposed` begin with [L, 2, N].
     """
 
     w: jax.Array | PhysicalWeights

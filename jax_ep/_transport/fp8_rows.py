@@ -25,7 +25,7 @@ Quantize = Literal["fp8", "fp8_dequantize"]
 
 
 NO_GRADIENT = (
-    "dispatch: rows of quantize='fp8' have a gradient only in gated_mlp(precision='fp8'), for elsewhere it "
+    "dispatch: rows of quantize='fp8' have a gradient only in gated_mlp(quantize='fp8'), for elsewhere it "
     "would have to be FP8 too; use quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
 )
 

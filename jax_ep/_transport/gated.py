@@ -1,4 +1,4 @@
-"""Gated experts in each precision: how the operands of their products are prepared."""
+"""Gated experts, in FP8 or not: how the operands of their products are prepared."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jax_ep._transport.fp8_passes import (
     quantize_matrices,
     quantize_rows,
 )
-from jax_ep._transport.products import fp8_product, fp8_weight_gradient, product
+from jax_ep._transport.products import ProductOptions, fp8_product, fp8_weight_gradient, product
 from jax_ep._transport.weights import PhysicalWeights
 
 Activation = Callable[[Any, Any], Any]
@@ -60,8 +60,8 @@ class Gradients(NamedTuple):
     d_row_weights: jax.Array | None
 
 
-class Precision(Protocol):
-    """The products of a precision, and how their operands are prepared. Hashable."""
+class Products(Protocol):
+    """The products of gated experts, and how their operands are prepared. Hashable."""
 
     def times(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array:
         """Multiplies rows as they are, or as `prepare` or `activate` returns them."""
@@ -102,18 +102,18 @@ class Precision(Protocol):
 class Wide:
     """Products of operands as they are."""
 
-    num_sms: int
+    options: ProductOptions
 
     def times(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS, self.num_sms, 0, rows, w, sizes)
+        return product(Product.ROWS, self.options, 0, rows, w, sizes)
 
     def times_transposed(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS_TRANSPOSED, self.num_sms, 0, rows, w, sizes)
+        return product(Product.ROWS_TRANSPOSED, self.options, 0, rows, w, sizes)
 
     def weight_gradient(
         self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_redundant: int
     ) -> Any:
-        return product(Product.WEIGHTS, self.num_sms, num_redundant, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.options, num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows, rows
@@ -164,7 +164,7 @@ class Fp8:
                 rows = quantize_columns(rows, sizes, self.rounds)
             return fp8_weight_gradient(self.num_sms, num_redundant, rows, d_rows, sizes)
         rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
-        return product(Product.WEIGHTS, self.num_sms, num_redundant, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, ProductOptions(self.num_sms), num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
         if isinstance(rows, QuantizedArray):
@@ -227,6 +227,11 @@ def cotangent_of(primal: Any, gradient: Any) -> Any:
         carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
         return QuantizedArray(None, None, carrier)  # pyright: ignore
     return sharded_like(primal, gradient).astype(primal.dtype)
+
+
+def once_differentiable(error: str, function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns function(*operands), whose gradient raises TypeError, because it would have to be FP8 too."""
+    return without_gradient(error, operands, function(*jax.lax.stop_gradient(operands)))
 
 
 def sharded_like(primal: Any, gradient: jax.Array) -> jax.Array:

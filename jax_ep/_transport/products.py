@@ -1,6 +1,7 @@
 """The grouped products of a rank's rows: by this package's kernels on GPUs, elsewhere by XLA."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,23 @@ from jax_ep._transport.weights import PhysicalWeights, home_of, num_redundant_of
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
+PrecisionName = Literal[
+    "default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductOptions:
+    """Options of products that are the same in a forward pass and in its backward pass."""
+
+    num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT  # as `precision_of` returns it
+
 
 @custom_vjp(0, 1, 2)
 def product(
     kind: Product,
-    num_sms: int,
+    options: ProductOptions,
     num_redundant: int,
     rows: jax.Array,
     others: Any,
@@ -38,9 +51,18 @@ def product(
     def one(rows: jax.Array, others: Any, group_sizes: jax.Array, *first_row: jax.Array) -> Any:
         if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
             return ffi_products.grouped_dot(
-                kind, num_sms, num_redundant, rows, others, group_sizes, *first_row
+                kind,
+                options.num_sms,
+                options.precision,
+                num_redundant,
+                rows,
+                others,
+                group_sizes,
+                *first_row,
             )
-        matrices = xla_products.grouped_dot(kind, rows, jnp.asarray(others), group_sizes, *first_row)
+        matrices = xla_products.grouped_dot(
+            kind, options.precision, rows, jnp.asarray(others), group_sizes, *first_row
+        )
         return _split(num_redundant, matrices)
 
     return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
@@ -53,12 +75,12 @@ def _split(num_redundant: int, matrices: jax.Array) -> Any:
     return PhysicalWeights(matrices[:num_home], matrices[num_home:])
 
 
-def _product_fwd(kind: Product, num_sms: int, num_redundant: int, *operands: Any) -> Any:
-    return product(kind, num_sms, num_redundant, *operands), operands
+def _product_fwd(kind: Product, options: ProductOptions, num_redundant: int, *operands: Any) -> Any:
+    return product(kind, options, num_redundant, *operands), operands
 
 
 def _product_bwd(
-    kind: Product, num_sms: int, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
+    kind: Product, options: ProductOptions, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
 ) -> Any:
     rows, others, group_sizes, first_row = saved
     # The product, and its operands, that is the gradient of each operand.
@@ -79,7 +101,7 @@ def _product_bwd(
     d_rows, d_others = (
         product(
             one,
-            num_sms,
+            options,
             num_redundant_of(others) if one is Product.WEIGHTS else 0,
             left,
             right,
@@ -95,6 +117,32 @@ def _product_bwd(
 
 
 product.defvjp(_product_fwd, _product_bwd)
+
+
+def precision_of(op: str, precision: Any, dtype: Any) -> jax.lax.Precision:
+    """Returns the precision of products of operands of a dtype. None is JAX's `jax_default_matmul_precision`.
+
+    It is DEFAULT for all dtypes except float32, because it has no effect on them.
+    """
+    given = precision
+    if precision is None:
+        # JAX also takes names of algorithms there. Those that are more precise than tf32 count as float32.
+        given = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
+        if given in jax.lax.DotAlgorithmPreset.__members__:
+            is_precise = given.endswith(("_X3", "_X6", "_X9")) or given.startswith(("F32_", "F64_"))
+            given = "highest" if is_precise else "default"
+    try:
+        if not isinstance(given, str | jax.lax.Precision):
+            raise ValueError
+        found = jax.lax.Precision(given)
+    except ValueError:
+        is_fp8 = isinstance(given, str) and given in ("fp8", "fp8_all")
+        advice = f"; quantize={given!r} of gated_mlp makes products in FP8" if is_fp8 else ""
+        raise ValueError(
+            f"{op}: precision must be None, 'default', 'high', 'highest' or another name or value of "
+            f"jax.lax.Precision, got {precision!r}{advice}"
+        ) from None
+    return found if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def fp8_product(
@@ -118,7 +166,7 @@ def fp8_product(
             dequantize_fp8(QuantizedArray(jnp.asarray(values), jnp.asarray(scales)), jnp.float32)
             for values, scales in ((rows, scales), (matrices, matrix_scales))
         )
-        out: jax.Array = product(Product.ROWS, num_sms, 0, *wide, sizes)
+        out: jax.Array = product(Product.ROWS, ProductOptions(num_sms), 0, *wide, sizes)
         return out.astype(jnp.bfloat16)
 
     return _sharded(Product.ROWS, one, rows, matrices, scales, matrix_scales, group_sizes)
@@ -140,7 +188,7 @@ def fp8_weight_gradient(
             return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_redundant)
         wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
         padded = Columns.padded_sizes(sizes, rows.shape[1])
-        out = product(Product.WEIGHTS, num_sms, num_redundant, *wide, padded)
+        out = product(Product.WEIGHTS, ProductOptions(num_sms), num_redundant, *wide, padded)
         return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
 
     return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)

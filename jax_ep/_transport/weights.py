@@ -15,8 +15,8 @@ class PhysicalWeights:
     They lie in two arrays, so that those of home experts are not copied. `replicate` returns them, and `moe`
     passes them to `expert_fn`. `grouped_dot`, `gated_mlp` and `quantize_weights` take them in place of an
     array [L + S, ...]. `jnp.asarray(w)` is that array, a copy. Functions of `jax.numpy` convert w likewise,
-    but those of `jax.lax`, operators and indices need the array. Convert both parts to another dtype by
-    `jax.tree.map(lambda a: a.astype(dtype), w)`.
+    but those of `jax.lax`, methods, operators and indices need the array. Convert both parts to another dtype
+    by `jax.tree.map(lambda a: a.astype(dtype), w)`.
 
     Attributes:
       home: [L, ...] of the home experts, which `replicate` got.
@@ -43,6 +43,26 @@ class PhysicalWeights:
 
     def __jax_array__(self) -> jax.Array:
         return jnp.concatenate([self.home, self.redundant])
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"PhysicalWeights has no attribute {name!r}, {_REMEDY}")
+
+
+_REMEDY = (
+    "because its weights lie in two arrays; use jnp.asarray(w), which copies them, or "
+    "jax.tree.map(f, w) for each of the two"
+)
+
+
+def _reject_operator(*_: Any) -> Any:
+    raise TypeError(f"PhysicalWeights has no operators and indices, {_REMEDY}")
+
+
+for _name in ["add", "sub", "mul", "truediv", "floordiv", "matmul", "pow"]:
+    setattr(PhysicalWeights, f"__{_name}__", _reject_operator)
+    setattr(PhysicalWeights, f"__r{_name}__", _reject_operator)
+for _name in ["neg", "abs", "lt", "le", "gt", "ge", "getitem"]:
+    setattr(PhysicalWeights, f"__{_name}__", _reject_operator)
 
 
 def num_redundant_of(w: jax.Array | PhysicalWeights) -> int:

@@ -23,6 +23,7 @@ _Step = Callable[[jax.Array, jax.Array, int, jax.Array | None], jax.Array]
 
 def grouped_dot(
     product: Product,
+    precision: jax.lax.Precision,
     rows: jax.Array,
     others: jax.Array,
     group_sizes: jax.Array,
@@ -41,11 +42,11 @@ def grouped_dot(
         if first_row is not None:  # a group whose matrix is zero
             matrices = jnp.pad(matrices, ((1, 0), (0, 0), (0, 0)))
             group_sizes = jnp.concatenate([begins[:1], group_sizes])
-        return jax.lax.ragged_dot(rows, matrices, group_sizes)
+        return jax.lax.ragged_dot(rows, matrices, group_sizes, precision=precision)
     if first_row is None:
         first_row = jnp.zeros((), jnp.int32)
     if product is Product.WEIGHTS:
-        return _times_rows(rows, others, group_sizes, first_row)
+        return _times_rows(precision, rows, others, group_sizes, first_row)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
     # that takes long, and a single matrix that is not finite would spoil all rows.
     shape = rows.shape[0], others.shape[1 if is_transposed else 2]
@@ -57,7 +58,9 @@ def grouped_dot(
         def multiply(result: jax.Array, start: jax.Array, size: int, is_row: jax.Array | None) -> jax.Array:
             tile = _slice(rows, start, size)
             dtype = sum_dtype(rows.dtype)
-            out = jax.lax.dot_general(tile, matrix, contracted, preferred_element_type=dtype)
+            out = jax.lax.dot_general(
+                tile, matrix, contracted, precision=precision, preferred_element_type=dtype
+            )
             out = _as_bits(out.astype(rows.dtype))
             if is_row is not None:
                 before = jax.lax.dynamic_slice_in_dim(result, start, size)
@@ -71,7 +74,11 @@ def grouped_dot(
 
 
 def _times_rows(
-    rows: jax.Array, others: jax.Array, group_sizes: jax.Array, first_row: jax.Array
+    precision: jax.lax.Precision,
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    first_row: jax.Array,
 ) -> jax.Array:
     """Returns [L, M, N]: for each group, rows [C, M] transposed times the others [C, N]."""
     shape = group_sizes.shape[0], rows.shape[1], others.shape[1]
@@ -82,7 +89,9 @@ def _times_rows(
             tile, other = (_slice(array, start, size) for array in (rows, others))
             if is_row is not None:
                 tile, other = (jnp.where(is_row[:, None], array, 0) for array in (tile, other))
-            return total + jax.lax.dot_general(tile, other, over_rows, preferred_element_type=total.dtype)
+            return total + jax.lax.dot_general(
+                tile, other, over_rows, precision=precision, preferred_element_type=total.dtype
+            )
 
         zeros = vary_alike([jnp.zeros(shape[1:], sum_dtype(rows.dtype)), rows])[0]
         total = _over_tiles(_TILES_OF_SUMS, rows.shape[0], begin, end, multiply, zeros)

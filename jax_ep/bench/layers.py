@@ -166,7 +166,7 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) ->
         up, down = _with_weights(quantized, matrices)
 
         def experts(sent: Any) -> jax.Array:
-            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, precision="fp8")
+            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, quantize="fp8")
 
         return moe(x, ids, weights, experts, quantize="fp8")
 
@@ -179,7 +179,7 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) ->
     def gated_in_fp8(rows: jax.Array, fixed: Any, *matrices: jax.Array) -> jax.Array:
         sizes, quantized = fixed
         up, down = _with_weights(quantized, matrices)
-        return jax_ep.gated_mlp(rows, up, down, sizes, precision="fp8")
+        return jax_ep.gated_mlp(rows, up, down, sizes, quantize="fp8")
 
     rows, x, matrices = arrays["rows"], (arrays["x"], arrays["ids"], arrays["weights"]), arrays["matrices"]
     sizes = arrays["sizes"]

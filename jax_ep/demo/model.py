@@ -23,7 +23,7 @@ class Config:
     capacity: int | None  # maximum number of rows per device; None for the worst case
     implementation: Implementation | None
     quantize: Literal["fp8", "fp8_dequantize"] | None = None  # format of tokens on the way to their experts
-    precision: Literal["fp8"] | None = None  # of the experts' products
+    quantize_products: Literal["fp8"] | None = None  # format of the experts' products
     num_redundant_experts: int = 0  # slots of a device for instances of hot experts
     layers: int = 2
     width: int = 128
@@ -47,7 +47,7 @@ def init(config: Config, key: jax.Array) -> Params:
             "qkv": normal(d, 3 * d, fan_in=d),
             "out": normal(d, d, fan_in=d * 2 * config.layers),
             "router": normal(d, e, fan_in=d),
-            "up": normal(e, d, 2 * f, fan_in=d),  # gate, then up projection
+            "up": normal(e, d, 2, f, fan_in=d),  # gate and up projection
             "down": normal(e, f, d, fan_in=f * 2 * config.layers),
         }
         for _ in range(config.layers)
@@ -89,7 +89,7 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
 
     def experts(sent: jax_ep.DispatchedByExpert, params: Params) -> jax.Array:
         matrices = params["up"], params["down"]
-        return jax_ep.gated_mlp(sent.x, *matrices, sent.group_sizes, precision=config.precision)
+        return jax_ep.gated_mlp(sent.x, *matrices, sent.group_sizes, quantize=config.quantize_products)
 
     y, stats = jax_ep.moe(
         x,

@@ -82,8 +82,8 @@ def make_config(
     capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
     quantize = "fp8" if options.fp8 else "fp8_dequantize" if options.quantize else None
     slots = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
-    precision = "fp8" if options.fp8 else None
-    shared = {"quantize": quantize, "precision": precision, "num_redundant_experts": slots}
+    products = "fp8" if options.fp8 else None
+    shared = {"quantize": quantize, "quantize_products": products, "num_redundant_experts": slots}
     return model.Config(group, options.experts, options.top_k, capacity, implementation, **shared)
 
 

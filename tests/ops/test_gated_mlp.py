@@ -138,12 +138,12 @@ def test_ways_to_save_and_quantized_weights_give_the_same_bits():
     def ready(rows, up, down, *others, **options):
         return by_op(rows, jax_ep.quantize_weights(up), jax_ep.quantize_weights(down), *others, **options)
 
-    run = functools.partial(by_op, precision="fp8_all")
+    run = functools.partial(by_op, quantize="fp8_all")
     want, small = with_gradients(run, given, cotangent, cotangent * 2.0**-40)
     for one, other in zip(small[1:4], want[1:4], strict=True):
         np.testing.assert_array_equal(one.astype(np.float32), other.astype(np.float32) * 2.0**-40)
     for function, save in ((by_op, "inputs"), (ready, "preactivation")):
-        got = with_gradients(functools.partial(function, precision="fp8_all", save=save), given, cotangent)
+        got = with_gradients(functools.partial(function, quantize="fp8_all", save=save), given, cotangent)
         assert all(
             same_bits(a[:USED] if a.shape[0] == C else a, b[:USED] if b.shape[0] == C else b)
             for a, b in zip(got, want, strict=True)
@@ -157,7 +157,7 @@ def test_fused_activations_in_fp8_agree_with_functions(activation):
     up = 4 * up  # some gates past the limit
 
     def run(activation, *given):
-        return jax_ep.gated_mlp(*given, SIZES, precision="fp8_all", activation=activation)
+        return jax_ep.gated_mlp(*given, SIZES, quantize="fp8_all", activation=activation)
 
     cotangent = floats((USED, H), seed=9)
     got, want = (
@@ -316,7 +316,7 @@ def test_a_policy_may_keep_fp8():
     def layer(carrier, up, down):
         rows = jax_ep.QuantizedArray(q.values, q.scales, carrier)
         ready = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)
-        hidden = jax_ep.gated_mlp(rows, *ready, SIZES, precision="fp8_all")
+        hidden = jax_ep.gated_mlp(rows, *ready, SIZES, quantize="fp8_all")
         return jax_ep.grouped_dot(hidden, ready[0], SIZES)
 
     cotangent = floats((USED, 2 * F), seed=9)
@@ -344,7 +344,7 @@ def test_rows_and_weights_under_explicit_sharding():
 
 def test_fp8_rows_without_a_carrier_have_no_gradient():
     rows, up, down, *_ = arrays(jnp.bfloat16)
-    run = lambda rows: jnp.sum(jax_ep.gated_mlp(jax_ep.quantize_fp8(rows), up, down, SIZES, precision="fp8"))
+    run = lambda rows: jnp.sum(jax_ep.gated_mlp(jax_ep.quantize_fp8(rows), up, down, SIZES, quantize="fp8"))
     with pytest.raises(TypeError, match="gated_mlp: FP8 rows without a carrier have no gradient"):
         jax.eval_shape(jax.grad(run), rows)
 
@@ -354,7 +354,7 @@ def test_micro_batches_share_quantized_weights():
     rows, up, down, *_ = arrays(jnp.bfloat16)
     batches = jnp.stack([rows, rows[::-1]]).at[:, USED:].set(0)
     batches = jnp.nan_to_num(batches)
-    run = functools.partial(jax_ep.gated_mlp, group_sizes=SIZES, precision="fp8")
+    run = functools.partial(jax_ep.gated_mlp, group_sizes=SIZES, quantize="fp8")
 
     def shared(up, down):
         ready = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)

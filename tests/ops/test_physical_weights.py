@@ -36,8 +36,8 @@ FUNCTIONS = {
     "grouped_dot": dot,
     "gated_mlp": mlp,
     "gated_mlp of one of them": lambda rows, w: mlp(rows, w | {"down": jnp.asarray(w["down"])}),
-    "gated_mlp in fp8": functools.partial(mlp, precision="fp8"),
-    "gated_mlp all in fp8": functools.partial(mlp, precision="fp8_all", save="inputs"),
+    "gated_mlp in fp8": functools.partial(mlp, quantize="fp8"),
+    "gated_mlp all in fp8": functools.partial(mlp, quantize="fp8_all", save="inputs"),
     "grouped_dot of quantize_weights": quantize_first(lambda rows, w: dot(rows, {"up": w["up"]})),
 }
 

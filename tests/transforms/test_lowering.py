@@ -147,7 +147,7 @@ def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
 
     def loss(rows, up, down):
         up, down = jax_ep.quantize_weights(up), jax_ep.quantize_weights(down)
-        return jnp.sum(jax_ep.gated_mlp(rows, up, down, sizes, precision="fp8_all").astype(jnp.float32))
+        return jnp.sum(jax_ep.gated_mlp(rows, up, down, sizes, quantize="fp8_all").astype(jnp.float32))
 
     given = jnp.ones((20, 128)), jnp.ones((3, 128, 512)), jnp.ones((3, 256, 128))
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*given)
