@@ -288,6 +288,7 @@ JAX_EP_HD inline int64_t GroupedDotScratchBytes(int64_t num_groups) { return (12
 struct GroupedDotParams {
   GroupedDot product;
   Float type;                  // of out, and of rows and others unless they have scales; not float64
+  bool allow_tf32;             // products of float32 may round their operands to tf32
   int32_t num_rows;            // C
   int32_t num_groups;          // L
   int32_t num_home;            // the groups, from the first on, whose matrices are not in `redundant`

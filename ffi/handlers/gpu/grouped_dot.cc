@@ -89,7 +89,8 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
                                     ffi::AnyBuffer redundant_others, ffi::BufferR1<ffi::S32> group_sizes,
                                     ffi::BufferR0<ffi::S32> first_row, ffi::Result<ffi::AnyBuffer> out,
                                     ffi::Result<ffi::AnyBuffer> redundant_out,
-                                    ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t num_sms) {
+                                    ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t allow_tf32,
+                                    int64_t num_sms) {
   const auto type = FloatOfType(rows.element_type());
   if (!type || *type == Float::kF64 || others.element_type() != rows.element_type() ||
       out->element_type() != rows.element_type()) {
@@ -100,6 +101,7 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
   params.product = static_cast<GroupedDot>(product);
   params.first_row = first_row.typed_data();
   params.type = *type;
+  params.allow_tf32 = allow_tf32 != 0;
   const bool is_weight_gradient = params.product == GroupedDot::kWeights;
   const size_t rank = is_weight_gradient ? 2 : 3;
   if (rows.dimensions().size() != 2 || others.dimensions().size() != rank || product < 0 || product > 2) {
@@ -138,6 +140,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Ret<ffi::AnyBuffer>()           // [S, M, N] or [0]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("product")
+                                  .Attr<int64_t>("allow_tf32")
                                   .Attr<int64_t>("num_sms"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -4,6 +4,7 @@
 #include "kernels/launch/launch.h"
 #include "kernels/products/any/groups.cuh"
 #include "kernels/products/any/multiply.cuh"
+#include "kernels/products/any/multiply_float32.cuh"
 #include "kernels/products/engines.h"
 
 namespace jax_ep::cuda {
@@ -17,9 +18,28 @@ __device__ void ClearTile(Out* out, int rows, int n0, int N) {
   }
 }
 
+// What multiplies a tile. Tensor cores round float32 operands to tf32.
+enum class Unit { kTensorCores, kFloat32 };
+
+// Computes a tile as MultiplyTile does.
+template <Unit kUnit, bool kATransposed, bool kBTransposed, typename T>
+__device__ void MultiplyBy(const Matrix<T>& a, const Matrix<T>& b, int depth, int m0, int n0, T* out,
+                           int64_t out_stride, int out_rows, int out_columns) {
+  if constexpr (kUnit == Unit::kFloat32) {
+    MultiplyFloatTile<kATransposed, kBTransposed>(a, b, depth, m0, n0, out, out_stride, out_rows,
+                                                  out_columns);
+  } else {
+    MultiplyTile<T, kATransposed, kBTransposed>(a, b, depth, m0, n0, out, out_stride, out_rows, out_columns);
+  }
+}
+
+// Blocks in float32 need two on an SM, so that one multiplies while the other waits for its slice.
+template <Unit kUnit>
+constexpr int kMinBlocks = kUnit == Unit::kFloat32 ? 2 : 1;
+
 // Computes out [rows, n]: rows times the matrix of their group, [k, n], or [n, k] if kTransposed.
-template <typename T, bool kTransposed>
-__global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) {
+template <typename T, bool kTransposed, Unit kUnit>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<kUnit>) RowsKernel(GroupedDotParams params) {
   const TileOfRows tile = FindTile(params, blockIdx.x);
   if (tile.first >= tile.last) return;
   const int K = params.inner, N = params.outer, n0 = blockIdx.y * kTileN;
@@ -30,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) RowsKernel(GroupedDotParams params) 
   const T* weights =
       params.OfGroup(static_cast<const T*>(params.others), params.redundant, tile.group, int64_t{K} * N);
   const Matrix<T> b = kTransposed ? Matrix<T>{weights, K, N, K} : Matrix<T>{weights, N, K, N};
-  MultiplyTile<T, false, kTransposed>(a, b, K, 0, n0, out, N, rows, N);
+  MultiplyBy<kUnit, false, kTransposed>(a, b, K, 0, n0, out, N, rows, N);
 }
 
 // Computes the same of FP8 rows and matrices [n, k], which are widened to float32.
@@ -65,14 +85,14 @@ __global__ void __launch_bounds__(kThreads) RowsFp8Kernel(GroupedDotParams param
 }
 
 // Computes out [L, k, n]: for each group its rows [., k], transposed, times its others [., n].
-template <typename T>
-__global__ void __launch_bounds__(kThreads) WeightsKernel(GroupedDotParams params) {
+template <typename T, Unit kUnit>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<kUnit>) WeightsKernel(GroupedDotParams params) {
   const RowRange range = FindRows(params, blockIdx.z, 1);
   const int K = params.inner, N = params.outer;
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{range.begin} * K, K, range.rows, K};
   const Matrix<T> b{static_cast<const T*>(params.others) + int64_t{range.begin} * N, N, range.rows, N};
   T* out = params.OfGroup(static_cast<T*>(params.out), params.redundant, blockIdx.z, int64_t{K} * N);
-  MultiplyTile<T, true, false>(a, b, range.rows, blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);
+  MultiplyBy<kUnit, true, false>(a, b, range.rows, blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);
 }
 
 // Computes the same of FP8 operands [k, C] and [n, C], which are widened to float32.
@@ -97,15 +117,16 @@ __global__ void __launch_bounds__(kThreads) WeightsFp8Kernel(GroupedDotParams pa
                                    blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);
 }
 
-template <typename T, typename F>
+template <typename T, Unit kUnit = Unit::kTensorCores, typename F>
 cudaError_t WithKernel(GroupedDot product, F&& f) {
+  constexpr int kShared = kUnit == Unit::kFloat32 ? kFloatSharedBytes : SharedBytes<T>();
   switch (product) {
     case GroupedDot::kRows:
-      return f(RowsKernel<T, false>, SharedBytes<T>());
+      return f(RowsKernel<T, false, kUnit>, kShared);
     case GroupedDot::kRowsTransposed:
-      return f(RowsKernel<T, true>, SharedBytes<T>());
+      return f(RowsKernel<T, true, kUnit>, kShared);
     default:
-      return f(WeightsKernel<T>, SharedBytes<T>());
+      return f(WeightsKernel<T, kUnit>, kShared);
   }
 }
 
@@ -115,14 +136,14 @@ cudaError_t WithFp8Kernel(GroupedDot product, F&& f) {
 }
 
 template <typename F>
-cudaError_t WithKernel(Float type, GroupedDot product, F&& f) {
+cudaError_t WithKernel(Float type, bool allow_tf32, GroupedDot product, F&& f) {
   switch (type) {
     case Float::kF16:
       return WithKernel<__half>(product, f);
     case Float::kBF16:
       return WithKernel<__nv_bfloat16>(product, f);
     default:
-      return WithKernel<float>(product, f);
+      return allow_tf32 ? WithKernel<float>(product, f) : WithKernel<float, Unit::kFloat32>(product, f);
   }
 }
 
@@ -144,7 +165,7 @@ cudaError_t LaunchProduct(const GroupedDotParams& params, int, cudaStream_t stre
     return Launch(kernel, grid, kThreads, shared, stream, false, params);
   };
   return params.row_scales != nullptr ? WithFp8Kernel(params.product, launch)
-                                      : WithKernel(params.type, params.product, launch);
+                                      : WithKernel(params.type, params.allow_tf32, params.product, launch);
 }
 
 cudaError_t PreloadAll() {
@@ -153,8 +174,9 @@ cudaError_t PreloadAll() {
   cudaError_t error = cudaSuccess;
   for (GroupedDot product : {GroupedDot::kRows, GroupedDot::kRowsTransposed, GroupedDot::kWeights}) {
     for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
-      if (error == cudaSuccess) error = WithKernel(type, product, preload);
+      if (error == cudaSuccess) error = WithKernel(type, true, product, preload);
     }
+    if (error == cudaSuccess) error = WithKernel(Float::kF32, false, product, preload);
     if (error == cudaSuccess) error = WithFp8Kernel(product, preload);
   }
   return error;
