@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, cast
 import jax
 import numpy as np
 
+from jax_ep import _installation
+
 Implementation = Literal["ffi", "xla"]
 
 # The engine for grouped products on each compute capability that has one besides the plain engine, "any".
@@ -102,7 +104,7 @@ def _load() -> tuple[Extension | None, str]:
     try:
         module = cast(Extension, importlib.import_module("jax_ep._C"))
     except ImportError as error:
-        return None, f"the extension jax_ep._C cannot be imported ({error}); install with `pip install .`"
+        return None, _installation.why_not_importable(error)
     built, runtime = module.build_info()["ffi_api_version"], runtime_ffi_version()
     if built[0] != runtime[0] or built[1] > runtime[1]:
         return None, (
@@ -151,9 +153,23 @@ def reason_against_ffi(platform: str) -> str:
 
 
 def runs_kernels() -> bool:
-    """Returns whether the program that is traced is for GPUs that this package's kernels can run on."""
-    platform = current_platform()
-    return platform in ("gpu", "cuda") and not reason_against_ffi("gpu")
+    """Returns whether the program that is traced is for GPUs that this package's kernels can run on.
+
+    Warns once if it is for GPUs and the kernels cannot run, because XLA's ops are much slower there.
+    """
+    return current_platform() in ("gpu", "cuda") and has_handlers("gpu")
+
+
+def has_handlers(platform: str) -> bool:
+    """Returns whether the handlers can run on a platform.
+
+    Warns once if they could run there but for a problem of the installation, unless JAX_EP_IMPLEMENTATION=xla
+    says that they are not wanted.
+    """
+    reason = reason_against_ffi(platform)
+    if reason and check_implementation(None) != "xla":
+        warn_of_falling_back(platform, reason)
+    return not reason
 
 
 def product_engine(capability: str) -> str:
@@ -164,10 +180,32 @@ def product_engine(capability: str) -> str:
     return engine if engine in built.split(",") else "any"
 
 
+def missing_product_engine(capability: str) -> str:
+    """Returns why this build lacks the fast engine that exists for a compute capability. Empty otherwise."""
+    engine = _PRODUCT_ENGINES.get(capability, "any")
+    if engine == product_engine(capability):
+        return ""
+    module, _ = _load()
+    build = {} if module is None else module.build_info()
+    architectures = build.get("cuda_architectures", "none")
+    cutlass = f"with CUTLASS {build['cutlass']}" if "cutlass" in build else "without CUTLASS"
+    return (
+        f"the extension lacks the fast kernels for products on sm_{capability}: it was built {cutlass}, for "
+        f"the architectures {architectures}. Build it with nvidia-cutlass for architecture {capability} "
+        "(docs/building.md)"
+    )
+
+
 def has_fp8_products() -> bool:
-    """Returns whether the local GPUs can run the kernels for FP8 products. All of them are the same model."""
-    capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
-    return product_engine(capability.replace(".", "")) != "any"
+    """Returns whether the local GPUs can run the kernels for FP8 products. All of them are the same model.
+
+    Warns once if this build lacks kernels that exist for these GPUs.
+    """
+    device = jax.local_devices(backend="gpu")[0]
+    capability = getattr(device, "compute_capability", "").replace(".", "")
+    if reason := missing_product_engine(capability):
+        warn_once(f"jax_ep: FP8 products convert their operands to float32, which is slow, because {reason}")
+    return product_engine(capability) != "any"
 
 
 def sample_addresses(devices: Sequence[Any]) -> list[int]:

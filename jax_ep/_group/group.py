@@ -149,6 +149,9 @@ class Group:
         self._set_up(devices, given, reason)
         if self._platform == "cpu":
             cpu_threads.check([d for d in devices.flat if d.process_index == jax.process_index()])
+        _extension.has_handlers(
+            self._platform
+        )  # warns now, and not only at the first op, if they are missing
         if module := _extension.extension():
             (self._within or self)._open(module, list(devices.flat), given)
         if self._within is not None and self._platform == "gpu":
@@ -388,7 +391,7 @@ class Group:
         reason = self._ffi_error()
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
-        if reason and self._spans_processes:
+        if reason and self._spans_processes and not _extension.reason_against_ffi(self._platform):
             _extension.warn_once(
                 f"jax_ep: {self!r} spans processes; its ops use implementation='xla', because {reason}"
             )

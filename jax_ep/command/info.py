@@ -3,17 +3,24 @@
 import json
 import platform
 import re
+import textwrap
+import warnings
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 
-from jax_ep import _extension
+import jax_ep
+from jax_ep import _extension, _installation
 from jax_ep._group import nccl
 from jax_ep._group.group import Group
 
+WIDTH = 110
 
-def _version(package: str) -> str:
+
+def version(package: str) -> str:
+    """Returns the version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,6 +39,25 @@ def _product_engines(architectures: str) -> list[dict[str, Any]]:
     ]
 
 
+def mesh_of(devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Returns a mesh of the devices, with one axis "ep"."""
+    kind = jax.sharding.AxisType.Auto
+    return jax.make_mesh((len(devices),), ("ep",), axis_types=(kind,), devices=devices)
+
+
+def labeled(label: str, text: str) -> list[str]:
+    """Returns lines of a report: the label, and next to it the text."""
+    indent = " " * 12
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{label:12s}",
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [label]
+
+
 def collect() -> dict[str, Any]:
     """Returns the report, as values that JSON can hold."""
     devices = jax.local_devices()
@@ -39,13 +65,14 @@ def collect() -> dict[str, Any]:
     on_gpu = devices[0].platform == "gpu"
     report: dict[str, Any] = {
         "versions": {
-            "jax_ep": _version("jax_ep"),
+            "jax_ep": jax_ep.__version__,
             "jax": jax.__version__,
-            "jaxlib": _version("jaxlib"),
+            "jaxlib": version("jaxlib"),
             "python": platform.python_version(),
             "platform": devices[0].client.platform_version.splitlines()[0],
             "xla_ffi": ".".join(map(str, _extension.runtime_ffi_version())),
         },
+        "folder": str(_installation.folder()),
         "build": None if module is None else dict(module.build_info()),
         "processes": jax.process_count(),
         "devices": [
@@ -61,9 +88,8 @@ def collect() -> dict[str, Any]:
         for device, gpu in zip(report["devices"], description["gpus"], strict=True):
             device.update(gpu)
         report["links"] = description["links"]
-    mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    with Group(mesh, "ep") as group:
-        stats = group.stats()
+    with warnings.catch_warnings(action="ignore"), Group(mesh_of(devices), "ep") as group:
+        stats = group.stats()  # has the reason of a fallback, about which the group warns
     report["implementation"] = stats.implementation
     report["why_not_ffi"] = "" if stats.implementation == "ffi" else stats.reason
     report["ranks_per_node"] = stats.ranks_per_node
@@ -74,6 +100,7 @@ def collect() -> dict[str, Any]:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = [f"{name:12s}{version}" for name, version in report["versions"].items()]
+    lines.insert(1, f"{'':12s}from {report['folder']}")
     build = report["build"]
     if build is None:
         lines.append("extension   none")
@@ -101,7 +128,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{'links' if i == 0 else '':12s}" + " ".join(f"{link:6s}" for link in row))
     lines.append(f"ops run as  implementation={report['implementation']!r}")
     if report["why_not_ffi"]:
-        lines.append(f"{'':12s}not 'ffi': {report['why_not_ffi']}")
+        lines += labeled("", f"not 'ffi': {report['why_not_ffi']}")
     lines.append(f"hosts       each has {report['ranks_per_node']} of {len(report['devices'])} ranks")
     if report["rails"] is not None:
         lines.append(f"{'':12s}between hosts: {report['rails']}")
