@@ -1,11 +1,12 @@
-"""The command line: `python -m jax_ep demo | info | bench`."""
+"""The command line: `python -m jax_ep demo | info | doctor | bench`."""
 
 import argparse
+import os
 import sys
 
 import jax_ep
 from jax_ep.bench import arguments as bench_arguments
-from jax_ep.command import info
+from jax_ep.command import doctor, info
 from jax_ep.command.options import run_all
 from jax_ep.demo import arguments as demo_arguments
 
@@ -29,6 +30,16 @@ def run_bench(options: argparse.Namespace) -> int:
     return run.run(options)
 
 
+def run_doctor(options: argparse.Namespace) -> int:
+    if options.processes > 1 and not options.join:
+        from jax_ep.bench import processes
+
+        gpus = processes.visible_gpus() if "cpu" not in os.environ.get("JAX_PLATFORMS", "") else []
+        return processes.start(options.processes) if gpus else run_all([{}] * options.processes)
+    doctor.set_up_devices(options)
+    return doctor.run()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep", description="Expert parallelism for JAX.")
     parser.add_argument("--version", action="version", version=f"jax_ep {jax_ep.__version__}")
@@ -39,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     info_command = commands.add_parser("info", help="show versions, devices and the ops' implementation")
     info_command.add_argument("--json", action="store_true", help="as JSON")
     info_command.set_defaults(run=lambda options: info.run(options.json))
+    check = commands.add_parser("doctor", help="check the installation and the devices, and try each op")
+    doctor.add_to(check)
+    check.set_defaults(run=run_doctor)
     bench = commands.add_parser("bench", help="time the ops on the available devices")
     bench_arguments.add_to(bench)
     bench.set_defaults(run=run_bench)
