@@ -81,10 +81,11 @@ def run_command(
     """
     from jax_ep.__main__ import main
     from jax_ep.bench import arguments as bench_arguments
+    from jax_ep.command import doctor
     from jax_ep.demo import arguments as demo_arguments
 
     monkeypatch.chdir(tmp_path)
-    for module in (bench_arguments, demo_arguments):  # this process has its devices
+    for module in (bench_arguments, demo_arguments, doctor):  # this process has its devices
         monkeypatch.setattr(module, "set_up_virtual_devices", lambda count: None)
 
     def run(*arguments: str) -> tuple[int | str | None, str]:

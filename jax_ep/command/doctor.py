@@ -1,4 +1,4 @@
-"""The report of `python -m jax_ep doctor`: what is wrong with an installation or its devices, and the cures."""
+"""The report of `python -m jax_ep doctor`: what is wrong here, and how to cure it."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ import numpy as np
 
 import jax_ep
 from jax_ep import _extension, _installation
-from jax_ep._group import memory, nccl
+from jax_ep._group import cpu_threads, memory, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
 from jax_ep.command.info import labeled, mesh_of, version
@@ -44,6 +44,7 @@ class Finding:
     is_broken: bool = False
 
     def lines(self) -> list[str]:
+        """Returns the finding as lines of the report."""
         lines = labeled(self.label, self.text)
         if self.cure:
             lines += labeled("", f"{'BROKEN' if self.is_broken else 'NOTE'}: {self.cure}")
@@ -131,8 +132,6 @@ def _devices(devices: Sequence[Any]) -> Iterator[Finding]:
     if devices[0].platform == "cpu":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            from jax_ep._group import cpu_threads
-
             _extension.warn_once.cache_clear()
             cpu_threads.check(devices)
         if caught:
@@ -168,8 +167,8 @@ def _links(devices: Sequence[Any]) -> Iterator[Finding]:
     unreachable = [(i, j) for i, row in enumerate(links) for j, link in enumerate(row) if link == "none"]
     if unreachable:
         cure = (
-            "these GPUs have no peer access, so ops use implementation='xla'. Check `nvidia-smi topo -p2p r`, "
-            "the IOMMU, and the container; or set Group(ranks_per_node=...) to GPUs that reach each other"
+            "these GPUs have no peer access, so ops use implementation='xla'. Check `nvidia-smi topo -p2p "
+            "r`, the IOMMU, and the container; or set Group(ranks_per_node=...) to GPUs that reach each other"
         )
         yield Finding("", f"not reachable: {unreachable[:8]}", cure, True)
     for kind in ("nvlink", "pcie"):
@@ -218,7 +217,7 @@ def _sharing(platform: str) -> Iterator[Finding]:
     try:
         _pass_descriptor()
     except Exception as error:
-        cure = "processes of a host cannot share memory: set TMPDIR to a short path that all of them can write to"
+        cure = "processes of a host cannot share memory: set TMPDIR to a short path that all can write to"
         yield Finding("sockets", f"{type(error).__name__}: {error}", cure, platform == "gpu")
     else:
         yield Finding("sockets", "pass descriptors of shared memory")

@@ -1,0 +1,103 @@
+"""`python -m jax_ep doctor`."""
+
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from jax_ep import _extension
+from jax_ep.command import doctor, self_test
+
+
+@pytest.fixture
+def without_tests(monkeypatch):
+    monkeypatch.setattr(self_test.SelfTest, "tests", lambda self: {})
+
+
+def test_all_right(run_command):
+    status, out = run_command("doctor")
+    assert status == 0, out
+    assert "BROKEN" not in out
+    assert max(map(len, out.splitlines())) <= 110
+    labels = [line[:12].strip() for line in out.splitlines()]
+    for label in ("jax", "jax_ep", "extension", "devices", "TMPDIR", "sockets", "group", "moe", "replicate"):
+        assert label in labels
+    assert f"{len(jax.local_devices())} ranks" in out
+
+
+def test_without_the_extension(run_command, without_tests, monkeypatch):
+    monkeypatch.setattr(_extension, "_load", lambda: (None, "nobody built it"))
+    status, out = run_command("doctor")
+    assert status == 1
+    assert "extension   none\n            BROKEN: nobody built it" in out
+
+
+def test_a_wrong_result_is_broken(run_command, monkeypatch):
+    tests = {"dispatch": lambda: 0.5, "moe": lambda: float("nan"), "layout": lambda: 1 // 0}
+    monkeypatch.setattr(self_test.SelfTest, "tests", lambda self: tests)
+    status, out = run_command("doctor")
+    assert status == 1
+    assert "3 broken" in out
+    assert "layout      ZeroDivisionError" in out
+
+
+def test_self_tests_are_sensitive(monkeypatch):
+    """A self test whose reference belongs to other tokens fails."""
+    mesh = doctor.mesh_of(jax.local_devices()[:1])
+    with doctor.Group(mesh, "ep") as group:
+        tests = self_test.SelfTest(group, mesh)
+        assert tests.dispatch() == 0
+        tests.order = tests.order[::-1]
+        assert tests.dispatch() > self_test.tolerance("dispatch")
+        tests.sizes = tests.sizes[::-1]
+        assert tests.layout() > self_test.tolerance("layout")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("JAX_EP_IMPLEMENTATION", "xla", "NOTE: it makes ops slower; unset JAX_EP_IMPLEMENTATION"),
+        ("JAX_EP_PLAIN_COPIES", "1", "NOTE: it makes ops slower; unset JAX_EP_PLAIN_COPIES"),
+        ("TMPDIR", "/nowhere", "NOTE: TMPDIR=/nowhere is no writable folder"),
+    ],
+)
+def test_notes_leave_the_status(name, value, expected, run_command, without_tests, monkeypatch):
+    monkeypatch.setenv(name, value)
+    status, out = run_command("doctor")
+    assert (status, expected in out) == (0, True), out
+
+
+@pytest.mark.no_gpu
+def test_too_few_threads(run_command, without_tests, monkeypatch):
+    monkeypatch.setenv("NPROC", "1")
+    status, out = run_command("doctor")
+    assert status == 1
+    assert "threads     too few" in out
+    _extension.warn_once.cache_clear()
+
+
+def test_a_check_that_hangs_ends_the_process(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(doctor, "LIMIT_S", 0.05)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watch = doctor._Watch()
+    watch("moe")
+    for _ in range(100):
+        if ended:
+            break
+        time.sleep(0.05)
+    assert ended == [1]
+    assert "moe         did not end within 0.05 s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.no_gpu
+def test_several_processes(tmp_path):
+    command = [sys.executable, "-m", "jax_ep", "doctor", "--processes", "2", "--devices", "2"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "8"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "processes   4 ranks, 2 on each host, implementation='ffi'" in done.stdout
