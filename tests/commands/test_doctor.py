@@ -44,7 +44,7 @@ def test_a_wrong_result_is_broken(run_command, monkeypatch):
     assert "layout      ZeroDivisionError" in out
 
 
-def test_self_tests_are_sensitive(monkeypatch):
+def test_self_tests_are_sensitive():
     """A self test whose reference belongs to other tokens fails."""
     mesh = doctor.mesh_of(jax.local_devices()[:1])
     with doctor.Group(mesh, "ep") as group:
@@ -52,7 +52,7 @@ def test_self_tests_are_sensitive(monkeypatch):
         assert tests.dispatch() == 0
         tests.order = tests.order[::-1]
         assert tests.dispatch() > self_test.tolerance("dispatch")
-        tests.sizes = tests.sizes[::-1]
+        tests.sizes = tests.sizes + 1
         assert tests.layout() > self_test.tolerance("layout")
 
 
