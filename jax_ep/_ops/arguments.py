@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax_ep._checks import array, at_least_one, clamped, on_device, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
+from jax_ep._transport import debug
 from jax_ep._transport.backend import Backend
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
@@ -32,6 +33,11 @@ def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     number = clamped(given.reshape(()), 0, ids.shape[0])
     return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
+
+
+def wrong_valid_tokens(count: Any, ids: jax.Array) -> list[debug.Finding]:
+    """Returns the finding of debug mode for a `num_valid_tokens`, if any."""
+    return [] if count is None else [debug.in_range("num_valid_tokens", jnp.asarray(count), ids.shape[0])]
 
 
 def count_invalid(ids: jax.Array, num_experts: int) -> jax.Array:
@@ -148,8 +154,11 @@ def matrices_of(op: str, name: str, w: Any) -> Any:
     return w if isinstance(w, PhysicalWeights) else array(op, name, w)
 
 
-def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> None:
-    """Raises ValueError unless there is a number of rows for each matrix, as far as that is known."""
+def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> jax.Array:
+    """Returns group_sizes. Raises ValueError unless there is a number of rows for each matrix.
+
+    Sizes that are not known before the program runs are checked in debug mode only.
+    """
     if group_sizes.ndim == 1 and group_sizes.shape[0] not in (0, num_matrices):
         raise ValueError(
             f"{op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this rank, got "
@@ -169,3 +178,4 @@ def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_ro
                 f"{op}: group_sizes must be numbers of rows, of which there are {num_rows}, got "
                 f"{sizes.tolist()}"
             )
+    return debug.check(op, group_sizes, lambda: [debug.group_sizes(group_sizes, num_rows)])

@@ -15,6 +15,7 @@ from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
+from jax_ep._transport import debug
 from jax_ep._transport.balance import (
     BalancePlan,
     ExpertPlan,
@@ -141,6 +142,7 @@ def balance(
             )
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
+    given = ids
     ids, placement = align_axes((ids, placement), group._axes)
     num_invalid = arguments.count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
@@ -159,6 +161,13 @@ def balance(
         plan = name_all(plan, CHECKPOINT_HANDLE)
         positions = local.permute((), ids, None, num_experts, 1, max(ids.size, 1)).row_map
         physical = name_all(physical_ids(plan, positions), CHECKPOINT_HANDLE)
+
+    def find() -> list[debug.Finding]:
+        wrong = [] if placement is None else [debug.holes(placement, num_experts, group.size)]
+        valid = arguments.wrong_valid_tokens(num_valid_tokens, ids)
+        return [debug.invalid_ids(given, num_experts), *wrong, *valid]
+
+    plan, physical = debug.check(op, (plan, physical), find, group)
     return BalancePlan(
         topk_idx=physical,
         physical_to_logical=plan.physical_to_logical,
@@ -210,7 +219,9 @@ def plan_redundant_experts(
     options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
     if not isinstance(counts, Tracer) and (total := np.asarray(counts).sum(dtype=np.int64)) >= 2**31:
         raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
-    counts = jnp.maximum(unshard(counts), 0)
+    counts = unshard(counts)
+    counts = debug.check(op, counts, lambda: [debug.not_negative("counts", counts)])
+    counts = jnp.maximum(counts, 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     at_home = sum_of_counts(counts, axis=0)
     rows = at_home if options.num_slots == 0 else plan.quotas

@@ -10,6 +10,7 @@ from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
+from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
 from jax_ep._transport.payload import Payload
@@ -154,6 +155,9 @@ def combine(
         else:  # an op adds biases to one array
             pairs = zip(rows, biases, strict=True)
             sums = tuple(pull_scaled(backend, handle, (row,), weights, added)[0] for row, added in pairs)
+    if routing.slots is not None:
+        find = lambda: [debug.nan_rows(handle, rows)]
+        sums = debug.check("combine", sums, find, routing.group, alone=attendance.may_miss)
     result = payload.rebuild("combine", sums)
     return (result, attended.active_ranks) if attendance.may_miss else result
 

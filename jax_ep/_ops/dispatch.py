@@ -14,6 +14,7 @@ from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
+from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, requested_implementation
@@ -380,8 +381,7 @@ def dispatch(
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
     if statistics is not None:
         statistics = add_to(statistics, out)
-    common = {
-        "x": rows,
+    checked = {
         "tokens_per_expert": out.tokens_per_expert,
         "num_tokens": out.num_tokens,
         "num_dropped": out.num_dropped,
@@ -390,10 +390,21 @@ def dispatch(
         "active_ranks": out.attended.active_ranks,
         "statistics": statistics,
     }
+
+    def find() -> list[debug.Finding]:
+        dropped = debug.dropped_rows(routing, out.num_dropped, out.num_tokens)
+        return [
+            debug.invalid_ids(ids, num_experts),
+            dropped,
+            *arguments.wrong_valid_tokens(num_valid_tokens, ids),
+        ]
+
+    checked = debug.check("dispatch", checked, find, group, alone=out.attended.may_miss)
+    common = {"x": rows, **checked}
     if out.topk_idx is not None:
         return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)
     assert out.group_sizes is not None  # by expert
-    common["handle"] = dataclasses.replace(out.handle, has_weights=weights is not None)
+    common["handle"] = dataclasses.replace(checked["handle"], has_weights=weights is not None)
     return DispatchedByExpert(row_weights=arrived_weights, group_sizes=out.group_sizes, **common)
 
 

@@ -352,7 +352,8 @@ def _check(
         row_weights=array("row_weights", row_weights),
     )
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
-    check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
+    sizes = check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
+    given = dataclasses.replace(given, group_sizes=sizes)
     if wide[0].ndim == 4:
         given = dataclasses.replace(given, w_up=_merge_gate_and_up(given.w_up))
     if given.b_up is not None and given.b_up.ndim == 3:

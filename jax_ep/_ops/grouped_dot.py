@@ -11,6 +11,7 @@ from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
+from jax_ep._transport import debug
 from jax_ep._transport.backend import Product
 from jax_ep._transport.counts import sum_of_counts
 from jax_ep._transport.dtypes import is_differentiable
@@ -99,12 +100,14 @@ def grouped_dot(
     group_sizes = _checks.array("grouped_dot", "group_sizes", group_sizes)
     if isinstance(w, QuantizedWeights):
         rows = _rows_of_quantized_weights(rows)
-        _check_shapes(rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes)
+        group_sizes = _check_shapes(
+            rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes
+        )
         out = _times_quantized(num_sms, *as_bits(vary_alike([rows, w, group_sizes])))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
-        _check_shapes(rows.values, w.values, group_sizes)
+        group_sizes = _check_shapes(rows.values, w.values, group_sizes)
         if 0 in (*rows.shape, *w.shape):
             nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
             return vary_alike([nothing, rows.values, w.values])[0]
@@ -128,10 +131,10 @@ def grouped_dot(
         )
     options = ProductOptions(num_sms, precision_of("grouped_dot", precision, rows.dtype))
     if group_offset is None:
-        _check_shapes(rows, w, group_sizes)
+        group_sizes = _check_shapes(rows, w, group_sizes)
         return product(Product.ROWS, options, 0, *vary_alike([rows, w, group_sizes]))
     window, first_row = _window(w.shape[0], group_sizes, group_offset)
-    _check_shapes(rows, w, window)
+    window = _check_shapes(rows, w, window)
     return product(Product.ROWS, options, 0, *vary_alike([rows, w, window, first_row]))
 
 
@@ -151,6 +154,8 @@ def _window(
             f"{num_matrices} of w, got {_checks.shape_text(group_sizes)}"
         )
     num_groups = group_sizes.shape[0]
+    most = num_groups - num_matrices
+    offset = debug.check("grouped_dot", offset, lambda: [debug.in_range("group_offset", offset, most)])
     offset = _checks.clamped(offset, -num_matrices, num_groups)
     first_row = sum_of_counts(jnp.where(jnp.arange(num_groups, dtype=jnp.int32) < offset, group_sizes, 0))
     groups = offset + jnp.arange(num_matrices, dtype=jnp.int32)
@@ -158,7 +163,7 @@ def _window(
     return jnp.take(group_sizes, groups, mode="fill", fill_value=0), first_row
 
 
-def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: jax.Array) -> None:
+def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: jax.Array) -> jax.Array:
     if rows.ndim == 3:
         raise ValueError(
             f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape "
@@ -183,7 +188,7 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
             f"grouped_dot: M of rows [C, M] and of w [L, M, N] must be equal, got {rows.shape[1]} in rows "
             f"{_checks.shape_text(rows)} and {w.shape[1]} in w {_checks.shape_text(w)}; pass {remedy}"
         )
-    check_group_sizes("grouped_dot", group_sizes, w.shape[0], rows.shape[0])
+    return check_group_sizes("grouped_dot", group_sizes, w.shape[0], rows.shape[0])
 
 
 def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:

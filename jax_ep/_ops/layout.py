@@ -9,6 +9,7 @@ from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import unshard
 from jax_ep._ops import arguments
+from jax_ep._transport import debug
 from jax_ep._transport.choice import choose_local
 
 
@@ -67,6 +68,11 @@ def get_dispatch_layout(
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
     counts = backend.layout(unshard(ids), num_experts, num_ranks, per_node)
+
+    def find() -> list[debug.Finding]:
+        return [debug.invalid_ids(ids, num_experts), *arguments.wrong_valid_tokens(num_valid_tokens, ids)]
+
+    counts = debug.check(op, counts, find)
     return DispatchLayout(
         counts.num_tokens_per_rank,
         None if ranks_per_node is None else counts.num_tokens_per_node,

@@ -14,6 +14,7 @@ from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import count_invalid
+from jax_ep._transport import debug
 from jax_ep._transport.backend import LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
 from jax_ep._transport.dtypes import SUMMED, is_differentiable, sum_dtype
@@ -92,6 +93,12 @@ def permute(
         how = (backend, experts, alignment, capacity)
         out = _permute(how, payload.leaves, ids, weights)
         rows = payload.rebuild("permute", out.rows)
+
+    def find() -> list[debug.Finding]:
+        dropped = debug.dropped_choices(capacity, out.num_dropped, out.tokens_per_expert)
+        return [debug.invalid_ids(ids, experts), dropped]
+
+    out = debug.check("permute", out._replace(rows=()), find)
     return Permuted(
         x=rows,
         row_map=out.row_map,
@@ -259,6 +266,7 @@ def unpermute(
                 f"got {_checks.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
+    row_map = debug.check(op, row_map, lambda: [debug.rows_beyond(row_map, y.shape[0])])
     operands = align_axes((y, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
         backend = choose_local(implementation, is_empty=not (row_map.shape[0] and y.shape[0]))

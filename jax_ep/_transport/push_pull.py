@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
 from jax_ep._transport.backend import Backend, Leaves, Routed
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
@@ -64,7 +65,8 @@ def route(
     fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
     move = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
     rows, weights, *indices = move_bits(backend, move, fixed)
-    return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+    routed = Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+    return routed._replace(rows=debug.poison_empty_slots(routed.handle, routed.rows))
 
 
 def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None) -> Routed:

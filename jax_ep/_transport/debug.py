@@ -1,0 +1,244 @@
+"""Debug mode: checks of numbers that only a running program has, if `JAX_EP_DEBUG` is set while it is traced.
+
+An op passes its results through `check`, with the findings that apply to it. A finding on one device raises
+on all devices, because otherwise the others would wait for it in their next op.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep._extension import warn_once
+from jax_ep._group.group import Group
+from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE
+from jax_ep._transport.routing import Handle, Routing, row_experts
+
+KINDS = ("drops", "holes", "ids", "sizes", "slots")
+
+
+class Finding(NamedTuple):
+    """Counts of one kind of error. It is raised if the first number is positive."""
+
+    kind: str
+    text: str  # with {0}, {1}, ... in place of the numbers
+    numbers: tuple[jax.Array, ...]  # integers, each a single number
+
+
+def requested() -> frozenset[str]:
+    """Returns the kinds of findings that JAX_EP_DEBUG requests. Raises ValueError if it names others."""
+    value = os.environ.get("JAX_EP_DEBUG", "")
+    if value in ("", "0", "1"):
+        return frozenset(KINDS if value == "1" else ())
+    kinds = frozenset(value.replace(" ", "").split(","))
+    if not kinds <= set(KINDS):
+        raise ValueError(
+            f"the environment variable JAX_EP_DEBUG must be 1, 0, or some of {','.join(KINDS)}, got {value!r}"
+        )
+    return kinds
+
+
+def dropped_rows(routing: Routing, num_dropped: jax.Array, num_kept: jax.Array) -> Finding:
+    """Counts the rows that a dispatch dropped at this rank."""
+    of_each = "" if routing.slots is None else " of each expert"
+    host = " or host_capacity" if routing.num_hosts > 1 else ""
+    return _dropped(f"{routing.slots or routing.capacity}{of_each}", host, num_dropped, num_kept)
+
+
+def dropped_choices(capacity: int, num_dropped: jax.Array, tokens_per_expert: jax.Array) -> Finding:
+    """Counts the choices that a permute dropped."""
+    return _dropped(str(capacity), "", num_dropped, jnp.sum(tokens_per_expert, dtype=jnp.int32))
+
+
+def _dropped(capacity: str, other: str, num_dropped: jax.Array, num_kept: jax.Array) -> Finding:
+    text = (
+        f"{{0}} rows of {{1}} were dropped because the buffer was full (capacity {capacity}); raise "
+        f"capacity{other}, or if rows may be dropped, request the other checks only: "
+        f"JAX_EP_DEBUG={','.join(kind for kind in KINDS if kind != 'drops')}"
+    )
+    return Finding("drops", text, (num_dropped, num_dropped.reshape(()) + num_kept.reshape(())))
+
+
+def invalid_ids(ids: jax.Array, num_experts: int) -> Finding:
+    """Counts the ids that are neither an expert nor -1."""
+    text = (
+        f"{{0}} of {ids.size} ids in topk_idx are neither an expert, 0 to {num_experts - 1}, nor -1; the ids "
+        "are from {1} to {2}; count experts from 0, and mark unused choices by -1"
+    )
+    invalid = (ids < -1) | (ids >= num_experts)
+    least, most = jnp.min(ids, initial=0), jnp.max(ids, initial=0)
+    return Finding("ids", text, (jnp.sum(invalid, dtype=jnp.int32), least, most))
+
+
+def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
+    """Counts what is wrong with a given placement [P]."""
+    text = (
+        "physical_to_logical has {1} experts without an instance, {2} empty slots (-1) before a filled one, "
+        f"{{3}} experts twice on a rank, and {{4}} numbers above {num_experts - 1}; check it on the host with "
+        "jax_ep.check_placement"
+    )
+    by_rank = placement.reshape(num_ranks, -1)
+    is_expert = (placement >= 0) & (placement < num_experts)
+    number = jnp.zeros((num_experts,), jnp.int32).at[jnp.where(is_expert, placement, num_experts)].add(1)
+    filled_after = jnp.flip(jnp.cumsum(jnp.flip(by_rank >= 0, 1), axis=1, dtype=jnp.int32), 1)
+    ordered = jnp.sort(by_rank, axis=1)
+    wrong = (
+        number == 0,
+        (by_rank < 0) & (filled_after > 0),
+        (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0),
+        placement >= num_experts,
+    )
+    counts = [jnp.sum(places, dtype=jnp.int32) for places in wrong]
+    return Finding("holes", text, (sum(counts[1:], counts[0]), *counts))
+
+
+def group_sizes(sizes: jax.Array, num_rows: int) -> Finding:
+    """Checks that the groups of a product have no more rows than there are."""
+    total, least = jnp.sum(sizes, dtype=jnp.int32), jnp.min(sizes, initial=0)
+    wrong = (total > num_rows) | (least < 0) | jnp.any(sizes > num_rows)
+    text = (
+        f"group_sizes must be numbers of rows, of which there are {num_rows}, but they sum to {{1}}, and the "
+        "smallest is {2}"
+    )
+    return Finding("sizes", text, (wrong, total, least))
+
+
+def in_range(name: str, number: jax.Array, most: int) -> Finding:
+    """Checks that a number is from 0 to `most`."""
+    return Finding(
+        "sizes", f"{name} must be from 0 to {most}, got {{1}}", ((number < 0) | (number > most), number)
+    )
+
+
+def not_negative(name: str, numbers: jax.Array) -> Finding:
+    """Counts the negative ones among numbers of rows."""
+    text = f"{name} must not be negative, but {{0}} of {numbers.size} are; the smallest is {{1}}"
+    return Finding("sizes", text, (jnp.sum(numbers < 0, dtype=jnp.int32), jnp.min(numbers, initial=0)))
+
+
+def rows_beyond(row_map: jax.Array, num_rows: int) -> Finding:
+    """Counts the rows of a row_map that do not exist."""
+    text = f"{{0}} of {row_map.size} rows in row_map are not among the {num_rows} rows of y; the largest is {{1}}"
+    return Finding(
+        "sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), jnp.max(row_map, initial=-1))
+    )
+
+
+def nan_rows(handle: Handle, leaves: Sequence[jax.Array]) -> Finding:
+    """Counts the rows with NaN that hold a token, if there are empty slots that they can come from."""
+    text = (
+        "{0} of {1} rows that hold tokens are NaN; empty slots of order='expert_padded' are not cleared, and "
+        "debug mode fills them with NaN: select by is_row() before rows are summed or normalized over slots"
+    )
+    is_row = row_experts(handle) >= 0
+    is_nan = jnp.zeros_like(is_row)
+    for leaf in leaves if handle.routing.slots is not None else ():
+        is_nan |= jnp.any(jnp.isnan(leaf.reshape(leaf.shape[0], -1)), axis=1)
+    counts = (jnp.sum(is_row & is_nan, dtype=jnp.int32), jnp.sum(is_row, dtype=jnp.int32))
+    return Finding("slots", text, counts)
+
+
+def poison_empty_slots(handle: Handle, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Fills the empty slots of floating rows [C, ...] with NaN in debug mode, as GPUs may leave them."""
+    if handle.routing.slots is None or "slots" not in requested():
+        return rows
+    is_row = row_experts(handle) >= 0
+
+    def poisoned(row: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(row.dtype, jnp.inexact):
+            return row
+        return jnp.where(
+            jax.lax.expand_dims(is_row, range(1, row.ndim)), row, jnp.asarray(jnp.nan, row.dtype)
+        )
+
+    return tuple(map(poisoned, rows))
+
+
+def check(
+    op: str,
+    results: Any,
+    find: Callable[[], Sequence[Finding]],
+    group: Group | None = None,
+    *,
+    alone: bool = False,
+) -> Any:
+    """Returns an op's results. In debug mode, a finding on any device raises before they can be used.
+
+    `find` is called in debug mode only. All devices along the manual axes meet, unless the op goes on
+    without some of them (`alone`).
+    """
+    kinds = requested()
+    findings = [finding for finding in (find() if kinds else ()) if finding.kind in kinds]
+    if not findings:
+        return results
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in mesh.axis_names if axis in mesh.manual_axes)
+    if axes and len(axes) < len(mesh.axis_names):
+        warn_once(
+            "jax_ep: JAX_EP_DEBUG checks nothing inside a shard_map that is manual over some mesh axes only, "
+            "because JAX cannot call Python there; name all axes in its axis_names"
+        )
+        return results
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+    device = jax.lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+    numbers = [number for finding in findings for number in finding.numbers]
+    found = jnp.stack([device, *(number.reshape(()).astype(jnp.int32) for number in numbers)])
+    found = found[None]
+    if axes and not alone:
+        found = jnp.zeros((int(np.prod(sizes)), found.shape[1]), jnp.int32).at[device].set(found[0])
+        found = jax.lax.psum(found, axes)
+    texts = tuple((finding.text, len(finding.numbers)) for finding in findings)
+    report = functools.partial(_report, op, texts, axes, sizes, () if group is None else group._axes)
+    passed = jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), found, vmap_method="sequential")
+    jax.debug.callback(_nothing, passed)  # so that nothing removes the other callback
+    passed = checkpoint_name(passed, CHECKPOINT_HANDLE)
+    return jax.tree.map(lambda leaf: jax.lax.select(passed, leaf, jnp.zeros_like(leaf)), results)
+
+
+def _nothing(passed: Any) -> None:
+    """Does nothing. `pure_callback` may be removed, but `debug.callback` may not."""
+
+
+def _report(
+    op: str,
+    texts: tuple[tuple[str, int], ...],
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    group_axes: tuple[str, ...],
+    found: Any,
+) -> np.ndarray:
+    """Raises ValueError if there are findings. `found` has a row for each device: its number, then counts."""
+    places: dict[str, list[str]] = {}
+    for device, *numbers in np.asarray(found).tolist():
+        for text, length in texts:
+            counts, numbers = numbers[:length], numbers[length:]
+            if counts[0] > 0:
+                at = _place(
+                    dict(zip(axes, np.unravel_index(device, sizes), strict=True)), group_axes, sizes, axes
+                )
+                places.setdefault(text.format(*counts), []).append(at)
+    if places:
+        lines = (
+            f"JAX_EP_DEBUG: {op}{' on ' if at[0] else ''}{', '.join(at)}: {text}"
+            for text, at in places.items()
+        )
+        raise ValueError("\n".join(lines))
+    return np.ones((), np.bool_)
+
+
+def _place(
+    position: dict[str, Any], group_axes: tuple[str, ...], sizes: tuple[int, ...], axes: tuple[str, ...]
+) -> str:
+    """Returns the name of a device for a message: its rank, and its position along the other mesh axes."""
+    size_of, rank = dict(zip(axes, sizes, strict=True)), 0
+    for axis in group_axes:
+        rank = rank * size_of[axis] + int(position[axis])
+    others = ", ".join(f"{axis}={int(index)}" for axis, index in position.items() if axis not in group_axes)
+    if not group_axes:
+        return f"device {others}" if others else ""
+    return f"rank {rank} ({others})" if others else f"rank {rank}"
