@@ -63,8 +63,15 @@ def balanced_capacity(
       num_choices: T * K of a rank, the mean of the rows of the ranks.
       num_local_experts: N = L + S, the physical experts of a rank.
       expert_alignment: that of the dispatch.
-      slack: a fraction of the mean.
+      slack: a fraction of the mean, at least 0.
+
+    Raises:
+      ValueError: slack is negative.
     """
+    if not slack >= 0:
+        raise ValueError(
+            f"balanced_capacity: slack must be a fraction of the mean, at least 0, got {slack!r}"
+        )
     rows = math.ceil(num_choices * (1 + slack)) + num_local_experts * (expert_alignment - 1)
     return max(-(-rows // expert_alignment), 1) * expert_alignment
 
@@ -102,7 +109,7 @@ def balance(
         every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
       tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
         It is rounded to thousandths.
-      min_rows: the fewest rows for which an expert is replicated. With S = L, the fewest rows that a rank
+      min_rows: the fewest rows, at least 1, for which an expert is replicated. With S = L, the fewest rows that a rank
         must have above the target for any to move.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
@@ -133,6 +140,11 @@ def balance(
             f"for a given placement; got {'neither' if physical_to_logical is None else 'both'}"
         )
     options = _PlanOptions.check(op, num_redundant_experts or 0, tolerance, min_rows, num_experts, group.size)
+    if physical_to_logical is None and instances != "even":
+        raise ValueError(
+            "balance: instances divides the rows of a given placement, so it needs physical_to_logical; with "
+            f"num_redundant_experts the plan divides them, got {instances!r}"
+        )
     placement = None
     if physical_to_logical is not None:
         placement = _placement(op, physical_to_logical, num_experts, group.size)
@@ -217,10 +229,14 @@ def plan_redundant_experts(
     ranks, experts = counts.shape
     _checks.num_experts(op, experts, ranks)
     options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
-    if not isinstance(counts, Tracer) and (total := np.asarray(counts).sum(dtype=np.int64)) >= 2**31:
-        raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
-    counts = unshard(counts)
-    counts = debug.check(op, counts, lambda: [debug.not_negative("counts", counts)])
+    if not isinstance(counts, Tracer):
+        known = np.asarray(counts)
+        if (total := known.sum(dtype=np.int64)) >= 2**31:
+            raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
+        if known.min() < 0:
+            raise ValueError(f"{op}: the counts must be numbers of rows, at least 0, got {known.min()}")
+    given = unshard(counts)
+    counts = debug.check(op, given, lambda: [debug.not_negative("counts", given)])
     counts = jnp.maximum(counts, 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     at_home = sum_of_counts(counts, axis=0)
@@ -255,8 +271,8 @@ class _PlanOptions:
             raise ValueError(
                 f"{op}: tolerance must be a fraction of the mean load, from 0 to 1, got {tolerance!r}"
             )
-        if least is None or not 0 <= least <= _checks.MOST_ROWS:
-            raise ValueError(f"{op}: min_rows must be an int of at least 0, got {min_rows!r}")
+        if least is None or not 1 <= least <= _checks.MOST_ROWS:
+            raise ValueError(f"{op}: min_rows must be an int of at least 1, got {min_rows!r}")
         return cls(slots, as_thousandths(tolerance), least)
 
     def plan(self, counts: jax.Array, source: jax.Array, implementation: Implementation | None) -> ExpertPlan:

@@ -21,6 +21,7 @@ from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
 from jax_ep._ops.replicate import replicate
 from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
+from jax_ep._transport.payload import Payload
 
 Sums = TypeVar("Sums")
 ExpertFn = Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums]
@@ -242,6 +243,9 @@ def moe(
             num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
             implementation=implementation,
         )
+    if expert_params is not None and not num_redundant_experts:
+        local = num_experts // group.size
+        Payload.check("moe", "expert_params", expert_params, (local,), "L", "the experts of a rank")
     with jax.named_scope("jax_ep.experts"):
         run: Callable[..., Any] = expert_fn
         y = run(sent) if expert_params is None else run(sent, expert_params)

@@ -244,6 +244,8 @@ def unpermute(
         )
     _checks.floating(op, "y", [y])
     out_dtype = _checks.floating_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype)
+    rows = row_map
+    row_map = debug.check(op, rows, lambda num_rows=y.shape[0]: [debug.rows_beyond(rows, num_rows)])
     weights = None
     if topk_weights is not None:
         weights = _checks.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
@@ -266,7 +268,6 @@ def unpermute(
                 f"got {_checks.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)
-    row_map = debug.check(op, row_map, lambda: [debug.rows_beyond(row_map, y.shape[0])])
     operands = align_axes((y, row_map, weights, bias, ids))
     with jax.named_scope("jax_ep.unpermute"):
         backend = choose_local(implementation, is_empty=not (row_map.shape[0] and y.shape[0]))

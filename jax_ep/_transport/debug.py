@@ -79,7 +79,7 @@ def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
     """Counts what is wrong with a given placement [P]."""
     text = (
         "physical_to_logical has {1} experts without an instance, {2} empty slots (-1) before a filled one, "
-        f"{{3}} experts twice on a rank, and {{4}} numbers above {num_experts - 1}; check it on the host with "
+        f"{{3}} experts twice on a rank, and {{4}} numbers above {num_experts - 1}; check it on the host by "
         "jax_ep.check_placement"
     )
     by_rank = placement.reshape(num_ranks, -1)
@@ -123,7 +123,7 @@ def not_negative(name: str, numbers: jax.Array) -> Finding:
 
 def rows_beyond(row_map: jax.Array, num_rows: int) -> Finding:
     """Counts the rows of a row_map that do not exist."""
-    text = f"{{0}} of {row_map.size} rows in row_map are not among the {num_rows} rows of y; the largest is {{1}}"
+    text = f"{{0}} of {row_map.size} rows in row_map are not among the {num_rows} of y; the largest is {{1}}"
     return Finding(
         "sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), jnp.max(row_map, initial=-1))
     )
@@ -213,32 +213,36 @@ def _report(
     found: Any,
 ) -> np.ndarray:
     """Raises ValueError if there are findings. `found` has a row for each device: its number, then counts."""
-    places: dict[str, list[str]] = {}
+    places: dict[str, list[tuple[int, str]]] = {}
     for device, *numbers in np.asarray(found).tolist():
         for text, length in texts:
             counts, numbers = numbers[:length], numbers[length:]
             if counts[0] > 0:
-                at = _place(
-                    dict(zip(axes, np.unravel_index(device, sizes), strict=True)), group_axes, sizes, axes
-                )
+                at = _place(device, axes, sizes, group_axes)
                 places.setdefault(text.format(*counts), []).append(at)
     if places:
-        lines = (
-            f"JAX_EP_DEBUG: {op}{' on ' if at[0] else ''}{', '.join(at)}: {text}"
-            for text, at in places.items()
-        )
+        lines = [f"JAX_EP_DEBUG: {op}{_on(devices)}: {text}" for text, devices in places.items()]
         raise ValueError("\n".join(lines))
     return np.ones((), np.bool_)
 
 
 def _place(
-    position: dict[str, Any], group_axes: tuple[str, ...], sizes: tuple[int, ...], axes: tuple[str, ...]
-) -> str:
-    """Returns the name of a device for a message: its rank, and its position along the other mesh axes."""
-    size_of, rank = dict(zip(axes, sizes, strict=True)), 0
+    device: int, axes: tuple[str, ...], sizes: tuple[int, ...], group_axes: tuple[str, ...]
+) -> tuple[int, str]:
+    """Returns the rank of a device, or -1 without a group, and its position along the other mesh axes."""
+    position = dict(zip(axes, map(int, np.unravel_index(device, sizes)), strict=True))
+    others = ", ".join(f"{axis}={index}" for axis, index in position.items() if axis not in group_axes)
+    shape = dict(zip(axes, sizes, strict=True))
+    rank = 0 if group_axes else -1
     for axis in group_axes:
-        rank = rank * size_of[axis] + int(position[axis])
-    others = ", ".join(f"{axis}={int(index)}" for axis, index in position.items() if axis not in group_axes)
-    if not group_axes:
-        return f"device {others}" if others else ""
-    return f"rank {rank} ({others})" if others else f"rank {rank}"
+        rank = rank * shape[axis] + position[axis]
+    return rank, others
+
+
+def _on(devices: list[tuple[int, str]]) -> str:
+    """Returns the devices of a finding for its message."""
+    if devices[0][0] < 0:
+        places = " and at ".join(others for _, others in devices)
+        return f" at {places}" if places else ""
+    ranks = [f"{rank} ({others})" if others else str(rank) for rank, others in devices]
+    return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
