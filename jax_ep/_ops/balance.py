@@ -109,8 +109,8 @@ def balance(
         every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
       tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
         It is rounded to thousandths.
-      min_rows: the fewest rows, at least 1, for which an expert is replicated. With S = L, the fewest rows that a rank
-        must have above the target for any to move.
+      min_rows: the fewest rows for which an expert is replicated, at least 1. With S = L, the fewest rows
+        that a rank must have above the target for any to move.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
         empty slots. Every expert has an instance, and a rank at most one of it, which is checked if the

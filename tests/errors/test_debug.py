@@ -70,10 +70,7 @@ WRONG = {
     "holes": (balanced, IDS, r"balance on ranks 0, 1, 2, 3: .* 4 empty slots \(-1\) before a filled one"),
     "slots": (padded, IDS, r"combine on ranks 0, 1, 2, 3: 8 of 8 rows that hold tokens are NaN"),
     "permuted ids": (
-        lambda x, ids, w: (
-            jax_ep.permute(x, ids, num_local_experts=E).x
-            + jax_ep.permute(x, ids, num_local_experts=E).num_dropped
-        ),
+        lambda x, ids, w: jax_ep.permute(x, ids, num_local_experts=E).row_map,
         BAD,
         r"permute at ep=3: 1 of 8 ids",
     ),

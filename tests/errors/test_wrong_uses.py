@@ -225,3 +225,39 @@ def test_numbers_of_a_group():
         jax_ep.Group(mesh, "ep", num_sms=2**70)
     with jax_ep.Group(mesh, "ep", timeout_s=10**400) as group:  # as infinity, ten years
         group.check()
+
+
+def balance(x, **options):
+    options = {"group": ranks(R).group, "num_experts": E, **options}
+    return jax_ep.balance(IDS[:T], **options).topk_idx
+
+
+IGNORED = {
+    "instances with slots": (
+        lambda x: balance(x, num_redundant_experts=1, instances="local"),
+        "balance: instances .* needs physical_to_logical",
+    ),
+    "min_rows": (
+        lambda x: balance(x, num_redundant_experts=1, min_rows=0),
+        "balance: min_rows must be an int of at least 1, got 0",
+    ),
+    "slack": (
+        lambda x: jax_ep.balanced_capacity(8, 2, slack=-1),
+        "balanced_capacity: slack must be .* got -1",
+    ),
+    "negative counts": (
+        lambda x: jax_ep.plan_redundant_experts(np.full((R, E), -1, np.int32), num_redundant_experts=1),
+        "plan_redundant_experts: the counts must be numbers of rows, at least 0, got -1",
+    ),
+    "expert_params of all experts": (
+        lambda x: moe(x, lambda sent, w: sent.x, expert_params=np.ones((E, H, H), np.float32)),
+        r"moe: every array of expert_params must be \[L, \.\.\.\] with L = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_rejects_options_without_an_effect(name):
+    call, text = IGNORED[name]
+    with pytest.raises(ValueError, match=text):
+        traced(call)
