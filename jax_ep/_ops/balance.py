@@ -223,14 +223,14 @@ def plan_redundant_experts(
       ValueError: an argument is out of range or does not fit the others.
     """
     op = "plan_redundant_experts"
-    counts = _checks.array(op, "counts", counts)
+    passed, counts = counts, _checks.array(op, "counts", counts)
     if counts.ndim != 2 or counts.dtype != jnp.int32 or counts.shape[0] < 1:
         raise ValueError(f"{op}: counts must be int32 [R, E], got {_checks.shape_text(counts)}")
     ranks, experts = counts.shape
     _checks.num_experts(op, experts, ranks)
     options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
-    if not isinstance(counts, Tracer):
-        known = np.asarray(counts)
+    if not isinstance(passed, Tracer):
+        known = np.asarray(passed)
         if (total := known.sum(dtype=np.int64)) >= 2**31:
             raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
         if known.min() < 0:

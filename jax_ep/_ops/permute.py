@@ -244,8 +244,8 @@ def unpermute(
         )
     _checks.floating(op, "y", [y])
     out_dtype = _checks.floating_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype)
-    rows = row_map
-    row_map = debug.check(op, rows, lambda num_rows=y.shape[0]: [debug.rows_beyond(rows, num_rows)])
+    find = lambda given=row_map, num_rows=y.shape[0]: [debug.rows_beyond(given, num_rows)]
+    row_map = debug.check(op, row_map, find)
     weights = None
     if topk_weights is not None:
         weights = _checks.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")

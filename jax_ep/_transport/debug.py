@@ -7,7 +7,7 @@ on all devices, because otherwise the others would wait for it in their next op.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE
 from jax_ep._transport.routing import Handle, Routing, row_experts
+
+Tree = TypeVar("Tree")
 
 KINDS = ("drops", "holes", "ids", "sizes", "slots")
 
@@ -161,12 +163,12 @@ def poison_empty_slots(handle: Handle, rows: tuple[jax.Array, ...]) -> tuple[jax
 
 def check(
     op: str,
-    results: Any,
+    results: Tree,
     find: Callable[[], Sequence[Finding]],
     group: Group | None = None,
     *,
     alone: bool = False,
-) -> Any:
+) -> Tree:
     """Returns an op's results. In debug mode, a finding on any device raises before they can be used.
 
     `find` is called in debug mode only. All devices along the manual axes meet, unless the op goes on
