@@ -211,7 +211,7 @@ REJECTED = [
     (GOOD | {"physical_to_logical": np.arange(E, dtype=np.int32)}, "pass either num_redundant_experts"),
     ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),
     (GOOD | {"tolerance": 2.0}, "a fraction of the mean load, from 0 to 1, got 2.0"),
-    (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 0, got -1"),
+    (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 1, got -1"),
     ({"physical_to_logical": np.arange(E, dtype=np.float32)}, r"must be int32 \[P\]"),
     ({"physical_to_logical": np.arange(E - R, dtype=np.int32)}, "at least num_experts"),
     ({"physical_to_logical": np.zeros(E, np.int32)}, "every logical expert needs an instance"),
