@@ -49,8 +49,10 @@ def run_all(environments: list[dict[str, str]]) -> int:
     Each process has the variables of its environment in addition to those of this process.
     """
     address, workers = free_address(), []
+    # Otherwise a process that started with -P in a clone would run workers that import the sources there.
+    python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for process, variables in enumerate(environments):
-        command = [sys.executable, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
+        command = [*python, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
         workers.append(subprocess.Popen(command, env=os.environ | variables))
     try:
         return max(worker.wait() for worker in workers)
