@@ -84,10 +84,11 @@ ACTIVATIONS = {
 @pytest.mark.parametrize(
     ("dtype", "options", "tolerance"),
     [
-        (jnp.float32, {}, 5e-3 if jax.default_backend() == "gpu" else 1e-5),  # tf32
+        (jnp.float32, {}, 1e-5),  # with_gradients sets the precision "highest"
+        (jnp.float32, {"precision": "high"}, 5e-3 if jax.default_backend() == "gpu" else 1e-5),  # tf32
         (jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01),
-        (jnp.bfloat16, {"precision": "fp8"}, 0.08),
-        (jnp.bfloat16, {"precision": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
+        (jnp.bfloat16, {"quantize": "fp8"}, 0.08),
+        (jnp.bfloat16, {"quantize": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
     ],
     ids=str,
 )
@@ -115,16 +116,16 @@ def test_a_function_as_activation_and_gradients_of_gradients():
 
 
 @pytest.mark.parametrize("save", ["preactivation", "inputs"])
-@pytest.mark.parametrize("precision", [None, "fp8", "fp8_all"])
-def test_what_is_saved(save, precision):
+@pytest.mark.parametrize("quantize", [None, "fp8", "fp8_all"])
+def test_what_is_saved(save, quantize):
     """Weights and rows, and the preactivation. With FP8 alone, the rows are transposed, in whole tiles."""
     rows, up, down, *_ = arrays(jnp.bfloat16)
-    run = lambda rows, up, down: jax_ep.gated_mlp(rows, up, down, SIZES, save=save, precision=precision)
+    run = lambda rows, up, down: jax_ep.gated_mlp(rows, up, down, SIZES, save=save, quantize=quantize)
     saved = jax.eval_shape(lambda *given: jax.vjp(run, *given)[1], rows, up, down)
     shapes = sorted(a.shape for a in jax.tree.leaves(saved) if a.ndim > 1)
     tiles = C // 128 + L
     kept = {"inputs": [(C, H)], "preactivation": [(C, H), (C, 2 * F)]}[save]
-    if precision == "fp8_all" and save == "preactivation":
+    if quantize == "fp8_all" and save == "preactivation":
         kept = [(C, 2 * F), (H, tiles * 128), (tiles, H)]
     assert shapes == sorted([*kept, up.shape, down.shape])
 
@@ -230,10 +231,10 @@ def test_weight_gradients_of_fp8(sizes):
 
 
 @pytest.mark.parametrize(
-    ("quantize", "precision", "applies_weights"),
+    ("quantize", "products", "applies_weights"),
     [("fp8", "fp8_all", False), ("fp8", "fp8_all", True), (None, "fp8", False)],
 )
-def test_a_layer_of_it_trains_in_fp8(quantize, precision, applies_weights):
+def test_a_layer_of_it_trains_in_fp8(quantize, products, applies_weights):
     """Gradients of moe in tokens, weights and router weights, near those in float32."""
     R = most_ranks()
     on, experts, tokens, k = ranks(R), 2 * R, 40, 2
@@ -243,25 +244,25 @@ def test_a_layer_of_it_trains_in_fp8(quantize, precision, applies_weights):
     up = jnp.asarray(floats((experts, H, 2 * F), seed=2) / H**0.5, jnp.bfloat16)
     down = jnp.asarray(floats((experts, F, H), seed=3) / F**0.5, jnp.bfloat16)
 
-    def layer(precision, quantize, applies_weights, x, ids, weights, up, down):
+    def layer(products, quantize, applies_weights, x, ids, weights, up, down):
         def expert_fn(sent):
             row_weights = sent.row_weights if applies_weights else None
-            more = {"precision": precision, "row_weights": row_weights}
+            more = {"quantize": products, "row_weights": row_weights}
             return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, **more)
 
         options = {"group": on.group, "num_experts": experts, "experts_apply_weights": applies_weights}
         both_ways = {"quantize": quantize, "quantize_gradient": quantize}
         return jax_ep.moe(x, ids, weights, expert_fn, **options, **both_ways)
 
-    def loss(precision, quantize, applies_weights, dtype, x, weights, up, down):
-        run = on.map(functools.partial(layer, precision, quantize, applies_weights))
+    def loss(products, quantize, applies_weights, dtype, x, weights, up, down):
+        run = on.map(functools.partial(layer, products, quantize, applies_weights))
         out = run(x.astype(dtype), ids, weights, up.astype(dtype), down.astype(dtype))
         return jnp.sum(out.astype(jnp.float32) * cotangent)
 
     run = lambda *static: jax.jit(jax.value_and_grad(functools.partial(loss, *static), argnums=(0, 1, 2, 3)))(
         x, weights, up, down
     )
-    got = jax.tree.leaves(run(precision, quantize, applies_weights, jnp.bfloat16))[1:]
+    got = jax.tree.leaves(run(products, quantize, applies_weights, jnp.bfloat16))[1:]
     want = jax.tree.leaves(run(None, None, False, jnp.float32))[1:]
     for one, other in zip(got, want, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
@@ -325,6 +326,76 @@ def test_a_policy_may_keep_fp8():
     assert_near(got, want, 1e-3)
 
 
+@pytest.mark.parametrize("quantize", [None, "fp8_all"])
+def test_gate_and_up_have_a_dimension_of_their_own(quantize):
+    """The bits of w_up [L, H, 2F], also as PhysicalWeights and quantized, with gradients of the given shape."""
+    rows, up, down, b_up, *_ = arrays(jnp.bfloat16)
+    given = rows, up, down, b_up
+    split = rows, up.reshape(L, H, 2, F), down, b_up.reshape(L, 2, F)
+    cotangent = floats((USED, H), seed=9)
+
+    def run(convert, rows, up, down, b_up):
+        return jax_ep.gated_mlp(rows, convert(up), down, SIZES, b_up=b_up, quantize=quantize)
+
+    as_array, apart = lambda w: w, lambda w: jax_ep.PhysicalWeights(w[:3], w[3:])
+    want = with_gradients(functools.partial(run, as_array), given, cotangent)
+    conversions = [as_array, apart] if quantize is None else [jax_ep.quantize_weights]
+    for convert in conversions:
+        got = with_gradients(functools.partial(run, convert), split, cotangent)
+        assert [one.shape for one in got[1:]] == [one.shape for one in split]
+        for one, other in zip(got, want, strict=True):
+            one = one.reshape(other.shape)
+            used = slice(USED) if other.shape[0] == C else slice(None)
+            assert same_bits(one[used], other[used])
+
+
+def test_gate_and_up_are_not_copied():
+    rows, up, down, *_ = arrays(jnp.float32)
+    run = jax.jit(lambda up: jax_ep.gated_mlp(rows, up, down, SIZES))
+    compiled = [run.lower(w).compile().memory_analysis() for w in (up, up.reshape(L, H, 2, F))]
+    assert compiled[0].temp_size_in_bytes == compiled[1].temp_size_in_bytes
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_no_second_derivative_in_fp8(quantize):
+    rows, up, down, *_ = arrays(jnp.bfloat16)
+    q = jax_ep.quantize_weights
+    functions = {
+        "rows": lambda rows, up: jax_ep.gated_mlp(rows, up, down, SIZES, quantize=quantize),
+        "weights": lambda rows, up: jax_ep.gated_mlp(rows, q(up) if quantize else up, down, SIZES, quantize=quantize),
+        "a product": lambda rows, up: jax_ep.grouped_dot(rows, q(up) if quantize else up, SIZES),
+    }
+    for name, function in functions.items():
+        loss = lambda rows, up, function=function: jnp.sum(function(rows, up).astype(jnp.float32) ** 2)
+        argument = int(name != "rows")
+        first = jax.grad(loss, argument)
+        second = jax.grad(lambda *given, first=first: jnp.sum(first(*given).astype(jnp.float32)), argument)
+        if quantize is None:
+            jax.eval_shape(second, rows, up)
+        else:
+            with pytest.raises(TypeError, match="second derivative, because the first one is computed in FP8"):
+                jax.eval_shape(second, rows, up)
+
+
+def test_explicit_axes_may_shard_the_inner_width():
+    mesh = make_mesh((2,), ("x",), AxisType.Explicit)
+    rows, up, down, *_ = arrays(jnp.float32)
+    given = rows.at[USED:].set(0), up.reshape(L, H, 2, F), down
+    run = lambda rows, up, down: jnp.sum(jax_ep.gated_mlp(rows, up, down, SIZES) ** 2)
+    want = jax.grad(run, argnums=(0, 1, 2))(*given)
+    specs = P(None, None), P(None, None, None, "x"), P(None, "x", None)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, spec) for a, spec in zip(given, specs, strict=True)]
+        got = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*placed)
+        ready = jax.jit(jax_ep.quantize_weights)(placed[1])
+    for one, other, spec in zip(got, want, specs, strict=True):
+        assert one.sharding.spec == spec
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+    alone = jax_ep.quantize_weights(given[1])
+    for one, other in zip(jax.tree.leaves(ready), jax.tree.leaves(alone), strict=True):
+        assert same_bits(one, other)
+
+
 def test_rows_and_weights_under_explicit_sharding():
     mesh = make_mesh((2,), ("x",), AxisType.Explicit)
     rows, up, down, *_ = arrays(jnp.float32)
@@ -373,10 +444,17 @@ def test_micro_batches_share_quantized_weights():
     ("changed", "error", "text"),
     [
         ({"activation": "relu"}, ValueError, r"activation must be one of \['clipped', 'gelu', 'silu'\]"),
-        ({"precision": "int8"}, ValueError, "precision must be None, 'fp8' or 'fp8_all', got 'int8'"),
+        ({"quantize": "int8"}, ValueError, "quantize must be None, 'fp8' or 'fp8_all', got 'int8'"),
+        ({"precision": "fp8"}, ValueError, "precision must be None, .* got 'fp8'; quantize='fp8' of gated_mlp"),
         ({"save": "all"}, ValueError, "save must be 'preactivation' or 'inputs', got 'all'"),
-        ({"round_scale": True}, ValueError, "round_scale needs a precision in FP8"),
-        ({"w_up": np.zeros((L, H, F), np.float32)}, ValueError, r"w_up must be \[5, 256, 256\] with rows"),
+        ({"round_scale": True}, ValueError, "round_scale needs quantize"),
+        ({"w_up": np.zeros((L, H, F), np.float32)}, ValueError, r"w_up must be \[5, 256, 2, 128\] or "),
+        ({"w_up": np.zeros((L, H, F, 2), np.float32)}, ValueError, r"or \[5, 256, 256\] with rows"),
+        ({"row_weights": np.zeros(C, np.int32)}, TypeError, r"row_weights must be floating, got int32\[700\]"),
+        ({"b_up": np.zeros((L, 2, F), bool)}, TypeError, r"b_up must be floating, got bool\[5, 2, 128\]"),
+        ({"activation": jax.nn.silu}, TypeError, "a function of two arrays, gate and up, .*too many"),
+        ({"activation": lambda a, b: (a, b)}, TypeError, r"returns floating \[700, 128\], got \('float32"),
+        ({"activation": lambda a, b: a[0]}, TypeError, r"returns floating \[700, 128\], got float32\[128\]"),
         ({"row_weights": np.zeros(3)}, ValueError, r"row_weights must be \[700\] with rows"),
         ({"w_down": np.zeros((L, F, H), jnp.bfloat16)}, TypeError, "must have one floating dtype"),
     ],
