@@ -191,16 +191,17 @@ def is_watched(process: int) -> bool:
 
 @contextlib.contextmanager
 def received(
-    address: Address, count: int, process: int, module: Extension, limit_s: float
+    address: Address, count: int, process: int, module: Extension | None, limit_s: float
 ) -> Iterator[Sequence[int]]:
     """Receives the descriptors that a process serves, and closes them when the context ends.
 
-    The first time, this process also starts to watch the other one.
+    The first time, this process also starts to watch the other one, unless `module` is None.
     """
     descriptors: list[int] = []
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(_connect(address, process, limit_s))
-        kind = _ONCE if is_watched(process) else _WATCH
+        watches = module is not None and not is_watched(process)
+        kind = _WATCH if watches else _ONCE
         connection.sendall(bytes.fromhex(address["token"]) + kind)
         _, descriptors, _, _ = socket.recv_fds(connection, 16, count)
         stack.callback(lambda: [os.close(descriptor) for descriptor in descriptors])
@@ -209,7 +210,7 @@ def received(
                 f"expected {count} file descriptors from process {process}, got {len(descriptors)} (is the "
                 "limit on open files, ulimit -n, large enough?)"
             )
-        if not is_watched(process):
+        if module is not None and watches:
             connection.setblocking(False)
             module.watch_process(process, connection.fileno())
             connection.detach()  # the watch owns it now

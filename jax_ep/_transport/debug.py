@@ -80,18 +80,15 @@ def invalid_ids(ids: jax.Array, num_experts: int) -> Finding:
 def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
     """Counts what is wrong with a given placement [P]."""
     text = (
-        "physical_to_logical has {1} experts without an instance, {2} empty slots (-1) before a filled one, "
-        f"{{3}} experts twice on a rank, and {{4}} numbers above {num_experts - 1}; check it on the host by "
-        "jax_ep.check_placement"
+        "physical_to_logical has {1} experts without an instance, {2} experts twice on a rank, and {3} numbers "
+        f"above {num_experts - 1}; check it on the host by jax_ep.check_placement"
     )
     by_rank = placement.reshape(num_ranks, -1)
     is_expert = (placement >= 0) & (placement < num_experts)
     number = jnp.zeros((num_experts,), jnp.int32).at[jnp.where(is_expert, placement, num_experts)].add(1)
-    filled_after = jnp.flip(jnp.cumsum(jnp.flip(by_rank >= 0, 1), axis=1, dtype=jnp.int32), 1)
     ordered = jnp.sort(by_rank, axis=1)
     wrong = (
         number == 0,
-        (by_rank < 0) & (filled_after > 0),
         (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0),
         placement >= num_experts,
     )

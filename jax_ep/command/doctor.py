@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 
 import jax_ep
 from jax_ep import _extension, _installation
-from jax_ep._group import cpu_threads, memory, nccl
+from jax_ep._group import cpu_threads, descriptors, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
 from jax_ep.command.info import labeled, mesh_of, version
@@ -217,25 +216,20 @@ def _sharing(platform: str) -> Iterator[Finding]:
     try:
         _pass_descriptor()
     except Exception as error:
-        cure = "processes of a host cannot share memory: set TMPDIR to a short path that all can write to"
+        cure = "processes of a host cannot share memory: set TMPDIR to a directory that this process can write to"
         yield Finding("sockets", f"{type(error).__name__}: {error}", cure, platform == "gpu")
     else:
         yield Finding("sockets", "pass descriptors of shared memory")
 
 
 def _pass_descriptor() -> None:
-    """Passes a file through a socket, as `memory` does."""
+    """Passes a file through a socket, as the processes of a group do."""
     with contextlib.ExitStack() as stack:
         shared = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
         stack.callback(os.close, shared)
         os.write(shared, b"jax_ep")
-        path = stack.enter_context(memory.serving([shared], 1))
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-        connection.settimeout(10.0)
-        connection.connect(path)
-        connection.sendall(b"1")
-        _, (received, *_), _, _ = socket.recv_fds(connection, 16, 1)
-        stack.callback(os.close, received)
+        address = stack.enter_context(descriptors.serving([shared], 1))
+        (received,) = stack.enter_context(descriptors.received(address, 1, 0, None, 10.0))
         if os.pread(received, 6, 0) != b"jax_ep":
             raise OSError("the memory that was received is not the memory that was sent")
 

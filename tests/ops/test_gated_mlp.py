@@ -362,7 +362,9 @@ def test_no_second_derivative_in_fp8(quantize):
     q = jax_ep.quantize_weights
     functions = {
         "rows": lambda rows, up: jax_ep.gated_mlp(rows, up, down, SIZES, quantize=quantize),
-        "weights": lambda rows, up: jax_ep.gated_mlp(rows, q(up) if quantize else up, down, SIZES, quantize=quantize),
+        "weights": lambda rows, up: jax_ep.gated_mlp(
+            rows, q(up) if quantize else up, down, SIZES, quantize=quantize
+        ),
         "a product": lambda rows, up: jax_ep.grouped_dot(rows, q(up) if quantize else up, SIZES),
     }
     for name, function in functions.items():
@@ -373,7 +375,9 @@ def test_no_second_derivative_in_fp8(quantize):
         if quantize is None:
             jax.eval_shape(second, rows, up)
         else:
-            with pytest.raises(TypeError, match="second derivative, because the first one is computed in FP8"):
+            with pytest.raises(
+                TypeError, match="second derivative, because the first one is computed in FP8"
+            ):
                 jax.eval_shape(second, rows, up)
 
 
@@ -445,12 +449,20 @@ def test_micro_batches_share_quantized_weights():
     [
         ({"activation": "relu"}, ValueError, r"activation must be one of \['clipped', 'gelu', 'silu'\]"),
         ({"quantize": "int8"}, ValueError, "quantize must be None, 'fp8' or 'fp8_all', got 'int8'"),
-        ({"precision": "fp8"}, ValueError, "precision must be None, .* got 'fp8'; quantize='fp8' of gated_mlp"),
+        (
+            {"precision": "fp8"},
+            ValueError,
+            "precision must be None, .* got 'fp8'; quantize='fp8' of gated_mlp",
+        ),
         ({"save": "all"}, ValueError, "save must be 'preactivation' or 'inputs', got 'all'"),
         ({"round_scale": True}, ValueError, "round_scale needs quantize"),
         ({"w_up": np.zeros((L, H, F), np.float32)}, ValueError, r"w_up must be \[5, 256, 2, 128\] or "),
         ({"w_up": np.zeros((L, H, F, 2), np.float32)}, ValueError, r"or \[5, 256, 256\] with rows"),
-        ({"row_weights": np.zeros(C, np.int32)}, TypeError, r"row_weights must be floating, got int32\[700\]"),
+        (
+            {"row_weights": np.zeros(C, np.int32)},
+            TypeError,
+            r"row_weights must be floating, got int32\[700\]",
+        ),
         ({"b_up": np.zeros((L, 2, F), bool)}, TypeError, r"b_up must be floating, got bool\[5, 2, 128\]"),
         ({"activation": jax.nn.silu}, TypeError, "a function of two arrays, gate and up, .*too many"),
         ({"activation": lambda a, b: (a, b)}, TypeError, r"returns floating \[700, 128\], got \('float32"),
