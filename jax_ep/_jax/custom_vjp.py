@@ -34,12 +34,12 @@ class CustomVjp(Generic[P, R]):
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
         return self._function(*arguments, **options)
 
-    def defvjp(self, forward: Callable[P, tuple[R, Any]], backward: Callable[..., Any]) -> None:
+    def defvjp(self, forward: Callable[..., tuple[R, Any]], backward: Callable[..., Any]) -> None:
         """Defines the gradients, as `jax.custom_vjp.defvjp` does."""
 
         @functools.wraps(forward)
-        def batched_alike(*arguments: P.args, **options: P.kwargs) -> tuple[R, Any]:
-            results, residuals = forward(*arguments, **options)
+        def batched_alike(*arguments: Any) -> tuple[R, Any]:
+            results, residuals = forward(*arguments)
             return _batched_alike(results, self._operands(arguments)), residuals
 
         self._function.defvjp(batched_alike, backward)

@@ -177,7 +177,9 @@ class DispatchedByExpert(Generic[Rows]):
         routing = handle.routing
         values = _checks.weights("to_topk", "values", values, routing.buffer, f"[{routing.axes}]")
         handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.group._axes)
-        return pull(backend, handle, (), values)[1]
+        _, returned = pull(backend, handle, (), values)
+        assert returned is not None
+        return returned
 
     def dropped_per_expert(self) -> jax.Array:
         """Returns int32 [L]: rows of each expert that were dropped because the buffer here was full.

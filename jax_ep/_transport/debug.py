@@ -80,8 +80,8 @@ def invalid_ids(ids: jax.Array, num_experts: int) -> Finding:
 def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
     """Counts what is wrong with a given placement [P]."""
     text = (
-        "physical_to_logical has {1} experts without an instance, {2} experts twice on a rank, and {3} numbers "
-        f"above {num_experts - 1}; check it on the host by jax_ep.check_placement"
+        "physical_to_logical has {1} experts without an instance, {2} experts twice on a rank, and {3} "
+        f"numbers above {num_experts - 1}; check it on the host by jax_ep.check_placement"
     )
     by_rank = placement.reshape(num_ranks, -1)
     is_expert = (placement >= 0) & (placement < num_experts)

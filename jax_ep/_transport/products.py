@@ -162,11 +162,11 @@ def fp8_product(
             transpose = lambda w: jax.tree.map(lambda a: a.swapaxes(1, 2), w)
             transposed = transpose(matrices), transpose(matrix_scales)
             return ffi_products.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
-        wide = (
+        wide_rows, wide_matrices = (
             dequantize_fp8(QuantizedArray(jnp.asarray(values), jnp.asarray(scales)), jnp.float32)
             for values, scales in ((rows, scales), (matrices, matrix_scales))
         )
-        out: jax.Array = product(Product.ROWS, ProductOptions(num_sms), 0, *wide, sizes)
+        out: jax.Array = product(Product.ROWS, ProductOptions(num_sms), 0, wide_rows, wide_matrices, sizes)
         return out.astype(jnp.bfloat16)
 
     return _sharded(Product.ROWS, one, rows, matrices, scales, matrix_scales, group_sizes)
@@ -186,9 +186,9 @@ def fp8_weight_gradient(
         if _has_fp8_kernels():
             operands = rows, scales, others, other_scales, sizes
             return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_redundant)
-        wide = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
+        left, right = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
         padded = Columns.padded_sizes(sizes, rows.shape[1])
-        out = product(Product.WEIGHTS, ProductOptions(num_sms), num_redundant, *wide, padded)
+        out = product(Product.WEIGHTS, ProductOptions(num_sms), num_redundant, left, right, padded)
         return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
 
     return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)

@@ -162,7 +162,8 @@ def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, mo
 
 
 def _pull_replicas_backward(backend: Backend, handle: Handle, cotangent: jax.Array) -> Any:
-    (home,), (moved,) = _push_replicas(backend, handle, (cotangent,))
+    results: Any = _push_replicas(backend, handle, (cotangent,))
+    (home,), (moved,) = results
     return None, home, moved
 
 

@@ -216,7 +216,7 @@ def _sharing(platform: str) -> Iterator[Finding]:
     try:
         _pass_descriptor()
     except Exception as error:
-        cure = "processes of a host cannot share memory: set TMPDIR to a directory that this process can write to"
+        cure = "processes of a host cannot share memory: set TMPDIR to a directory that all can write to"
         yield Finding("sockets", f"{type(error).__name__}: {error}", cure, platform == "gpu")
     else:
         yield Finding("sockets", "pass descriptors of shared memory")

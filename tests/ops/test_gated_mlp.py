@@ -328,7 +328,7 @@ def test_a_policy_may_keep_fp8():
 
 @pytest.mark.parametrize("quantize", [None, "fp8_all"])
 def test_gate_and_up_have_a_dimension_of_their_own(quantize):
-    """The bits of w_up [L, H, 2F], also as PhysicalWeights and quantized, with gradients of the given shape."""
+    """The bits are those of w_up [L, H, 2F], also as PhysicalWeights and quantized."""
     rows, up, down, b_up, *_ = arrays(jnp.bfloat16)
     given = rows, up, down, b_up
     split = rows, up.reshape(L, H, 2, F), down, b_up.reshape(L, 2, F)

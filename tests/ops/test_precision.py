@@ -51,7 +51,7 @@ def gradient(function, precision, config, dtype=jnp.float32):
 @pytest.mark.parametrize(("argument", "config", "want"), TABLE, ids=str)
 @pytest.mark.parametrize(("function", "products"), [(dot, 3), (mlp, 6)], ids=["grouped_dot", "gated_mlp"])
 def test_precision_reaches_all_products(function, products, argument, config, want, monkeypatch):
-    """In the kernels' calls, and in XLA's products. gated_mlp also sums the gradient of a bias, in float32."""
+    """In the kernels' calls, and in XLA's products. The gradient of a bias is a sum in float32."""
     biases = int(function is mlp)
     text = str(gradient(function, argument, config).jaxpr)
     found = re.findall(r"precision=(?:\(Precision\.)?(\w+)", text)
