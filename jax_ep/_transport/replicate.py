@@ -105,8 +105,7 @@ def send_replicas(
     return list(map(PhysicalWeights, *push_all(handle, leaves)))
 
 
-# Not `custom_vjp`, under which `vmap` would copy the arrays of home experts: see `_push_replicas_of_batch`.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(0)
 def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Leaves, Leaves]:
     """Returns arrays [L, ...] and those of the slots [S, ...]. One pull sums the gradients of both."""
     moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
@@ -133,7 +132,9 @@ _push_replicas.defvjp(_push_replicas_forward, _push_replicas_backward)
 def _push_replicas_of_batch(backend: Backend, is_batched: Any, handle: Handle, leaves: Leaves) -> Any:
     """Does what `_push_replicas` does for each element of a batch.
 
-    Arrays that are the same for the whole batch stay so, and JAX adds the gradients of their replicas.
+    Arrays that are the same for the whole batch stay so, and JAX adds the gradients of their replicas. A
+    custom VJP cannot return such arrays: JAX before 0.12 counts their cotangents once for each element, and
+    later versions raise ValueError.
     """
     handle_axes, leaf_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
     if all(axis == 0 for axis in leaf_axes):
@@ -162,8 +163,7 @@ def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, mo
 
 
 def _pull_replicas_backward(backend: Backend, handle: Handle, cotangent: jax.Array) -> Any:
-    results: Any = _push_replicas(backend, handle, (cotangent,))
-    (home,), (moved,) = results
+    (home,), (moved,) = _push_replicas(backend, handle, (cotangent,))
     return None, home, moved
 
 

@@ -470,7 +470,9 @@ def test_micro_batches_share_quantized_weights():
         ({"row_weights": np.zeros(3)}, ValueError, r"row_weights must be \[700\] with rows"),
         ({"w_down": np.zeros((L, F, H), jnp.bfloat16)}, TypeError, "must have one floating dtype"),
     ],
-    ids=str,
+    ids=lambda value: (
+        "" if isinstance(value, type) else str(next(iter(value))) if isinstance(value, dict) else value
+    ),
 )
 def test_rejects(changed, error, text):
     rows, w_up, w_down, *_ = arrays(jnp.float32)

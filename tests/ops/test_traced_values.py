@@ -52,7 +52,7 @@ def experts(op):
         if op == "gated":
             return jax_ep.gated_mlp(rows, w_up, w, sizes, **biases)
         if op == "gated, FP8":
-            return jax_ep.gated_mlp(rows, w_up, w, sizes, precision="fp8_all")
+            return jax_ep.gated_mlp(rows, w_up, w, sizes, quantize="fp8_all")
         return jax_ep.grouped_dot(rows, w, jnp.append(sizes, 20), group_offset=1)
 
     def run(sizes):
