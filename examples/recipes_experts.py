@@ -1,4 +1,4 @@
-"""Other kinds of experts: biased, quantized, weighted inside, shared, or split over several devices.
+"""Other kinds of experts: biased, quantized, weighted inside, shared, or sharded over several devices.
 
 Each function takes whole arrays and contains its `shard_map`. E is the number of experts, H
 the width of a token, F the width inside an expert. `parameters` has the matrices "up" [E, H, F] and "down"
@@ -110,20 +110,41 @@ def shared_experts(mesh, group, parameters, shared, x, topk_idx, topk_weights):
 
 
 def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
-    """Splits each expert along F over the axis "tp" of a mesh ("ep", "tp").
+    """Splits each gated expert along F over the axis "tp" of a mesh ("ep", "tp").
 
-    Tokens are sharded over "ep" and replicated along "tp".
+    "up" is [E, H, 2, F]: gate and up. Tokens are sharded over "ep" and replicated along "tp".
     """
     num_experts = parameters["up"].shape[0]
-    split = {"up": P("ep", None, "tp"), "down": P("ep", "tp", None)}
+    split = {"up": P("ep", None, None, "tp"), "down": P("ep", "tp", None)}
 
     # Without axis_names all axes of the mesh are manual, "tp" too.
     @jax.shard_map(mesh=mesh, in_specs=(split, P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
-        experts = lambda sent: feed_forward(parameters, sent.x, sent.group_sizes)
+        up, down = parameters["up"], parameters["down"]
+        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes)
         # Each device has only a part of every sum over F. Combine is linear, so the parts are added after
         # it, because it returns fewer rows than the experts.
         part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
         return jax.lax.psum(part, "tp")
+
+    return layer(parameters, x, topk_idx, topk_weights)
+
+
+def fsdp_experts(mesh, group, parameters, x, topk_idx, topk_weights):
+    """Shards each gated expert along F over the axis "fsdp" of a mesh ("ep", "fsdp"), and gathers it.
+
+    "up" is [E, H, 2, F]: gate and up. Tokens are sharded over both axes.
+    """
+    num_experts = parameters["up"].shape[0]
+    split = {"up": P("ep", None, None, "fsdp"), "down": P("ep", "fsdp", None)}
+    tokens = P(("ep", "fsdp"))
+
+    @jax.shard_map(mesh=mesh, in_specs=(split, tokens, tokens, tokens), out_specs=tokens)
+    def layer(parameters, x, topk_idx, topk_weights):
+        # The gradient of a gather is the sum of the gradients, of which each device keeps its shard.
+        up = jax.lax.all_gather(parameters["up"], "fsdp", axis=3, tiled=True)
+        down = jax.lax.all_gather(parameters["down"], "fsdp", axis=1, tiled=True)
+        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes)
+        return jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
 
     return layer(parameters, x, topk_idx, topk_weights)

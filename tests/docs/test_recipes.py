@@ -139,15 +139,25 @@ def test_shared_experts(on_ranks):
     )
 
 
-@pytest.mark.parametrize("split", sorted({min(2, R), R}))
-def test_tensor_parallel_experts(open_group, split):
-    mesh = make_mesh((R // split, split), ("ep", "tp"))
+def gated_dense(parameters, x, ids, weights):
+    gate, up = jnp.einsum("nh,ehif->ienf", x, parameters["up"])
+    y = jnp.einsum("enf,efh->enh", jax.nn.silu(gate) * up, parameters["down"])
+    return jnp.einsum("nke,enh->nh", jax.nn.one_hot(ids, E) * weights[..., None], y)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axis"),
+    [(recipes_experts.tensor_parallel_experts, "tp"), (recipes_experts.fsdp_experts, "fsdp")],
+)
+def test_sharded_gated_experts(open_group, recipe, axis):
+    split = min(2, R)
+    mesh = make_mesh((R // split, split), ("ep", axis))
     group = open_group(mesh, "ep")
-    parameters = {"up": floats((E, H, 2 * R), seed=3), "down": floats((E, 2 * R, H), seed=4) / R}
+    parameters = {"up": floats((E, H, 2, R), seed=3) / H**0.5, "down": floats((E, R, H), seed=4) / R**0.5}
     x, ids, weights = tokens()
     check(
-        lambda p, x, w: recipes_experts.tensor_parallel_experts(mesh, group, p, x, ids, w),
-        lambda p, x, w: dense(p, x, ids, w),
+        lambda p, x, w: recipe(mesh, group, p, x, ids, w),
+        lambda p, x, w: gated_dense(p, x, ids, w),
         parameters,
         x,
         weights,

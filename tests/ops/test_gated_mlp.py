@@ -24,19 +24,19 @@ EXPERT = np.repeat(np.arange(L), SIZES)
 
 @functools.cache
 def arrays(dtype):
-    """Rows, both matrices, both biases and row weights; NaN past the groups."""
+    """Rows, w_up [L, H, 2, F], w_down, both biases and row weights; NaN past the groups."""
     rows = floats((C, H), dtype)
     rows[USED:] = np.nan
-    up, down = floats((L, H, 2 * F), seed=2) / H**0.5, floats((L, F, H), seed=3) / F**0.5
-    biases = floats((L, 2 * F), seed=4) / 4, floats((L, H), seed=5) / 4
+    up, down = floats((L, H, 2, F), seed=2) / H**0.5, floats((L, F, H), seed=3) / F**0.5
+    biases = floats((L, 2, F), seed=4) / 4, floats((L, H), seed=5) / 4
     return *(jnp.asarray(a, dtype) for a in (rows, up, down, *biases)), floats((C,), seed=6)
 
 
 def reference(activation, rows, up, down, b_up, b_down, row_weights):
     """In float32, of the used rows."""
     rows, up, down, b_up, b_down = (a.astype(jnp.float32) for a in (rows, up, down, b_up, b_down))
-    z = jnp.einsum("ch,chf->cf", rows[:USED], up[EXPERT]) + b_up[EXPERT]
-    hidden = activation(*jnp.split(z, 2, axis=1))
+    z = jnp.einsum("ch,chif->icf", rows[:USED], up[EXPERT]) + b_up[EXPERT].swapaxes(0, 1)
+    hidden = activation(*z)
     return (jnp.einsum("cf,cfh->ch", hidden, down[EXPERT]) + b_down[EXPERT]) * row_weights[:USED, None]
 
 
@@ -127,7 +127,7 @@ def test_what_is_saved(save, quantize):
     kept = {"inputs": [(C, H)], "preactivation": [(C, H), (C, 2 * F)]}[save]
     if quantize == "fp8_all" and save == "preactivation":
         kept = [(C, 2 * F), (H, tiles * 128), (tiles, H)]
-    assert shapes == sorted([*kept, up.shape, down.shape])
+    assert shapes == sorted([*kept, (L, H, 2 * F), down.shape])
 
 
 @pytest.mark.one_jax
@@ -198,6 +198,7 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
         q = quantize(np.concatenate(padded), (128, 1), round_scale, floor)
         assert same_bits(values[:, : tiles.sum() * 128], q.values.T)
         assert same_bits(scales[: tiles.sum()], q.scales)
+    up = up.reshape(L, H, 2 * F)
     w = jax.jit(functools.partial(jax_ep.quantize_weights, round_scale=round_scale))(up)
     q = jax_ep.quantize_fp8(up, block=(128, 128), round_scale=round_scale)
     for got, want in (
@@ -241,7 +242,7 @@ def test_a_layer_of_it_trains_in_fp8(quantize, products, applies_weights):
     x, weights = floats((R * tokens, H), jnp.bfloat16), floats((R * tokens, k), seed=7)
     cotangent = floats(x.shape, seed=8)
     ids = routing("random", R, tokens, k, experts).reshape(-1, k)
-    up = jnp.asarray(floats((experts, H, 2 * F), seed=2) / H**0.5, jnp.bfloat16)
+    up = jnp.asarray(floats((experts, H, 2, F), seed=2) / H**0.5, jnp.bfloat16)
     down = jnp.asarray(floats((experts, F, H), seed=3) / F**0.5, jnp.bfloat16)
 
     def layer(products, quantize, applies_weights, x, ids, weights, up, down):
@@ -275,6 +276,7 @@ def test_a_layer_of_it_trains_in_fp8(quantize, products, applies_weights):
 def test_grouped_dot_of_quantized_weights(quantized):
     """Values and gradients of a single product."""
     rows, up, *_ = arrays(jnp.bfloat16)
+    up = up.reshape(L, H, 2 * F)
 
     def by_op(rows, up):
         w = jax_ep.quantize_weights(up)
@@ -311,6 +313,7 @@ def test_saving_inputs_takes_less_memory():
 def test_a_policy_may_keep_fp8():
     """JAX would turn the largest numbers of float8 arrays that a policy keeps into NaN."""
     rows, up, down, *_ = arrays(jnp.bfloat16)
+    up = up.reshape(L, H, 2 * F)
     carrier = jnp.nan_to_num(rows)
     q = jax_ep.quantize_fp8(carrier)
 
@@ -326,34 +329,18 @@ def test_a_policy_may_keep_fp8():
     assert_near(got, want, 1e-3)
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8_all"])
-def test_gate_and_up_have_a_dimension_of_their_own(quantize):
-    """The bits are those of w_up [L, H, 2F], also as PhysicalWeights and quantized."""
+def test_packed_gate_and_up_give_the_same_bits():
+    """Also as PhysicalWeights, and without a copy: both layouts need the same memory."""
     rows, up, down, b_up, *_ = arrays(jnp.bfloat16)
-    given = rows, up, down, b_up
-    split = rows, up.reshape(L, H, 2, F), down, b_up.reshape(L, 2, F)
-    cotangent = floats((USED, H), seed=9)
-
-    def run(convert, rows, up, down, b_up):
-        return jax_ep.gated_mlp(rows, convert(up), down, SIZES, b_up=b_up, quantize=quantize)
-
-    as_array, apart = lambda w: w, lambda w: jax_ep.PhysicalWeights(w[:3], w[3:])
-    want = with_gradients(functools.partial(run, as_array), given, cotangent)
-    conversions = [as_array, apart] if quantize is None else [jax_ep.quantize_weights]
-    for convert in conversions:
-        got = with_gradients(functools.partial(run, convert), split, cotangent)
-        assert [one.shape for one in got[1:]] == [one.shape for one in split]
-        for one, other in zip(got, want, strict=True):
-            one = one.reshape(other.shape)
-            used = slice(USED) if other.shape[0] == C else slice(None)
-            assert same_bits(one[used], other[used])
-
-
-def test_gate_and_up_are_not_copied():
-    rows, up, down, *_ = arrays(jnp.float32)
-    run = jax.jit(lambda up: jax_ep.gated_mlp(rows, up, down, SIZES))
-    compiled = [run.lower(w).compile().memory_analysis() for w in (up, up.reshape(L, H, 2, F))]
-    assert compiled[0].temp_size_in_bytes == compiled[1].temp_size_in_bytes
+    packed = up.reshape(L, H, 2 * F)
+    run = jax.jit(lambda up, b_up: jax_ep.gated_mlp(rows, up, down, SIZES, b_up=b_up))
+    want = run(up, b_up)
+    for w in (packed, jax_ep.PhysicalWeights(packed[:3], packed[3:]), jax_ep.PhysicalWeights(up[:3], up[3:])):
+        assert same_bits(run(w, b_up.reshape(L, 2 * F)), want)
+        out, backward = jax.eval_shape(functools.partial(jax.vjp, run), w, b_up)
+        assert jax.tree.map(jnp.shape, jax.eval_shape(backward, out)) == jax.tree.map(jnp.shape, (w, b_up))
+    memory = [run.lower(w, b_up).compile().memory_analysis() for w in (up, packed)]
+    assert memory[0].temp_size_in_bytes == memory[1].temp_size_in_bytes
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
@@ -365,7 +352,9 @@ def test_no_second_derivative_in_fp8(quantize):
         "weights": lambda rows, up: jax_ep.gated_mlp(
             rows, q(up) if quantize else up, down, SIZES, quantize=quantize
         ),
-        "a product": lambda rows, up: jax_ep.grouped_dot(rows, q(up) if quantize else up, SIZES),
+        "a product": lambda rows, up: jax_ep.grouped_dot(
+            rows, q(up[:, :, 0]) if quantize else up[:, :, 0], SIZES
+        ),
     }
     for name, function in functions.items():
         loss = lambda rows, up, function=function: jnp.sum(function(rows, up).astype(jnp.float32) ** 2)
@@ -384,9 +373,9 @@ def test_no_second_derivative_in_fp8(quantize):
 def test_explicit_axes_may_shard_the_inner_width():
     mesh = make_mesh((2,), ("x",), AxisType.Explicit)
     rows, up, down, *_ = arrays(jnp.float32)
-    given = rows.at[USED:].set(0), up.reshape(L, H, 2, F), down
+    given = rows.at[USED:].set(0), up, down
     run = lambda rows, up, down: jnp.sum(jax_ep.gated_mlp(rows, up, down, SIZES) ** 2)
-    want = jax.grad(run, argnums=(0, 1, 2))(*given)
+    want = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*given)
     specs = P(None, None), P(None, None, None, "x"), P(None, "x", None)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a, spec) for a, spec in zip(given, specs, strict=True)]
@@ -395,7 +384,7 @@ def test_explicit_axes_may_shard_the_inner_width():
     for one, other, spec in zip(got, want, specs, strict=True):
         assert one.sharding.spec == spec
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
-    alone = jax_ep.quantize_weights(given[1])
+    alone = jax.jit(jax_ep.quantize_weights)(up)
     for one, other in zip(jax.tree.leaves(ready), jax.tree.leaves(alone), strict=True):
         assert same_bits(one, other)
 
@@ -404,11 +393,11 @@ def test_rows_and_weights_under_explicit_sharding():
     mesh = make_mesh((2,), ("x",), AxisType.Explicit)
     rows, up, down, *_ = arrays(jnp.float32)
     run = lambda rows, up, down: jnp.sum(jax_ep.gated_mlp(rows, up, down, SIZES))
-    want = jax.grad(run, argnums=(0, 1, 2))(rows.at[USED:].set(0), up, down)
+    want = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(rows.at[USED:].set(0), up, down)
     with jax.set_mesh(mesh):
         given = (
             jax.device_put(rows.at[USED:].set(0), P("x", None)),
-            jax.device_put(up, P(None, "x", None)),
+            jax.device_put(up, P(None, "x")),
             jax.device_put(down, P()),
         )
         got = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*given)

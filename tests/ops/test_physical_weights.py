@@ -46,9 +46,10 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(name, dtype):
     """A product and a layer, forward and backward, and the gradient of a product's gradient."""
-    w = {"up": floats((L + S, H, 2 * F), dtype), "down": floats((L + S, F, H), dtype, seed=1)}
+    gate_and_up = (2, F) if "mlp" in name else (2 * F,)
+    w = {"up": floats((L + S, H, *gate_and_up), dtype), "down": floats((L + S, F, H), dtype, seed=1)}
     if "quantize_weights" not in name:
-        w["bias"] = floats((L + S, 2 * F), dtype, seed=2)
+        w["bias"] = floats((L + S, *gate_and_up), dtype, seed=2)
     rows = floats((ROWS, H), dtype, seed=3)
     apart = {key: jax_ep.PhysicalWeights(array[:L], array[L:]) for key, array in w.items()}
 
