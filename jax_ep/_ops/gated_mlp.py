@@ -67,9 +67,9 @@ def gated_mlp(
     activation(gate, up) @ w_down, expert by expert. The products are those of `grouped_dot`, and the tail
     past the experts' rows is not read.
 
-    For tensor parallelism shard F of both matrices, and add up the results over the axis
-    (docs/howto/tensor_parallel.md). w_up must have a dimension of its own for gate and up then: of a shard of
-    2F columns each device would take half as its gates, whatever they are, without an error.
+    For tensor parallelism shard F of w_up [L, H, 2, F] and of w_down, and sum the results over the axis
+    (docs/howto/tensor_parallel.md). Do not shard 2F of [L, H, 2F]: the first half of a shard is not the
+    gates, so the result is wrong without an error.
 
     In FP8 the products have FP8 operands and float32 sums: rows and cotangents with scales of 1 x 128
     elements, weights with scales of 128 x 128, and, for "fp8_all", the operands of weights' gradients with
