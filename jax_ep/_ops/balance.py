@@ -175,7 +175,8 @@ def balance(
         physical = name_all(physical_ids(plan, positions), CHECKPOINT_HANDLE)
 
     def find() -> list[debug.Finding]:
-        wrong = [] if placement is None else [debug.holes(placement, num_experts, group.size)]
+        value = physical_to_logical
+        wrong = [] if value is None else [debug.holes(jnp.asarray(value), num_experts, group.size)]
         valid = arguments.wrong_valid_tokens(num_valid_tokens, ids)
         return [debug.invalid_ids(given, num_experts), *wrong, *valid]
 
