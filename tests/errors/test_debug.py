@@ -1,5 +1,6 @@
 """Debug mode: numbers of a running program raise, with op, rank and counts, on all devices at once."""
 
+import functools
 import re
 
 import jax
@@ -12,65 +13,76 @@ import jax_ep
 
 pytestmark = pytest.mark.no_gpu
 
-R, T, K, E, H = 4, 4, 2, 8, 4
-X = np.ones((R * T, H), np.float32)
+R, T, K, E, H = 2, 4, 2, 4, 4
 IDS = np.arange(R * T * K, dtype=np.int32).reshape(-1, K) % E
-W = np.ones((R * T, K), np.float32)
 BAD = IDS.copy()
-BAD[13, 1] = 99  # on rank 3
-PLACEMENT = np.arange(E).reshape(R, -1)[:, [0, 1, 0]]  # experts twice on a rank
+BAD[5, 1] = 99  # on rank 1
+CAPACITY = 8  # rows that each rank receives of IDS
+RIGHT = {
+    "x": np.ones((R * T, H), np.float32),
+    "ids": IDS,
+    "weights": np.ones((R * T, K), np.float32),
+    "local_ids": IDS,
+    "extra_rows": np.zeros(R, np.int32),
+    "num_valid": np.full(R, T, np.int32),
+    "keeps_padding": np.zeros(R, bool),
+    "placement": np.tile(np.array([0, 1, -1, 2, 3, -1], np.int32), R),
+}
 
 
-def dispatch(x, ids, w=None, **options):
-    return jax_ep.dispatch(x, ids, w, group=ranks(R).group, num_experts=E, **options)
-
-
-def layer(x, ids, w, extra=0, **options):
+def layer(x, ids, weights, extra_rows=0):
     matrices = jnp.ones((E // R, H, H))
-    experts = lambda sent: jax_ep.grouped_dot(sent.x, matrices, sent.group_sizes + extra)
-    return jax_ep.moe(x, ids, w, experts, group=ranks(R).group, num_experts=E, **options)
+    experts = lambda sent: jax_ep.grouped_dot(sent.x, matrices, sent.group_sizes + extra_rows)
+    return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, num_experts=E, capacity=CAPACITY)
 
 
-def balanced(x, ids, w):
-    placement = jnp.asarray(PLACEMENT.reshape(-1), jnp.int32) + 0 * ids[0, 0]  # traced
-    return jax_ep.balance(ids, group=ranks(R).group, num_experts=E, physical_to_logical=placement).topk_idx
+def padded(x, ids, keeps_padding, num_valid=None):
+    """Subtracts means over all slots; the empty ones are NaN or, as it should be, zeros."""
+    options = {"order": "expert_padded", "num_valid_tokens": num_valid}
+    sent = jax_ep.dispatch(x, ids, group=ranks(R).group, num_experts=E, **options)
+    rows = jnp.where(sent.is_row()[..., None] | keeps_padding[0], sent.x, 0)
+    return jax_ep.combine(rows - jnp.mean(rows, axis=1, keepdims=True), sent.handle)
 
 
-def padded(x, ids, w):
-    sent = dispatch(x, ids, w, order="expert_padded")
-    rows = sent.x - jnp.mean(sent.x, axis=1, keepdims=True)  # over empty slots too
-    return jax_ep.combine(rows, sent.handle, row_weights=sent.row_weights)
+def all_checks(given):
+    """Runs one op after another. Each needs a result of the one before."""
+    ids = given["ids"]
+    x = layer(given["x"], ids, given["weights"], given["extra_rows"])
+    x = padded(x, ids, given["keeps_padding"], given["num_valid"][0])
+    x = jax_ep.permute(x, given["local_ids"], num_local_experts=E).x
+    ids = jnp.where(jnp.isnan(x[0, 0]), -1, ids)
+    options = {"num_experts": E, "physical_to_logical": given["placement"]}
+    return jax_ep.balance(ids, group=ranks(R).group, **options).topk_idx
 
 
-def masked(x, ids, w):
-    sent = dispatch(x, ids, w, order="expert_padded")
-    rows = jnp.where(sent.is_row()[..., None], sent.x, 0)
-    return jax_ep.combine(rows, sent.handle, row_weights=sent.row_weights)
+@functools.cache
+def program():
+    """Returns `all_checks`, compiled in debug mode."""
+    return jax.jit(ranks(R).map(all_checks)).lower(RIGHT).compile()
 
 
 WRONG = {
-    "ids": (layer, BAD, r"dispatch on rank 3: 1 of 8 ids in topk_idx .* from 0 to 99"),
+    "ids": ({"ids": BAD}, r"dispatch on rank 1: 1 of 8 ids in topk_idx .* from 0 to 99"),
     "drops": (
-        lambda *given: layer(*given, capacity=5),
-        IDS,
-        r"dispatch on ranks 0, 1, 2, 3: 3 rows of 8 were dropped .*\(capacity 5\); raise capacity",
+        {"ids": IDS % (E // R)},
+        r"dispatch on rank 0: 8 rows of 16 were dropped .*\(capacity 8\); raise capacity",
     ),
     "sizes": (
-        lambda *given: layer(*given, extra=100),
-        IDS,
-        r"grouped_dot at ep=0 .* of which there are 32, but they sum to 208",
+        {"extra_rows": np.full(R, 100, np.int32)},
+        r"grouped_dot at ep=0 .* of which there are 8, but they sum to 208",
     ),
     "valid tokens": (
-        lambda x, ids, w: dispatch(x, ids, num_valid_tokens=ids[0, 0] + 50).x,
-        IDS,
-        r"dispatch on ranks 0, 1, 2, 3: num_valid_tokens must be from 0 to 4, got 50",
+        {"num_valid": np.array([T, 50], np.int32)},
+        r"dispatch on rank 1: num_valid_tokens must be from 0 to 4, got 50",
     ),
-    "holes": (balanced, IDS, r"balance on ranks 0, 1, 2, 3: .* 4 experts twice on a rank"),
-    "slots": (padded, IDS, r"combine on ranks 0, 1, 2, 3: 8 of 8 rows that hold tokens are NaN"),
-    "permuted ids": (
-        lambda x, ids, w: jax_ep.permute(x, ids, num_local_experts=E).row_map,
-        BAD,
-        r"permute at ep=3: 1 of 8 ids",
+    "slots": (
+        {"keeps_padding": np.array([True, True])},
+        r"combine on ranks 0, 1: 8 of 8 rows that hold tokens are NaN",
+    ),
+    "permuted ids": ({"local_ids": BAD}, r"permute at ep=1: 1 of 8 ids"),
+    "holes": (
+        {"placement": np.tile(np.array([0, 1, 0, 2, 3, 2], np.int32), R)},
+        r"balance on ranks 0, 1: .* 2 experts twice on a rank",
     ),
 }
 
@@ -83,18 +95,23 @@ def raised(program, *arrays):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_debug_mode_raises(name, monkeypatch):
-    function, ids, text = WRONG[name]
     monkeypatch.setenv("JAX_EP_DEBUG", "1")
-    assert re.search("JAX_EP_DEBUG: " + text, raised(jax.jit(ranks(R).map(function)), X, ids, W))
+    jax.block_until_ready(program()(RIGHT))
+    wrong, text = WRONG[name]
+    assert re.search("JAX_EP_DEBUG: " + text, raised(program(), RIGHT | wrong))
 
 
 TRANSFORMED = {
-    "grad": lambda f: jax.grad(lambda x, ids: jnp.sum(f(x, ids, W))),
-    "remat": lambda f: jax.grad(
-        lambda x, ids: jnp.sum(jax.checkpoint(f, policy=jax_ep.save_ep_residuals)(x, ids, W))
+    "grad of a scan of remat": lambda f: jax.grad(
+        lambda x, ids, w: jnp.sum(
+            jax.lax.scan(
+                lambda c, _: (jax.checkpoint(f, policy=jax_ep.save_ep_residuals)(c, ids, w), None),
+                x,
+                length=2,
+            )[0]
+        )
     ),
-    "scan": lambda f: lambda x, ids: jax.lax.scan(lambda c, _: (f(c, ids, W), None), x, None, length=2)[0],
-    "vmap": lambda f: lambda x, ids: jax.vmap(lambda x: f(x, ids, W))(jnp.stack([x, x])),
+    "vmap": lambda f: lambda x, ids, w: jax.vmap(f, (0, None, None))(jnp.stack([x, x]), ids, w),
 }
 
 
@@ -102,22 +119,23 @@ TRANSFORMED = {
 def test_debug_mode_under_transformations(name, monkeypatch):
     monkeypatch.setenv("JAX_EP_DEBUG", "1")
     program = jax.jit(TRANSFORMED[name](ranks(R).map(layer)))
-    jax.block_until_ready(program(X, IDS))
-    assert "JAX_EP_DEBUG: dispatch on rank 3: 1 of 8 ids" in raised(program, X, BAD)
+    x, weights = RIGHT["x"], RIGHT["weights"]
+    jax.block_until_ready(program(x, IDS, weights))
+    assert "JAX_EP_DEBUG: dispatch on rank 1: 1 of 8 ids" in raised(program, x, BAD, weights)
 
 
 def test_debug_mode_checks_what_it_is_asked_for(monkeypatch):
+    given = RIGHT["x"], IDS % (E // R), RIGHT["weights"]  # drops rows
     monkeypatch.setenv("JAX_EP_DEBUG", "ids,slots")
-    jax.block_until_ready(jax.jit(ranks(R).map(lambda *given: layer(*given, capacity=5)))(X, IDS, W))
-    assert np.isfinite(np.asarray(jax.jit(ranks(R).map(masked))(X, IDS, W))).all()
+    jax.block_until_ready(jax.jit(ranks(R).map(layer))(*given))
     monkeypatch.setenv("JAX_EP_DEBUG", "everything")
     with pytest.raises(ValueError, match="JAX_EP_DEBUG must be 1, 0, or some of drops"):
-        jax.jit(ranks(R).map(layer)).trace(X, IDS, W)
+        jax.jit(ranks(R).map(layer)).trace(*given)
 
 
 def test_debug_mode_adds_nothing_when_it_is_off(monkeypatch):
     def text():
-        return jax.jit(ranks(R).map(masked)).lower(X, IDS, W).as_text()
+        return jax.jit(ranks(R).map(padded)).lower(RIGHT["x"], IDS, RIGHT["keeps_padding"]).as_text()
 
     monkeypatch.setenv("JAX_EP_DEBUG", "1")
     assert "callback" in text()
