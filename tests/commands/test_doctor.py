@@ -17,7 +17,11 @@ def without_tests(monkeypatch):
     monkeypatch.setattr(self_test.SelfTest, "tests", lambda self: {})
 
 
-def test_all_right(run_command):
+def test_all_right(run_command, monkeypatch):
+    devices = jax.local_devices()
+    if jax.default_backend() == "cpu":  # more of them find no more, and take longer
+        devices = devices[:2]
+        monkeypatch.setattr(jax, "local_devices", lambda *_, **options: devices)
     status, out = run_command("doctor")
     assert status == 0, out
     assert "BROKEN" not in out
@@ -25,7 +29,7 @@ def test_all_right(run_command):
     labels = [line[:12].strip() for line in out.splitlines()]
     for label in ("jax", "jax_ep", "extension", "devices", "TMPDIR", "sockets", "group", "moe", "replicate"):
         assert label in labels
-    assert f"{len(jax.local_devices())} ranks" in out
+    assert f"{len(devices)} ranks" in out
 
 
 def test_without_the_extension(run_command, without_tests, monkeypatch):

@@ -62,11 +62,14 @@ def run(folders, *arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("-c", USE + "print(*texts)\nassert len(texts) == 1"),
-        ("-m", "jax_ep", "info"),
-        ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "test_use.py"),
+        pytest.param(("-c", USE + "print(*texts)\nassert len(texts) == 1"), id="command"),
+        pytest.param(("-m", "jax_ep", "info"), id="info", marks=pytest.mark.slow),
+        pytest.param(
+            ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "test_use.py"),
+            id="pytest",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["command", "info", "pytest"],
 )
 def test_a_source_folder_names_the_install_that_it_hides(folders, arguments):
     clone, site = folders
