@@ -62,7 +62,9 @@ def experts(op):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("op", ["a window", "gated", "gated, FP8"])
+@pytest.mark.parametrize(
+    "op", ["gated", *(pytest.param(op, marks=pytest.mark.slow) for op in ("a window", "gated, FP8"))]
+)
 def test_group_sizes_end_where_the_rows_end(op):
     for broken, right in GROUP_SIZES.values():
         want = experts(op)(jnp.array(right, jnp.int32))
@@ -132,7 +134,7 @@ def test_permute_counts_ids_that_are_no_expert(implementation):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
-@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("slots", [0, 2])
 def test_plans_of_counts_that_are_none(slots, implementation):
     plan = jax.jit(
         lambda counts: jax_ep.plan_redundant_experts(
@@ -205,7 +207,9 @@ PLACEMENTS = {
 }
 
 
-IMPLEMENTATIONS = [("ffi", None), ("xla", None), *([("ffi", 2)] if R == 4 else [])]
+IMPLEMENTATIONS = [("ffi", None), pytest.param("xla", None, marks=pytest.mark.slow)]
+if R == 4:
+    IMPLEMENTATIONS.append(pytest.param("ffi", 2, marks=pytest.mark.slow))
 
 
 @pytest.mark.moves_rows
