@@ -182,8 +182,8 @@ OPS = {
     ),
 }
 LOCAL = {"grouped_dot", "grouped_dot of physical weights", "gated_mlp"}
-# `make test` has those with several results, of which one might depend on the batch alone. Each operand alone,
-# or these, is batched.
+# `make test` has those with several results, of which one might depend on the batch alone. Each operand
+# alone, or these, is batched.
 QUICK = {
     "dispatch by expert": None,
     "moe with redundant experts": [("ids",)],  # one plan per element for the same matrices
