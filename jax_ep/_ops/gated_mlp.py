@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import merge_dimensions, vary_alike
+from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
 from jax_ep._transport.backend import Product
 from jax_ep._transport.counts import group_ends, sum_of_counts
@@ -159,7 +159,7 @@ class _Given:
 
 @custom_vjp(0)
 def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
-    given = from_bits(given)
+    given = _merged(from_bits(given))
     return _from_preactivation(options, given, _preactivation(options, given, given.rows))
 
 
@@ -203,9 +203,10 @@ def _forward(options: _Options, given: _Given) -> Any:
         rows = without_carrier(given.rows)
         return _gated_mlp(options, given), (dataclasses.replace(given, rows=rows), None, None)
     given = from_bits(given)
+    merged = _merged(given)  # what is saved is what came, so that a scan does not store it again
     rows, saved_rows = options.products.prepare(given.rows, given.group_sizes)
-    z = _preactivation(options, given, rows)
-    out = _from_preactivation(options, given, z)
+    z = _preactivation(options, merged, rows)
+    out = _from_preactivation(options, merged, z)
     given = dataclasses.replace(given, rows=without_values(given.rows))
     return out, as_bits((given, saved_rows, z))
 
@@ -223,19 +224,20 @@ def _backward(
         # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
         given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, saved_rows = products.prepare(given.rows, sizes)
-        z = _preactivation(options, given, rows)
+        z = _preactivation(options, _merged(given), rows)
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
     found = products.gradients(
         options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
     )
     d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
-    d_rows = products.times_transposed(found.d_z, given.w_up, sizes)
+    d_rows = products.times_transposed(found.d_z, _merged(given).w_up, sizes)
     d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
         d_b_up = _sum_of_groups(found.d_z_wide, sizes).astype(given.b_up.dtype)
+        d_b_up = _split_like(given.b_up, d_b_up, 1)
     if given.b_down is not None:
         d_b_down = _sum_of_groups(weighted(d_out, given.row_weights), sizes).astype(given.b_down.dtype)
         if given.row_weights is not None:
@@ -244,7 +246,7 @@ def _backward(
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
     gradients = _Given(
         rows=cotangent_of(given.rows, sharded_like(saved_rows, d_rows)),
-        w_up=cotangent_of(given.w_up, d_w_up),
+        w_up=cotangent_of(given.w_up, _split_like(_wide(given.w_up), d_w_up, 2)),
         w_down=cotangent_of(given.w_down, d_w_down),
         group_sizes=None,
         b_up=d_b_up,
@@ -354,10 +356,6 @@ def _check(
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
     sizes = check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
     given = dataclasses.replace(given, group_sizes=sizes)
-    if wide[0].ndim == 4:
-        given = dataclasses.replace(given, w_up=_merge_gate_and_up(given.w_up))
-    if given.b_up is not None and given.b_up.ndim == 3:
-        given = dataclasses.replace(given, b_up=merge_dimensions(given.b_up, 1))
     if given.row_weights is None:
         return given
     # Those of the tail may be NaN.
@@ -374,15 +372,28 @@ def _num_redundant(w: Any) -> int:
     return num_redundant_of(_wide(w))
 
 
-def _merge_gate_and_up(w: Any) -> Any:
-    """Reshapes w_up [L, H, 2, F] to [L, H, 2F], which copies nothing on a device."""
+def _merged(given: _Given) -> _Given:
+    """Returns the arrays with w_up [L, H, 2F] and b_up [L, 2F], which copies nothing on a device."""
 
     def merge(tree: Any, dimension: int) -> Any:
         return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
 
-    if isinstance(w, QuantizedWeights):
-        return QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
-    return merge(w, 2)
+    w, b_up = given.w_up, given.b_up
+    if _wide(w).ndim == 4:
+        if isinstance(w, QuantizedWeights):
+            w = QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
+        else:
+            w = merge(w, 2)
+    if b_up is not None and b_up.ndim == 3:
+        b_up = merge(b_up, 1)
+    return dataclasses.replace(given, w_up=w, b_up=b_up)
+
+
+def _split_like(primal: Any, gradient: Any, dimension: int) -> Any:
+    """Returns the gradient of a merged array in the shape that it came in."""
+    if primal.ndim == jax.tree.leaves(gradient)[0].ndim:
+        return gradient
+    return jax.tree.map(lambda array: split_dimension(array, dimension, 2), gradient)
 
 
 def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
 from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE
+from jax_ep._transport.counts import sum_of_counts
 from jax_ep._transport.routing import Handle, Routing, row_experts
 
 Tree = TypeVar("Tree")
@@ -73,7 +74,7 @@ def invalid_ids(ids: jax.Array, num_experts: int) -> Finding:
         "are from {1} to {2}; count experts from 0, and mark unused choices by -1"
     )
     invalid = (ids < -1) | (ids >= num_experts)
-    least, most = jnp.min(ids, initial=0), jnp.max(ids, initial=0)
+    least, most = _least(ids), _most(ids)
     return Finding("ids", text, (jnp.sum(invalid, dtype=jnp.int32), least, most))
 
 
@@ -98,7 +99,7 @@ def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
 
 def group_sizes(sizes: jax.Array, num_rows: int) -> Finding:
     """Checks that the groups of a product have no more rows than there are."""
-    total, least = jnp.sum(sizes, dtype=jnp.int32), jnp.min(sizes, initial=0)
+    total, least = sum_of_counts(sizes), _least(sizes)
     wrong = (total > num_rows) | (least < 0) | jnp.any(sizes > num_rows)
     text = (
         f"group_sizes must be numbers of rows, of which there are {num_rows}, but they sum to {{1}}, and the "
@@ -117,15 +118,23 @@ def in_range(name: str, number: jax.Array, most: int) -> Finding:
 def not_negative(name: str, numbers: jax.Array) -> Finding:
     """Counts the negative ones among numbers of rows."""
     text = f"{name} must not be negative, but {{0}} of {numbers.size} are; the smallest is {{1}}"
-    return Finding("sizes", text, (jnp.sum(numbers < 0, dtype=jnp.int32), jnp.min(numbers, initial=0)))
+    return Finding("sizes", text, (jnp.sum(numbers < 0, dtype=jnp.int32), _least(numbers)))
 
 
 def rows_beyond(row_map: jax.Array, num_rows: int) -> Finding:
     """Counts the rows of a row_map that do not exist."""
     text = f"{{0}} of {row_map.size} rows in row_map are not among the {num_rows} of y; the largest is {{1}}"
     return Finding(
-        "sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), jnp.max(row_map, initial=-1))
+        "sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), _most(row_map))
     )
+
+
+def _least(numbers: jax.Array) -> jax.Array:
+    return jnp.min(numbers, initial=jnp.iinfo(numbers.dtype).max)  # there may be none
+
+
+def _most(numbers: jax.Array) -> jax.Array:
+    return jnp.max(numbers, initial=jnp.iinfo(numbers.dtype).min)
 
 
 def nan_rows(handle: Handle, leaves: Sequence[jax.Array]) -> Finding:

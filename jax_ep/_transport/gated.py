@@ -230,8 +230,16 @@ def cotangent_of(primal: Any, gradient: Any) -> Any:
 
 
 def once_differentiable(error: str, function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns function(*operands), whose gradient raises TypeError, because it would have to be FP8 too."""
-    return without_gradient(error, operands, function(*jax.lax.stop_gradient(operands)))
+    """Returns function(*operands), whose gradient raises TypeError, because it would have to be FP8 too.
+
+    Operands that the function returns stay what they are, so that a scan does not store them again.
+    """
+    fixed = jax.lax.stop_gradient(operands)
+    pairs = zip(jax.tree.leaves(fixed), jax.tree.leaves(operands), strict=True)
+    returned = {id(leaf): operand for leaf, operand in pairs}
+    leaves, tree = jax.tree.flatten(function(*fixed))
+    computed = iter(without_gradient(error, operands, [x for x in leaves if id(x) not in returned]))
+    return tree.unflatten([returned[id(x)] if id(x) in returned else next(computed) for x in leaves])
 
 
 def sharded_like(primal: Any, gradient: jax.Array) -> jax.Array:
