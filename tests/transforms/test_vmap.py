@@ -71,7 +71,8 @@ def redispatch(options, x, ids, weights):
 
 
 def moe(options, x, ids, weights, matrices, **more):
-    experts = lambda sent, w: jax_ep.grouped_dot(sent.x, w, sent.group_sizes)
+    # Otherwise GPUs round to tf32 before or after the sum over the batch.
+    experts = lambda sent, w: jax_ep.grouped_dot(sent.x, w, sent.group_sizes, precision="highest")
     return jax_ep.moe(
         x,
         ids,
