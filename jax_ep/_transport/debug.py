@@ -124,9 +124,7 @@ def not_negative(name: str, numbers: jax.Array) -> Finding:
 def rows_beyond(row_map: jax.Array, num_rows: int) -> Finding:
     """Counts the rows of a row_map that do not exist."""
     text = f"{{0}} of {row_map.size} rows in row_map are not among the {num_rows} of y; the largest is {{1}}"
-    return Finding(
-        "sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), _most(row_map))
-    )
+    return Finding("sizes", text, (jnp.sum(row_map >= num_rows, dtype=jnp.int32), _most(row_map)))
 
 
 def _least(numbers: jax.Array) -> jax.Array:
