@@ -246,20 +246,6 @@ def test_a_gradient_of_the_gradient_of_unpermute(weighted, biased, implementatio
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_the_gradient_of_unpermute_in_a_batch(implementation):
-    maps = np.array([[[0, 2], [1, -1]], [[3, -1], [0, 1]]], np.int32)
-    y, weights, cotangent = floats((2, 4, 8)), floats((2, 2, 2), seed=1), floats((2, 2, 8), seed=2)
-
-    def gradient(y, weights, row_map, cotangent):
-        sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation)
-        return jax.vjp(sums, y, weights)[1](cotangent)
-
-    together = jax.vmap(gradient)(y, weights, maps, cotangent)
-    apart = [gradient(*one) for one in zip(y, weights, maps, cotangent, strict=True)]
-    for a, b in zip(together, zip(*apart, strict=True), strict=True):
-        np.testing.assert_allclose(a, np.stack(b), rtol=1e-6)
-
-
 @pytest.mark.one_jax
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_bias_that_is_not_finite_stays_with_its_expert(value, implementation):
