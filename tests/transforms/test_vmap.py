@@ -183,8 +183,7 @@ OPS = {
     ),
 }
 LOCAL = {"grouped_dot", "grouped_dot of physical weights", "gated_mlp"}
-# `make test` has those with several results, of which one might depend on the batch alone. Each operand
-# alone, or these, is batched.
+# `make test` has these with "ffi", with each operand batched alone, or with the operands listed here.
 QUICK = {
     "dispatch by expert": None,
     "moe with redundant experts": [("ids",)],  # one plan per element for the same matrices
@@ -230,8 +229,7 @@ def test_vmap_equals_a_loop(name, implementation):
     elements = 3 * np.tile(np.arange(B, dtype=np.float32), (R, 1))
     floating = [i for i, array in enumerate(operands.values(), 1) if array.dtype == np.float32]
     one = on_ranks(jax.value_and_grad(loss, floating, has_aux=True))
-    # Which results are batched does not depend on the implementation.
-    chosen = [("ids",)] if implementation == "xla" else QUICK.get(name)
+    chosen = QUICK.get(name) if implementation == "ffi" else None
     for subset in chosen or subsets(operands, every=implementation == "ffi" and name not in QUICK):
         is_batched = [True, *(operand in subset for operand in operands)]
         axes = [0 if batched else None for batched in is_batched]
