@@ -62,6 +62,15 @@ def call(
     return _primitive(target).bind(*operands, **parameters)
 
 
+def or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns the array, or a scalar for an operand that is not given.
+
+    The scalar is not an array of no elements: jaxlib 0.11.2 crashes if such an array crosses the boundary of
+    a `shard_map` in a loop, and JAX moves constants out of the loop over a model's layers.
+    """
+    return jnp.zeros((), dtype) if array is None else array
+
+
 @functools.cache
 def _primitive(target: str) -> Primitive:
     """Returns the primitive of a handler.

@@ -11,11 +11,11 @@ from jax.sharding import AxisType
 from jax_ep._checks import array, at_least_one, clamped, on_device, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
+from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport import debug
 from jax_ep._transport.backend import Backend
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
-from jax_ep._transport.weights import PhysicalWeights
 
 
 def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:

@@ -15,6 +15,9 @@ from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
+from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, name_all
+from jax_ep._rows.counts import sum_of_counts
+from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
 from jax_ep._transport.balance import (
     BalancePlan,
@@ -26,12 +29,9 @@ from jax_ep._transport.balance import (
     physical_ids,
     plan_of_map,
 )
-from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, name_all
 from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
-from jax_ep._transport.counts import sum_of_counts
 from jax_ep._transport.routing import Routing
-from jax_ep._transport.xla import routed_experts
 
 
 @jax.tree_util.register_dataclass

@@ -14,11 +14,12 @@ from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
+from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
+from jax_ep._rows.fp8 import QuantizedArray
+from jax_ep._rows.indexing import invert
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, OnTimeout
-from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.choice import choose, requested_implementation
-from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize, choose_send
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, push, push_attended
@@ -31,7 +32,6 @@ from jax_ep._transport.routing import (
     uniform_rows,
     worst_case_capacity,
 )
-from jax_ep._transport.xla import invert
 
 Rows = TypeVar("Rows")
 

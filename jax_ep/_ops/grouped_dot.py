@@ -11,11 +11,12 @@ from jax_ep import _checks
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
+from jax_ep._rows.counts import sum_of_counts
+from jax_ep._rows.dtypes import is_differentiable
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._rows.weights import PhysicalWeights, num_redundant_of
 from jax_ep._transport import debug
 from jax_ep._transport.backend import Product
-from jax_ep._transport.counts import sum_of_counts
-from jax_ep._transport.dtypes import is_differentiable
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._transport.fp8_passes import QuantizedWeights
 from jax_ep._transport.gated import (
     Fp8,
@@ -26,7 +27,6 @@ from jax_ep._transport.gated import (
     without_values,
 )
 from jax_ep._transport.products import PrecisionName, ProductOptions, fp8_product, precision_of, product
-from jax_ep._transport.weights import PhysicalWeights, num_redundant_of
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "

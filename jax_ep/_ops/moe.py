@@ -19,7 +19,7 @@ from jax_ep._ops.balance import balance, balanced_capacity
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
 from jax_ep._ops.replicate import replicate
-from jax_ep._transport.fp8 import QuantizedArray
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
 from jax_ep._transport.payload import Payload
 

@@ -15,9 +15,9 @@ from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, DispatchOptions, dispatch
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import OnTimeout
 from jax_ep._transport.choice import Asynchronous
-from jax_ep._transport.fp8 import QuantizedArray
 from jax_ep._transport.routing import Handle, Order
 
 Result = TypeVar("Result")

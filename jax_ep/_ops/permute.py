@@ -14,13 +14,13 @@ from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import count_invalid
+from jax_ep._rows.dtypes import SUMMED, is_differentiable, sum_dtype
+from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
 from jax_ep._transport.backend import LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
-from jax_ep._transport.dtypes import SUMMED, is_differentiable, sum_dtype
 from jax_ep._transport.payload import Payload, move_bits
 from jax_ep._transport.routing import worst_case_capacity
-from jax_ep._transport.xla import routed_experts
 
 Rows = TypeVar("Rows")
 

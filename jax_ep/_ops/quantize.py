@@ -9,7 +9,7 @@ from jax_ep import _checks
 from jax_ep._checks import integer
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import matrices_of
-from jax_ep._transport.fp8 import BLOCK, QuantizedArray
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray
 from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights, quantize, quantize_matrices
 
 

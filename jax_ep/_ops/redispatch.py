@@ -9,8 +9,8 @@ from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
+from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
-from jax_ep._transport.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push, push_attended
 from jax_ep._transport.routing import Handle, in_slots

@@ -9,8 +9,9 @@ import jax
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops import arguments
+from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS, name_all
+from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.balance import BalancePlan
-from jax_ep._transport.checkpoint import CHECKPOINT_REPLICAS, name_all
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.replicate import (
@@ -21,7 +22,6 @@ from jax_ep._transport.replicate import (
     send_placed,
     send_replicas,
 )
-from jax_ep._transport.weights import PhysicalWeights
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._transport.counts import MOST, sum_of_counts
+from jax_ep._rows.counts import MOST, sum_of_counts
 
 Instances = Literal["even", "local", "least_loaded"]
 

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group
-from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE
-from jax_ep._transport.counts import sum_of_counts
+from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE
+from jax_ep._rows.counts import sum_of_counts
 from jax_ep._transport.routing import Handle, Routing, row_experts
 
 Tree = TypeVar("Tree")

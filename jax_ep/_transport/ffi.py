@@ -15,14 +15,14 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._group.group import Group
-from jax_ep._jax.ffi_call import Result, call
+from jax_ep._jax.ffi_call import Result, call, or_scalar
 from jax_ep._jax.platform import on_platform
+from jax_ep._rows.fp8 import BLOCK, FP8
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Routed
 from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.collectives import mesh_position
-from jax_ep._transport.fp8 import BLOCK, FP8
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 INT = jnp.int32
@@ -45,15 +45,6 @@ def _routing_attributes(
 
 def _position(group: Group, arrays: Any) -> jax.Array:
     return on_platform(mesh_position(group, arrays), group._platform, repr(group))
-
-
-def or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
-    """Returns the array, or a scalar for an operand that is not given.
-
-    The scalar is not an array of no elements: jaxlib 0.11.2 crashes if such an array crosses the boundary of
-    a `shard_map` in a loop, and JAX moves constants out of the loop over a model's layers.
-    """
-    return jnp.zeros((), dtype) if array is None else array
 
 
 def _handle_arrays(handle: Handle) -> list[jax.Array]:

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._jax.ffi_call import Result, call
+from jax_ep._jax.ffi_call import Result, call, or_scalar
+from jax_ep._rows.fp8 import BLOCK, FLOOR, FP8
+from jax_ep._rows.weights import PhysicalWeights, home_of, redundant_of
 from jax_ep._transport.backend import Product
-from jax_ep._transport.ffi import INT, or_scalar
-from jax_ep._transport.fp8 import BLOCK, FLOOR, FP8
-from jax_ep._transport.weights import PhysicalWeights, home_of, redundant_of
+
+INT = jnp.int32
 
 
 def grouped_dot(

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from jax_ep import _extension
 from jax_ep._jax.sharding import is_per_device
-from jax_ep._transport import ffi_products
-from jax_ep._transport.counts import group_begins, group_ends
-from jax_ep._transport.fp8 import (
+from jax_ep._rows.counts import group_begins, group_ends
+from jax_ep._rows.fp8 import (
     BLOCK,
     FLOOR,
     QuantizedArray,
@@ -23,7 +22,8 @@ from jax_ep._transport.fp8 import (
     quantize_blocks,
     without_gradients,
 )
-from jax_ep._transport.weights import PhysicalWeights
+from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._transport import ffi_products
 
 COTANGENT_FLOOR = 1e-30
 """FLOOR for cotangents, which may be very small."""

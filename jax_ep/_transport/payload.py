@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._rows.dtypes import as_reals, bits_of, from_reals
 from jax_ep._transport.backend import Backend, Leaves, LocalBackend
-from jax_ep._transport.dtypes import as_reals, bits_of, from_reals
 
 
 @jax.tree_util.register_dataclass

@@ -10,11 +10,11 @@ from jax_ep import _extension
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
+from jax_ep._rows.fp8 import QuantizedArray, dequantize_fp8
+from jax_ep._rows.weights import PhysicalWeights, home_of, num_redundant_of
 from jax_ep._transport import ffi_products, xla_products
 from jax_ep._transport.backend import Product
-from jax_ep._transport.fp8 import QuantizedArray, dequantize_fp8
 from jax_ep._transport.fp8_passes import Columns
-from jax_ep._transport.weights import PhysicalWeights, home_of, num_redundant_of
 
 _KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 

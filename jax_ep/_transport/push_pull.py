@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
+from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
+from jax_ep._rows.indexing import invert, take
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
 from jax_ep._transport.backend import Backend, Leaves, Routed
-from jax_ep._transport.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
 from jax_ep._transport.collectives import rank
-from jax_ep._transport.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._transport.payload import Payload, keep_bits, move_bits
 from jax_ep._transport.routing import (
     Handle,
@@ -26,7 +27,7 @@ from jax_ep._transport.routing import (
     in_slots,
     row_experts,
 )
-from jax_ep._transport.xla import Xla, invert, take
+from jax_ep._transport.xla import Xla
 
 
 def send(

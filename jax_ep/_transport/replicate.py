@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.vmap import with_vmap_rule
+from jax_ep._rows.dtypes import is_differentiable
+from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.backend import Backend, Leaves
 from jax_ep._transport.balance import is_first
 from jax_ep._transport.collectives import rank
-from jax_ep._transport.dtypes import is_differentiable
 from jax_ep._transport.push_pull import push
 from jax_ep._transport.routing import Handle, Routing, for_backward
-from jax_ep._transport.weights import PhysicalWeights
 
 # The most bytes of a piece, if an array can be cut so. Pieces of 32 KB took 1.4 times as long, and those of
 # 256 KB as long.

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep._rows.dtypes import sum_dtype
+from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import InnerBackend, Leaves, Packing, Routed
 from jax_ep._transport.collectives import host, rank
-from jax_ep._transport.dtypes import sum_dtype
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
-from jax_ep._transport.xla import invert, routed_experts, take
 
 
 class Destinations(NamedTuple):

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
+from jax_ep._rows.dtypes import sum_dtype, sum_of_all
+from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Routed
 from jax_ep._transport.balance import ExpertPlan, plan_experts
 from jax_ep._transport.collectives import exchange, gather, rank
-from jax_ep._transport.dtypes import sum_dtype, sum_of_all
 from jax_ep._transport.routing import (
     Handle,
     Routing,
@@ -30,35 +31,12 @@ from jax_ep._transport.routing import (
 )
 
 
-def routed_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Returns int32 ids, -1 where out of range."""
-    in_range = (topk_idx >= 0) & (topk_idx < num_experts)
-    return jnp.where(in_range, topk_idx, -1).astype(jnp.int32)
-
-
 def _count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
     """Returns int32 [N, E]: how often token n chose expert e. ids [N, K] are routed experts."""
     counts = jnp.zeros((ids.shape[0], num_experts), jnp.int32)
     counts = vary_alike(counts, jax.typeof(ids).manual_axis_type.varying)
     token = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     return counts.at[token, jnp.where(ids < 0, num_experts, ids)].add(1, mode="drop")
-
-
-def take(array: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns array[rows], zero where a row is -1. Such rows are not read and get no gradient."""
-    if array.shape[0] == 0:
-        return jnp.zeros_like(array, shape=(*rows.shape, *array.shape[1:]))
-    safe = jnp.where(rows < 0, array.shape[0], rows)
-    return jnp.take(array, safe, axis=0, mode="fill", fill_value=0)
-
-
-def invert(rows: jax.Array, capacity: int) -> jax.Array:
-    """Returns int32 [C]: the flat index of the entry of `rows` that is c, -1 if there is no such entry."""
-    sources = jnp.full((capacity,), -1, jnp.int32)
-    sources = vary_alike(sources, jax.typeof(rows).manual_axis_type.varying)
-    flat = rows.reshape(-1)
-    index = jnp.arange(flat.shape[0], dtype=jnp.int32)
-    return sources.at[jnp.where(flat < 0, capacity, flat)].set(index, mode="drop")
 
 
 def _by_expert(

@@ -47,6 +47,7 @@ FLOORS = (
     ("_extension",),
     ("_jax",),
     ("_group",),
+    ("_rows",),
     ("_transport",),
     ("_ops",),
     ("command", "bench", "demo"),

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._rows.fp8 import quantize_blocks
 from jax_ep._transport import fp8_passes
-from jax_ep._transport.fp8 import quantize_blocks
 from jax_ep._transport.products import fp8_weight_gradient
 
 C, H, F = 700, 256, 128

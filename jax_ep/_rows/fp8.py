@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ep import _checks
 from jax_ep._jax.sharding import axes_of
-from jax_ep._transport.weights import home_of
+from jax_ep._rows.weights import home_of
 
 FP8 = jnp.float8_e4m3fn
 

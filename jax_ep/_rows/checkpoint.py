@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._transport.dtypes import bits_of, is_differentiable
+from jax_ep._rows.dtypes import bits_of, is_differentiable
 
 CHECKPOINT_HANDLE = "jax_ep_handle"
 """Name of all index results of `dispatch` (the handle, the counts, the received ids) and of `balance`."""
