@@ -4,6 +4,7 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 `moe`, or with `dispatch` and `combine`.
 """
 
+from jax_ep._experts.fp8_passes import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupStats as GroupStats
 from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError
@@ -50,7 +51,6 @@ from jax_ep._rows.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._rows.fp8 import dequantize_fp8 as dequantize_fp8
 from jax_ep._rows.weights import PhysicalWeights as PhysicalWeights
 from jax_ep._transport.balance import BalancePlan as BalancePlan
-from jax_ep._transport.fp8_passes import QuantizedWeights as QuantizedWeights
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [

@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
-from jax_ep._ops.arguments import check_group_sizes, matrices_of
-from jax_ep._rows.counts import group_ends, sum_of_counts
-from jax_ep._rows.dtypes import is_differentiable, sum_dtype
-from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
-from jax_ep._rows.weights import num_redundant_of
-from jax_ep._transport.backend import Product
-from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights
-from jax_ep._transport.gated import (
+from jax_ep._experts.engine import Product
+from jax_ep._experts.fp8_passes import QuantizedWeights
+from jax_ep._experts.gated import (
     ACTIVATIONS,
     Activation,
     Fp8,
@@ -33,7 +26,15 @@ from jax_ep._transport.gated import (
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._transport.products import PrecisionName, ProductOptions, precision_of, product
+from jax_ep._experts.products import PrecisionName, ProductOptions, precision_of, product
+from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
+from jax_ep._ops.arguments import check_group_sizes, matrices_of
+from jax_ep._rows.counts import group_ends, sum_of_counts
+from jax_ep._rows.dtypes import is_differentiable, sum_dtype
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._rows.quantize import KERNEL_DTYPES
+from jax_ep._rows.weights import num_redundant_of
 
 _NO_GRADIENT = (
     "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "

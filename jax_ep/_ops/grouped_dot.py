@@ -8,6 +8,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._experts.engine import Product
+from jax_ep._experts.fp8_passes import QuantizedWeights
+from jax_ep._experts.gated import (
+    Fp8,
+    cotangent_of,
+    once_differentiable,
+    sharded_like,
+    without_gradient_of_values,
+    without_values,
+)
+from jax_ep._experts.products import PrecisionName, ProductOptions, fp8_product, precision_of, product
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
@@ -16,17 +27,6 @@ from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.weights import PhysicalWeights, num_redundant_of
 from jax_ep._transport import debug
-from jax_ep._transport.backend import Product
-from jax_ep._transport.fp8_passes import QuantizedWeights
-from jax_ep._transport.gated import (
-    Fp8,
-    cotangent_of,
-    once_differentiable,
-    sharded_like,
-    without_gradient_of_values,
-    without_values,
-)
-from jax_ep._transport.products import PrecisionName, ProductOptions, fp8_product, precision_of, product
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "

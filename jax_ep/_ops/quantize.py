@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._checks import integer
+from jax_ep._experts.fp8_passes import QuantizedWeights, quantize_matrices
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import matrices_of
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray
-from jax_ep._transport.fp8_passes import KERNEL_DTYPES, QuantizedWeights, quantize, quantize_matrices
+from jax_ep._rows.quantize import KERNEL_DTYPES, quantize
 
 
 def quantize_fp8(

@@ -27,6 +27,10 @@ BLOCK = 128
 """Elements along a dimension that share a scale in what kernels take."""
 
 
+COTANGENT_FLOOR = 1e-30
+"""FLOOR for cotangents, which may be very small."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedArray:

@@ -13,10 +13,10 @@ from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._rows.dtypes import is_differentiable
-from jax_ep._rows.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._rows.quantize import quantize
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
-from jax_ep._transport.fp8_passes import COTANGENT_FLOOR, quantize
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import attach, pull_scaled, pull_scaled_forward, push, route, send
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_slots

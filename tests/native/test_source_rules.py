@@ -48,7 +48,7 @@ FLOORS = (
     ("_jax",),
     ("_group",),
     ("_rows",),
-    ("_transport",),
+    ("_transport", "_experts"),
     ("_ops",),
     ("command", "bench", "demo"),
 )

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep._rows.fp8 import quantize_blocks
-from jax_ep._transport import fp8_passes
-from jax_ep._transport.products import fp8_weight_gradient
+from jax_ep._experts import fp8_passes
+from jax_ep._experts.products import fp8_weight_gradient
+from jax_ep._rows.fp8 import COTANGENT_FLOOR, quantize_blocks
 
 C, H, F = 700, 256, 128
 SIZES = np.array([130, 0, 257, 100, 64], np.int32)
@@ -185,9 +185,9 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
         for x in (rows, jax_ep.quantize_fp8(rows))
     ]
     wide = [first.astype(jnp.float32), jax_ep.dequantize_fp8(again, jnp.float32)]
-    floors = [fp8_passes.COTANGENT_FLOOR, 1e-4, 1e-4]
+    floors = [COTANGENT_FLOOR, 1e-4, 1e-4]
     quantize = jax.jit(quantize_blocks, static_argnums=(1, 2, 3))
-    want = quantize(first, (1, 128), round_scale, fp8_passes.COTANGENT_FLOOR)
+    want = quantize(first, (1, 128), round_scale, COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
     alone = jax.jit(fp8_passes.quantize_rows, static_argnums=2)(rows, SIZES, round_scale)

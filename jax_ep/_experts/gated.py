@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
-from jax_ep._jax.custom_vjp import without_gradient
-from jax_ep._jax.sharding import vary_alike
-from jax_ep._rows.dtypes import sum_dtype
-from jax_ep._rows.fp8 import QuantizedArray, dequantize_fp8
-from jax_ep._rows.weights import PhysicalWeights
-from jax_ep._transport import ffi_products
-from jax_ep._transport.backend import Product
-from jax_ep._transport.fp8_passes import (
-    COTANGENT_FLOOR,
+from jax_ep._experts import ffi_products
+from jax_ep._experts.engine import Product
+from jax_ep._experts.fp8_passes import (
     Columns,
     QuantizedWeights,
     quantize_both,
@@ -24,7 +18,12 @@ from jax_ep._transport.fp8_passes import (
     quantize_matrices,
     quantize_rows,
 )
-from jax_ep._transport.products import ProductOptions, fp8_product, fp8_weight_gradient, product
+from jax_ep._experts.products import ProductOptions, fp8_product, fp8_weight_gradient, product
+from jax_ep._jax.custom_vjp import without_gradient
+from jax_ep._jax.sharding import vary_alike
+from jax_ep._rows.dtypes import sum_dtype
+from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._rows.weights import PhysicalWeights
 
 Activation = Callable[[Any, Any], Any]
 

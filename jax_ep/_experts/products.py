@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
+from jax_ep._experts import ffi_products, xla_products
+from jax_ep._experts.engine import Product
+from jax_ep._experts.fp8_passes import Columns
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray, dequantize_fp8
+from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._rows.weights import PhysicalWeights, home_of, num_redundant_of
-from jax_ep._transport import ffi_products, xla_products
-from jax_ep._transport.backend import Product
-from jax_ep._transport.fp8_passes import Columns
-
-_KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 PrecisionName = Literal[
     "default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"
@@ -49,7 +48,7 @@ def product(
     """
 
     def one(rows: jax.Array, others: Any, group_sizes: jax.Array, *first_row: jax.Array) -> Any:
-        if _extension.runs_kernels() and rows.dtype in _KERNEL_DTYPES:
+        if _extension.runs_kernels() and rows.dtype in KERNEL_DTYPES:
             return ffi_products.grouped_dot(
                 kind,
                 options.num_sms,

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension
-from jax_ep._jax.sharding import is_per_device
 from jax_ep._rows.counts import group_begins, group_ends
 from jax_ep._rows.fp8 import (
     BLOCK,
@@ -20,15 +19,9 @@ from jax_ep._rows.fp8 import (
     QuantizedArray,
     dequantize_fp8,
     quantize_blocks,
-    without_gradients,
 )
+from jax_ep._rows.quantize import matrices_by_kernel, rows_by_kernel
 from jax_ep._rows.weights import PhysicalWeights
-from jax_ep._transport import ffi_products
-
-COTANGENT_FLOOR = 1e-30
-"""FLOOR for cotangents, which may be very small."""
-
-KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 class Columns(NamedTuple):
@@ -72,29 +65,6 @@ class QuantizedWeights:
     kept: QuantizedArray
 
 
-def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
-    """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient.
-
-    Only blocks of one row take a floor other than FLOOR.
-    """
-    # XLA cannot divide a kernel's work among devices.
-    has_kernel = x.dtype in KERNEL_DTYPES and block in ((1, BLOCK), (BLOCK, BLOCK)) and x.size > 0
-    if not (has_kernel and is_per_device() and _extension.runs_kernels()):
-        return quantize_blocks(x, block, round_scale, floor)
-
-    def by_kernel(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, columns = block
-        if rows == 1:
-            q = quantize_rows(x.reshape(-1, x.shape[-1]), None, round_scale, floor)
-        else:
-            q = quantize_matrices(x.reshape(-1, *x.shape[-2:]), round_scale, transposed=False)[0]
-        blocks = x.shape[-2] // rows if x.ndim > 1 else 1
-        shape = *x.shape[:-2], *([blocks] if x.ndim > 1 else []), x.shape[-1] // columns
-        return q.values.reshape(x.shape), q.scales.reshape(shape)
-
-    return QuantizedArray(*without_gradients("quantize_fp8", by_kernel, (x,), x))
-
-
 def quantize_both(
     x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
 ) -> tuple[QuantizedArray, Columns]:
@@ -104,7 +74,7 @@ def quantize_both(
     """
     if _extension.runs_kernels():
         shape = x.shape[0], group_sizes.shape[0]
-        values, scales, *columns = ffi_products.quantize(
+        values, scales, *columns = rows_by_kernel(
             x, None, group_sizes, round_scale, floor, True, Columns.num_columns(*shape)
         )
         return QuantizedArray(values, scales), Columns(*columns)
@@ -117,7 +87,7 @@ def quantize_rows(
 ) -> QuantizedArray:
     """Returns rows [C, M] in FP8, with scales of 128 elements. On GPUs rows past the groups are undefined."""
     if _extension.runs_kernels():
-        values, scales, *_ = ffi_products.quantize(x, None, group_sizes, round_scale, floor, True, 0)
+        values, scales, *_ = rows_by_kernel(x, None, group_sizes, round_scale, floor, True, 0)
         return QuantizedArray(values, scales)
     return quantize_blocks(x, (1, BLOCK), round_scale, floor)
 
@@ -128,7 +98,7 @@ def quantize_columns(x: jax.Array | QuantizedArray, group_sizes: jax.Array, roun
     if _extension.runs_kernels():
         rows, scales = (x.values, x.scales) if is_fp8 else (x, None)
         count = Columns.num_columns(rows.shape[0], group_sizes.shape[0])
-        made = ffi_products.quantize(rows, scales, group_sizes, round_scale, FLOOR, False, count)
+        made = rows_by_kernel(rows, scales, group_sizes, round_scale, FLOOR, False, count)
         return Columns(*made[2:])
     return _columns(dequantize_fp8(x, jnp.float32) if is_fp8 else x, group_sizes, round_scale, FLOOR)
 
@@ -147,7 +117,7 @@ def quantize_matrices(
         )
         return jax.tree.map(PhysicalWeights, *parts)
     if _extension.runs_kernels():
-        values, scales, turned = ffi_products.quantize_matrices(w, round_scale, kept, transposed)
+        values, scales, turned = matrices_by_kernel(w, round_scale, kept, transposed)
     else:
         q = quantize_blocks(w, (BLOCK, BLOCK), round_scale, FLOOR)
         values, scales, turned = q.values, q.scales, q.values.swapaxes(1, 2)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_ep._experts.engine import Product
 from jax_ep._extension import current_platform
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import group_begins, group_ends
 from jax_ep._rows.dtypes import bits_of, sum_dtype
-from jax_ep._transport.backend import Product
 
 # Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
 # second. Tiles of `_times_rows` are larger because each of them reads and writes a whole sum [M, N].

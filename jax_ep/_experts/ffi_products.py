@@ -1,4 +1,4 @@
-"""Calls of the handlers of products, and of the conversions to FP8 whose results they read. GPUs only."""
+"""Calls of the handlers of products, and of activations in FP8 whose results they read. GPUs only."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._experts.engine import Product
 from jax_ep._jax.ffi_call import Result, call, or_scalar
 from jax_ep._rows.fp8 import BLOCK, FLOOR, FP8
 from jax_ep._rows.weights import PhysicalWeights, home_of, redundant_of
-from jax_ep._transport.backend import Product
 
 INT = jnp.int32
 
@@ -83,46 +83,6 @@ def _fp8_product(
     return call(target, operands, results, num_sms=np.int64(num_sms))[:-1]
 
 
-def quantize(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    group_sizes: jax.Array | None,
-    round_scale: bool,
-    floor: float,
-    keeps: bool,
-    columns: int,
-) -> list[jax.Array]:
-    """Converts rows [C, M] to FP8: as they lie if it `keeps` them, and transposed if `columns` is not 0.
-
-    Returns values, scales, and those of the transpose [M, columns]. What is not asked for is empty.
-    """
-    num_rows, width = x.shape
-    results = [
-        ((num_rows, width) if keeps else (0,), FP8),
-        ((num_rows, width // BLOCK) if keeps else (0,), jnp.float32),
-        ((width, columns) if columns else (0,), FP8),
-        ((columns // BLOCK, width) if columns else (0,), jnp.float32),
-    ]
-    operands = [x, or_scalar(x_scales), or_scalar(group_sizes, INT)]
-    return call("quantize", operands, results, **_quantize_attributes(False, round_scale, floor))
-
-
-def quantize_matrices(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
-    """Converts matrices [L, M, N] to FP8. Returns values, scales of 128 x 128 elements, values [L, N, M].
-
-    Values that are not asked for are empty.
-    """
-    groups, height, width = w.shape
-    results = [
-        (w.shape if keeps else (0,), FP8),
-        ((groups, height // BLOCK, width // BLOCK), jnp.float32),
-        ((groups, width, height) if transposes else (0,), FP8),
-        ((0,), jnp.float32),
-    ]
-    operands = [w, or_scalar(None), or_scalar(None, INT)]
-    return call("quantize", operands, results, **_quantize_attributes(True, round_scale, FLOOR))[:3]
-
-
 def quantize_gated(
     activation: int, z: jax.Array, group_sizes: jax.Array, round_scale: bool
 ) -> list[jax.Array]:
@@ -167,14 +127,6 @@ def _scaled(shape: tuple[int, ...]) -> list[Result]:
 
 def _scaled_columns(width: int, columns: int) -> list[Result]:
     return [((width, columns), FP8), ((columns // BLOCK, width), jnp.float32)]
-
-
-def _quantize_attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
-    return {
-        "of_matrices": np.int64(of_matrices),
-        "round_scale": np.int64(round_scale),
-        "floor": np.float32(floor),
-    }
 
 
 def _scratch(group_sizes: jax.Array) -> Result:
