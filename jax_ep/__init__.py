@@ -4,7 +4,7 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 `moe`, or with `dispatch` and `combine`.
 """
 
-from jax_ep._experts.fp8_passes import QuantizedWeights as QuantizedWeights
+from jax_ep._experts.fp8_operands import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupStats as GroupStats
 from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError

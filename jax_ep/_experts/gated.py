@@ -2,61 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _extension
-from jax_ep._experts import ffi_products
-from jax_ep._experts.engine import Product
-from jax_ep._experts.fp8_passes import (
-    Columns,
-    QuantizedWeights,
-    quantize_both,
-    quantize_columns,
-    quantize_matrices,
-    quantize_rows,
-)
-from jax_ep._experts.products import ProductOptions, fp8_product, fp8_weight_gradient, product
+from jax_ep._experts.activations import Activation, activate, activation_gradients
+from jax_ep._experts.engine import Engine, Gradients, Product, quantize_physical
+from jax_ep._experts.fp8_operands import QuantizedWeights
+from jax_ep._experts.products import fp8_product, fp8_weight_gradient, product
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._rows.dtypes import sum_dtype
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._rows.weights import PhysicalWeights
-
-Activation = Callable[[Any, Any], Any]
-
-
-def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
-def _gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate) * up
-
-
-def _clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
-    # The gradient passes at the limits, as in PyTorch. That of jnp.clip would be halved there, and a bfloat16
-    # is often equal to a limit.
-    gate = jnp.where(gate > 7.0, 7.0, gate)
-    up = jnp.where(jnp.abs(up) > 7.0, 7.0 * jnp.sign(up), up)
-    return (up + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS: dict[str, Activation] = {"silu": _silu, "gelu": _gelu, "clipped": _clipped}
-
-_OF_KERNELS = (_silu, _gelu, _clipped)  # Activation in ffi/core/params.h
-
-
-class Gradients(NamedTuple):
-    """The operands of a backward pass after the activation's gradient."""
-
-    hidden: Any  # as `weight_gradient` takes rows
-    d_z: Any  # as `times_transposed` takes rows
-    d_z_columns: Any  # as `weight_gradient` takes the others
-    d_z_wide: jax.Array | None  # may be None, unless it is needed
-    d_row_weights: jax.Array | None
 
 
 class Products(Protocol):
@@ -101,18 +59,18 @@ class Products(Protocol):
 class Wide:
     """Products of operands as they are."""
 
-    options: ProductOptions
+    engine: Engine
 
     def times(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS, self.options, 0, rows, w, sizes)
+        return product(Product.ROWS, self.engine, 0, rows, w, sizes)
 
     def times_transposed(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS_TRANSPOSED, self.options, 0, rows, w, sizes)
+        return product(Product.ROWS_TRANSPOSED, self.engine, 0, rows, w, sizes)
 
     def weight_gradient(
         self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_redundant: int
     ) -> Any:
-        return product(Product.WEIGHTS, self.options, num_redundant, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.engine, num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows, rows
@@ -123,7 +81,7 @@ class Wide:
     def activate(
         self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
     ) -> jax.Array:
-        return _hidden(activation, z, row_weights)
+        return activate(activation, z, row_weights)
 
     def gradients(
         self,
@@ -134,7 +92,7 @@ class Wide:
         sizes: jax.Array,
         needs_wide_d_z: bool,
     ) -> Gradients:
-        hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
+        hidden, d_z, d_row_weights = activation_gradients(activation, z, row_weights, d_hidden)
         return Gradients(hidden, d_z, d_z, d_z, d_row_weights)
 
 
@@ -142,48 +100,46 @@ class Wide:
 class Fp8:
     """Products of FP8 operands. Weights are quantized in each product, unless they come quantized."""
 
-    num_sms: int
+    engine: Engine
     rounds: bool
     weight_gradients: bool  # in FP8, too; otherwise they have bfloat16 operands
 
     def times(self, rows: jax.Array | QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
-        rows = rows if isinstance(rows, QuantizedArray) else quantize_rows(rows, sizes, self.rounds)
+        if not isinstance(rows, QuantizedArray):
+            rows = self.engine.quantize_rows(rows, sizes, self.rounds)
         is_ready = isinstance(w, QuantizedWeights)
-        transposed = w.transposed if is_ready else quantize_matrices(w, self.rounds, kept=False)[1]
+        transposed = w.transposed if is_ready else self._quantize(w, kept=False)[1]
         return self._product(rows, transposed, sizes)
 
     def times_transposed(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
         is_ready = isinstance(w, QuantizedWeights)
-        kept = w.kept if is_ready else quantize_matrices(w, self.rounds, transposed=False)[0]
+        kept = w.kept if is_ready else self._quantize(w, transposed=False)[0]
         return self._product(rows, kept, sizes)
 
     def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_redundant: int) -> Any:
         if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
-                rows = quantize_columns(rows, sizes, self.rounds)
-            return fp8_weight_gradient(self.num_sms, num_redundant, rows, d_rows, sizes)
+                rows = self.engine.quantize_columns(rows, sizes, self.rounds)
+            return fp8_weight_gradient(self.engine, num_redundant, rows, d_rows, sizes)
         rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
-        return product(Product.WEIGHTS, ProductOptions(self.num_sms), num_redundant, rows, d_rows, sizes)
+        return product(Product.WEIGHTS, self.engine, num_redundant, rows, d_rows, sizes)
 
     def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
         if isinstance(rows, QuantizedArray):
             return rows, dataclasses.replace(rows, carrier=None)
         if self.weight_gradients:
-            return quantize_both(rows, sizes, self.rounds)
+            return self.engine.quantize_both(rows, sizes, self.rounds)
         return rows, rows
 
     def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Any]:
         if self.weight_gradients:
-            return quantize_both(d, sizes, self.rounds, COTANGENT_FLOOR)
-        return quantize_rows(d, sizes, self.rounds, COTANGENT_FLOOR), d
+            return self.engine.quantize_both(d, sizes, self.rounds, COTANGENT_FLOOR)
+        return self.engine.quantize_rows(d, sizes, self.rounds, COTANGENT_FLOOR), d
 
     def activate(
         self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
     ) -> QuantizedArray:
-        if self._is_fused(activation, z, row_weights):
-            index = _OF_KERNELS.index(activation)
-            return QuantizedArray(*ffi_products.quantize_gated(index, z, sizes, self.rounds))
-        return quantize_rows(_hidden(activation, z, row_weights), sizes, self.rounds)
+        return self.engine.activate_fp8(activation, z, row_weights, sizes, self.rounds)
 
     def gradients(
         self,
@@ -194,26 +150,20 @@ class Fp8:
         sizes: jax.Array,
         needs_wide_d_z: bool,
     ) -> Gradients:
-        if self.weight_gradients and not needs_wide_d_z and self._is_fused(activation, z, row_weights):
-            count = Columns.num_columns(z.shape[0], sizes.shape[0])
-            hidden, rows, columns = ffi_products.quantize_gated_gradients(
-                _OF_KERNELS.index(activation), z, d_hidden, sizes, self.rounds, COTANGENT_FLOOR, count
-            )
-            return Gradients(Columns(*hidden), QuantizedArray(*rows), Columns(*columns), None, None)
-        hidden, d_z, d_row_weights = _gradients(activation, z, row_weights, d_hidden)
-        rows, columns = self.cotangents(d_z, sizes)
         if self.weight_gradients:
-            hidden = quantize_columns(hidden, sizes, self.rounds)
+            return self.engine.activation_gradients_fp8(
+                activation, z, row_weights, d_hidden, sizes, self.rounds, needs_wide_d_z
+            )
+        hidden, d_z, d_row_weights = activation_gradients(activation, z, row_weights, d_hidden)
+        rows, columns = self.cotangents(d_z, sizes)
         return Gradients(hidden, rows, columns, d_z, d_row_weights)
 
-    def _is_fused(self, activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> bool:
-        """Returns whether a kernel computes the activation and quantizes it in one pass."""
-        is_known = any(activation is known for known in _OF_KERNELS) and z.dtype == jnp.bfloat16
-        return _extension.runs_kernels() and is_known and row_weights is None
+    def _quantize(self, w: Any, *, kept: bool = True, transposed: bool = True) -> tuple[Any, Any]:
+        return quantize_physical(self.engine, w, self.rounds, kept=kept, transposed=transposed)
 
     def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
         w = jax.tree.map(lambda part: part.swapaxes(1, 2), transposed)
-        return fp8_product(self.num_sms, rows.values, w.values, rows.scales, w.scales, sizes)
+        return fp8_product(self.engine, rows, w, sizes)
 
 
 def cotangent_of(primal: Any, gradient: Any) -> Any:
@@ -268,20 +218,3 @@ def without_values(rows: Any) -> Any:
     if isinstance(rows, QuantizedArray):
         return dataclasses.replace(without_carrier(rows), values=None, scales=None)
     return jnp.zeros((), rows.dtype)
-
-
-def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    return rows if row_weights is None else rows * row_weights[:, None].astype(rows.dtype)
-
-
-def _hidden(activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    gate, up = jnp.split(z.astype(sum_dtype(z.dtype)), 2, axis=1)
-    return weighted(activation(gate, up), row_weights).astype(z.dtype)
-
-
-def _gradients(
-    activation: Activation, z: jax.Array, row_weights: jax.Array | None, d_hidden: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the hidden rows, and the cotangents of z and the row weights."""
-    hidden, backward = jax.vjp(lambda z, weights: _hidden(activation, z, weights), z, row_weights)
-    return hidden, *backward(d_hidden.astype(hidden.dtype))

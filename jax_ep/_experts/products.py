@@ -1,85 +1,49 @@
-"""The grouped products of a rank's rows: by this package's kernels on GPUs, elsewhere by XLA."""
+"""The grouped products of a rank's rows, with their gradients."""
 
-import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _extension
-from jax_ep._experts import ffi_products, xla_products
-from jax_ep._experts.engine import Product
-from jax_ep._experts.fp8_passes import Columns
+from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.fp8_operands import Columns
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
-from jax_ep._rows.fp8 import QuantizedArray, dequantize_fp8
-from jax_ep._rows.quantize import KERNEL_DTYPES
-from jax_ep._rows.weights import PhysicalWeights, home_of, num_redundant_of
+from jax_ep._rows.fp8 import QuantizedArray
+from jax_ep._rows.weights import home_of, num_redundant_of
 
 PrecisionName = Literal[
     "default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductOptions:
-    """Options of products that are the same in a forward pass and in its backward pass."""
-
-    num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT  # as `precision_of` returns it
-
-
 @custom_vjp(0, 1, 2)
 def product(
     kind: Product,
-    options: ProductOptions,
+    engine: Engine,
     num_redundant: int,
     rows: jax.Array,
     others: Any,
     group_sizes: jax.Array,
     first_row: jax.Array | None = None,
 ) -> Any:
-    """Computes a product. The groups begin at `first_row` (int32 scalar), or at row 0 if it is None.
+    """Computes `Engine.grouped_dot`.
 
-    The matrices of others are an array or `PhysicalWeights`. So are those that a product WEIGHTS returns:
-    with num_redundant > 0 the last groups are redundant experts. Each product is linear in both operands, and
-    its gradients are the two others, so gradients of any order are products of these kinds.
+    Each product is linear in both operands, and its gradients are the two others, so gradients of any order
+    are products of these kinds.
     """
-
-    def one(rows: jax.Array, others: Any, group_sizes: jax.Array, *first_row: jax.Array) -> Any:
-        if _extension.runs_kernels() and rows.dtype in KERNEL_DTYPES:
-            return ffi_products.grouped_dot(
-                kind,
-                options.num_sms,
-                options.precision,
-                num_redundant,
-                rows,
-                others,
-                group_sizes,
-                *first_row,
-            )
-        matrices = xla_products.grouped_dot(
-            kind, options.precision, rows, jnp.asarray(others), group_sizes, *first_row
-        )
-        return _split(num_redundant, matrices)
-
-    return _sharded(kind, one, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
+    compute = functools.partial(engine.grouped_dot, kind, num_redundant)
+    return _sharded(kind, compute, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
 
 
-def _split(num_redundant: int, matrices: jax.Array) -> Any:
-    if num_redundant == 0:
-        return matrices
-    num_home = matrices.shape[0] - num_redundant
-    return PhysicalWeights(matrices[:num_home], matrices[num_home:])
-
-
-def _product_fwd(kind: Product, options: ProductOptions, num_redundant: int, *operands: Any) -> Any:
-    return product(kind, options, num_redundant, *operands), operands
+def _product_fwd(kind: Product, engine: Engine, num_redundant: int, *operands: Any) -> Any:
+    return product(kind, engine, num_redundant, *operands), operands
 
 
 def _product_bwd(
-    kind: Product, options: ProductOptions, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
+    kind: Product, engine: Engine, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
 ) -> Any:
     rows, others, group_sizes, first_row = saved
     # The product, and its operands, that is the gradient of each operand.
@@ -99,15 +63,15 @@ def _product_bwd(
     }
     d_rows, d_others = (
         product(
-            one,
-            options,
-            num_redundant_of(others) if one is Product.WEIGHTS else 0,
+            gradient,
+            engine,
+            num_redundant_of(others) if gradient is Product.WEIGHTS else 0,
             left,
             right,
             group_sizes,
             first_row,
         )
-        for one, left, right in gradients[kind]
+        for gradient, left, right in gradients[kind]
     )
     if jax.sharding.get_abstract_mesh().explicit_axes:
         reshard = lambda d, primal: jax.sharding.reshard(d, jax.typeof(primal).sharding.spec)
@@ -144,57 +108,30 @@ def precision_of(op: str, precision: Any, dtype: Any) -> jax.lax.Precision:
     return found if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def fp8_product(
-    num_sms: int,
-    rows: jax.Array,
-    matrices: jax.Array | PhysicalWeights,
-    scales: jax.Array,
-    matrix_scales: jax.Array | PhysicalWeights,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """Multiplies values [C, M] and [L, M, N] with scales [C, M / 128] and [L, M / 128, N / 128]: bfloat16."""
+def fp8_product(engine: Engine, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
+    """Computes `Engine.grouped_dot_fp8`."""
 
-    def one(
+    def compute(
         rows: jax.Array, matrices: Any, scales: jax.Array, matrix_scales: Any, sizes: jax.Array
     ) -> jax.Array:
-        if _has_fp8_kernels():
-            transpose = lambda w: jax.tree.map(lambda a: a.swapaxes(1, 2), w)
-            transposed = transpose(matrices), transpose(matrix_scales)
-            return ffi_products.grouped_dot_fp8(rows, scales, *transposed, sizes, num_sms)
-        wide_rows, wide_matrices = (
-            dequantize_fp8(QuantizedArray(jnp.asarray(values), jnp.asarray(scales)), jnp.float32)
-            for values, scales in ((rows, scales), (matrices, matrix_scales))
-        )
-        out: jax.Array = product(Product.ROWS, ProductOptions(num_sms), 0, wide_rows, wide_matrices, sizes)
-        return out.astype(jnp.bfloat16)
+        operands = QuantizedArray(rows, scales), QuantizedArray(matrices, matrix_scales)
+        return engine.grouped_dot_fp8(*operands, sizes)
 
-    return _sharded(Product.ROWS, one, rows, matrices, scales, matrix_scales, group_sizes)
+    return _sharded(Product.ROWS, compute, rows.values, w.values, rows.scales, w.scales, group_sizes)
 
 
 def fp8_weight_gradient(
-    num_sms: int, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
+    engine: Engine, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
 ) -> Any:
-    """Multiplies, group by group, rows [C, M], transposed, by rows [C, N]. Returns bfloat16 matrices.
+    """Computes `Engine.grouped_dot_fp8_weights`."""
 
-    Both are given transposed, as `fp8_passes` makes them. `num_redundant` is as for `product`.
-    """
-
-    def one(
+    def compute(
         rows: jax.Array, others: jax.Array, scales: jax.Array, other_scales: jax.Array, sizes: jax.Array
     ) -> Any:
-        if _has_fp8_kernels():
-            operands = rows, scales, others, other_scales, sizes
-            return ffi_products.grouped_dot_fp8_weights(*operands, num_sms, num_redundant)
-        left, right = (Columns(*pair).dequantized() for pair in ((rows, scales), (others, other_scales)))
-        padded = Columns.padded_sizes(sizes, rows.shape[1])
-        out = product(Product.WEIGHTS, ProductOptions(num_sms), num_redundant, left, right, padded)
-        return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
+        operands = Columns(rows, scales), Columns(others, other_scales)
+        return engine.grouped_dot_fp8_weights(num_redundant, *operands, sizes)
 
-    return vmap_by_loop(one)(rows.values, others.values, rows.scales, others.scales, group_sizes)
-
-
-def _has_fp8_kernels() -> bool:
-    return _extension.runs_kernels() and _extension.has_fp8_products()
+    return vmap_by_loop(compute)(rows.values, others.values, rows.scales, others.scales, group_sizes)
 
 
 def _sharded(kind: Product, function: Any, *operands: Any) -> Any:

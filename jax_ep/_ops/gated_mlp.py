@@ -10,23 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._experts.engine import Product
-from jax_ep._experts.fp8_passes import QuantizedWeights
+from jax_ep._experts.activations import ACTIVATIONS, Activation, weighted
+from jax_ep._experts.choice import choose_engine
+from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
-    ACTIVATIONS,
-    Activation,
     Fp8,
     Products,
     Wide,
     cotangent_of,
     once_differentiable,
     sharded_like,
-    weighted,
     without_carrier,
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._experts.products import PrecisionName, ProductOptions, precision_of, product
+from jax_ep._experts.products import PrecisionName, precision_of, product
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
@@ -122,11 +121,13 @@ def gated_mlp(
     given = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
     found = precision_of("gated_mlp", precision, given.dtype())
     if quantize is None:
-        products: Products = Wide(ProductOptions(sms, found))
+        engine = choose_engine(sms, found)
+        products: Products = Wide(engine)
     else:
-        products = Fp8(sms, bool(round_scale), quantize == "fp8_all")
+        engine = choose_engine(sms)
+        products = Fp8(engine, bool(round_scale), quantize == "fp8_all")
     half = jax.ShapeDtypeStruct((given.rows.shape[0], _wide(given.w_down).shape[1]), sum_dtype(given.dtype()))
-    options = _Options(_activation(activation, half), products, save == "preactivation", quantize)
+    options = _Options(_activation(activation, half), engine, products, save == "preactivation", quantize)
     with jax.named_scope("jax_ep.gated_mlp"):
         out = _gated_mlp(options, as_bits(vary_alike(given)))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
@@ -135,6 +136,7 @@ def gated_mlp(
 @dataclasses.dataclass(frozen=True)
 class _Options:
     activation: Activation
+    engine: Engine
     products: Products
     saves_preactivation: bool
     quantize: str | None
@@ -237,10 +239,11 @@ def _backward(
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
-        d_b_up = _sum_of_groups(found.d_z_wide, sizes).astype(given.b_up.dtype)
+        d_b_up = _sum_of_groups(options.engine, found.d_z_wide, sizes).astype(given.b_up.dtype)
         d_b_up = _split_like(given.b_up, d_b_up, 1)
     if given.b_down is not None:
-        d_b_down = _sum_of_groups(weighted(d_out, given.row_weights), sizes).astype(given.b_down.dtype)
+        d_b_down = _sum_of_groups(options.engine, weighted(d_out, given.row_weights), sizes)
+        d_b_down = d_b_down.astype(given.b_down.dtype)
         if given.row_weights is not None:
             bias = _per_row(given.b_down, sizes, z)
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
@@ -260,14 +263,13 @@ def _backward(
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _sum_of_groups(rows: Any, sizes: jax.Array) -> jax.Array:
+def _sum_of_groups(engine: Engine, rows: Any, sizes: jax.Array) -> jax.Array:
     """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated.
 
     Its operands must not be rounded to tf32, as no other sum's are.
     """
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
-    options = ProductOptions(precision=jax.lax.Precision.HIGHEST)
-    return product(Product.WEIGHTS, options, 0, ones, rows, sizes)[:, 0]
+    return product(Product.WEIGHTS, engine.exact(), 0, ones, rows, sizes)[:, 0]
 
 
 def _activation(activation: Any, half: jax.ShapeDtypeStruct) -> Activation:

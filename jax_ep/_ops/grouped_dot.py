@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
-from jax_ep._experts.engine import Product
-from jax_ep._experts.fp8_passes import QuantizedWeights
+from jax_ep._experts.choice import choose_engine
+from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
     Fp8,
     cotangent_of,
@@ -18,7 +19,7 @@ from jax_ep._experts.gated import (
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._experts.products import PrecisionName, ProductOptions, fp8_product, precision_of, product
+from jax_ep._experts.products import PrecisionName, fp8_product, precision_of, product
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
@@ -89,7 +90,7 @@ def grouped_dot(
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
-    num_sms = _checks.most_sms("grouped_dot", num_sms) or 0
+    sms = _checks.most_sms("grouped_dot", num_sms) or 0
     precision_of("grouped_dot", precision, jnp.float32)
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
@@ -103,7 +104,7 @@ def grouped_dot(
         group_sizes = _check_shapes(
             rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes
         )
-        out = _times_quantized(num_sms, *as_bits(vary_alike([rows, w, group_sizes])))
+        out = _times_quantized(choose_engine(sms), *as_bits(vary_alike([rows, w, group_sizes])))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
@@ -113,9 +114,9 @@ def grouped_dot(
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
         operands = vary_alike([rows.values, w.values, rows.scales, w.scales, group_sizes])
-        return without_gradient(
-            _NO_GRADIENT, operands, fp8_product(num_sms, *jax.lax.stop_gradient(operands))
-        )
+        values, matrices, scales, matrix_scales, sizes = jax.lax.stop_gradient(operands)
+        quantized = QuantizedArray(values, scales), QuantizedArray(matrices, matrix_scales)
+        return without_gradient(_NO_GRADIENT, operands, fp8_product(choose_engine(sms), *quantized, sizes))
     rows, w = (
         _checks.array("grouped_dot", "rows", rows),
         matrices_of("grouped_dot", "w", w),
@@ -129,13 +130,13 @@ def grouped_dot(
             f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
-    options = ProductOptions(num_sms, precision_of("grouped_dot", precision, rows.dtype))
+    engine = choose_engine(sms, precision_of("grouped_dot", precision, rows.dtype))
     if group_offset is None:
         group_sizes = _check_shapes(rows, w, group_sizes)
-        return product(Product.ROWS, options, 0, *vary_alike([rows, w, group_sizes]))
+        return product(Product.ROWS, engine, 0, *vary_alike([rows, w, group_sizes]))
     window, first_row = _window(w.shape[0], group_sizes, group_offset)
     window = _check_shapes(rows, w, window)
-    return product(Product.ROWS, options, 0, *vary_alike([rows, w, window, first_row]))
+    return product(Product.ROWS, engine, 0, *vary_alike([rows, w, window, first_row]))
 
 
 def _window(
@@ -219,29 +220,29 @@ def _rows_of_quantized_weights(rows: Any) -> Any:
 
 
 @custom_vjp(0)
-def _times_quantized(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
+def _times_quantized(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
     rows, w = from_bits((rows, w))
-    out = _fp8(num_sms).times(rows, w, group_sizes)
+    out = _fp8(engine).times(rows, w, group_sizes)
     return out if isinstance(rows, QuantizedArray) else out.astype(rows.dtype)
 
 
-def _times_quantized_fwd(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
-    return once_differentiable(_ONE_GRADIENT, functools.partial(_forward, num_sms), rows, w, group_sizes)
+def _times_quantized_fwd(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+    return once_differentiable(_ONE_GRADIENT, functools.partial(_forward, engine), rows, w, group_sizes)
 
 
-def _forward(num_sms: int, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
-    out = _times_quantized(num_sms, rows, w, group_sizes)
-    _, saved_rows = _fp8(num_sms).prepare(rows, group_sizes)
+def _forward(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+    out = _times_quantized(engine, rows, w, group_sizes)
+    _, saved_rows = _fp8(engine).prepare(rows, group_sizes)
     return out, (saved_rows, without_values(rows), w, group_sizes)
 
 
-def _times_quantized_bwd(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
-    return once_differentiable(_ONE_GRADIENT, functools.partial(_backward, num_sms), saved, d_out)
+def _times_quantized_bwd(engine: Engine, saved: Any, d_out: jax.Array) -> Any:
+    return once_differentiable(_ONE_GRADIENT, functools.partial(_backward, engine), saved, d_out)
 
 
-def _backward(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
+def _backward(engine: Engine, saved: Any, d_out: jax.Array) -> Any:
     saved_rows, rows, w, group_sizes = from_bits(saved)
-    fp8 = _fp8(num_sms)
+    fp8 = _fp8(engine)
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
     gradients = (
         cotangent_of(rows, sharded_like(saved_rows, fp8.times_transposed(d_rows, w, group_sizes))),
@@ -253,5 +254,5 @@ def _backward(num_sms: int, saved: Any, d_out: jax.Array) -> Any:
 _times_quantized.defvjp(_times_quantized_fwd, _times_quantized_bwd)
 
 
-def _fp8(num_sms: int) -> Fp8:
-    return Fp8(num_sms, rounds=False, weight_gradients=False)
+def _fp8(engine: Engine) -> Fp8:
+    return Fp8(engine, rounds=False, weight_gradients=False)

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from jax_ep import _checks
 from jax_ep._checks import integer
-from jax_ep._experts.fp8_passes import QuantizedWeights, quantize_matrices
+from jax_ep._experts.choice import choose_engine
+from jax_ep._experts.engine import quantize_physical
+from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import matrices_of
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray
-from jax_ep._rows.quantize import KERNEL_DTYPES, quantize
+from jax_ep._rows.quantize import KERNEL_DTYPES
 
 
 def quantize_fp8(
@@ -51,8 +53,7 @@ def quantize_fp8(
             f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
             f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
         )
-
-    return quantize(x, (rows, columns), bool(round_scale))
+    return choose_engine().quantize(x, (rows, columns), bool(round_scale))
 
 
 def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
@@ -82,12 +83,12 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
             "quantize_weights: w must be [L, M, N] or [L, M, 2, N], M and N multiples of 128, got "
             f"{_checks.shape_text(w)}"
         )
-    fixed = jax.lax.stop_gradient(w)
+    fixed, engine = jax.lax.stop_gradient(w), choose_engine()
     if not is_gated:
-        kept, transposed = quantize_matrices(fixed, bool(round_scale))
+        kept, transposed = quantize_physical(engine, fixed, bool(round_scale))
         return QuantizedWeights(w, transposed, kept)
     merged = jax.tree.map(lambda array: merge_dimensions(array, 2), fixed)
-    kept, transposed = quantize_matrices(merged, bool(round_scale))
+    kept, transposed = quantize_physical(engine, merged, bool(round_scale))
     kept = jax.tree.map(lambda array: split_dimension(array, 2, 2), kept)
     transposed = jax.tree.map(lambda array: split_dimension(array, 1, 2), transposed)
     return QuantizedWeights(w, transposed, kept)

@@ -1,4 +1,4 @@
-"""Conversion of arrays to FP8: by this package's kernel on GPUs, elsewhere by XLA's ops."""
+"""Conversion of arrays to FP8 by this package's kernel, to the same bits as `quantize_blocks`. GPUs only."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _extension
 from jax_ep._jax.ffi_call import call, or_scalar
 from jax_ep._jax.sharding import is_per_device
 from jax_ep._rows.fp8 import BLOCK, FLOOR, FP8, QuantizedArray, quantize_blocks, without_gradients
@@ -14,17 +13,19 @@ from jax_ep._rows.fp8 import BLOCK, FLOOR, FP8, QuantizedArray, quantize_blocks,
 KERNEL_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float = FLOOR) -> QuantizedArray:
+def quantize_by_kernel(
+    x: jax.Array, block: tuple[int, int], round_scale: bool, floor: float = FLOOR
+) -> QuantizedArray:
     """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient.
 
-    Only blocks of one row take a floor other than FLOOR.
+    XLA computes blocks that the kernel does not take. Only blocks of one row take a floor other than FLOOR.
     """
     # XLA cannot divide a kernel's work among devices.
     has_kernel = x.dtype in KERNEL_DTYPES and block in ((1, BLOCK), (BLOCK, BLOCK)) and x.size > 0
-    if not (has_kernel and is_per_device() and _extension.runs_kernels()):
+    if not (has_kernel and is_per_device()):
         return quantize_blocks(x, block, round_scale, floor)
 
-    def by_kernel(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def convert(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, columns = block
         if rows == 1:
             flat = x.reshape(-1, x.shape[-1])
@@ -36,7 +37,7 @@ def quantize(x: jax.Array, block: tuple[int, int], round_scale: bool, floor: flo
         shape = *x.shape[:-2], *([blocks] if x.ndim > 1 else []), x.shape[-1] // columns
         return values.reshape(x.shape), scales.reshape(shape)
 
-    return QuantizedArray(*without_gradients("quantize_fp8", by_kernel, (x,), x))
+    return QuantizedArray(*without_gradients("quantize_fp8", convert, (x,), x))
 
 
 def rows_by_kernel(

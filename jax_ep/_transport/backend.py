@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 
 from jax_ep._group.group import Group
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.routing import Handle, Routing
@@ -71,6 +72,10 @@ class Backend(Protocol):
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         """Returns whether `route` can convert rows like those of x to FP8 while it sends them."""
+        ...
+
+    def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
+        """Converts rows to FP8 before they are sent, with scales of 128 elements."""
         ...
 
     def route(

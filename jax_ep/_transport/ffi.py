@@ -17,7 +17,8 @@ from jax_ep import _extension
 from jax_ep._group.group import Group
 from jax_ep._jax.ffi_call import Result, call, or_scalar
 from jax_ep._jax.platform import on_platform
-from jax_ep._rows.fp8 import BLOCK, FP8
+from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
+from jax_ep._rows.quantize import quantize_by_kernel
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Routed
@@ -157,6 +158,10 @@ class Ffi:
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         has_kernels = routing.group._platform == "gpu" and _extension.extension() is not None
         return has_kernels and _bits(x) != 64
+
+    def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
+        convert = quantize_by_kernel if _extension.runs_kernels() else quantize_blocks
+        return convert(rows, (1, BLOCK), round_scale, floor)
 
     def layout(
         self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int

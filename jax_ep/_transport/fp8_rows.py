@@ -14,7 +14,6 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
-from jax_ep._rows.quantize import quantize
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
 from jax_ep._transport.payload import Payload
@@ -95,7 +94,7 @@ def _send_fp8(
     if backend.packs_fp8(routing, x):
         sent = _route_as_fp8(backend, routing, x, topk_idx, topk_weights, round_scale, attendance)
     else:
-        sent = route(backend, routing, _pack(x, round_scale), topk_idx, topk_weights, attendance)
+        sent = route(backend, routing, _pack(backend, x, round_scale), topk_idx, topk_weights, attendance)
     packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
@@ -128,9 +127,9 @@ def _route_as_fp8(
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
 
 
-def _pack(x: jax.Array, round_scale: bool, floor: float = FLOOR) -> Leaves:
+def _pack(backend: Backend, x: jax.Array, round_scale: bool, floor: float = FLOOR) -> Leaves:
     """Returns what is sent: the values, and the scales as integers, which have no gradients."""
-    q = quantize(jax.lax.stop_gradient(x), (1, BLOCK), round_scale, floor)
+    q = backend.quantize(jax.lax.stop_gradient(x), round_scale, floor)
     return q.values, jax.lax.bitcast_convert_type(q.scales, jnp.int32)
 
 
@@ -150,7 +149,7 @@ def pull_with_fp8_gradient(
 def _pull_with_fp8_gradient_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
     handle, scaled, biases = residuals
     (cotangent,) = cotangents
-    sent, _ = push(backend, handle, _pack(cotangent, False, COTANGENT_FLOOR), None)
+    sent, _ = push(backend, handle, _pack(backend, cotangent, False, COTANGENT_FLOOR), None)
     d_biases = tuple(cotangent.astype(bias.dtype) for bias in biases)
     if scaled is None:
         return None, (dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases

@@ -14,6 +14,7 @@ from jax.experimental import compute_on
 
 from jax_ep._group.group import Group
 from jax_ep._jax.vmap import vmap_by_loop
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport import ffi
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import Leaves, Packing, Routed
@@ -37,6 +38,9 @@ class Stream:
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         """Returns whether `route` is one op, because rows that follow along a handle are sent as they are."""
         return self.inner.packs_fp8(routing, x) and ffi.goes_through_arena(routing, (x,), Packing.FP8)
+
+    def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
+        return self.inner.quantize(rows, round_scale, floor)
 
     def route(
         self,

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._rows.dtypes import sum_dtype
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import InnerBackend, Leaves, Packing, Routed
@@ -150,6 +151,9 @@ class TwoHops:
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         return False
+
+    def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
+        return self.inner.quantize(rows, round_scale, floor)
 
     def route(
         self,

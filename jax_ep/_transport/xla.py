@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.dtypes import sum_dtype, sum_of_all
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray, quantize_blocks
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
@@ -90,6 +91,9 @@ class Xla:
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
         return False
+
+    def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
+        return quantize_blocks(rows, (1, BLOCK), round_scale, floor)
 
     def layout(
         self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int

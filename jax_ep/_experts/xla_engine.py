@@ -1,15 +1,30 @@
-"""Grouped products by `jax.lax` alone. Their time grows with the rows of the groups, not with all rows."""
+"""Engine "xla": grouped products and conversions to FP8 by `jax.lax` alone.
 
+The time of a product grows with the rows of the groups, not with all rows.
+"""
+
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts.engine import Product
+from jax_ep._experts.activations import Activation, activate
+from jax_ep._experts.engine import (
+    Gradients,
+    Product,
+    dequantized_dot,
+    dequantized_dot_weights,
+    quantized_gradients,
+)
+from jax_ep._experts.fp8_operands import Columns
 from jax_ep._extension import current_platform
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import group_begins, group_ends
 from jax_ep._rows.dtypes import bits_of, sum_dtype
+from jax_ep._rows.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quantize_blocks
+from jax_ep._rows.weights import PhysicalWeights
 
 # Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
 # second. Tiles of `_times_rows` are larger because each of them reads and writes a whole sum [M, N].
@@ -21,7 +36,88 @@ _TILES_OF_SUMS = (256, 64)
 _Step = Callable[[jax.Array, jax.Array, int, jax.Array | None], jax.Array]
 
 
-def grouped_dot(
+@dataclasses.dataclass(frozen=True)
+class XlaEngine:
+    """Engine "xla": `jax.lax` alone."""
+
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+
+    def exact(self) -> "XlaEngine":
+        return XlaEngine(jax.lax.Precision.HIGHEST)
+
+    def grouped_dot(
+        self,
+        product: Product,
+        num_redundant: int,
+        rows: jax.Array,
+        others: Any,
+        group_sizes: jax.Array,
+        first_row: jax.Array | None = None,
+    ) -> Any:
+        matrices = _grouped_dot(product, self.precision, rows, jnp.asarray(others), group_sizes, first_row)
+        if num_redundant == 0:
+            return matrices
+        num_home = matrices.shape[0] - num_redundant
+        return PhysicalWeights(matrices[:num_home], matrices[num_home:])
+
+    def grouped_dot_fp8(self, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
+        return dequantized_dot(self, rows, w, group_sizes)
+
+    def grouped_dot_fp8_weights(
+        self, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
+    ) -> Any:
+        return dequantized_dot_weights(self, num_redundant, rows, others, group_sizes)
+
+    def quantize(self, x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
+        return quantize_blocks(x, block, round_scale, FLOOR)
+
+    def quantize_rows(
+        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+    ) -> QuantizedArray:
+        return quantize_blocks(x, (1, BLOCK), round_scale, floor)
+
+    def quantize_columns(
+        self, x: jax.Array | QuantizedArray, group_sizes: jax.Array, round_scale: bool
+    ) -> Columns:
+        wide = dequantize_fp8(x, jnp.float32) if isinstance(x, QuantizedArray) else x
+        return _columns(wide, group_sizes, round_scale, FLOOR)
+
+    def quantize_both(
+        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+    ) -> tuple[QuantizedArray, Columns]:
+        rows = self.quantize_rows(x, group_sizes, round_scale, floor)
+        return rows, _columns(x, group_sizes, round_scale, floor)
+
+    def quantize_matrices(
+        self, w: jax.Array, round_scale: bool, kept: bool, transposed: bool
+    ) -> tuple[QuantizedArray, QuantizedArray]:
+        q = quantize_blocks(w, (BLOCK, BLOCK), round_scale, FLOOR)
+        return q, QuantizedArray(q.values.swapaxes(1, 2), q.scales.swapaxes(1, 2))
+
+    def activate_fp8(
+        self,
+        activation: Activation,
+        z: jax.Array,
+        row_weights: jax.Array | None,
+        group_sizes: jax.Array,
+        round_scale: bool,
+    ) -> QuantizedArray:
+        return self.quantize_rows(activate(activation, z, row_weights), group_sizes, round_scale)
+
+    def activation_gradients_fp8(
+        self,
+        activation: Activation,
+        z: jax.Array,
+        row_weights: jax.Array | None,
+        d_hidden: jax.Array,
+        group_sizes: jax.Array,
+        round_scale: bool,
+        needs_wide_d_z: bool,
+    ) -> Gradients:
+        return quantized_gradients(self, activation, z, row_weights, d_hidden, group_sizes, round_scale)
+
+
+def _grouped_dot(
     product: Product,
     precision: jax.lax.Precision,
     rows: jax.Array,
@@ -178,3 +274,20 @@ def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
 def _as_bits(array: jax.Array) -> jax.Array:
     """Returns 16-bit floats as integers, because XLA:CPU updates floats of 16 bits by copying all of them."""
     return jax.lax.bitcast_convert_type(array, bits_of(array.dtype)) if array.dtype.itemsize == 2 else array
+
+
+def _columns(x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float) -> Columns:
+    count = Columns.num_columns(x.shape[0], group_sizes.shape[0])
+    row_ends = group_ends(group_sizes, x.shape[0])
+    first_rows = group_begins(row_ends, x.shape[0])
+    sizes = row_ends - first_rows
+    padded = Columns.padded_sizes(sizes, count)
+    ends = jnp.cumsum(padded)
+    column = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, column, side="right"), sizes.shape[0] - 1)
+    within = column - (ends - padded)[group]
+    source = first_rows[group] + within
+    is_row = within < sizes[group]
+    rows = jnp.where(is_row[:, None], jnp.take(x, source, axis=0, mode="clip"), 0)
+    q = quantize_blocks(rows, (BLOCK, 1), round_scale, floor)
+    return Columns(q.values.swapaxes(0, 1), q.scales)

@@ -1,0 +1,56 @@
+"""The operands of FP8 products in both directions.
+
+Tensor cores read FP8 operands along the dimension that a product sums over. So the product of a gradient
+needs a transposed copy, with scales along that dimension (the recipe of DeepSeek-V3, arXiv:2412.19437,
+section 3.3).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray, dequantize_fp8
+from jax_ep._rows.weights import PhysicalWeights
+
+
+class Columns(NamedTuple):
+    """Rows [C, M], transposed, in FP8: a scale for each 128 rows of a column.
+
+    Each group of rows begins at a multiple of 128. C' is a number of columns that suffices for any groups.
+    """
+
+    values: jax.Array  # [M, C']; zero in a group's padding, undefined past the last group
+    scales: jax.Array  # [C' / 128, M]
+
+    def dequantized(self) -> jax.Array:
+        """Returns the rows [C', M] in float32, with the groups' padding."""
+        return dequantize_fp8(QuantizedArray(self.values.swapaxes(0, 1), self.scales), jnp.float32)
+
+    @staticmethod
+    def padded_sizes(group_sizes: jax.Array, num_columns: int) -> jax.Array:
+        """Returns the columns of each group, of which there are `num_columns` in all."""
+        return -(-jnp.clip(group_sizes, 0, num_columns) // BLOCK) * BLOCK
+
+    @staticmethod
+    def num_columns(num_rows: int, num_groups: int) -> int:
+        """Returns C'."""
+        return (num_rows // BLOCK + num_groups) * BLOCK
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Matrices of experts in FP8, as products in both directions read them. `quantize_weights` makes it.
+
+    Attributes:
+      w: [L, M, N] the matrices that it was made of. Gradients go to them.
+      transposed: values [L, N, M], scales [L, N / 128, M / 128], for the product with rows.
+      kept: values [L, M, N], scales [L, M / 128, N / 128], for the gradient of the rows.
+    Of w [L, M, 2, N] the arrays of `kept` end with [2, N], those of `transposed` begin with [L, 2, N].
+    """
+
+    w: jax.Array | PhysicalWeights
+    transposed: QuantizedArray
+    kept: QuantizedArray
