@@ -152,14 +152,6 @@ def reason_against_ffi(platform: str) -> str:
     return ""
 
 
-def runs_kernels() -> bool:
-    """Returns whether the program that is traced is for GPUs that this package's kernels can run on.
-
-    Warns once if it is for GPUs and the kernels cannot run, because XLA's ops are much slower there.
-    """
-    return current_platform() in ("gpu", "cuda") and has_handlers("gpu")
-
-
 def has_handlers(platform: str) -> bool:
     """Returns whether the handlers can run on a platform.
 
@@ -258,6 +250,16 @@ def local_implementation(implementation: str | None) -> Implementation:
     if reason:
         warn_of_falling_back(platform, reason)
     return "xla" if reason else "ffi"
+
+
+def runs_kernels(implementation: str | None) -> bool:
+    """Returns whether an op uses kernels that exist for GPUs only.
+
+    On CPUs such an op uses XLA's ops with any implementation. Elsewhere it resolves the argument as other ops
+    do.
+    """
+    implementation = check_implementation(implementation)
+    return current_platform() != "cpu" and local_implementation(implementation) == "ffi"
 
 
 def warn_of_falling_back(platform: str, reason: str) -> None:

@@ -43,8 +43,8 @@ class Engine(Protocol):
     are undefined, except those of `grouped_dot`, which are zero.
     """
 
-    def exact(self) -> "Engine":
-        """Returns the engine that computes products of float32 operands in float32."""
+    def with_precision(self, precision: jax.lax.Precision) -> "Engine":
+        """Returns the engine with another precision of products of float32 operands."""
         ...
 
     def grouped_dot(

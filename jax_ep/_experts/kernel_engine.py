@@ -31,8 +31,8 @@ class KernelEngine:
     num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
 
-    def exact(self) -> "KernelEngine":
-        return KernelEngine(precision=jax.lax.Precision.HIGHEST)
+    def with_precision(self, precision: jax.lax.Precision) -> "KernelEngine":
+        return dataclasses.replace(self, precision=precision)
 
     def grouped_dot(
         self,

@@ -42,8 +42,8 @@ class XlaEngine:
 
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
 
-    def exact(self) -> "XlaEngine":
-        return XlaEngine(jax.lax.Precision.HIGHEST)
+    def with_precision(self, precision: jax.lax.Precision) -> "XlaEngine":
+        return XlaEngine(precision)
 
     def grouped_dot(
         self,

@@ -26,6 +26,7 @@ from jax_ep._experts.gated import (
     without_values,
 )
 from jax_ep._experts.products import PrecisionName, precision_of, product
+from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
@@ -60,6 +61,7 @@ def gated_mlp(
     save: Literal["preactivation", "inputs"] = "preactivation",
     round_scale: bool = False,
     num_sms: int | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Applies each expert's gated MLP to its rows, as `expert_fn` of `jax_ep.moe` does.
 
@@ -101,6 +103,7 @@ def gated_mlp(
         and z [C, 2F]. "inputs": the rows, so it computes the first product again.
       round_scale: if true, scales are rounded up to powers of two.
       num_sms: as for `grouped_dot`.
+      implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Returns:
       [C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows past the sum. Differentiable in reverse
@@ -111,20 +114,18 @@ def gated_mlp(
       TypeError: dtypes do not fit each other, activation does not take and return such arrays, or a second
         derivative in FP8 was asked for.
     """
+    engine = choose_engine(implementation, _checks.most_sms("gated_mlp", num_sms) or 0)
     if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
         raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
     if save not in ("preactivation", "inputs"):
         raise ValueError(f"gated_mlp: save must be 'preactivation' or 'inputs', got {save!r}")
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
-    sms = _checks.most_sms("gated_mlp", num_sms) or 0
     given = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
     found = precision_of("gated_mlp", precision, given.dtype())
     if quantize is None:
-        engine = choose_engine(sms, found)
-        products: Products = Wide(engine)
+        products: Products = Wide(engine.with_precision(found))
     else:
-        engine = choose_engine(sms)
         products = Fp8(engine, bool(round_scale), quantize == "fp8_all")
     half = jax.ShapeDtypeStruct((given.rows.shape[0], _wide(given.w_down).shape[1]), sum_dtype(given.dtype()))
     options = _Options(_activation(activation, half), engine, products, save == "preactivation", quantize)
@@ -269,7 +270,8 @@ def _sum_of_groups(engine: Engine, rows: Any, sizes: jax.Array) -> jax.Array:
     Its operands must not be rounded to tf32, as no other sum's are.
     """
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
-    return product(Product.WEIGHTS, engine.exact(), 0, ones, rows, sizes)[:, 0]
+    exact = engine.with_precision(jax.lax.Precision.HIGHEST)
+    return product(Product.WEIGHTS, exact, 0, ones, rows, sizes)[:, 0]
 
 
 def _activation(activation: Any, half: jax.ShapeDtypeStruct) -> Activation:

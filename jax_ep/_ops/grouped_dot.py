@@ -20,6 +20,7 @@ from jax_ep._experts.gated import (
     without_values,
 )
 from jax_ep._experts.products import PrecisionName, fp8_product, precision_of, product
+from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import check_group_sizes, matrices_of
@@ -47,6 +48,7 @@ def grouped_dot(
     group_offset: ArrayLike | None = None,
     precision: PrecisionName | jax.lax.Precision | None = None,
     num_sms: int | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies each expert's rows by that expert's matrix, as `expert_fn` of `jax_ep.moe` does.
 
@@ -77,6 +79,7 @@ def grouped_dot(
         products of 16-bit operands and of FP8 are exact, and their sums are float32.
       num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
         communication can run beside them; other kernels do not heed it. None: all.
+      implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Returns:
       [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
@@ -90,7 +93,7 @@ def grouped_dot(
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
-    sms = _checks.most_sms("grouped_dot", num_sms) or 0
+    engine = choose_engine(implementation, _checks.most_sms("grouped_dot", num_sms) or 0)
     precision_of("grouped_dot", precision, jnp.float32)
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
@@ -104,7 +107,7 @@ def grouped_dot(
         group_sizes = _check_shapes(
             rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes
         )
-        out = _times_quantized(choose_engine(sms), *as_bits(vary_alike([rows, w, group_sizes])))
+        out = _times_quantized(engine, *as_bits(vary_alike([rows, w, group_sizes])))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
@@ -116,7 +119,7 @@ def grouped_dot(
         operands = vary_alike([rows.values, w.values, rows.scales, w.scales, group_sizes])
         values, matrices, scales, matrix_scales, sizes = jax.lax.stop_gradient(operands)
         quantized = QuantizedArray(values, scales), QuantizedArray(matrices, matrix_scales)
-        return without_gradient(_NO_GRADIENT, operands, fp8_product(choose_engine(sms), *quantized, sizes))
+        return without_gradient(_NO_GRADIENT, operands, fp8_product(engine, *quantized, sizes))
     rows, w = (
         _checks.array("grouped_dot", "rows", rows),
         matrices_of("grouped_dot", "w", w),
@@ -130,7 +133,7 @@ def grouped_dot(
             f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
-    engine = choose_engine(sms, precision_of("grouped_dot", precision, rows.dtype))
+    engine = engine.with_precision(precision_of("grouped_dot", precision, rows.dtype))
     if group_offset is None:
         group_sizes = _check_shapes(rows, w, group_sizes)
         return product(Product.ROWS, engine, 0, *vary_alike([rows, w, group_sizes]))

@@ -10,6 +10,7 @@ from jax_ep._checks import integer
 from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import quantize_physical
 from jax_ep._experts.fp8_operands import QuantizedWeights
+from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import matrices_of
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray
@@ -17,7 +18,11 @@ from jax_ep._rows.quantize import KERNEL_DTYPES
 
 
 def quantize_fp8(
-    x: Any, *, block: int | tuple[int, int] = BLOCK, round_scale: bool = False
+    x: Any,
+    *,
+    block: int | tuple[int, int] = BLOCK,
+    round_scale: bool = False,
+    implementation: Implementation | None = None,
 ) -> QuantizedArray:
     """Quantizes an array to FP8 (e4m3), with a float32 scale for each block.
 
@@ -33,11 +38,13 @@ def quantize_fp8(
         (128, 128) for the weights of `grouped_dot`. They must divide the last dimensions of x.
       round_scale: scales are rounded up to powers of two, which UE8M0 can hold. A number within 1/32 of the
         largest one of x's dtype may then come back as infinity in that dtype.
+      implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Raises:
       ValueError: x has too few dimensions, or the blocks do not divide them.
       TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
     """
+    engine = choose_engine(implementation)
     x = _checks.array("quantize_fp8", "x", x)
     rows, columns = _pair(block)
     if not _checks.is_float(x.dtype):
@@ -53,10 +60,12 @@ def quantize_fp8(
             f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
             f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
         )
-    return choose_engine().quantize(x, (rows, columns), bool(round_scale))
+    return engine.quantize(x, (rows, columns), bool(round_scale))
 
 
-def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
+def quantize_weights(
+    w: Any, *, round_scale: bool = False, implementation: Implementation | None = None
+) -> QuantizedWeights:
     """Quantizes experts' matrices once for many products, as `gated_mlp(quantize="fp8")` takes them.
 
     Both layouts that a training step reads are made in one pass. Call it once a step, inside `jax.shard_map`
@@ -67,11 +76,13 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
       w: floating [L, M, N] of at most 32 bits, M and N multiples of 128, or such `PhysicalWeights`. Also
         [L, M, 2, N], the w_up of `gated_mlp`: the arrays of the result then have such a dimension, too.
       round_scale: if true, scales are rounded up to powers of two.
+      implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Raises:
       ValueError: 128 x 128 blocks do not divide the matrices.
       TypeError: w is not floating, or has 64 bits.
     """
+    engine = choose_engine(implementation)
     w = matrices_of("quantize_weights", "w", w)
     if w.dtype not in KERNEL_DTYPES:
         raise TypeError(
@@ -83,7 +94,7 @@ def quantize_weights(w: Any, *, round_scale: bool = False) -> QuantizedWeights:
             "quantize_weights: w must be [L, M, N] or [L, M, 2, N], M and N multiples of 128, got "
             f"{_checks.shape_text(w)}"
         )
-    fixed, engine = jax.lax.stop_gradient(w), choose_engine()
+    fixed = jax.lax.stop_gradient(w)
     if not is_gated:
         kept, transposed = quantize_physical(engine, fixed, bool(round_scale))
         return QuantizedWeights(w, transposed, kept)

@@ -160,7 +160,7 @@ class Ffi:
         return has_kernels and _bits(x) != 64
 
     def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
-        convert = quantize_by_kernel if _extension.runs_kernels() else quantize_blocks
+        convert = quantize_by_kernel if _extension.runs_kernels("ffi") else quantize_blocks
         return convert(rows, (1, BLOCK), round_scale, floor)
 
     def layout(

@@ -175,7 +175,7 @@ def test_fused_activations_in_fp8_agree_with_functions(activation):
 @pytest.mark.one_jax
 @pytest.mark.parametrize(("dtype", "round_scale"), [(jnp.bfloat16, True), (jnp.float32, False)])
 def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
-    engine = choose_engine()
+    engine = choose_engine(None)
     rows, up, *_ = arrays(dtype)
     rows = rows.at[3, 7].set(jnp.inf).at[131, 200].set(1e-30)
     first = jnp.asarray(rows[:USED])
@@ -221,10 +221,10 @@ def test_weight_gradients_of_fp8(sizes):
     """Against the float64 product of the same FP8 numbers."""
     sizes = np.asarray(sizes, np.int32)
     left, right = floats((C, H), jnp.bfloat16), floats((C, 384), jnp.bfloat16, seed=2)
-    convert = jax.jit(choose_engine().quantize_columns, static_argnums=2)
+    convert = jax.jit(choose_engine(None).quantize_columns, static_argnums=2)
     columns = [convert(jnp.asarray(x), sizes, False) for x in (left, right)]
     multiply = jax.jit(fp8_weight_gradient, static_argnums=(0, 1))
-    got, again = (multiply(choose_engine(num_sms), 0, *columns, sizes) for num_sms in (0, 64))
+    got, again = (multiply(choose_engine(None, num_sms), 0, *columns, sizes) for num_sms in (0, 64))
     assert same_bits(got, again)
     wide = [np.asarray(one.dequantized(), np.float64) for one in columns]
     ends = np.cumsum(-(-sizes // 128) * 128)

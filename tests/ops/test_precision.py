@@ -56,7 +56,7 @@ def gradient(function, precision, config, dtype=jnp.float32):
 
 @pytest.mark.parametrize(("argument", "config", "want"), TABLE, ids=str)
 def test_precision_names(argument, config, want, monkeypatch):
-    monkeypatch.setattr(_extension, "runs_kernels", lambda: False)
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: False)
     with jax.default_matmul_precision(config):
         given = [jnp.ones(shape) for shape in OPERANDS]
         text = str(jax.make_jaxpr(lambda *given: dot(*given, argument))(*given))
@@ -68,13 +68,13 @@ def test_precision_names(argument, config, want, monkeypatch):
 def test_precision_reaches_all_products(function, products, argument, config, want, monkeypatch):
     """In the kernels' calls, and in XLA's products. The gradient of a bias is a sum in float32."""
     biases = int(function is mlp)
-    monkeypatch.setattr(_extension, "runs_kernels", lambda: False)
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: False)
     found = precisions(str(gradient(function, argument, config).jaxpr))
     assert len(found) >= products + biases
     assert set(found) - ({"HIGHEST"} if biases else set()) == {want} - ({"HIGHEST"} if biases else set())
     if want != "HIGHEST":
         assert found.count("HIGHEST") <= 2 * biases  # both loops over tiles
-    monkeypatch.setattr(_extension, "runs_kernels", lambda: True)
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
     lowered = gradient(function, argument, config).lower(lowering_platforms=("cuda",)).as_text()
     allowed = re.findall(r"@jax_ep_grouped_dot\b.*allow_tf32 = (\d)", lowered)
     assert sorted(allowed) == sorted(["0"] * biases + [str(int(want != "HIGHEST"))] * products)

@@ -141,7 +141,7 @@ def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):
 
 def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
     """Six products, and a pass for each array that they read. Two of the passes compute the activation."""
-    monkeypatch.setattr(_extension, "runs_kernels", lambda: True)
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
     monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
     sizes = jnp.full((3,), 5, jnp.int32)
 
