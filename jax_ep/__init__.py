@@ -42,6 +42,7 @@ from jax_ep._ops.replicate import replicate as replicate
 from jax_ep._ops.replicate import replicate_done as replicate_done
 from jax_ep._ops.replicate import replicate_start as replicate_start
 from jax_ep._ops.statistics import DispatchStatistics as DispatchStatistics
+from jax_ep._placement.plan import BalancePlan as BalancePlan
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
 from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS as CHECKPOINT_REPLICAS
 from jax_ep._rows.checkpoint import CHECKPOINT_ROWS as CHECKPOINT_ROWS
@@ -50,7 +51,6 @@ from jax_ep._rows.checkpoint import save_ep_residuals as save_ep_residuals
 from jax_ep._rows.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._rows.fp8 import dequantize_fp8 as dequantize_fp8
 from jax_ep._rows.weights import PhysicalWeights as PhysicalWeights
-from jax_ep._transport.balance import BalancePlan as BalancePlan
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [

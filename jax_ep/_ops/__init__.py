@@ -1,5 +1,5 @@
 """The public ops: one module each, with its docstring, checks and result types.
 
-May import `_transport` and what `_transport` may import. Ops do not import each other, except that `moe` and
-`overlap` call `dispatch` and `combine`.
+May import `_placement`, and what `_placement` may import. Ops do not import each other, except that `moe`
+and `overlap` are made of other ops, and that `dispatch` adds to the statistics of `statistics`.
 """

@@ -10,16 +10,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_ep import _checks
+from jax_ep import _checks, _extension
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, name_all
-from jax_ep._rows.counts import sum_of_counts
-from jax_ep._rows.indexing import routed_experts
-from jax_ep._transport import debug
-from jax_ep._transport.balance import (
+from jax_ep._placement.plan import (
     BalancePlan,
     ExpertPlan,
     Instances,
@@ -27,8 +23,13 @@ from jax_ep._transport.balance import (
     is_first,
     loads,
     physical_ids,
+    plan_experts,
     plan_of_map,
 )
+from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, name_all
+from jax_ep._rows.counts import sum_of_counts
+from jax_ep._rows.indexing import routed_experts
+from jax_ep._transport import debug
 from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.routing import Routing
@@ -281,8 +282,8 @@ class _PlanOptions:
         if self.num_slots == 0:
             home = jnp.arange(counts.shape[1], dtype=jnp.int32) + jnp.zeros_like(counts[0])
             return plan_of_map(counts, source, home, "even")
-        local = choose_local(implementation)
-        return local.plan_experts(counts, source, self.num_slots, self.tolerance, self.min_rows)
+        resolved = _extension.local_implementation(implementation)
+        return plan_experts(resolved, counts, source, self.num_slots, self.tolerance, self.min_rows)
 
 
 def _counts_of_all(

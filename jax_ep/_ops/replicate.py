@@ -9,12 +9,7 @@ import jax
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops import arguments
-from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS, name_all
-from jax_ep._rows.weights import PhysicalWeights
-from jax_ep._transport.balance import BalancePlan
-from jax_ep._transport.choice import Asynchronous, choose
-from jax_ep._transport.payload import Payload
-from jax_ep._transport.replicate import (
+from jax_ep._placement.pieces import (
     can_cut,
     num_pieces,
     place,
@@ -22,6 +17,11 @@ from jax_ep._transport.replicate import (
     send_placed,
     send_replicas,
 )
+from jax_ep._placement.plan import BalancePlan
+from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS, name_all
+from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._transport.choice import Asynchronous, choose
+from jax_ep._transport.payload import Payload
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,6 @@ import jax
 from jax_ep._group.group import Group
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
-from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.routing import Handle, Routing
 
 Leaves = tuple[jax.Array, ...]
@@ -151,14 +150,6 @@ class LocalBackend(Protocol):
     def layout(
         self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
     ) -> LayoutCounts: ...
-    def plan_experts(
-        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
-    ) -> ExpertPlan:
-        """Plans where the rows `counts` int32 [R, E] are computed: the same bits from every backend.
-
-        `source`: int32 scalar, the rank whose choices `ends` divides.
-        """
-        ...
 
     def permute(
         self,

@@ -22,7 +22,6 @@ from jax_ep._rows.quantize import quantize_by_kernel
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Leaves, Packing, Permutation, Routed
-from jax_ep._transport.balance import ExpertPlan
 from jax_ep._transport.collectives import mesh_position
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
@@ -313,19 +312,6 @@ class Ffi:
         )
         returned_weights = None if arrived_weights is None else named["topk_weights"]
         return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
-
-    def plan_experts(
-        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
-    ) -> ExpertPlan:
-        ranks, experts = counts.shape
-        physical = experts + ranks * num_slots
-        attributes: dict[str, Any] = {
-            "num_redundant_experts": np.int64(num_slots),
-            "tolerance": np.int64(tolerance),
-            "min_rows": np.int64(min_rows),
-        }
-        results: list[Result] = [((physical,), INT)] * len(ExpertPlan._fields)
-        return ExpertPlan(*call("balance", [counts, source[None]], results, **attributes))
 
     def permute(
         self,

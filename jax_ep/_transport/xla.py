@@ -20,7 +20,6 @@ from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.backend import LayoutCounts, Packing, Permutation, Routed
-from jax_ep._transport.balance import ExpertPlan, plan_experts
 from jax_ep._transport.collectives import exchange, gather, rank
 from jax_ep._transport.routing import (
     Handle,
@@ -248,11 +247,6 @@ class Xla:
             is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
             returned = jnp.where(is_local, returned, 0)
         return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
-
-    def plan_experts(
-        self, counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
-    ) -> ExpertPlan:
-        return plan_experts(counts, source, num_slots, tolerance, min_rows)
 
     def permute(
         self,

@@ -49,6 +49,7 @@ FLOORS = (
     ("_group",),
     ("_rows",),
     ("_transport", "_experts"),
+    ("_placement",),
     ("_ops",),
     ("command", "bench", "demo"),
 )

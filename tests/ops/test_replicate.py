@@ -11,7 +11,7 @@ from cases import BF16, FP8, floats, ranks, same_bits, tagged_rows
 from devices import most_ranks
 
 import jax_ep
-from jax_ep._transport.replicate import num_pieces
+from jax_ep._placement.pieces import num_pieces
 
 pytestmark = pytest.mark.processes
 

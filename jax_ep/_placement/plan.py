@@ -1,4 +1,4 @@
-"""Plans of redundant experts: where the rows of hot experts are computed.
+"""Plans of redundant experts: the rank that computes each row of a hot expert.
 
 R ranks, E logical experts, L = E / R experts at home on a rank, N physical experts a rank, P = R * N. A plan
 is a function of the counts of all ranks, so every rank computes the same one. docs/balance.md describes the
@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
+from jax_ep._jax.ffi_call import Result, call
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import MOST, sum_of_counts
 
@@ -108,17 +110,44 @@ class _State(NamedTuple):
 
 
 def plan_experts(
-    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    implementation: Implementation,
+    counts: jax.Array,
+    source: jax.Array,
+    num_slots: int,
+    tolerance: int,
+    min_rows: int,
 ) -> ExpertPlan:
-    """Plans where rows are computed, in `jax.lax`: the same bits as from ffi/core/balance.h.
+    """Plans where rows are computed: the same bits with both implementations.
 
     Args:
+      implementation: "ffi" or "xla".
       counts: int32 [R, E] rows that each rank has for each logical expert.
       source: int32 scalar, the rank of `ends`.
       num_slots: S redundant experts a rank. With S = L every rank can be filled exactly.
       tolerance: thousandths of the mean by which a rank may exceed it.
       min_rows: the fewest rows that are worth a move.
     """
+    plan = _plan_by_handler if implementation == "ffi" else _plan_by_xla
+    return plan(counts, source, num_slots, tolerance, min_rows)
+
+
+def _plan_by_handler(
+    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+) -> ExpertPlan:
+    ranks, experts = counts.shape
+    attributes: dict[str, Any] = {
+        "num_redundant_experts": np.int64(num_slots),
+        "tolerance": np.int64(tolerance),
+        "min_rows": np.int64(min_rows),
+    }
+    results: list[Result] = [((experts + ranks * num_slots,), INT)] * len(ExpertPlan._fields)
+    return ExpertPlan(*call("balance", [counts, source[None]], results, **attributes))
+
+
+def _plan_by_xla(
+    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+) -> ExpertPlan:
+    """Plans in `jax.lax`, as ffi/core/balance.h does."""
     ranks, experts = counts.shape
     local = experts // ranks
     counts = jnp.maximum(counts, 0)

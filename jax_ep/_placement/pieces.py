@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.vmap import with_vmap_rule
+from jax_ep._placement.plan import is_first
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.backend import Backend, Leaves
-from jax_ep._transport.balance import is_first
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.push_pull import push
 from jax_ep._transport.routing import Handle, Routing, for_backward
