@@ -1,6 +1,7 @@
 """What the tests of all rooms share: their devices, and fixtures."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ from devices import make_mesh, most_ranks, need_devices, skip_or_fail
 
 import jax_ep
 from jax_ep import _extension
+from jax_ep._group.group import ranks_of
 from jax_ep._transport import ffi, stream
 
 devices.set_up()
@@ -54,7 +56,7 @@ def open_group() -> Iterator[Callable[..., jax_ep.Group]]:
 def gpu_group(open_group: Callable[..., jax_ep.Group], monkeypatch: pytest.MonkeyPatch) -> jax_ep.Group:
     """A group as it would be on GPUs that are not here, to ops of many tokens."""
     group = open_group(make_mesh((most_ranks(),), ("ep",)), "ep")
-    monkeypatch.setattr(group, "_platform", "gpu")
+    monkeypatch.setattr(group, "_ranks", dataclasses.replace(ranks_of(group), platform="gpu"))
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     monkeypatch.setattr(ffi, "goes_through_arena", lambda *rows, **options: False)
     return group
@@ -66,8 +68,7 @@ def annotated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param:
         if jax.default_backend() == "gpu":
             pytest.skip("annotated anyway")
-        by_handlers = lambda group, implementation: group._resolve(implementation) == "ffi"
-        monkeypatch.setattr(stream, "has_stream", by_handlers)
+        monkeypatch.setattr(stream, "has_stream", lambda ranks: True)
     return request.param
 
 

@@ -15,9 +15,7 @@ from jax_ep import _checks, _extension
 from jax_ep._extension import Extension
 from jax_ep._group import cpu_threads, handshake, hosts, memory, nccl, options
 from jax_ep._group.options import Options
-
-# Ranks of each host, as indices along a group's axis.
-_IndexGroups = tuple[tuple[int, ...], ...]
+from jax_ep._group.ranks import Ranks
 
 # Group key -> lock of the thread that prepares the group's GPUs.
 _locks: dict[str, threading.Lock] = {}
@@ -139,23 +137,32 @@ class Group:
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, size)
-        self._axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-        self._axes = axes
+        names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, given.seconds)
-        self._index_groups: _IndexGroups | None = None
-        self._within: Group | None = None
-        if per_host < size:
-            self._within = self._make_within(devices.reshape(-1, per_host), size, given)
-        self._set_up(devices, given, reason)
-        if self._platform == "cpu":
+        self._ranks = _ranks(names, axes, devices, per_host)
+        self._timeout_s = options.resolve(self._opened.key, given).seconds
+        self._closed = False
+        # Why the group cannot use FFI handlers. Empty if it can.
+        self._setup_error = reason if self._ranks.within is None else ""
+        # Why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
+        self._rails_error = ""
+        if self._ranks.platform == "cpu":
             cpu_threads.check([d for d in devices.flat if d.process_index == jax.process_index()])
         _extension.has_handlers(
-            self._platform
+            self._ranks.platform
         )  # warns now, and not only at the first op, if they are missing
         if module := _extension.extension():
-            (self._within or self)._open(module, list(devices.flat), given)
-        if self._within is not None and self._platform == "gpu":
-            self._rails_error = self._open_rails(self._within, devices, self._timeout_s)
+            self._open(module, list(devices.flat), given)
+        if self._ranks.within is not None and self._ranks.platform == "gpu":
+            self._rails_error = self._open_rails(devices, self._timeout_s)
+            if not self._rails_error:
+                rails = nccl.key_of(devices, per_host)
+                self._ranks = dataclasses.replace(self._ranks, rails=rails)
+
+    @property
+    def _opened(self) -> Ranks:
+        """The ranks that exchange rows by handlers, which the extension has as a group."""
+        return self._ranks.within or self._ranks
 
     @staticmethod
     def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
@@ -166,69 +173,35 @@ class Group:
         except handshake.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
-    def _open_rails(self, within: "Group", devices: np.ndarray, timeout_s: float) -> str:
+    def _open_rails(self, devices: np.ndarray, timeout_s: float) -> str:
         limit_s = max(timeout_s, handshake.LEAST_S)
         try:
-            return nccl.open_rails(devices, within._size, within._ffi_error(), limit_s)
+            return nccl.open_rails(devices, self._opened.size, self._ffi_error(), limit_s)
         except BaseException as error:
             if module := _extension.extension():
-                within._release(module)
+                self._release(module)
             if isinstance(error, handshake.SetupTimeout):
                 raise PeerTimeoutError(str(error)) from None
             raise
 
-    def _make_within(self, devices: np.ndarray, size: int, given: Options) -> "Group":
-        """Makes the group of the ranks of each host [hosts, ranks], along the same axis. Hop 2 uses it."""
-        group = Group.__new__(Group)
-        group._axis_name, group._axes = self._axis_name, self._axes
-        per_host = devices.shape[1]
-        group._index_groups = tuple(
-            tuple(range(first, first + per_host)) for first in range(0, size, per_host)
-        )
-        group._within = None
-        group._set_up(devices, given, "")
-        return group
-
-    def _set_up(self, devices: np.ndarray, given: Options, reason: str) -> None:
-        """Sets the group's attributes. `reason` is why it cannot use FFI handlers, if any."""
-        self._size = devices.shape[1]
-        self._platform: str = devices.flat[0].platform
-        self._device_ids: tuple[tuple[int, ...], ...] = tuple(
-            tuple(device.id for device in group) for group in devices
-        )
-        self._spans_processes = any(
-            device.process_index != group[0].process_index for group in devices for device in group
-        )
-        self._key = f"{self._platform}:{','.join(self._axes)}:{self._device_ids}"
-        if self._within is not None:
-            self._key += f":{self._within._size} ranks a host"
-        elif self._index_groups is not None:
-            self._key += f":within each of {len(self._index_groups)} hosts"
-        self._timeout_s = options.resolve((self._within or self)._key, given).seconds
-        self._rails_key = nccl.key_of(devices, self.ranks_per_node)
-        self._closed = False
-        self._setup_error = reason
-        # The reason why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
-        self._rails_error = ""
-
     def _open(self, module: Extension, devices: list[Any], given: Options) -> None:
         """Opens the group in the extension, which must happen before a kernel waits for a peer."""
-        if self._platform == "gpu" and not self._ffi_error():
+        if self._opened.platform == "gpu" and not self._ffi_error():
             self._setup_error = self._open_on_gpus(module, devices)
         # XLA identifies a handler's device by its ordinal in this process on GPUs, and by its id on CPUs.
-        on_gpu = self._platform == "gpu"
+        on_gpu = self._opened.platform == "gpu"
         ordinals = [
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
             for d in devices
         ]
-        relays_for_other_hosts = self._index_groups is not None and self._size > 1
+        relays_for_other_hosts = self._opened.index_groups is not None and self._opened.size > 1
         with options.lock:
-            shared = options.add_user(self._key, given)
+            shared = options.add_user(self._opened.key, given)
             module.open_group(
-                self._key,
-                repr(self),
+                self._opened.key,
+                self._opened.name,
                 ordinals,
-                self._size,
+                self._opened.size,
                 relays_for_other_hosts,
                 shared.seconds,
                 shared.num_sms or 0,
@@ -237,19 +210,20 @@ class Group:
     def _release(self, module: Extension) -> None:
         """Closes the group in the extension once no equal group is open."""
         with options.lock:
-            options.drop_user(self._key)
-            module.close_group(self._key)
+            options.drop_user(self._opened.key)
+            module.close_group(self._opened.key)
 
     def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:
         """Prepares the control blocks. Returns why the group's kernels cannot run, empty if they can."""
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
-            if handshake.has_peers_elsewhere(devices, self._size):
-                reserve = functools.partial(memory.control_blocks, module, self._key, local, self._timeout_s)
-                memory.open_group(module, self._key, devices, self._size, reserve, self._timeout_s)
+            if handshake.has_peers_elsewhere(devices, self._opened.size):
+                key, timeout_s = self._opened.key, self._timeout_s
+                reserve = functools.partial(memory.control_blocks, module, key, local, timeout_s)
+                memory.open_group(module, key, devices, self._opened.size, reserve, timeout_s)
                 return ""
             # If several threads make equal groups at once, the first one does the work.
-            with _locks.setdefault(self._key, threading.Lock()):
+            with _locks.setdefault(self._opened.key, threading.Lock()):
                 return self._open_in_one_process(module, devices, local)
         except handshake.SetupError as error:
             return str(error)
@@ -258,11 +232,11 @@ class Group:
 
     def _open_in_one_process(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
         """Opens a group on GPUs if no ranks of this process communicate with those of another one."""
-        controls = memory.control_blocks(module, self._key, local, self._timeout_s)
-        if module.has_expired(self._key):
+        controls = memory.control_blocks(module, self._opened.key, local, self._timeout_s)
+        if module.has_expired(self._opened.key):
             handshake.drain(local, 3 * max(self._timeout_s, handshake.LEAST_S))
-            epoch, calls = module.last_epoch(self._key), module.last_call(self._key)
-            reason = module.reset_device_group(self._key, epoch, calls)
+            epoch, calls = module.last_epoch(self._opened.key), module.last_call(self._opened.key)
+            reason = module.reset_device_group(self._opened.key, epoch, calls)
             if reason:
                 return reason
         ranks: list[memory.Rank] = [
@@ -271,37 +245,32 @@ class Group:
             else (-1, 0, 0, device.process_index)
             for device in devices
         ]
-        return module.open_device_group(self._key, ranks, self._size, -1)
+        return module.open_device_group(self._opened.key, ranks, self._opened.size, -1)
 
     @property
     def size(self) -> int:
         """Number of ranks, R."""
-        return self._size
+        return self._ranks.size
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
         """Mesh axis or axes, as passed."""
-        return self._axis_name
+        return self._ranks.axis_name
 
     @property
     def ranks_per_node(self) -> int:
         """Number of ranks that share a host: all of them, or a divisor of their number."""
-        return self._size if self._within is None else self._within._size
-
-    @property
-    def _has_rails(self) -> bool:
-        """True if rows travel between hosts through NCCL's device API."""
-        return self._within is not None and self._platform == "gpu" and not self._rails_error
+        return self._ranks.ranks_per_host
 
     def stats(self) -> GroupStats:
         """Returns the implementation that this group uses, and the memory that it occupies."""
         self._require_open("stats")
         reason = self._ffi_error()
         module = _extension.extension()
-        between = None if self._within is None else "nccl" if self._has_rails else "xla"
+        between = None if self._ranks.within is None else "nccl" if self._ranks.rails else "xla"
         if reason or module is None:
             return GroupStats("xla", reason, 0, self.ranks_per_node, between)
-        size = module.control_bytes() if self._platform == "gpu" else 0
+        size = module.control_bytes() if self._ranks.platform == "gpu" else 0
         if self._resolve(None) == "xla":
             return GroupStats("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
         reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
@@ -321,7 +290,7 @@ class Group:
         """
         self._require_open("check")
         module = _extension.extension()
-        text = None if module is None else module.take_expired((self._within or self)._key)
+        text = None if module is None else module.take_expired(self._opened.key)
         if text is not None:
             raise PeerTimeoutError(text)
 
@@ -339,11 +308,11 @@ class Group:
         module = _extension.extension()
         if module is None:
             return
-        for array in jax.live_arrays(self._platform):
+        for array in jax.live_arrays(self._ranks.platform):
             # Errors of an array's program are raised where the array is read.
             with contextlib.suppress(Exception):
                 array.block_until_ready()
-        (self._within or self)._release(module)
+        self._release(module)
 
     def __enter__(self) -> "Group":
         self._require_open("with")
@@ -367,17 +336,13 @@ class Group:
         return self  # because a model that is copied refers to its group but does not own it
 
     def __eq__(self, other: Any) -> bool:
-        return self._key == other._key if isinstance(other, Group) else NotImplemented
+        return self._ranks == other._ranks if isinstance(other, Group) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self._ranks)
 
     def __repr__(self) -> str:
-        groups = [list(group) for group in self._device_ids]
-        shown = groups if len(groups) > 1 else groups[0]
-        hosts = "" if self._within is None else f", ranks_per_node={self.ranks_per_node}"
-        hosts = hosts if self._index_groups is None else ", one group per host"
-        return f"Group({self._axis_name!r}, {self._platform} devices {shown}{hosts})"
+        return self._ranks.name
 
     def _require_open(self, op: str) -> None:
         if self._closed:
@@ -391,19 +356,76 @@ class Group:
         reason = self._ffi_error()
         if implementation == "ffi" and reason:
             raise ValueError(f"implementation='ffi' cannot run {self!r}: {reason}. Use implementation='xla'.")
-        if reason and self._spans_processes and not _extension.reason_against_ffi(self._platform):
+        if reason and self._ranks.spans_processes and not _extension.reason_against_ffi(self._ranks.platform):
             _extension.warn_once(
                 f"jax_ep: {self!r} spans processes; its ops use implementation='xla', because {reason}"
             )
         elif reason:
-            _extension.warn_of_falling_back(self._platform, reason)
+            _extension.warn_of_falling_back(self._ranks.platform, reason)
         return "xla" if reason else "ffi"
 
     def _ffi_error(self) -> str:
         """Returns why the group's ops cannot use FFI handlers, empty if they can."""
-        if self._within is not None:
-            return self._within._ffi_error()
-        reason = _extension.reason_against_ffi(self._platform) or self._setup_error
-        if not reason and self._spans_processes and self._platform != "gpu":
+        ranks = self._opened
+        reason = _extension.reason_against_ffi(ranks.platform) or self._setup_error
+        if not reason and ranks.spans_processes and ranks.platform != "gpu":
             return "on CPUs the ranks of a host must live in one process"
         return reason
+
+
+def _ranks(
+    axis_name: str | tuple[str, ...], axes: tuple[str, ...], devices: np.ndarray, per_host: int
+) -> Ranks:
+    """Returns the ranks of groups of devices [groups, R], of which `per_host` share a host."""
+    size = devices.shape[1]
+    if per_host == size:
+        return _describe(axis_name, axes, devices, "", "")
+    index_groups = tuple(tuple(range(first, first + per_host)) for first in range(0, size, per_host))
+    within = dataclasses.replace(
+        _describe(
+            axis_name,
+            axes,
+            devices.reshape(-1, per_host),
+            f":within each of {len(index_groups)} hosts",
+            ", one group per host",
+        ),
+        index_groups=index_groups,
+    )
+    whole = _describe(axis_name, axes, devices, f":{per_host} ranks a host", f", ranks_per_node={per_host}")
+    return dataclasses.replace(whole, within=within)
+
+
+def _describe(
+    axis_name: str | tuple[str, ...], axes: tuple[str, ...], devices: np.ndarray, key: str, name: str
+) -> Ranks:
+    """Returns the ranks of groups of devices [groups, R]. `key` and `name` end those of the result."""
+    platform = devices.flat[0].platform
+    ids = tuple(tuple(device.id for device in group) for group in devices)
+    groups = [list(group) for group in ids]
+    shown = groups if len(groups) > 1 else groups[0]
+    return Ranks(
+        key=f"{platform}:{','.join(axes)}:{ids}{key}",
+        name=f"Group({axis_name!r}, {platform} devices {shown}{name})",
+        axis_name=axis_name,
+        axes=axes,
+        size=devices.shape[1],
+        platform=platform,
+        spans_processes=any(
+            device.process_index != group[0].process_index for group in devices for device in group
+        ),
+    )
+
+
+def ranks_of(group: Group) -> Ranks:
+    """Returns the ranks of a group, which is what traced programs depend on."""
+    return group._ranks
+
+
+def resolve_implementation(group: Group, implementation: str | None) -> _extension.Implementation:
+    """Returns the implementation that an op of a group uses. Raises ValueError if it cannot be used."""
+    return group._resolve(implementation)
+
+
+def require_open(op: str, group: Group) -> None:
+    """Raises RuntimeError if a group is closed."""
+    group._require_open(op)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from jax_ep._checks import array, at_least_one, clamped, on_device, shape_text
 from jax_ep._extension import warn_once
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, ranks_of, require_open
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport import debug
 from jax_ep._transport.backend import Backend
@@ -100,7 +100,8 @@ def require_group(op: str, group: Any) -> None:
 def require_manual(op: str, group: Group) -> None:
     """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
     require_group(op, group)
-    group._require_open(op)
+    require_open(op, group)
+    axes = ranks_of(group).axes
     try:
         size = jax.lax.axis_size(group.axis_name)
     except NameError:
@@ -109,7 +110,7 @@ def require_manual(op: str, group: Group) -> None:
             f"{group.axis_name!r}; {_unbound(group)}"
         ) from None
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(group._axes) <= set(mesh.manual_axes):
+    if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
             f"{op} communicates, so it must be called inside jax.shard_map over the axis "
             f"{group.axis_name!r}; here an axis of that name is bound by something else, jax.vmap for example"
@@ -132,13 +133,14 @@ def require_manual(op: str, group: Group) -> None:
 def _unbound(group: Group) -> str:
     """Returns the text that says which axes of the group no shard_map binds; there is at least one."""
     bound = jax.sharding.get_abstract_mesh().manual_axes
-    missing = [axis for axis in group._axes if axis not in bound]
+    axes = ranks_of(group).axes
+    missing = [axis for axis in axes if axis not in bound]
     if not bound:
         return "no axis is bound here"
-    if len(missing) == len(group._axes):
+    if len(missing) == len(axes):
         here = ", ".join(map(repr, bound))
         return f"this one binds {here}; make the Group from its mesh, with the axis of the experts"
-    here, others = (", ".join(map(repr, axes)) for axes in (bound, missing))
+    here, others = (", ".join(map(repr, names)) for names in (bound, missing))
     return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_ep import _checks, _extension
 from jax_ep._extension import Implementation
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._placement.plan import (
@@ -132,7 +132,7 @@ def balance(
     """
     op = "balance"
     arguments.require_manual(op, group)
-    local = choose_local(group._resolve(implementation))
+    local = choose_local(resolve_implementation(group, implementation))
     ids = _checks.topk_idx(op, topk_idx)
     num_experts = _checks.num_experts(op, num_experts, group.size)
     if (num_redundant_experts is None) == (physical_to_logical is None):
@@ -156,7 +156,7 @@ def balance(
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens(op, num_valid_tokens, ids)
     given = ids
-    ids, placement = align_axes((ids, placement), group._axes)
+    ids, placement = align_axes((ids, placement), ranks_of(group).axes)
     num_invalid = arguments.count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
     num_unplaced = jnp.zeros_like(num_invalid)
@@ -165,10 +165,10 @@ def balance(
         num_unplaced = jnp.sum(is_unplaced, dtype=jnp.int32).reshape(1)
         ids = jnp.where(is_unplaced, -1, ids)
     with jax.named_scope("jax_ep.balance"):
-        source = rank(group).astype(jnp.int32)
+        source = rank(ranks_of(group)).astype(jnp.int32)
         counts = _counts_of_all(group, ids, num_experts, implementation)
         if placement is None:
-            plan = options.plan(counts, source, group._resolve(implementation))
+            plan = options.plan(counts, source, resolve_implementation(group, implementation))
         else:
             plan = plan_of_map(counts, source, placement, instances)
         plan = name_all(plan, CHECKPOINT_HANDLE)
@@ -181,7 +181,7 @@ def balance(
         valid = arguments.wrong_valid_tokens(num_valid_tokens, ids)
         return [debug.invalid_ids(given, num_experts), *wrong, *valid]
 
-    plan, physical = debug.check(op, (plan, physical), find, group)
+    plan, physical = debug.check(op, (plan, physical), find, ranks_of(group))
     return BalancePlan(
         topk_idx=physical,
         physical_to_logical=plan.physical_to_logical,
@@ -290,7 +290,8 @@ def _counts_of_all(
     group: Group, ids: jax.Array, num_experts: int, implementation: Implementation | None
 ) -> jax.Array:
     """Returns [R, E]: how many choices of each rank fell on each expert."""
-    counts = choose_local(group._resolve(implementation)).layout(ids, num_experts, group.size, 1)
+    local = choose_local(resolve_implementation(group, implementation))
+    counts = local.layout(ids, num_experts, group.size, 1)
     # Only the group of this routing counts.
     routing = Routing(group, "rank", 1, 1, num_experts, 1, 1, 1)
     return choose(routing, implementation).gather(routing, counts.num_tokens_per_expert)

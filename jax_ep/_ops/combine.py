@@ -137,7 +137,7 @@ def combine(
     biases = _biases(bias, payload.tree, leaves, routing.num_tokens)
     attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
-    handle, rows, weights, biases, attendance = align_axes(operands, routing.group._axes)
+    handle, rows, weights, biases, attendance = align_axes(operands, routing.ranks.axes)
     attended = Attended()
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:
@@ -157,7 +157,7 @@ def combine(
             sums = tuple(pull_scaled(backend, handle, (row,), weights, added)[0] for row, added in pairs)
     if routing.slots is not None:
         find = lambda: [debug.nan_rows(handle, rows)]
-        sums = debug.check("combine", sums, find, routing.group, alone=attendance.may_miss)
+        sums = debug.check("combine", sums, find, routing.ranks, alone=attendance.may_miss)
     result = payload.rebuild("combine", sums)
     return (result, attended.active_ranks) if attendance.may_miss else result
 

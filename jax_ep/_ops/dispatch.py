@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._extension import Implementation
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
@@ -91,7 +91,8 @@ class DispatchedByRank(Generic[Rows]):
         number = jnp.arange(1, handle.routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
         rank = jnp.full_like(number, jax.lax.axis_index(group.axis_name) + 1)
         attendance = Attendance.check("row_sources", self.active_ranks, "raise", group)
-        handle, leaves, attendance = align_axes((handle, (rank, number), attendance), group._axes)
+        operands = (handle, (rank, number), attendance)
+        handle, leaves, attendance = align_axes(operands, handle.routing.ranks.axes)
         if attendance.may_miss:
             arrived = push_attended(backend, handle, leaves, None, attendance)[0]
         else:
@@ -176,7 +177,7 @@ class DispatchedByExpert(Generic[Rows]):
         handle, backend = open_handle("to_topk", self.handle, None)
         routing = handle.routing
         values = _checks.weights("to_topk", "values", values, routing.buffer, f"[{routing.axes}]")
-        handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.group._axes)
+        handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.ranks.axes)
         _, returned = pull(backend, handle, (), values)
         assert returned is not None
         return returned
@@ -347,7 +348,7 @@ def dispatch(
         `gated_mlp`, or through a dispatch that ranks may miss.
     """
     require_manual("dispatch", group)
-    group._resolve(requested_implementation(implementation))  # raises before the other checks
+    resolve_implementation(group, requested_implementation(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
         raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
     ids = _checks.topk_idx("dispatch", topk_idx)
@@ -377,7 +378,7 @@ def dispatch(
         check_statistics(statistics, routing)
     attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = unshard(statistics)
-    payload, ids, weights, attendance = align_axes((payload, ids, weights, attendance), group._axes)
+    payload, ids, weights, attendance = align_axes((payload, ids, weights, attendance), routing.ranks.axes)
     with jax.named_scope("jax_ep.dispatch"):
         rows, out = send(choose(routing, implementation), routing, payload, ids, weights, attendance)
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
@@ -401,7 +402,7 @@ def dispatch(
             *arguments.wrong_valid_tokens(num_valid_tokens, ids),
         ]
 
-    checked = debug.check("dispatch", checked, find, group, alone=out.attended.may_miss)
+    checked = debug.check("dispatch", checked, find, routing.ranks, alone=out.attended.may_miss)
     common = {"x": rows, **checked}
     if out.topk_idx is not None:
         return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)

@@ -110,7 +110,7 @@ def redispatch(
         raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
     attendance = Attendance.check("redispatch", active_ranks, on_timeout, routing.group)
     operands = (handle, payload, weights, attendance)
-    handle, payload, weights, attendance = align_axes(operands, routing.group._axes)
+    handle, payload, weights, attendance = align_axes(operands, routing.ranks.axes)
     attended = Attended()
     with jax.named_scope("jax_ep.redispatch"):
         if attendance.may_miss:

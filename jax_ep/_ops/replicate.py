@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_ep._extension import Implementation
+from jax_ep._group.group import ranks_of
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops import arguments
 from jax_ep._placement.pieces import (
@@ -109,7 +110,7 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
     arguments.require_manual(op, group)
     local = num_experts // group.size
     payload = Payload.check(op, "w", w, (local,), "L", "the experts of a rank")
-    payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), group._axes)
+    payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), ranks_of(group).axes)
     slots = plan.num_redundant_experts
     if slots == 0:
         return payload.rebuild(op, payload.leaves)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, ranks_of
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.vmap import with_vmap_rule
 from jax_ep._placement.plan import is_first
@@ -57,8 +57,8 @@ class Placement(NamedTuple):
 
 def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Placement:
     """Returns where the instances of this rank's experts are. physical_to_logical [P]."""
-    ranks, local, me = group.size, num_experts // group.size, rank(group).astype(jnp.int32)
-    hosted = physical_to_logical.reshape(ranks, -1)
+    num_ranks, local, me = group.size, num_experts // group.size, rank(ranks_of(group)).astype(jnp.int32)
+    hosted = physical_to_logical.reshape(num_ranks, -1)
     mine = me * local + jnp.arange(local, dtype=jnp.int32)
     is_mine = hosted[None] == mine[:, None, None]  # [L, R, N]
     found = jnp.argmax(is_mine, axis=2).astype(jnp.int32)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import Ranks
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
 from jax_ep._transport.routing import Handle, Routing
@@ -188,6 +188,6 @@ class LocalBackend(Protocol):
 class InnerBackend(Backend, LocalBackend, Protocol):
     """A backend that `TwoHops` can wrap."""
 
-    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
+    def between_hosts(self, ranks: Ranks, blocks: jax.Array) -> jax.Array:
         """Hop 1: sends block h of [hosts, ...] to the rank that has the same index on host h."""
         ...

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jax_ep import _extension
+from jax_ep._group.group import resolve_implementation
 from jax_ep._transport import stream
 from jax_ep._transport.backend import Backend, LocalBackend
 from jax_ep._transport.ffi import Ffi
@@ -28,13 +29,13 @@ def requested_implementation(implementation: str | Asynchronous | None) -> str |
 
 def choose(routing: Routing, implementation: str | Asynchronous | None) -> Backend:
     """Returns the backend of an op along a routing. Raises ValueError if it cannot be used."""
-    resolved = routing.group._resolve(requested_implementation(implementation))
+    resolved = resolve_implementation(routing.group, requested_implementation(implementation))
     if not (routing.num_tokens and routing.capacity):
         return Xla()  # makes the empty results; no rank sends anything
     inner = Ffi() if resolved == "ffi" else Xla()
     if routing.makes_two_hops:
         return TwoHops(inner)
-    if isinstance(implementation, Asynchronous) and stream.has_stream(routing.group, resolved):
+    if isinstance(implementation, Asynchronous) and resolved == "ffi" and stream.has_stream(routing.ranks):
         return stream.Stream(Ffi())
     return inner
 

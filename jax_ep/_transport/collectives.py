@@ -9,20 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _extension
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import IndexGroups, Ranks
 from jax_ep._jax.ffi_call import call
 from jax_ep._jax.sharding import varying_axes
 
-IndexGroups = tuple[tuple[int, ...], ...]
 
-
-def rank(group: Group) -> jax.Array:
+def rank(ranks: Ranks) -> jax.Array:
     """Returns the number of this rank in its group."""
-    index = jax.lax.axis_index(group.axis_name)
-    return index if group._index_groups is None else index % group.size
+    index = jax.lax.axis_index(ranks.axis_name)
+    return index if ranks.index_groups is None else index % ranks.size
 
 
-def mesh_position(group: Group, arrays: Any) -> jax.Array:
+def mesh_position(ranks: Ranks, arrays: Any) -> jax.Array:
     """Returns the device's position in the mesh, int32 [2]: its rank, and the number of its list of ranks.
 
     A handler checks with it that the program runs on the group's mesh: the rank must be that of the device in
@@ -32,32 +30,32 @@ def mesh_position(group: Group, arrays: Any) -> jax.Array:
     position must not vary along them either, because otherwise the op's results would (`check_vma=True`). If
     `jax.vmap` lets them vary later, `with_own_lists` counts these axes.
     """
-    index = jax.lax.axis_index(group.axis_name)
+    index = jax.lax.axis_index(ranks.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    known = varying_axes((index, arrays)) - set(group._axes)
+    known = varying_axes((index, arrays)) - set(ranks.axes)
     others = [axis for axis in mesh.axis_names if axis in known]
-    number = (jax.lax.axis_index((*others, *group._axes)) if others else index).astype(jnp.int32)
-    size = np.int32(group.size)
+    number = (jax.lax.axis_index((*others, *ranks.axes)) if others else index).astype(jnp.int32)
+    size = np.int32(ranks.size)
     return jnp.stack([jax.lax.rem(number, size), jax.lax.div(number, size)])
 
 
-def host(group: Group) -> jax.Array:
+def host(ranks: Ranks) -> jax.Array:
     """Returns the number of this rank's host."""
-    return jax.lax.axis_index(group.axis_name) // group.ranks_per_node
+    return jax.lax.axis_index(ranks.axis_name) // ranks.ranks_per_host
 
 
-def gather(group: Group, array: jax.Array) -> jax.Array:
+def gather(ranks: Ranks, array: jax.Array) -> jax.Array:
     """Returns the arrays of all ranks: [R, ...]."""
-    if group._index_groups is None:
-        return jax.lax.all_gather(array, group.axis_name)
-    return among(jax.lax.all_gather, group.axis_name, group._index_groups)(array)
+    if ranks.index_groups is None:
+        return jax.lax.all_gather(array, ranks.axis_name)
+    return among(jax.lax.all_gather, ranks.axis_name, ranks.index_groups)(array)
 
 
-def exchange(group: Group, blocks: jax.Array) -> jax.Array:
+def exchange(ranks: Ranks, blocks: jax.Array) -> jax.Array:
     """Sends block r of [R, ...] to rank r. Returns the blocks that arrive, by source rank."""
-    if group._index_groups is None:
-        return jax.lax.all_to_all(blocks, group.axis_name, split_axis=0, concat_axis=0)
-    return among(all_to_all, group.axis_name, group._index_groups)(blocks)
+    if ranks.index_groups is None:
+        return jax.lax.all_to_all(blocks, ranks.axis_name, split_axis=0, concat_axis=0)
+    return among(all_to_all, ranks.axis_name, ranks.index_groups)(blocks)
 
 
 def all_to_all(
@@ -86,20 +84,20 @@ def among(
     return run
 
 
-def between_hosts(group: Group, blocks: jax.Array) -> jax.Array:
+def between_hosts(ranks: Ranks, blocks: jax.Array) -> jax.Array:
     """Sends block h of [hosts, ...] to the rank of this one's index on host h. Returns those that arrive."""
-    per_host = group.ranks_per_node
-    alike = tuple(tuple(range(index, group.size, per_host)) for index in range(per_host))
-    exchange = among(all_to_all, group.axis_name, alike)
-    within = group._within
-    if within is None or not group._spans_processes or group._platform != "cpu":
+    per_host = ranks.ranks_per_host
+    alike = tuple(tuple(range(index, ranks.size, per_host)) for index in range(per_host))
+    exchange = among(all_to_all, ranks.axis_name, alike)
+    within = ranks.within
+    if within is None or not ranks.spans_processes or ranks.platform != "cpu":
         return exchange(blocks)
     return _told(within, exchange(_told(within, blocks, ends=False)), ends=True)
 
 
-def _told(within: Group, blocks: jax.Array, ends: bool) -> jax.Array:
+def _told(within: Ranks, blocks: jax.Array, ends: bool) -> jax.Array:
     """Returns the blocks. On CPUs it lets `Group.check` report exchanges that begin and do not end."""
     if _extension.extension() is None:
         return blocks
-    options = {"group": within._key, "num_ranks": np.int64(within.size), "ends": np.int64(ends)}
+    options = {"group": within.key, "num_ranks": np.int64(within.size), "ends": np.int64(ends)}
     return call("hop", [mesh_position(within, blocks), blocks], [(blocks.shape, blocks.dtype)], **options)[0]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._extension import warn_once
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import Ranks
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._transport.routing import Handle, Routing, row_experts
@@ -169,7 +169,7 @@ def check(
     op: str,
     results: Tree,
     find: Callable[[], Sequence[Finding]],
-    group: Group | None = None,
+    ranks: Ranks | None = None,
     *,
     alone: bool = False,
 ) -> Tree:
@@ -199,7 +199,7 @@ def check(
         found = jnp.zeros((int(np.prod(sizes)), found.shape[1]), jnp.int32).at[device].set(found[0])
         found = jax.lax.psum(found, axes)
     texts = tuple((finding.text, len(finding.numbers)) for finding in findings)
-    report = functools.partial(_report, op, texts, axes, sizes, () if group is None else group._axes)
+    report = functools.partial(_report, op, texts, axes, sizes, () if ranks is None else ranks.axes)
     passed = jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), found, vmap_method="sequential")
     jax.debug.callback(_nothing, passed)  # so that nothing removes the other callback
     passed = checkpoint_name(passed, CHECKPOINT_HANDLE)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _extension
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import Ranks
 from jax_ep._jax.ffi_call import Result, call, or_scalar
 from jax_ep._jax.platform import on_platform
 from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
@@ -32,7 +32,7 @@ def _routing_attributes(
     routing: Routing, masks: bool = False, packing: Packing = Packing.NONE
 ) -> dict[str, Any]:
     return {
-        "group": routing.group._key,
+        "group": routing.ranks.key,
         "order": np.int64(ORDERS.index(routing.order)),
         "num_ranks": np.int64(routing.num_ranks),
         "num_experts": np.int64(routing.num_experts),
@@ -43,8 +43,8 @@ def _routing_attributes(
     }
 
 
-def _position(group: Group, arrays: Any) -> jax.Array:
-    return on_platform(mesh_position(group, arrays), group._platform, repr(group))
+def _position(ranks: Ranks, arrays: Any) -> jax.Array:
+    return on_platform(mesh_position(ranks, arrays), ranks.platform, ranks.name)
 
 
 def _handle_arrays(handle: Handle) -> list[jax.Array]:
@@ -61,12 +61,12 @@ def goes_through_arena(
 ) -> bool:
     """Returns whether `route` sends these rows through the arena, as for few tokens on GPUs."""
     module = _extension.extension()
-    if routing.group._platform != "gpu" or module is None:
+    if routing.ranks.platform != "gpu" or module is None:
         return False
     parts = leaves if packing is Packing.NONE else _as_fp8(*leaves)
     row_bytes = sum(-(-math.prod(part.shape[1:]) * _bits(part) // 128) * 16 for part in parts)
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
-    return module.fits_arena(routing.group._key, False, routing.has_row_per_choice, sizes, row_bytes)
+    return module.fits_arena(routing.ranks.key, False, routing.has_row_per_choice, sizes, row_bytes)
 
 
 def _bits(array: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -133,18 +133,18 @@ def _push(
     operands = [*_handle_arrays(handle), or_scalar(topk_weights), or_scalar(row_weights), *leaves, *factors]
     weights, *moved = call(
         "push",
-        [_position(routing.group, operands), *operands],
+        [_position(routing.ranks, operands), *operands],
         [_arrived_weights(routing, weighs), *_rows_like(leaves, routing.capacity)],
         **_routing_attributes(routing),
     )
     return weights, moved
 
 
-def gather(group: Group, x: jax.Array) -> jax.Array:
+def gather(ranks: Ranks, x: jax.Array) -> jax.Array:
     """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
-    shape = (group.size * x.shape[0], *x.shape[1:])
-    options = {"group": group._key, "num_ranks": np.int64(group.size)}
-    (out,) = call("gather", [_position(group, x), x], [(shape, x.dtype)], **options)
+    shape = (ranks.size * x.shape[0], *x.shape[1:])
+    options = {"group": ranks.key, "num_ranks": np.int64(ranks.size)}
+    (out,) = call("gather", [_position(ranks, x), x], [(shape, x.dtype)], **options)
     return out
 
 
@@ -155,7 +155,7 @@ class Ffi:
     keeps_bits: ClassVar[bool] = True
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
-        has_kernels = routing.group._platform == "gpu" and _extension.extension() is not None
+        has_kernels = routing.ranks.platform == "gpu" and _extension.extension() is not None
         return has_kernels and _bits(x) != 64
 
     def quantize(self, rows: jax.Array, round_scale: bool, floor: float) -> QuantizedArray:
@@ -208,7 +208,7 @@ class Ffi:
         operands = [topk_idx, or_scalar(topk_weights), or_scalar(attendance.active_ranks, INT), *leaves]
         named, rows = _call_named(
             "route",
-            [_position(routing.group, operands), *operands],
+            [_position(routing.ranks, operands), *operands],
             results,
             _rows_like(leaves if packing is Packing.NONE else _as_fp8(*leaves), routing.capacity),
             _routing_attributes(routing, attendance.masks, packing),
@@ -237,14 +237,15 @@ class Ffi:
     def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
         """Sends one row to every rank: for few numbers that is faster than a collective."""
         ranks = routing.num_ranks
-        row_to_each = Routing(
-            group=routing.group,
+        row_to_each = dataclasses.replace(
+            routing,
             order="rank",
             num_tokens=1,
             top_k=ranks,
             num_experts=ranks,
             capacity=ranks,
             expert_alignment=1,
+            host_rows=0,
         )
         ids = jnp.arange(ranks, dtype=INT)[None]
         return self.route(row_to_each, (numbers[None],), ids, None).rows[0]
@@ -291,7 +292,7 @@ class Ffi:
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
         # By expert the kernels first sum each token's rows where they lie, unless a rank is alone.
         several = routing.top_k > 1 and routing.num_ranks > 1
-        folds = routing.has_row_per_choice and several and routing.group._platform == "gpu"
+        folds = routing.has_row_per_choice and several and routing.ranks.platform == "gpu"
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
         operands = [
             *_handle_arrays(handle),
@@ -304,7 +305,7 @@ class Ffi:
         results = {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)}
         named, sums = _call_named(
             "pull",
-            [_position(routing.group, operands), *operands],
+            [_position(routing.ranks, operands), *operands],
             results,
             [*_rows_like(rows, routing.num_tokens), *_rows_like(rows, partial_sums)],
             _routing_attributes(routing, attendance.masks),
@@ -381,13 +382,13 @@ class Ffi:
         (out,) = call("unpermute", operands, [((row_map.shape[0], *y.shape[1:]), out_dtype)])
         return out
 
-    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
+    def between_hosts(self, ranks: Ranks, blocks: jax.Array) -> jax.Array:
         """Hop 1, by puts of a kernel over NCCL's device API where the group has rails."""
-        within = group._within
-        if within is None or not group._has_rails:
-            return collectives.between_hosts(group, blocks)
-        options = {"group": within._key, "rails": group._rails_key, "num_ranks": np.int64(within.size)}
+        within = ranks.within
+        if within is None or ranks.rails is None:
+            return collectives.between_hosts(ranks, blocks)
+        options = {"group": within.key, "rails": ranks.rails, "num_ranks": np.int64(within.size)}
         (out,) = call(
-            "rail_hop", [_position(group, blocks), blocks], [(blocks.shape, blocks.dtype)], **options
+            "rail_hop", [_position(ranks, blocks), blocks], [(blocks.shape, blocks.dtype)], **options
         )
         return out

@@ -172,7 +172,7 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
     if handle.received_rows is not None and other.received_rows is not None:
         choice = invert(handle.received_rows, capacity)
         return jnp.where(choice < 0, -1, other.received_rows.reshape(-1)[choice])
-    me = rank(handle.routing.group)
+    me = rank(handle.routing.ranks)
     ends, other_ends = (jnp.take(one.rank_prefix_matrix, me, axis=1) for one in (handle, other))
     row = jnp.arange(capacity, dtype=jnp.int32)
     source = jnp.minimum(jnp.searchsorted(ends, row, side="right"), ends.shape[0] - 1)

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, ranks_of
+from jax_ep._group.ranks import Ranks
 
 Order = Literal["rank", "expert", "expert_padded"]
 ORDERS = ("rank", "expert", "expert_padded", "placed")
@@ -28,18 +29,28 @@ class Routing:
     capacity: int  # C, rows of a receive buffer
     expert_alignment: int  # by padded experts S, the rows of each expert's block; placed: of each slot
     host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
+    is_within: bool = False  # a routing of hop 2, among the ranks of a host
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that exchange rows."""
+        ranks = ranks_of(self.group)
+        if not self.is_within:
+            return ranks
+        assert ranks.within is not None
+        return ranks.within
 
     @property
     def num_ranks(self) -> int:
-        return self.group.size
+        return self.ranks.size
 
     @property
     def num_local_experts(self) -> int:
-        return self.num_experts // self.group.size
+        return self.num_experts // self.num_ranks
 
     @property
     def num_hosts(self) -> int:
-        return self.group.size // self.group.ranks_per_node
+        return self.ranks.num_hosts
 
     @property
     def makes_two_hops(self) -> bool:
@@ -49,10 +60,9 @@ class Routing:
     @property
     def within(self) -> "Routing":
         """Routing of hop 2, among the ranks of a host. Its tokens are the rows that hop 1 delivers."""
-        assert self.group._within is not None
         return dataclasses.replace(
             self,
-            group=self.group._within,
+            is_within=True,
             num_tokens=self.num_hosts * self.host_rows,
             num_experts=self.num_experts // self.num_hosts,
             host_rows=0,

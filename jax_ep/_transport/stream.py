@@ -12,7 +12,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.experimental import compute_on
 
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import Ranks
 from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport import ffi
@@ -117,18 +117,18 @@ class Stream:
         return self.inner.pull(handle, (row,), row_weights, biases, None)[0][0]
 
 
-def has_stream(group: Any, implementation: str | None) -> bool:
-    """Returns whether an op of the group can run asynchronously.
+def has_stream(ranks: Ranks) -> bool:
+    """Returns whether an op of implementation "ffi" can run asynchronously.
 
     With "xla" the collectives are XLA's own, which XLA starts asynchronously by itself. If a mesh axis is
     left to automatic or explicit sharding, XLA cannot partition a call that uses its rank. An op between
     hosts is not a single call.
     """
-    on_gpus = isinstance(group, Group) and group._platform == "gpu" and group._within is None
+    on_gpus = ranks.platform == "gpu" and ranks.within is None
     mesh = jax.sharding.get_abstract_mesh()
     left = set(mesh.axis_names) - set(mesh.manual_axes)
     others = [axis for axis in left if mesh.shape[axis] > 1 or axis in mesh.explicit_axes]
-    return on_gpus and not others and group._resolve(implementation) == "ffi"
+    return on_gpus and not others
 
 
 def _begin(function: Callable[..., Any], *operands: Any) -> jax.Array:

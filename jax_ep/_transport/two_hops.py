@@ -48,7 +48,7 @@ def compute_destinations(
     gather(numbers) returns the numbers [n] of all ranks [R, n].
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
-    me = rank(routing.group)
+    me = rank(routing.ranks)
     layout = inner.layout(ids, routing.num_experts, ranks, 1)
     counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
     if ids_before_drops is not ids:
@@ -111,8 +111,8 @@ def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) 
     within = routing.within
     ranks = within.num_ranks
     # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
-    one_each = Routing(
-        group=within.group,
+    one_each = dataclasses.replace(
+        within,
         order="rank",
         num_tokens=ranks,
         top_k=1,
@@ -127,7 +127,7 @@ def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) 
 def all_to_all(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
     """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    received = inner.between_hosts(routing.group, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+    received = inner.between_hosts(routing.ranks, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
     received = all_to_all_within(inner, routing, received.swapaxes(0, 1).reshape(per_host, -1))
     return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
@@ -135,7 +135,7 @@ def all_to_all(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.
 def all_gather(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
     """Gathers the numbers [n] of all ranks. Returns [R, n]."""
     hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    received = inner.between_hosts(routing.group, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+    received = inner.between_hosts(routing.ranks, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
     received = all_to_all_within(
         inner, routing, jnp.broadcast_to(received.reshape(1, -1), (per_host, received.size))
     )
@@ -297,7 +297,7 @@ def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
 def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> jax.Array:
     """Sends rows [hosts * rows of hop 1, ...], ordered by destination host. Returns those that arrive."""
     blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
-    return inner.between_hosts(routing.group, blocks).reshape(rows.shape)
+    return inner.between_hosts(routing.ranks, blocks).reshape(rows.shape)
 
 
 def send_to_hosts(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
@@ -333,7 +333,7 @@ def _send_metadata(
     if routing.has_row_per_choice:
         sent_rows = take(destinations.sent_rows, tokens)
     else:  # those of a host's ranks only
-        sent_rows = take(destinations.sent_rows.reshape(-1, routing.group.ranks_per_node), senders)
+        sent_rows = take(destinations.sent_rows.reshape(-1, routing.ranks.ranks_per_host), senders)
     integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
@@ -347,8 +347,8 @@ def _make_handle(
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
     global_ids, rows, bits = jnp.split(metadata, [sizes[0], sum(sizes)], axis=1)
-    here = _host_of(routing, global_ids) == host(routing.group)
-    within_ids = jnp.where(here, global_ids - host(routing.group) * routing.within.num_experts, -1)
+    here = _host_of(routing, global_ids) == host(routing.ranks)
+    within_ids = jnp.where(here, global_ids - host(routing.ranks) * routing.within.num_experts, -1)
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
@@ -371,7 +371,7 @@ def _make_inner_handle(
     within, hosts = routing.within, routing.num_hosts
     per_host = within.num_ranks
     between = destinations.rows_between.reshape(hosts, per_host, hosts, per_host)
-    between = jnp.sum(jnp.take(between, host(routing.group), axis=2), axis=0, dtype=jnp.int32)
+    between = jnp.sum(jnp.take(between, host(routing.ranks), axis=2), axis=0, dtype=jnp.int32)
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
@@ -390,7 +390,7 @@ def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Arr
 
 def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """Returns, by rank, [C, K]: the local id of each choice that came with a row, -1 on other ranks."""
-    first = rank(routing.within.group) * routing.num_local_experts
+    first = rank(routing.within.ranks) * routing.num_local_experts
     here = (ids >= first) & (ids < first + routing.num_local_experts)
     is_row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None] < num_tokens[None]
     return jnp.where(here & is_row, ids - first, -1)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_ep._group.group import Group
+from jax_ep._group.ranks import Ranks
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.dtypes import sum_dtype, sum_of_all
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, quantize_blocks
@@ -63,18 +63,18 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     Rows are [R * T] by rank and [R * T, K] by expert, -1 if there is none.
     """
     routing = handle.routing
-    ids = gather(routing.group, handle.topk_idx).reshape(-1, routing.top_k)
-    rows = gather(routing.group, handle.sent_rows).reshape(-1, routing.rows_per_token)
+    ids = gather(routing.ranks, handle.topk_idx).reshape(-1, routing.top_k)
+    rows = gather(routing.ranks, handle.sent_rows).reshape(-1, routing.rows_per_token)
     if not routing.has_row_per_choice:
-        return jnp.take(rows, rank(routing.group), axis=1), ids
-    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+        return jnp.take(rows, rank(routing.ranks), axis=1), ids
+    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
     return jnp.where(here, rows, -1), ids
 
 
 def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
     """Returns [R, T, ...]: each rank's part for this rank's tokens. held [R * T, ...] is by source rank."""
     held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
-    return exchange(routing.group, held)
+    return exchange(routing.ranks, held)
 
 
 def _over_row(factors: jax.Array, rows: jax.Array) -> jax.Array:
@@ -118,12 +118,12 @@ class Xla:
     ) -> Routed:
         assert packing is Packing.NONE
         ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
-        me = rank(routing.group)
+        me = rank(routing.ranks)
         my_ids = routed_experts(topk_idx, routing.num_experts)
         active = attendance.peers_of(me)
         if active is not None:
             my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
-        ids = gather(routing.group, my_ids).reshape(-1, routing.top_k)
+        ids = gather(routing.ranks, my_ids).reshape(-1, routing.top_k)
         pairs = _count_pairs(ids, routing.num_experts)
         in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
         my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
@@ -163,7 +163,7 @@ class Xla:
         return Routed(moved, weights, arrived_idx, *counts, attendance.as_attended(ranks), handle)
 
     def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
-        return gather(routing.group, numbers)
+        return gather(routing.ranks, numbers)
 
     def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
         return placed_handle(routing, hosts, sent_rows, slot_rows)
@@ -177,14 +177,14 @@ class Xla:
         token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
         moved = []
         for leaf in leaves:
-            everyone = jax.lax.collapse(gather(routing.group, leaf), 0, 2)
+            everyone = jax.lax.collapse(gather(routing.ranks, leaf), 0, 2)
             moved.append(take(everyone, token))
         if topk_weights is None:
             return tuple(moved), None
-        weights = gather(routing.group, topk_weights).reshape(-1, routing.top_k)
+        weights = gather(routing.ranks, topk_weights).reshape(-1, routing.top_k)
         if routing.has_row_per_choice:
             return tuple(moved), take(weights.reshape(-1), choice)
-        here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+        here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
         return tuple(moved), take(jnp.where(here, weights, 0), token)
 
     def push_scaled(
@@ -217,7 +217,7 @@ class Xla:
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None, Attended]:
         routing = handle.routing
         here, ids = _rows_here(handle)
-        active = attendance.peers_of(rank(routing.group))
+        active = attendance.peers_of(rank(routing.ranks))
         if active is not None:
             active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
             active = active.reshape(-1, *[1] * (here.ndim - 1))
@@ -244,7 +244,7 @@ class Xla:
             return tuple(sums), None, attended
         returned = take(arrived_weights, here)
         if not routing.has_row_per_choice:
-            is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.group))
+            is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
             returned = jnp.where(is_local, returned, 0)
         return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
 
@@ -317,5 +317,5 @@ class Xla:
         is_broken = jnp.any(is_broken, axis=1).reshape(-1, *[1] * (y.ndim - 1))
         return jnp.where(is_broken, jnp.nan, total).astype(out_dtype)
 
-    def between_hosts(self, group: Group, blocks: jax.Array) -> jax.Array:
-        return collectives.between_hosts(group, blocks)
+    def between_hosts(self, ranks: Ranks, blocks: jax.Array) -> jax.Array:
+        return collectives.between_hosts(ranks, blocks)

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._group.group import ranks_of
 from jax_ep._transport import ffi
 from jax_ep.bench import measure, processes, programs
 
@@ -55,7 +56,7 @@ def links(mesh: jax.sharding.Mesh, repeats: int) -> float | None:
             return None
 
         def step(x: jax.Array) -> jax.Array:
-            return jnp.reshape(ffi.gather(group, x), (mesh.size, *x.shape))[0]
+            return jnp.reshape(ffi.gather(ranks_of(group), x), (mesh.size, *x.shape))[0]
 
         rate = _rate(mesh, step, (mesh.size - 1) * _rows(mesh) * WIDTH * 4, ("GatherKernel",), repeats)
         group.check()

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_ep import _extension
-from jax_ep._group.group import Group
+from jax_ep._group.group import Group, ranks_of
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep.bench.shapes import Shape
 
@@ -43,7 +43,8 @@ def sms_of(
     row_bytes = bytes_of(op, 2.0 * shape.hidden)
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts]
     by_expert = order != "rank"
-    if module.fits_arena(group._key, op == "combine", by_expert, sizes, math.ceil(row_bytes / 16) * 16):
+    key, row_bytes = ranks_of(group).key, math.ceil(row_bytes / 16) * 16
+    if module.fits_arena(key, op == "combine", by_expert, sizes, row_bytes):
         return None
     kernels = LINK_KERNELS[op]
     if op == "forward + backward" and by_expert:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import jax_ep
 from jax_ep._extension import Implementation
+from jax_ep._group.group import ranks_of
 from jax_ep.demo import data, model
 
 SEQUENCES = 4  # per device and step
@@ -140,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
         count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         console.print(
             f"{count / 1e6:.1f} M parameters, {options.experts} experts (top-{options.top_k}) on "
-            f"{group.size} {group._platform} devices, implementation {implementation!r};\n"
+            f"{group.size} {ranks_of(group).platform} devices, implementation {implementation!r};\n"
             f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens per step"
         )
         if options.balance:
@@ -176,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
             batches = data.batches(text, sequences, config.window, options.seed)
             twin_losses = [float(twin.step(next(batches))["loss"]) for _ in range(steps)]
             difference = max(abs(a - b) for a, b in zip(losses, twin_losses, strict=False))
-            agree = difference < (AGREEMENT_IN_FP8 if options.fp8 else AGREEMENT[group._platform])
+            agree = difference < (AGREEMENT_IN_FP8 if options.fp8 else AGREEMENT[ranks_of(group).platform])
             table.add_row(
                 f"first {steps} losses, {implementation!r} against {other!r}",
                 f"{'agree' if agree else 'DISAGREE'}, largest difference {difference:.1e}",

@@ -1,6 +1,7 @@
 """Bad input: a clear error at trace time that says what must hold and what came."""
 
 import copy
+import dataclasses
 import pickle
 import types
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _extension
+from jax_ep._group.group import ranks_of
 
 R, T, K, E, H = 2, 4, 2, 4, 3
 X = np.ones((R * T, H), np.float32)
@@ -303,8 +305,8 @@ def foreign_group(open_group, monkeypatch):
 
     def make(platform="cpu", spans_processes=False):
         group = open_group(make_mesh((R,), ("ep",)), "ep")
-        monkeypatch.setattr(group, "_platform", platform)
-        monkeypatch.setattr(group, "_spans_processes", spans_processes)
+        elsewhere = {"platform": platform, "spans_processes": spans_processes}
+        monkeypatch.setattr(group, "_ranks", dataclasses.replace(ranks_of(group), **elsewhere))
         return group
 
     return make

@@ -1,6 +1,7 @@
 """Which groups get rails between their hosts, and what is compiled where they do. No network is needed."""
 
 import ast
+import dataclasses
 import importlib.util
 import pathlib
 import re
@@ -19,6 +20,7 @@ from layers import R, inputs, layer
 import jax_ep
 from jax_ep import _extension
 from jax_ep._group import handshake, nccl
+from jax_ep._group.group import ranks_of
 from jax_ep.command import info
 
 pytestmark = pytest.mark.one_jax
@@ -246,13 +248,12 @@ def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
     def stuck(*_):
         raise handshake.SetupTimeout("connecting hosts did not end")
 
-    within = two_hosts.group._within
     with monkeypatch.context() as patched:
         patched.setattr(nccl, "open_rails", stuck)
         patched.setattr(_extension, "extension", lambda: module)
         with pytest.raises(jax_ep.PeerTimeoutError, match="did not end"):
-            two_hosts.group._open_rails(within, grid([[0, 0, 1, 1]]), 1.0)
-    assert closed == [within._key]
+            two_hosts.group._open_rails(grid([[0, 0, 1, 1]]), 1.0)
+    assert closed == [ranks_of(two_hosts.group).within.key]
 
 
 @pytest.fixture
@@ -260,9 +261,9 @@ def two_hosts(monkeypatch):
     """A group of two hosts as it would be on GPUs that are not here."""
     skip_or_fail("devices", 2, R)
     on = ranks(R, R // 2)
-    for group in (on.group, on.group._within):
-        monkeypatch.setattr(group, "_platform", "gpu")
-        monkeypatch.setattr(group, "_rails_error", "")
+    within = dataclasses.replace(ranks_of(on.group).within, platform="gpu")
+    whole = dataclasses.replace(ranks_of(on.group), platform="gpu", within=within, rails="rails")
+    monkeypatch.setattr(on.group, "_ranks", whole)
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     return on
 
@@ -294,6 +295,8 @@ def test_xla_means_its_collectives(two_hosts):
 
 
 def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
+    without_rails = dataclasses.replace(ranks_of(two_hosts.group), rails=None)
+    monkeypatch.setattr(two_hosts.group, "_ranks", without_rails)
     monkeypatch.setattr(two_hosts.group, "_rails_error", "there is no network")
     reason = "rows between hosts use XLA's collectives: there is no network"
     expected = jax_ep.GroupStats("ffi", reason, 1, R // 2, "xla")

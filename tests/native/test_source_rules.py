@@ -94,6 +94,13 @@ def test_ops_do_not_import_each_other():
         assert not others, f"{path.name} imports {others}"
 
 
+def test_other_rooms_use_no_private_attribute_of_a_group():
+    for room in set(FLOOR_OF) - {"_group"}:
+        for path in modules_of(room):
+            used = re.findall(r"\bgroup\._\w+", path.read_text())
+            assert not used, f"{path.relative_to(PACKAGE)} uses {used}"
+
+
 def test_only_groups_have_state():
     """Elsewhere state makes a program depend on what the process did before."""
     for room in FLOOR_OF:

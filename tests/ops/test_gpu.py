@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._group.group import ranks_of
 from jax_ep._transport import ffi
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
@@ -142,7 +143,7 @@ def test_plain_copies_gather_every_rank_s_rows():
     mesh = Mesh(np.array(jax.devices()[:R]), ("ep",))
     x = tagged_rows(R, 40, H, BF16).reshape(-1, H)
     with jax_ep.Group(mesh, "ep") as group:
-        shard = functools.partial(ffi.gather, group)
+        shard = functools.partial(ffi.gather, ranks_of(group))
         mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
         got = np.asarray(mapped(jax.device_put(x, NamedSharding(mesh, P("ep")))))
     assert same_bits(got, np.tile(x, (R, 1)))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _extension
+from jax_ep._group.group import ranks_of
 
 K, EXPERTS, WIDTH = 4, 64, 512
 # Few enough for the slots of the arena, where nobody touches a peer's arrays; not so few; and many.
@@ -305,7 +306,7 @@ class Rig:
             unit(x)
 
     def stall(self, rank: int, phase: int, seconds: float) -> None:
-        self.module.inject_stall(self.group._key, rank, phase, float(seconds))
+        self.module.inject_stall(ranks_of(self.group).key, rank, phase, float(seconds))
 
     def end_stalls(self) -> None:
         for rank in self.local if self.on_gpus else []:

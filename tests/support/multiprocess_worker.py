@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_ep  # noqa: E402
+from jax_ep._group.group import resolve_implementation  # noqa: E402
 
 R, T, K, E, H = 8, 6, 3, 16, 5
 mesh = Mesh(np.array(jax.devices()), ("ep",))
@@ -126,5 +127,5 @@ assert other.stats().ranks_per_node == R
 assert "are not consecutive" in other.stats().reason
 assert sum("spans processes" in str(warning.message) for warning in caught) == 1
 with pytest.raises(ValueError, match="are not consecutive"):
-    other._resolve("ffi")
+    resolve_implementation(other, "ffi")
 print(f"process {jax.process_index()} ok", flush=True)

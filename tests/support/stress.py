@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _extension
+from jax_ep._group.group import ranks_of
 
 FEW = 100  # so few tokens that ranks can be left out, whatever else is drawn: docs/howto/failing_ranks.md
 
@@ -249,7 +250,7 @@ def begin_epochs(group: jax_ep.Group, before: int, number: int) -> str:
     """Lets the group's next ops have epochs that soon pass 2**31, or 2**32 by turns; where they begin."""
     module, first = _extension.extension(), 2 ** (31 + number % 2) - before
     assert module is not None
-    reason = module.reset_device_group(group._key, first - 1, module.last_call(group._key))
+    reason = module.reset_device_group(ranks_of(group).key, first - 1, module.last_call(ranks_of(group).key))
     if reason:
         raise RuntimeError(reason)
     return f", epochs from {first}"

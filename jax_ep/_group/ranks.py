@@ -1,0 +1,35 @@
+"""The ranks of a group as a traced program sees them."""
+
+import dataclasses
+
+# Ranks of each host, as indices along a group's axis.
+IndexGroups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The static part of a group. Hashable, and equal for equal groups, whose key is the same."""
+
+    key: str  # identifies the group in the extension
+    name: str = dataclasses.field(compare=False)  # for messages
+    axis_name: str | tuple[str, ...] = dataclasses.field(compare=False)
+    axes: tuple[str, ...] = dataclasses.field(compare=False)
+    size: int = dataclasses.field(compare=False)
+    platform: str = dataclasses.field(compare=False)
+    spans_processes: bool = dataclasses.field(compare=False)
+    index_groups: IndexGroups | None = dataclasses.field(default=None, compare=False)
+    """Not None for the ranks of a host: those of each host, as indices along the axes."""
+    within: "Ranks | None" = dataclasses.field(default=None, compare=False)
+    """The ranks of a host, if the group spans hosts."""
+    rails: str | None = dataclasses.field(default=None, compare=False)
+    """The key of the rails, if rows travel between hosts through NCCL's device API."""
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks that share a host."""
+        return self.size if self.within is None else self.within.size
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.size // self.ranks_per_host
