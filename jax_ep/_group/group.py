@@ -139,7 +139,7 @@ class Group:
         devices = mesh.devices.transpose(order).reshape(-1, size)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, given.seconds)
-        self._ranks = _ranks(names, axes, devices, per_host)
+        self._ranks = _ranks(self, names, axes, devices, per_host)
         self._timeout_s = options.resolve(self._opened.key, given).seconds
         self._closed = False
         # Why the group cannot use FFI handlers. Empty if it can.
@@ -374,46 +374,40 @@ class Group:
 
 
 def _ranks(
-    axis_name: str | tuple[str, ...], axes: tuple[str, ...], devices: np.ndarray, per_host: int
+    group: Group,
+    axis_name: str | tuple[str, ...],
+    axes: tuple[str, ...],
+    devices: np.ndarray,
+    per_host: int,
 ) -> Ranks:
-    """Returns the ranks of groups of devices [groups, R], of which `per_host` share a host."""
+    """Returns the ranks of a group of devices [lists of ranks, R], of which `per_host` share a host."""
+
+    def describe(devices: np.ndarray, key: str, name: str) -> Ranks:
+        platform = devices.flat[0].platform
+        ids = tuple(tuple(device.id for device in ranks) for ranks in devices)
+        shown = [list(ranks) for ranks in ids]
+        return Ranks(
+            key=f"{platform}:{','.join(axes)}:{ids}{key}",
+            group=group,
+            name=f"Group({axis_name!r}, {platform} devices {shown if len(shown) > 1 else shown[0]}{name})",
+            axis_name=axis_name,
+            axes=axes,
+            size=devices.shape[1],
+            platform=platform,
+            spans_processes=any(
+                device.process_index != ranks[0].process_index for ranks in devices for device in ranks
+            ),
+        )
+
     size = devices.shape[1]
     if per_host == size:
-        return _describe(axis_name, axes, devices, "", "")
+        return describe(devices, "", "")
     index_groups = tuple(tuple(range(first, first + per_host)) for first in range(0, size, per_host))
-    within = dataclasses.replace(
-        _describe(
-            axis_name,
-            axes,
-            devices.reshape(-1, per_host),
-            f":within each of {len(index_groups)} hosts",
-            ", one group per host",
-        ),
-        index_groups=index_groups,
-    )
-    whole = _describe(axis_name, axes, devices, f":{per_host} ranks a host", f", ranks_per_node={per_host}")
+    key = f":within each of {len(index_groups)} hosts"
+    within = describe(devices.reshape(-1, per_host), key, ", one group per host")
+    within = dataclasses.replace(within, index_groups=index_groups)
+    whole = describe(devices, f":{per_host} ranks a host", f", ranks_per_node={per_host}")
     return dataclasses.replace(whole, within=within)
-
-
-def _describe(
-    axis_name: str | tuple[str, ...], axes: tuple[str, ...], devices: np.ndarray, key: str, name: str
-) -> Ranks:
-    """Returns the ranks of groups of devices [groups, R]. `key` and `name` end those of the result."""
-    platform = devices.flat[0].platform
-    ids = tuple(tuple(device.id for device in group) for group in devices)
-    groups = [list(group) for group in ids]
-    shown = groups if len(groups) > 1 else groups[0]
-    return Ranks(
-        key=f"{platform}:{','.join(axes)}:{ids}{key}",
-        name=f"Group({axis_name!r}, {platform} devices {shown}{name})",
-        axis_name=axis_name,
-        axes=axes,
-        size=devices.shape[1],
-        platform=platform,
-        spans_processes=any(
-            device.process_index != group[0].process_index for group in devices for device in group
-        ),
-    )
 
 
 def ranks_of(group: Group) -> Ranks:

@@ -1,6 +1,7 @@
 """The ranks of a group as a traced program sees them."""
 
 import dataclasses
+from typing import Any
 
 # Ranks of each host, as indices along a group's axis.
 IndexGroups = tuple[tuple[int, ...], ...]
@@ -11,6 +12,8 @@ class Ranks:
     """The static part of a group. Hashable, and equal for equal groups, whose key is the same."""
 
     key: str  # identifies the group in the extension
+    group: Any = dataclasses.field(compare=False, repr=False)
+    """The `Group`, whose life the ranks share."""
     name: str = dataclasses.field(compare=False)  # for messages
     axis_name: str | tuple[str, ...] = dataclasses.field(compare=False)
     axes: tuple[str, ...] = dataclasses.field(compare=False)

@@ -148,7 +148,7 @@ def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) 
     """Returns the handle that an op goes along, checked, and the op's backend."""
     checked = handle(op, value)
     require_manual(op, checked.routing.group)
-    return checked, choose(checked.routing, implementation)
+    return checked, choose(checked.routing.group, implementation, is_empty=checked.routing.is_empty)
 
 
 def matrices_of(op: str, name: str, w: Any) -> Any:

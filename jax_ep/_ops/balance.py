@@ -32,7 +32,6 @@ from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
 from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
-from jax_ep._transport.routing import Routing
 
 
 @jax.tree_util.register_dataclass
@@ -292,9 +291,7 @@ def _counts_of_all(
     """Returns [R, E]: how many choices of each rank fell on each expert."""
     local = choose_local(resolve_implementation(group, implementation))
     counts = local.layout(ids, num_experts, group.size, 1)
-    # Only the group of this routing counts.
-    routing = Routing(group, "rank", 1, 1, num_experts, 1, 1, 1)
-    return choose(routing, implementation).gather(routing, counts.num_tokens_per_expert)
+    return choose(group, implementation).gather(counts.num_tokens_per_expert)
 
 
 def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Array:

@@ -12,9 +12,10 @@ from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.backend import Pull
 from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import pull, pull_attended, pull_scaled
+from jax_ep._transport.push_pull import pull, pull_attended
 from jax_ep._transport.routing import Handle
 
 Rows = TypeVar("Rows")
@@ -145,16 +146,15 @@ def combine(
                 raise ValueError(
                     "combine: with active_ranks or on_timeout='mask' a bias needs y to be one array"
                 )
-            sums, attended = pull_attended(backend, handle, rows, weights, biases[0], attendance)
+            pulled = Pull(rows, weights, biases[0])
+            sums, attended = pull_attended(backend, handle, pulled, attendance)
         elif quantize_gradient is not None:
-            sums = pull_with_fp8_gradient(backend, handle, rows, weights, biases[0])
-        elif weights is None and not any(biases):
-            sums, _ = pull(backend, handle, rows, None)
+            sums, _ = pull_with_fp8_gradient(backend, handle, Pull(rows, weights, biases[0]))
         elif not any(biases):
-            sums = pull_scaled(backend, handle, rows, weights, ())
+            sums, _ = pull(backend, handle, Pull(rows, weights))
         else:  # an op adds biases to one array
-            pairs = zip(rows, biases, strict=True)
-            sums = tuple(pull_scaled(backend, handle, (row,), weights, added)[0] for row, added in pairs)
+            pulls = [Pull((row,), weights, added) for row, added in zip(rows, biases, strict=True)]
+            sums = tuple(pull(backend, handle, pulled)[0][0] for pulled in pulls)
     if routing.slots is not None:
         find = lambda: [debug.nan_rows(handle, rows)]
         sums = debug.check("combine", sums, find, routing.ranks, alone=attendance.may_miss)

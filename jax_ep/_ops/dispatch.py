@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._extension import Implementation
-from jax_ep._group.group import Group, resolve_implementation
+from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops import arguments
 from jax_ep._ops.arguments import open_handle, require_manual
@@ -19,10 +19,11 @@ from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.indexing import invert
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, OnTimeout
+from jax_ep._transport.backend import Pull, Push
 from jax_ep._transport.choice import choose, requested_implementation
-from jax_ep._transport.fp8_rows import Quantize, choose_send
+from jax_ep._transport.fp8_rows import Quantize, check_quantize, send_fp8
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import pull, push, push_attended
+from jax_ep._transport.push_pull import pull, push, push_attended, send
 from jax_ep._transport.routing import (
     Handle,
     Order,
@@ -91,12 +92,12 @@ class DispatchedByRank(Generic[Rows]):
         number = jnp.arange(1, handle.routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
         rank = jnp.full_like(number, jax.lax.axis_index(group.axis_name) + 1)
         attendance = Attendance.check("row_sources", self.active_ranks, "raise", group)
-        operands = (handle, (rank, number), attendance)
-        handle, leaves, attendance = align_axes(operands, handle.routing.ranks.axes)
+        operands = (handle, Push((rank, number)), attendance)
+        handle, sent, attendance = align_axes(operands, handle.routing.ranks.axes)
         if attendance.may_miss:
-            arrived = push_attended(backend, handle, leaves, None, attendance)[0]
+            arrived = push_attended(backend, handle, sent, attendance)[0]
         else:
-            arrived = push(backend, handle, leaves, None)[0]
+            arrived = push(backend, handle, sent)[0]
         return RowSources(*(array - 1 for array in arrived))
 
 
@@ -178,7 +179,7 @@ class DispatchedByExpert(Generic[Rows]):
         routing = handle.routing
         values = _checks.weights("to_topk", "values", values, routing.buffer, f"[{routing.axes}]")
         handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.ranks.axes)
-        _, returned = pull(backend, handle, (), values)
+        _, returned = pull(backend, handle, Pull((), weights=values))
         assert returned is not None
         return returned
 
@@ -363,7 +364,7 @@ def dispatch(
             "dispatch: order='expert_padded' has `capacity` slots for each expert, so it takes no "
             f"expert_alignment, got {alignment}"
         )
-    send = choose_send(quantize, round_scale, x, payload.leaves)
+    check_quantize(quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
         ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
     capacity, alignment = _capacity_and_alignment(
@@ -373,14 +374,18 @@ def dispatch(
     if topk_weights is not None:
         weights = _checks.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
     host_rows = arguments.host_rows("dispatch", host_capacity, group, num_tokens)
-    routing = Routing(group, order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
+    routing = Routing(ranks_of(group), order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
     if statistics is not None:
         check_statistics(statistics, routing)
     attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
     statistics = unshard(statistics)
     payload, ids, weights, attendance = align_axes((payload, ids, weights, attendance), routing.ranks.axes)
     with jax.named_scope("jax_ep.dispatch"):
-        rows, out = send(choose(routing, implementation), routing, payload, ids, weights, attendance)
+        backend = choose(group, implementation, is_empty=routing.is_empty)
+        if quantize is None:
+            rows, out = send(backend, routing, payload, ids, weights, attendance)
+        else:
+            rows, out = send_fp8(backend, routing, payload, ids, weights, attendance, quantize, round_scale)
         arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
     if statistics is not None:
         statistics = add_to(statistics, out)

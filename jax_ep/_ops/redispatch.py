@@ -11,6 +11,7 @@ from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import open_handle
 from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.backend import Push
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push, push_attended
 from jax_ep._transport.routing import Handle, in_slots
@@ -113,12 +114,11 @@ def redispatch(
     handle, payload, weights, attendance = align_axes(operands, routing.ranks.axes)
     attended = Attended()
     with jax.named_scope("jax_ep.redispatch"):
+        sent = Push(payload.leaves, weights)
         if attendance.may_miss:
-            moved, arrived_weights, attended = push_attended(
-                backend, handle, payload.leaves, weights, attendance
-            )
+            moved, arrived_weights, attended = push_attended(backend, handle, sent, attendance)
         else:
-            moved, arrived_weights = push(backend, handle, payload.leaves, weights)
+            moved, arrived_weights = push(backend, handle, sent)
         results = [arrived("redispatch", routing, payload, moved)]
     if topk_weights is not None:
         results.append(in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS)))

@@ -124,7 +124,7 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
         weights: list[Any] = list(payload.leaves)
         for pieces, alike in _by_pieces(payload.leaves).items():
             routing = routing_of(group, num_experts, num_instances, pieces)
-            backend = choose(routing, implementation)
+            backend = choose(group, implementation, is_empty=routing.is_empty)
             moved = send(backend, routing, placement, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):
                 weights[i] = leaf

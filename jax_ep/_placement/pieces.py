@@ -18,7 +18,7 @@ from jax_ep._jax.vmap import with_vmap_rule
 from jax_ep._placement.plan import is_first
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.weights import PhysicalWeights
-from jax_ep._transport.backend import Backend, Leaves
+from jax_ep._transport.backend import Backend, Leaves, Pull, Push
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.push_pull import push
 from jax_ep._transport.routing import Handle, Routing, for_backward
@@ -72,7 +72,7 @@ def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) 
     hosts = group.size // group.ranks_per_node
     tokens = num_experts // group.size * pieces
     return Routing(
-        group=group,
+        ranks=ranks_of(group),
         order="placed",
         num_tokens=tokens,
         top_k=hosts,
@@ -90,7 +90,8 @@ def send_placed(
 
     Returns those here: [N, ...].
     """
-    moved, _ = push(backend, _handle(backend, routing, placement, pieces), _cut(routing, leaves), None)
+    handle = _handle(backend, routing, placement, pieces)
+    moved, _ = push(backend, handle, Push(_cut(routing, leaves)))
     return _whole(routing, moved, leaves)
 
 
@@ -108,13 +109,13 @@ def send_replicas(
 @custom_vjp(0)
 def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Leaves, Leaves]:
     """Returns arrays [L, ...] and those of the slots [S, ...]. One pull sums the gradients of both."""
-    moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+    moved, _ = push(backend, handle, Push(_cut(handle.routing, leaves)))
     return leaves, _whole(handle.routing, moved, leaves)
 
 
 def _push_replicas_forward(backend: Backend, handle: Handle, leaves: Leaves) -> Any:
     # Without a call of _push_replicas JAX sees that the leaves are returned, and a scan does not store them.
-    moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+    moved, _ = push(backend, handle, Push(_cut(handle.routing, leaves)))
     return (leaves, _whole(handle.routing, moved, leaves)), for_backward(handle)
 
 
@@ -143,7 +144,7 @@ def _push_replicas_of_batch(backend: Backend, is_batched: Any, handle: Handle, l
         return results, jax.tree.map(lambda _: True, results)
 
     def push_one(handle: Handle, leaves: Leaves) -> Leaves:
-        moved, _ = push(backend, handle, _cut(handle.routing, leaves), None)
+        moved, _ = push(backend, handle, Push(_cut(handle.routing, leaves)))
         return _whole(handle.routing, moved, leaves)
 
     moved = jax.vmap(push_one, (handle_axes, leaf_axes))(handle, leaves)
@@ -155,7 +156,8 @@ def _pull_replicas(backend: Backend, handle: Handle, home: jax.Array, moved: jax
     """Returns an array [L, ...] plus the sums of its replicas [S, ...]: the transpose of `_push_replicas`."""
     rows = moved.reshape(handle.routing.capacity, -1)
     biases = _cut(handle.routing, (home,))
-    return backend.pull(handle, (rows,), None, biases, None, adds_in_place=True)[0][0].reshape(home.shape)
+    sums, _, _ = backend.pull(handle, Pull((rows,), biases=biases, adds_in_place=True))
+    return sums[0].reshape(home.shape)
 
 
 def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> Any:

@@ -1,9 +1,11 @@
-"""The protocol of backends, which execute the actions of one rank, and their results.
+"""The protocol of backends, which execute the actions of one rank, and their operands and results.
 
-`Ffi` (ffi.py) and `Xla` (xla.py) are such backends. `TwoHops` (two_hops.py) and `Stream` (stream.py) wrap
-one. `choose` (choice.py) chooses the backend of an op, once.
+`Ffi` (ffi.py) and `Xla` (xla.py) are such backends, made for the ranks of a group. `TwoHops` (two_hops.py)
+wraps two of them, and `Stream` (stream.py) one. `choose` (choice.py) chooses the backend of an op, once. A
+new option of an op is a field of `Push` or `Pull`.
 """
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -24,6 +26,36 @@ class Packing(enum.IntEnum):
     NONE = 0
     FP8 = 1
     FP8_ROUNDED = 2  # with scales rounded up to powers of two
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """The operands of a push: T tokens with K choices, C rows of the receive buffer."""
+
+    leaves: Leaves  # [T, ...] each
+    weights: jax.Array | None = None  # [T, K]
+    row_weights: jax.Array | None = None
+    """[C] by expert, without `weights`: each row is multiplied by its weight where it arrives."""
+    factors: Leaves = ()
+    """[C, ...], one for each leaf, with `row_weights`: the dot products [C] of the rows, before they are
+    scaled, with the factors arrive in the place of weights."""
+    packing: Packing = dataclasses.field(default=Packing.NONE, metadata={"static": True})
+    """Only `route` packs rows. The only leaf then arrives as two: values and scales."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """The operands of a pull: T tokens with K choices, C rows of the receive buffer."""
+
+    rows: Leaves  # [C, ...] each
+    row_weights: jax.Array | None = None  # [C] by expert: each row is multiplied by its weight
+    biases: Leaves = ()  # [T, ...], which are added to the sums
+    weights: jax.Array | None = None
+    """By rank [C, K], by expert [C], which return to their tokens: the gradient of the weights of a push."""
+    adds_in_place: bool = dataclasses.field(default=False, metadata={"static": True})
+    """The sums may take the place of the only bias, where tokens without rows cost nothing."""
 
 
 class Routed(NamedTuple):
@@ -61,7 +93,7 @@ class Permutation(NamedTuple):
 
 
 class Backend(Protocol):
-    """The actions that move rows between ranks: route, push and pull.
+    """The actions that move rows between the ranks of a group: route, push, pull and gather.
 
     A backend is hashable, because custom_vjp takes it as an argument that is not differentiated.
     """
@@ -78,19 +110,13 @@ class Backend(Protocol):
         ...
 
     def route(
-        self,
-        routing: Routing,
-        leaves: Sequence[jax.Array],
-        topk_idx: jax.Array,
-        topk_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        packing: Packing = Packing.NONE,
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
     ) -> Routed:
-        """Computes a handle, and sends rows [T, ...] and weights [T, K] along it."""
+        """Computes a handle, and pushes along it."""
         ...
 
-    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
-        """Returns the int32 numbers [n] of all ranks: [R, n]. Uses the group of the routing only."""
+    def gather(self, numbers: jax.Array) -> jax.Array:
+        """Returns the int32 numbers [n] of all ranks: [R, n]."""
         ...
 
     def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
@@ -102,43 +128,14 @@ class Backend(Protocol):
         """
         ...
 
-    def push(
-        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-    ) -> tuple[Leaves, jax.Array | None]:
+    def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
         ...
 
-    def push_scaled(
-        self,
-        handle: Handle,
-        leaves: Sequence[jax.Array],
-        factors: Sequence[jax.Array],
-        row_weights: jax.Array,
-    ) -> tuple[Leaves, jax.Array]:
-        """Sends rows [T, ...] to [C, ...], each times its weight [C], by expert.
-
-        Also returns the dot products [C] of the rows, before they are scaled, with the factors [C, ...].
-        """
-        ...
-
     def pull(
-        self,
-        handle: Handle,
-        rows: Sequence[jax.Array],
-        row_weights: jax.Array | None,
-        biases: Sequence[jax.Array],
-        arrived_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        adds_in_place: bool = False,
+        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        """Sums each token's rows [C, ...] times their weights [C], and biases [T, ...], to [T, ...].
-
-        With `adds_in_place` the sums may take the place of the only bias, where tokens without rows cost
-        nothing.
-
-        Also sends `arrived_weights` ([C, K] by rank, [C] by expert) back to their tokens: [T, K]. This is the
-        gradient of `route` and `push` with respect to topk_weights.
-        """
+        """Sums each token's rows, times their weights, and biases to [T, ...]. Returns weights as [T, K]."""
         ...
 
 
@@ -185,9 +182,19 @@ class LocalBackend(Protocol):
     ) -> jax.Array: ...
 
 
-class InnerBackend(Backend, LocalBackend, Protocol):
+class HostBackend(Backend, Protocol):
     """A backend that `TwoHops` can wrap."""
 
-    def between_hosts(self, ranks: Ranks, blocks: jax.Array) -> jax.Array:
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that it was made for."""
+        ...
+
+    @property
+    def local(self) -> LocalBackend:
+        """The ops of one rank, by the same implementation."""
+        ...
+
+    def between_hosts(self, blocks: jax.Array) -> jax.Array:
         """Hop 1: sends block h of [hosts, ...] to the rank that has the same index on host h."""
         ...

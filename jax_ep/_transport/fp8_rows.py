@@ -1,8 +1,7 @@
 """Rows that travel as FP8, and who packs them: XLA, or the kernel that sends them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,9 +14,9 @@ from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOI
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._transport.attendance import Attendance
-from jax_ep._transport.backend import Backend, Leaves, Packing, Routed
+from jax_ep._transport.backend import Backend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import attach, pull_scaled, pull_scaled_forward, push, route, send
+from jax_ep._transport.push_pull import attach, pull, pull_forward, push, route
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_slots
 
 Quantize = Literal["fp8", "fp8_dequantize"]
@@ -29,18 +28,14 @@ NO_GRADIENT = (
 )
 
 
-def choose_send(
-    quantize: Any, round_scale: bool, x: Any, leaves: Leaves
-) -> Callable[..., tuple[Any, Routed]]:
-    """Checks how a dispatch is to quantize. Returns `send`, or the function that does the same with FP8."""
+def check_quantize(quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> None:
+    """Checks how a dispatch of x, which has these leaves, is to quantize."""
     if quantize is not None:
         _check(quantize, x, leaves)
-        return functools.partial(_send_fp8, quantize, round_scale)
-    if round_scale:
+    elif round_scale:
         raise ValueError(
             "dispatch: round_scale needs quantize, because rows that are not quantized have no scales"
         )
-    return send
 
 
 def check_quantize_gradient(quantize: Any, tree: Any, leaves: Sequence[jax.Array]) -> None:
@@ -79,49 +74,45 @@ def _check_blocks(option: str, rows: jax.Array) -> None:
         )
 
 
-def _send_fp8(
-    quantize: Quantize,
-    round_scale: bool,
+def send_fp8(
     backend: Backend,
     routing: Routing,
     payload: Payload,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     attendance: Attendance,
+    quantize: Quantize,
+    round_scale: bool,
 ) -> tuple[Any, Routed]:
     """Does what `send` does, with rows that travel as FP8, and arrive as `quantize` specifies."""
     (x,) = payload.leaves
     if backend.packs_fp8(routing, x):
-        sent = _route_as_fp8(backend, routing, x, topk_idx, topk_weights, round_scale, attendance)
+        packing = Packing.FP8_ROUNDED if round_scale else Packing.FP8
+        packed_sent = Push(payload.leaves, topk_weights, packing=packing)
+        routed = _route_as_fp8(backend, routing, topk_idx, packed_sent, attendance)
     else:
-        sent = route(backend, routing, _pack(backend, x, round_scale), topk_idx, topk_weights, attendance)
-    packed = _unpack(name_all(sent.rows, CHECKPOINT_ROWS))
+        packed_sent = Push(_pack(backend, x, round_scale), topk_weights)
+        routed = route(backend, routing, topk_idx, packed_sent, attendance)
+    sent = Push(payload.leaves, topk_weights)
+    packed = _unpack(name_all(routed.rows, CHECKPOINT_ROWS))
     if quantize == "fp8":
         carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
-        out = attach(backend, sent._replace(rows=(carrier,)), payload.leaves, topk_weights)
+        out = attach(backend, routed._replace(rows=(carrier,)), sent)
         packed = without_gradient(NO_GRADIENT, x, packed)
         return in_slots(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
-    named = sent._replace(rows=(wide,), weights=name_all(sent.weights, CHECKPOINT_WEIGHTS))
-    out = attach(backend, named, payload.leaves, topk_weights)
+    named = routed._replace(rows=(wide,), weights=name_all(routed.weights, CHECKPOINT_WEIGHTS))
+    out = attach(backend, named, sent)
     return in_slots(routing, out.rows[0]), out
 
 
 def _route_as_fp8(
-    backend: Backend,
-    routing: Routing,
-    x: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    round_scale: bool,
-    attendance: Attendance,
+    backend: Backend, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance
 ) -> Routed:
     """Routes rows that the kernel packs while it sends them."""
-    x, topk_weights = jax.lax.stop_gradient((x, topk_weights))
-    packing = Packing.FP8_ROUNDED if round_scale else Packing.FP8
     (values, scales), weights, *indices = backend.route(
-        routing, (x,), topk_idx, topk_weights, attendance, packing
+        routing, topk_idx, jax.lax.stop_gradient(sent), attendance
     )
     rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
     return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
@@ -139,27 +130,26 @@ def _unpack(rows: Leaves) -> QuantizedArray:
 
 
 @custom_vjp(0)
-def pull_with_fp8_gradient(
-    backend: Backend, handle: Handle, rows: Leaves, row_weights: jax.Array | None, biases: Leaves
-) -> Leaves:
-    """Does what `pull_scaled` does with one leaf, whose cotangent travels as FP8."""
-    return pull_scaled(backend, handle, rows, row_weights, biases)
+def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Leaves, jax.Array | None]:
+    """Does what `pull` does with one leaf, whose cotangent travels as FP8."""
+    return pull(backend, handle, pulled)
 
 
-def _pull_with_fp8_gradient_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
-    handle, scaled, biases = residuals
-    (cotangent,) = cotangents
-    sent, _ = push(backend, handle, _pack(backend, cotangent, False, COTANGENT_FLOOR), None)
+def _pull_with_fp8_gradient_backward(backend: Backend, saved: Any, cotangents: tuple[Leaves, None]) -> Any:
+    handle, scaled, biases = saved
+    ((cotangent,), _) = cotangents
+    sent, _ = push(backend, handle, Push(_pack(backend, cotangent, False, COTANGENT_FLOOR)))
     d_biases = tuple(cotangent.astype(bias.dtype) for bias in biases)
     if scaled is None:
-        return None, (dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases
+        return None, Pull((dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases)
     (rows,), row_weights = scaled
     wide = dequantize_fp8(_unpack(sent), jnp.float32)
     arrived, others, weights = (
         flat_real_rows(handle, array, jnp.float32) for array in (wide, rows, row_weights)
     )
     d_rows = (arrived * weights).astype(rows.dtype).reshape(rows.shape)
-    return None, (d_rows,), jnp.sum(arrived * others, axis=1).astype(row_weights.dtype), d_biases
+    d_row_weights = jnp.sum(arrived * others, axis=1).astype(row_weights.dtype)
+    return None, Pull((d_rows,), d_row_weights, d_biases)
 
 
-pull_with_fp8_gradient.defvjp(pull_scaled_forward, _pull_with_fp8_gradient_backward)
+pull_with_fp8_gradient.defvjp(pull_forward, _pull_with_fp8_gradient_backward)

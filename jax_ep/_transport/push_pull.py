@@ -4,6 +4,7 @@ Each is the other's transpose, so a push differentiates into a pull and a pull i
 handle of the forward pass, so nothing is routed twice.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
-from jax_ep._transport.backend import Backend, Leaves, Routed
+from jax_ep._transport.backend import Backend, Leaves, Pull, Push, Routed
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.payload import Payload, keep_bits, move_bits
 from jax_ep._transport.routing import (
@@ -39,8 +40,8 @@ def send(
     attendance: Attendance,
 ) -> tuple[Any, Routed]:
     """Routes a payload. Returns the rows that arrive, as users get them, and the other results."""
-    routed = route(backend, routing, payload.leaves, topk_idx, topk_weights, attendance)
-    out = attach(backend, routed, payload.leaves, topk_weights)
+    sent = Push(payload.leaves, topk_weights)
+    out = attach(backend, route(backend, routing, topk_idx, sent, attendance), sent)
     return arrived("dispatch", routing, payload, out.rows), out
 
 
@@ -50,117 +51,95 @@ def arrived(op: str, routing: Routing, payload: Payload, rows: Leaves) -> Any:
 
 
 def route(
-    backend: Backend,
-    routing: Routing,
-    leaves: Leaves,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    attendance: Attendance,
+    backend: Backend, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance
 ) -> Routed:
-    """Computes a handle, and pushes rows [T, ...] and weights [T, K] along it, without gradients.
+    """Computes a handle, and pushes along it, without gradients.
 
     JAX runs a rule for gradients only if something is differentiated, but the experts' backward pass may need
     the handle in any case. So the handle gets its checkpoint name here, before it becomes a residual of
     `attach`. Rows and weights get theirs after it, because they are residuals of the next function.
     """
-    fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
-    move = lambda bits: backend.route(routing, bits, topk_idx, fixed_weights, attendance)
-    rows, weights, *indices = move_bits(backend, move, fixed)
+    fixed = jax.lax.stop_gradient(sent)
+    move = lambda bits: backend.route(routing, topk_idx, dataclasses.replace(fixed, leaves=bits), attendance)
+    rows, weights, *indices = move_bits(backend, move, fixed.leaves)
     routed = Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
     return routed._replace(rows=debug.poison_empty_slots(routed.handle, routed.rows))
 
 
-def attach(backend: Backend, routed: Routed, leaves: Leaves, topk_weights: jax.Array | None) -> Routed:
-    """Gives the rows and weights of `routed` the gradients of a push of `leaves` and `topk_weights`.
+def attach(backend: Backend, routed: Routed, sent: Push) -> Routed:
+    """Gives the rows and weights of `routed` the gradients of a push of `sent`.
 
     A push that ranks may miss has no gradient.
     """
-    moved = (routed.rows, routed.weights)
     if routed.attended.may_miss:
-        rows, weights = refuse_gradient("dispatch", (leaves, topk_weights), moved)
+        rows, weights = refuse_gradient("dispatch", sent, (routed.rows, routed.weights))
     else:
-        rows, weights = _attach(backend, routed.handle, leaves, topk_weights, *moved)
+        rows, weights = _attach(backend, routed.handle, sent, routed.rows, routed.weights)
     return routed._replace(rows=rows, weights=weights)
 
 
 @custom_vjp(0)
 def _attach(
-    backend: Backend,
-    handle: Handle,
-    leaves: Leaves,
-    topk_weights: jax.Array | None,
-    rows: Leaves,
-    weights: jax.Array | None,
+    backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Leaves, jax.Array | None]:
     """Returns the rows and weights that were pushed, with the gradients of that push."""
     return rows, weights
 
 
 def _attach_forward(
-    backend: Backend,
-    handle: Handle,
-    leaves: Leaves,
-    topk_weights: Any,
-    rows: Leaves,
-    weights: Any,
+    backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
 ) -> Any:
     if handle.routing.slots is not None:
         # Empty slots may hold NaN, and NaN times zero would spoil a gradient of weights.
         real = row_experts(handle) >= 0
         rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
-    return _attach(backend, handle, leaves, topk_weights, rows, weights), for_backward(handle)
+    return _attach(backend, handle, sent, rows, weights), for_backward(handle)
 
 
 def _attach_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
-    leaves, topk_weights = _pull_cotangents(backend, handle, *cotangents)
-    return None, leaves, topk_weights, None, None
+    return None, _pull_cotangents(backend, handle, *cotangents), None, None
 
 
 _attach.defvjp(_attach_forward, _attach_backward)
 
 
 @custom_vjp(0)
-def push(
-    backend: Backend, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None
-) -> tuple[Leaves, jax.Array | None]:
+def push(backend: Backend, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
     """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
-    return move_bits(backend, lambda bits: backend.push(handle, bits, topk_weights), leaves)
+    move = lambda bits: backend.push(handle, dataclasses.replace(sent, leaves=bits))
+    return move_bits(backend, move, sent.leaves)
 
 
-def _push_forward(backend: Backend, handle: Handle, leaves: Leaves, topk_weights: jax.Array | None) -> Any:
-    return push(backend, handle, leaves, topk_weights), for_backward(handle)
+def _push_forward(backend: Backend, handle: Handle, sent: Push) -> Any:
+    return push(backend, handle, sent), for_backward(handle)
 
 
 def _push_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
-    return None, *_pull_cotangents(backend, handle, *cotangents)
+    return None, _pull_cotangents(backend, handle, *cotangents)
 
 
 push.defvjp(_push_forward, _push_backward)
 
 
 def push_attended(
-    backend: Backend,
-    handle: Handle,
-    leaves: Leaves,
-    topk_weights: jax.Array | None,
-    attendance: Attendance,
+    backend: Backend, handle: Handle, sent: Push, attendance: Attendance
 ) -> tuple[Leaves, jax.Array | None, Attended]:
     """Pushes as `push` if ranks may miss the op, without gradients. Also returns who took part.
 
     The rows are routed anew, because rows of ranks that are missing leave no gap. Then each one moves to
     where the handle has it.
     """
-    routing = handle.routing
-    fixed, fixed_weights = jax.lax.stop_gradient((leaves, topk_weights))
+    fixed = jax.lax.stop_gradient(sent)
 
     def move(bits: Leaves) -> Any:
-        routed = backend.route(routing, bits, handle.topk_idx, fixed_weights, attendance)
+        again = dataclasses.replace(fixed, leaves=bits)
+        routed = backend.route(handle.routing, handle.topk_idx, again, attendance)
         rows = _rows_along(handle, routed.handle)
         arrived = None if routed.weights is None else take(routed.weights, rows)
         return tuple(take(row, rows) for row in routed.rows), arrived, routed.attended
 
-    moved, weights, attended = move_bits(Xla(), move, fixed)  # `take` is XLA's
-    return *refuse_gradient("redispatch", (leaves, topk_weights), (moved, weights)), attended
+    moved, weights, attended = move_bits(Xla(handle.routing.ranks), move, fixed.leaves)  # `take` is XLA's
+    return *refuse_gradient("redispatch", sent, (moved, weights)), attended
 
 
 def _rows_along(handle: Handle, other: Handle) -> jax.Array:
@@ -182,74 +161,44 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
 
 
 @custom_vjp(0)
-def pull(
-    backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None
-) -> tuple[Leaves, jax.Array | None]:
-    """Sums each token's rows [C, ...] to [T, ...], and returns the weights to their tokens [T, K]."""
-    sums, returned, _ = backend.pull(handle, rows, None, (), weights)
+def pull(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Leaves, jax.Array | None]:
+    """Sums each token's rows [C, ...], times their weights, and biases, to [T, ...].
+
+    Also returns the weights of a push to their tokens [T, K].
+    """
+    sums, returned, _ = backend.pull(handle, pulled)
     return sums, returned
 
 
-def _pull_forward(backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None) -> Any:
-    return pull(backend, handle, rows, weights), for_backward(handle)
-
-
-def _pull_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
-    return None, *push(backend, handle, *cotangents)
-
-
-pull.defvjp(_pull_forward, _pull_backward)
-
-
-@custom_vjp(0)
-def pull_scaled(
-    backend: Backend,
-    handle: Handle,
-    rows: Leaves,
-    row_weights: jax.Array | None,
-    biases: Leaves,
-) -> Leaves:
-    """Pulls rows times their weights [C], and adds biases [T, ...] to the sums."""
-    return backend.pull(handle, rows, row_weights, biases, None)[0]
-
-
-def pull_scaled_forward(
-    backend: Backend, handle: Handle, rows: Leaves, row_weights: Any, biases: Leaves
-) -> Any:
-    sums = pull_scaled(backend, handle, rows, row_weights, biases)
+def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> Any:
     # The rows are needed for the gradient of the weights only.
-    scaled = None if row_weights is None else (rows, row_weights)
-    return sums, (for_backward(handle), scaled, [bias[:0] for bias in biases])
+    scaled = None if pulled.row_weights is None else (pulled.rows, pulled.row_weights)
+    saved = for_backward(handle), scaled, [bias[:0] for bias in pulled.biases]
+    return pull(backend, handle, pulled), saved
 
 
-def _pull_scaled_backward(backend: Backend, residuals: Any, cotangents: Leaves) -> Any:
+def _pull_backward(backend: Backend, saved: Any, cotangents: tuple[Leaves, jax.Array | None]) -> Any:
     """Computes, for row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
-    handle, scaled, biases = residuals
-    d_biases = tuple(cotangents[0].astype(bias.dtype) for bias in biases)
+    handle, scaled, biases = saved
+    sums, returned = cotangents
+    d_biases = tuple(sums[0].astype(bias.dtype) for bias in biases)
     if scaled is None:
-        sent, _ = push(backend, handle, cotangents, None)
-        return None, sent, None, d_biases
+        d_rows, d_weights = push(backend, handle, Push(sums, returned))
+        return None, Pull(d_rows, None, d_biases, d_weights)
     rows, row_weights = scaled
-    d_rows, d_weights = push_scaled(backend, handle, cotangents, rows, row_weights)
-    return None, d_rows, d_weights, d_biases
+    d_rows, d_row_weights = push_scaled(backend, handle, sums, rows, row_weights)
+    return None, Pull(d_rows, d_row_weights, d_biases)
 
 
-pull_scaled.defvjp(pull_scaled_forward, _pull_scaled_backward)
+pull.defvjp(pull_forward, _pull_backward)
 
 
 def pull_attended(
-    backend: Backend,
-    handle: Handle,
-    rows: Leaves,
-    row_weights: jax.Array | None,
-    biases: Leaves,
-    attendance: Attendance,
+    backend: Backend, handle: Handle, pulled: Pull, attendance: Attendance
 ) -> tuple[Leaves, Attended]:
-    """Pulls as `pull_scaled` if ranks may miss the op, without gradients. Also returns who took part."""
-    sources = (rows, row_weights, biases)
-    fixed = jax.lax.stop_gradient(sources)
-    sums, _, attended = backend.pull(handle, *fixed, None, attendance)
-    return refuse_gradient("combine", sources, sums), attended
+    """Pulls as `pull` if ranks may miss the op, without gradients. Also returns who took part."""
+    sums, _, attended = backend.pull(handle, jax.lax.stop_gradient(pulled), attendance)
+    return refuse_gradient("combine", pulled, sums), attended
 
 
 @custom_vjp(0)
@@ -259,9 +208,11 @@ def push_scaled(
     """Pushes rows [T, ...] to [C, ...], each times its weight [C], by expert.
 
     Also returns the dot products [C] of the rows, before they are scaled, with the factors [C, ...]. Together
-    they are the gradient of `pull_scaled`.
+    they are the gradient of `pull`.
     """
-    return backend.push_scaled(handle, leaves, factors, row_weights)
+    scaled, dots = backend.push(handle, Push(leaves, row_weights=row_weights, factors=factors))
+    assert dots is not None
+    return scaled, dots
 
 
 def _push_scaled_forward(
@@ -274,7 +225,7 @@ def _push_scaled_forward(
 def _push_scaled_backward(backend: Backend, residuals: Any, cotangents: Any) -> Any:
     handle, leaves, factors, row_weights = residuals
     d_scaled, d_dots = cotangents
-    sent, _ = push(backend, handle, leaves, None)
+    sent, _ = push(backend, handle, Push(leaves))
     d_sent, d_factors, d_weights = [], [], []
     for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
         wide = sum_dtype(row.dtype)
@@ -284,7 +235,7 @@ def _push_scaled_backward(backend: Backend, residuals: Any, cotangents: Any) -> 
         d_sent.append((weight * d_token + d_dot * other).astype(row.dtype).reshape(row.shape))
         d_factors.append((d_dot * token).astype(row.dtype).reshape(row.shape))
         d_weights.append(jnp.sum(d_token * token, axis=1))
-    d_leaves, _ = pull(backend, handle, tuple(d_sent), None)
+    d_leaves, _ = pull(backend, handle, Pull(tuple(d_sent)))
     return None, d_leaves, tuple(d_factors), sum_of_all(d_weights).astype(jnp.float32)
 
 
@@ -293,13 +244,13 @@ push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
 
 def _pull_cotangents(
     backend: Backend, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
-) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
+) -> Push:
     """Pulls the cotangents of a push. Payloads without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
-    gradients: list[jax.Array | None] = [None] * len(rows)
+    gradients: list[Any] = [None] * len(rows)
     if not summed and weights is None:
-        return tuple(gradients), None
-    sums, d_weights = pull(backend, handle, tuple(rows[i] for i in summed), weights)
+        return Push(tuple(gradients))
+    sums, d_weights = pull(backend, handle, Pull(tuple(rows[i] for i in summed), weights=weights))
     for i, total in zip(summed, sums, strict=True):
         gradients[i] = total
-    return tuple(gradients), d_weights
+    return Push(tuple(gradients), d_weights)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep._group.group import Group, ranks_of
+from jax_ep._group.group import Group
 from jax_ep._group.ranks import Ranks
 
 Order = Literal["rank", "expert", "expert_padded"]
@@ -21,7 +21,7 @@ rows."""
 class Routing:
     """Static part of a routing: equal on all ranks, known at trace time."""
 
-    group: Group
+    ranks: Ranks
     order: Order | Literal["placed"]
     num_tokens: int  # T, tokens on this rank
     top_k: int  # K
@@ -29,16 +29,11 @@ class Routing:
     capacity: int  # C, rows of a receive buffer
     expert_alignment: int  # by padded experts S, the rows of each expert's block; placed: of each slot
     host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
-    is_within: bool = False  # a routing of hop 2, among the ranks of a host
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that exchange rows."""
-        ranks = ranks_of(self.group)
-        if not self.is_within:
-            return ranks
-        assert ranks.within is not None
-        return ranks.within
+    def group(self) -> Group:
+        """The group of the ranks."""
+        return self.ranks.group
 
     @property
     def num_ranks(self) -> int:
@@ -53,16 +48,22 @@ class Routing:
         return self.ranks.num_hosts
 
     @property
+    def is_empty(self) -> bool:
+        """True if no rank sends anything."""
+        return self.num_tokens == 0 or self.capacity == 0
+
+    @property
     def makes_two_hops(self) -> bool:
-        """True if rows go to hosts first, and from there to ranks. Without rows nothing is sent."""
-        return self.num_hosts > 1 and self.num_tokens > 0 and self.capacity > 0
+        """True if rows go to hosts first, and from there to ranks."""
+        return self.num_hosts > 1 and not self.is_empty
 
     @property
     def within(self) -> "Routing":
         """Routing of hop 2, among the ranks of a host. Its tokens are the rows that hop 1 delivers."""
+        assert self.ranks.within is not None
         return dataclasses.replace(
             self,
-            is_within=True,
+            ranks=self.ranks.within,
             num_tokens=self.num_hosts * self.host_rows,
             num_experts=self.num_experts // self.num_hosts,
             host_rows=0,

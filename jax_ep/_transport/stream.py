@@ -5,7 +5,7 @@ at the same time. A call contains only that of a handler. The gradients of these
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -17,7 +17,7 @@ from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport import ffi
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
-from jax_ep._transport.backend import Leaves, Packing, Routed
+from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.routing import Handle, Routing
 
 # XLA's name of the stream that its own collectives run on.
@@ -43,78 +43,58 @@ class Stream:
         return self.inner.quantize(rows, round_scale, floor)
 
     def route(
-        self,
-        routing: Routing,
-        leaves: Sequence[jax.Array],
-        topk_idx: jax.Array,
-        topk_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        packing: Packing = Packing.NONE,
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
     ) -> Routed:
         """Computes the handle first, and sends the rows asynchronously after it.
 
         For few tokens one op through the arena is faster than two. If ranks may miss the op, its handle is
         for one other op only.
         """
-        few = packing is not Packing.NONE or ffi.goes_through_arena(routing, leaves)
+        few = sent.packing is not Packing.NONE or ffi.goes_through_arena(routing, sent.leaves)
         if few or routing.slots is not None or attendance.may_miss:
-            return self.inner.route(routing, leaves, topk_idx, topk_weights, attendance, packing)
-        routed = self.inner.route(routing, (), topk_idx, topk_weights, attendance)
-        return routed._replace(rows=self.push(routed.handle, leaves, None)[0])
+            return self.inner.route(routing, topk_idx, sent, attendance)
+        routed = self.inner.route(routing, topk_idx, dataclasses.replace(sent, leaves=()), attendance)
+        return routed._replace(rows=self.push(routed.handle, Push(sent.leaves))[0])
 
-    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
-        return self.inner.gather(routing, numbers)
+    def gather(self, numbers: jax.Array) -> jax.Array:
+        return self.inner.gather(numbers)
 
     def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
         return self.inner.place(routing, hosts, sent_rows, slot_rows)
 
-    def push(
-        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-    ) -> tuple[Leaves, jax.Array | None]:
-        weights = None if topk_weights is None else _begin(self._push_weights, handle, topk_weights)
-        return tuple(_begin(self._push_row, handle, leaf) for leaf in leaves), weights
+    def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
+        if sent.row_weights is not None:  # rows and dot products are two results
+            return self.inner.push(handle, sent)
+        weights = None if sent.weights is None else _begin(self._push_weights, handle, sent.weights)
+        return tuple(_begin(self._push_row, handle, leaf) for leaf in sent.leaves), weights
 
     def _push_weights(self, handle: Handle, topk_weights: jax.Array) -> Any:
-        return self.inner.push(handle, (), topk_weights)[1]
+        return self.inner.push(handle, Push((), topk_weights))[1]
 
     def _push_row(self, handle: Handle, leaf: jax.Array) -> jax.Array:
-        return self.inner.push(handle, (leaf,), None)[0][0]
-
-    def push_scaled(
-        self,
-        handle: Handle,
-        leaves: Sequence[jax.Array],
-        factors: Sequence[jax.Array],
-        row_weights: jax.Array,
-    ) -> tuple[Leaves, jax.Array]:
-        """Is not asynchronous, because rows and dot products are two results."""
-        return self.inner.push_scaled(handle, leaves, factors, row_weights)
+        return self.inner.push(handle, Push((leaf,)))[0][0]
 
     def pull(
-        self,
-        handle: Handle,
-        rows: Sequence[jax.Array],
-        row_weights: jax.Array | None,
-        biases: Sequence[jax.Array],
-        arrived_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        adds_in_place: bool = False,
+        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
     ) -> tuple[Leaves, jax.Array | None, Attended]:
         # Sums cannot take the place of an operand here, because that belongs to another computation.
+        pulled = dataclasses.replace(pulled, adds_in_place=False)
         if attendance.may_miss:
-            return self.inner.pull(handle, rows, row_weights, biases, arrived_weights, attendance)
-        returned = None if arrived_weights is None else _begin(self._pull_weights, handle, arrived_weights)
+            return self.inner.pull(handle, pulled, attendance)
+        returned = None if pulled.weights is None else _begin(self._pull_weights, handle, pulled.weights)
         # If there are biases, there is only one array.
-        sums = tuple(_begin(self._pull_row, handle, row_weights, row, tuple(biases)) for row in rows)
+        sums = tuple(
+            _begin(self._pull_row, handle, pulled.row_weights, row, pulled.biases) for row in pulled.rows
+        )
         return sums, returned, Attended()
 
     def _pull_weights(self, handle: Handle, weights: jax.Array) -> Any:
-        return self.inner.pull(handle, (), None, (), weights)[1]
+        return self.inner.pull(handle, Pull((), weights=weights))[1]
 
     def _pull_row(
         self, handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves
     ) -> jax.Array:
-        return self.inner.pull(handle, (row,), row_weights, biases, None)[0][0]
+        return self.inner.pull(handle, Pull((row,), row_weights, biases))[0][0]
 
 
 def has_stream(ranks: Ranks) -> bool:

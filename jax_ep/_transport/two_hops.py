@@ -8,7 +8,7 @@ sum travels.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax_ep._rows.dtypes import sum_dtype
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
-from jax_ep._transport.backend import InnerBackend, Leaves, Packing, Routed
+from jax_ep._transport.backend import HostBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import host, rank
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
 
@@ -36,7 +36,7 @@ class Destinations(NamedTuple):
 
 
 def compute_destinations(
-    inner: InnerBackend,
+    local: LocalBackend,
     routing: Routing,
     ids: jax.Array,
     ids_before_drops: jax.Array,
@@ -49,10 +49,10 @@ def compute_destinations(
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.ranks)
-    layout = inner.layout(ids, routing.num_experts, ranks, 1)
+    layout = local.layout(ids, routing.num_experts, ranks, 1)
     counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
     if ids_before_drops is not ids:
-        before_drops = inner.layout(ids_before_drops, routing.num_experts, ranks, 1)
+        before_drops = local.layout(ids_before_drops, routing.num_experts, ranks, 1)
         counts.append(
             _per_rank(routing, before_drops.num_tokens_per_expert)
             if routing.has_row_per_choice
@@ -69,7 +69,7 @@ def compute_destinations(
         before = jnp.sum(jnp.where(earlier, by_expert, 0), axis=0, dtype=jnp.int32)
         blocks = block_sizes(routing, expert_counts).reshape(ranks, experts)
         starts = (jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks).reshape(-1)
-        sent_rows = _rows_by_expert(inner, routing, ids, starts + before)
+        sent_rows = _rows_by_expert(local, routing, ids, starts + before)
         rows_between = jnp.sum(by_expert.reshape(ranks, ranks, experts), axis=-1, dtype=jnp.int32)
         tokens_per_expert, group_sizes = fill_of_blocks(routing, local_counts)
         num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
@@ -92,11 +92,11 @@ def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
     return jnp.sum(by_expert.reshape(routing.num_ranks, -1), axis=1, dtype=jnp.int32)
 
 
-def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
+def _rows_by_expert(local: LocalBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
     """Returns [T, K]. `first` [E] is the row of this rank's first choice of each expert at its receiver."""
     # Order this rank's choices by expert, as if it were the only rank. Then shift the rows of each expert to
     # their start at the receiver.
-    alone = inner.permute((), ids, None, routing.num_experts, 1, ids.size)
+    alone = local.permute((), ids, None, routing.num_experts, 1, ids.size)
     counts = alone.tokens_per_expert
     shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
     rows = alone.row_map + jnp.take(shift, jnp.maximum(ids, 0))
@@ -106,47 +106,32 @@ def _rows_by_expert(inner: InnerBackend, routing: Routing, ids: jax.Array, first
     return jnp.where((ids >= 0) & (rows < end), rows, -1)
 
 
-def all_to_all_within(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
+def all_to_all_within(inner: HostBackend, blocks: jax.Array) -> jax.Array:
     """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
-    within = routing.within
-    ranks = within.num_ranks
+    size = inner.ranks.size
     # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
-    one_each = dataclasses.replace(
-        within,
+    one_each = Routing(
+        ranks=inner.ranks,
         order="rank",
-        num_tokens=ranks,
+        num_tokens=size,
         top_k=1,
-        num_experts=ranks,
-        capacity=ranks,
+        num_experts=size,
+        capacity=size,
         expert_alignment=1,
     )
-    ids = jnp.arange(ranks, dtype=jnp.int32)[:, None]
-    return inner.route(one_each, (blocks,), ids, None).rows[0]
-
-
-def all_to_all(inner: InnerBackend, routing: Routing, blocks: jax.Array) -> jax.Array:
-    """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
-    hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    received = inner.between_hosts(routing.ranks, blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
-    received = all_to_all_within(inner, routing, received.swapaxes(0, 1).reshape(per_host, -1))
-    return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
-
-
-def all_gather(inner: InnerBackend, routing: Routing, numbers: jax.Array) -> jax.Array:
-    """Gathers the numbers [n] of all ranks. Returns [R, n]."""
-    hosts, per_host = routing.num_hosts, routing.within.num_ranks
-    received = inner.between_hosts(routing.ranks, jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
-    received = all_to_all_within(
-        inner, routing, jnp.broadcast_to(received.reshape(1, -1), (per_host, received.size))
-    )
-    return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(routing.num_ranks, -1)
+    ids = jnp.arange(size, dtype=jnp.int32)[:, None]
+    return inner.route(one_each, ids, Push((blocks,))).rows[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoHops:
-    """A backend that sends rows to hosts first. `inner` is that of hop 2, among the ranks of a host."""
+    """A backend that sends rows to hosts first.
 
-    inner: InnerBackend
+    `outer` is the backend of all ranks, which makes hop 1. `inner` is that of the ranks of a host.
+    """
+
+    outer: HostBackend
+    inner: HostBackend
     keeps_bits: ClassVar[bool] = False
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
@@ -156,25 +141,18 @@ class TwoHops:
         return self.inner.quantize(rows, round_scale, floor)
 
     def route(
-        self,
-        routing: Routing,
-        leaves: Sequence[jax.Array],
-        topk_idx: jax.Array,
-        topk_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        packing: Packing = Packing.NONE,
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
     ) -> Routed:
-        assert packing is Packing.NONE
+        assert sent.packing is Packing.NONE
         ids_before_drops = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, ids_before_drops)
-        gather = lambda numbers: all_gather(self.inner, routing, numbers)
-        destinations = compute_destinations(self.inner, routing, ids, ids_before_drops, gather)
+        destinations = compute_destinations(self.inner.local, routing, ids, ids_before_drops, self.gather)
         # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
-        destinations, leaves = jax.lax.optimization_barrier((destinations, tuple(leaves)))
-        metadata = _send_metadata(self.inner, routing, ids, destinations, topk_weights)
-        rows = [send_to_hosts(self.inner, routing, ids, leaf) for leaf in leaves]
+        destinations, leaves = jax.lax.optimization_barrier((destinations, sent.leaves))
+        metadata = _send_metadata(self.outer, routing, ids, destinations, sent.weights)
+        rows = tuple(send_to_hosts(self.outer, routing, ids, leaf) for leaf in leaves)
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
-        handle, weights = _make_handle(self.inner, routing, ids, destinations, metadata)
+        handle, weights = _make_handle(self, routing, ids, destinations, metadata)
         assert handle.within is not None
         attended = attendance.as_attended(routing.num_ranks)
         counts = (
@@ -185,16 +163,31 @@ class TwoHops:
             handle,
         )
         if destinations.tokens_per_expert is not None:
-            moved, arrived_weights = self.inner.push(handle.within, rows, weights)
+            moved, arrived_weights = self.inner.push(handle.within, Push(rows, weights))
             return Routed(moved, arrived_weights, None, destinations.tokens_per_expert, *counts)
         # By rank the ids go with the rows.
-        moved, arrived_weights = self.inner.push(handle.within, [*rows, handle.within.topk_idx], weights)
+        rows_with_ids = Push((*rows, handle.within.topk_idx), weights)
+        moved, arrived_weights = self.inner.push(handle.within, rows_with_ids)
         arrived_idx = _local_ids(routing, moved[-1], destinations.num_tokens)
-        layout = self.inner.layout(arrived_idx, routing.num_local_experts, 1, 1)
+        layout = self.inner.local.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
-    def gather(self, routing: Routing, numbers: jax.Array) -> jax.Array:
-        return all_gather(self.inner, routing, numbers)
+    def gather(self, numbers: jax.Array) -> jax.Array:
+        ranks = self.outer.ranks
+        hosts, per_host = ranks.num_hosts, ranks.ranks_per_host
+        received = self.outer.between_hosts(jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+        received = all_to_all_within(
+            self.inner, jnp.broadcast_to(received.reshape(1, -1), (per_host, received.size))
+        )
+        return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(ranks.size, -1)
+
+    def all_to_all(self, blocks: jax.Array) -> jax.Array:
+        """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
+        ranks = self.outer.ranks
+        hosts, per_host = ranks.num_hosts, ranks.ranks_per_host
+        received = self.outer.between_hosts(blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
+        received = all_to_all_within(self.inner, received.swapaxes(0, 1).reshape(per_host, -1))
+        return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
     def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
         # A choice of a token stands for a host: an expert there.
@@ -204,58 +197,34 @@ class TwoHops:
         no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
         none = no_counts[0, :1]
         destinations = Destinations(sent_rows, no_counts, slot_rows, None, None, none, none)
-        metadata = _send_metadata(self.inner, routing, ids, destinations, None)
-        return _make_handle(self.inner, routing, ids, destinations, metadata)[0]
+        metadata = _send_metadata(self.outer, routing, ids, destinations, None)
+        return _make_handle(self, routing, ids, destinations, metadata)[0]
 
-    def push(
-        self, handle: Handle, leaves: Sequence[jax.Array], topk_weights: jax.Array | None
-    ) -> tuple[Leaves, jax.Array | None]:
-        weights = (
-            None
-            if topk_weights is None
-            else send_to_hosts(self.inner, handle.routing, handle.topk_idx, topk_weights)
-        )
-        return self.inner.push(
-            _inner_handle(handle),
-            [send_to_hosts(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves],
-            weights,
-        )
-
-    def push_scaled(
-        self,
-        handle: Handle,
-        leaves: Sequence[jax.Array],
-        factors: Sequence[jax.Array],
-        row_weights: jax.Array,
-    ) -> tuple[Leaves, jax.Array]:
-        rows = [send_to_hosts(self.inner, handle.routing, handle.topk_idx, leaf) for leaf in leaves]
-        return self.inner.push_scaled(_inner_handle(handle), rows, factors, row_weights)
+    def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
+        send = lambda array: send_to_hosts(self.outer, handle.routing, handle.topk_idx, array)
+        weights = None if sent.weights is None else send(sent.weights)
+        on_host = dataclasses.replace(sent, leaves=tuple(map(send, sent.leaves)), weights=weights)
+        return self.inner.push(_inner_handle(handle), on_host)
 
     def pull(
-        self,
-        handle: Handle,
-        rows: Sequence[jax.Array],
-        row_weights: jax.Array | None,
-        biases: Sequence[jax.Array],
-        arrived_weights: jax.Array | None,
-        attendance: Attendance = EVERYBODY,
-        adds_in_place: bool = False,
+        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
     ) -> tuple[Leaves, jax.Array | None, Attended]:
-        partials, returned, _ = self.inner.pull(_inner_handle(handle), rows, row_weights, (), arrived_weights)
+        on_host = dataclasses.replace(pulled, biases=(), adds_in_place=False)
+        partials, returned, _ = self.inner.pull(_inner_handle(handle), on_host)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
             total: Any = 0.0
-            for part in take_back(self.inner, handle, partial):
+            for part in take_back(self.outer, handle, partial):
                 total = total + part.astype(wide)
-            for bias in biases:
+            for bias in pulled.biases:
                 total = total + bias.astype(wide)
             sums.append(total.astype(partial.dtype))
         if returned is None:
             return tuple(sums), None, Attended()
         hosts = _host_of(handle.routing, handle.topk_idx)
         total = jnp.zeros_like(returned, shape=hosts.shape)
-        for number, part in enumerate(take_back(self.inner, handle, returned)):
+        for number, part in enumerate(take_back(self.outer, handle, returned)):
             total = jnp.where(hosts == number, part, total)
         return tuple(sums), total, Attended()
 
@@ -294,22 +263,22 @@ def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
     return invert(jnp.where(rows < 0, -1, first[None] + rows), routing.num_hosts * routing.host_rows)
 
 
-def _through_hop_1(inner: InnerBackend, routing: Routing, rows: jax.Array) -> jax.Array:
+def _through_hop_1(outer: HostBackend, routing: Routing, rows: jax.Array) -> jax.Array:
     """Sends rows [hosts * rows of hop 1, ...], ordered by destination host. Returns those that arrive."""
     blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
-    return inner.between_hosts(routing.ranks, blocks).reshape(rows.shape)
+    return outer.between_hosts(blocks).reshape(rows.shape)
 
 
-def send_to_hosts(inner: InnerBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+def send_to_hosts(outer: HostBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
     """Sends a payload [T, ...] in hop 1. Returns [hosts * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
-    return _through_hop_1(inner, routing, take(array, _tokens(routing, senders)))
+    return _through_hop_1(outer, routing, take(array, _tokens(routing, senders)))
 
 
-def take_back(inner: InnerBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
+def take_back(outer: HostBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
     """Returns, for each host, its rows for this rank's tokens [T, ...], zero where it has none."""
     routing = handle.routing
-    blocks = _through_hop_1(inner, routing, rows).reshape(
+    blocks = _through_hop_1(outer, routing, rows).reshape(
         routing.num_hosts, routing.host_rows, *rows.shape[1:]
     )
     hop_1_rows = _hop_1_rows(routing, handle.topk_idx)
@@ -321,7 +290,7 @@ def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
 
 
 def _send_metadata(
-    inner: InnerBackend,
+    outer: HostBackend,
     routing: Routing,
     ids: jax.Array,
     destinations: Destinations,
@@ -338,11 +307,11 @@ def _send_metadata(
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
     metadata = jnp.concatenate(integers, axis=1)
-    return _through_hop_1(inner, routing, jnp.where(senders[:, None] < 0, -1, metadata))
+    return _through_hop_1(outer, routing, jnp.where(senders[:, None] < 0, -1, metadata))
 
 
 def _make_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, destinations: Destinations, metadata: jax.Array
+    hops: TwoHops, routing: Routing, ids: jax.Array, destinations: Destinations, metadata: jax.Array
 ) -> tuple[Handle, jax.Array | None]:
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
@@ -352,11 +321,11 @@ def _make_handle(
     if routing.has_row_per_choice:
         rows = jnp.where(here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _make_inner_handle(inner, routing, within_ids, rows, destinations)
+    within = _make_inner_handle(hops.inner, routing, within_ids, rows, destinations)
     prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = all_to_all(inner, routing, _by_owner(routing, ids, destinations.sent_rows))
+        received = hops.all_to_all(_by_owner(routing, ids, destinations.sent_rows))
         received = received.reshape(-1, routing.top_k)
     handle = Handle(
         ids, destinations.sent_rows, prefix, destinations.expert_counts, received, within, routing
@@ -365,7 +334,7 @@ def _make_handle(
 
 
 def _make_inner_handle(
-    inner: InnerBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
+    inner: HostBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
 ) -> Handle:
     """Makes the handle of hop 2."""
     within, hosts = routing.within, routing.num_hosts
@@ -375,7 +344,7 @@ def _make_inner_handle(
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:
-        received = all_to_all_within(inner, routing, _by_owner(within, ids, rows))
+        received = all_to_all_within(inner, _by_owner(within, ids, rows))
         received = received.reshape(-1, routing.top_k)
     return Handle(ids, rows, prefix, destinations.expert_counts, received, None, within)
 

@@ -30,7 +30,7 @@ class Failures:
         self.hops = []
         # Host -> the op after which none of its ops goes well; if it is a hop, its first rank fails of that.
         self.down = None
-        for name in ("route", "push", "push_scaled", "pull"):
+        for name in ("route", "push", "pull"):
             monkeypatch.setattr(ffi.Ffi, name, self._within(getattr(ffi.Ffi, name)))
         monkeypatch.setattr(ffi.Ffi, "between_hosts", self._between(ffi.Ffi.between_hosts))
 
@@ -44,12 +44,12 @@ class Failures:
         return run
 
     def _between(self, hop):
-        def run(backend, group, blocks):
+        def run(backend, blocks):
             self.ops += 1
             self.hops.append(self.ops)
-            fails = self.down[host(group)] == self.ops
-            fails &= rank(group) % PER_HOST == 0
-            out = hop(backend, group, blocks)
+            fails = self.down[host(backend.ranks)] == self.ops
+            fails &= rank(backend.ranks) % PER_HOST == 0
+            out = hop(backend, blocks)
             return jnp.where(fails | (self.down.min() < self.ops), _filled(out), out)
 
         return run

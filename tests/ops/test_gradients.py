@@ -10,8 +10,10 @@ import pytest
 from cases import BF16, FP8, floats, ranks, routing, weights_of
 
 import jax_ep
-from jax_ep._transport import xla
+from jax_ep._group.group import ranks_of
+from jax_ep._transport.backend import Pull, Push
 from jax_ep._transport.routing import Routing
+from jax_ep._transport.xla import Xla
 
 pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
 
@@ -89,13 +91,13 @@ def test_closed_form_of_dispatch(order, capacity, implementation):
 
 def reference_layer(routing_, x, ids, w):
     """The xla implementation without its custom rules: plain JAX differentiates it."""
-    d = xla.Xla().route(routing_, (x,), ids, w)
+    backend = Xla(routing_.ranks)
+    d = backend.route(routing_, ids, Push((x,), w))
     y = jnp.tanh(d.rows[0])
     if routing_.order == "expert":
-        (out,), _, _ = xla.Xla().pull(d.handle, (y,), d.weights, (), None)
-        return out
+        return backend.pull(d.handle, Pull((y,), d.weights))[0][0]
     y = y * jnp.sum(d.weights, axis=1, keepdims=True)
-    return xla.Xla().pull(d.handle, (y,), None, (), None)[0][0]
+    return backend.pull(d.handle, Pull((y,)))[0][0]
 
 
 def layer(order, capacity, implementation, x, ids, w):
@@ -112,7 +114,7 @@ def layer(order, capacity, implementation, x, ids, w):
 
 def resolved(order, capacity):
     size = capacity or oracle.worst_case(order, R * T, K, E // R)
-    return Routing(ranks(R).group, order, T, K, E, size, 1)
+    return Routing(ranks_of(ranks(R).group), order, T, K, E, size, 1)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

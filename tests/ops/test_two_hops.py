@@ -251,7 +251,8 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
-        came = two_hops.send_to_hosts(ffi.Ffi(), handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
+        backend = ffi.Ffi(handle.routing.ranks)
+        came = two_hops.send_to_hosts(backend, handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
         layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
         mine = jax.lax.axis_index("ep") // (size // hosts)
         elsewhere = jnp.arange(hosts)[:, None] != mine
