@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jax_ep._checks import Arguments
 from jax_ep._experts.engine import Engine, Product
 from jax_ep._experts.fp8_operands import Columns
 from jax_ep._jax.custom_vjp import custom_vjp
@@ -82,7 +83,7 @@ def _product_bwd(
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def precision_of(op: str, precision: Any, dtype: Any) -> jax.lax.Precision:
+def precision_of(check: Arguments, precision: Any, dtype: Any) -> jax.lax.Precision:
     """Returns the precision of products of operands of a dtype. None is JAX's `jax_default_matmul_precision`.
 
     It is DEFAULT for all dtypes except float32, because it has no effect on them.
@@ -102,7 +103,7 @@ def precision_of(op: str, precision: Any, dtype: Any) -> jax.lax.Precision:
         is_fp8 = isinstance(given, str) and given in ("fp8", "fp8_all")
         advice = f"; quantize={given!r} of gated_mlp makes products in FP8" if is_fp8 else ""
         raise ValueError(
-            f"{op}: precision must be None, 'default', 'high', 'highest' or another name or value of "
+            f"{check.op}: precision must be None, 'default', 'high', 'highest' or another name or value of "
             f"jax.lax.Precision, got {precision!r}{advice}"
         ) from None
     return found if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_ep import _checks, _extension
+from jax_ep._checks import Arguments
 from jax_ep._extension import Extension
 from jax_ep._group import cpu_threads, handshake, hosts, memory, nccl, options
 from jax_ep._group.options import Options
@@ -132,7 +133,7 @@ class Group:
         num_sms: int | None = None,
     ):
         axes = check_axes(mesh, axis_name)
-        given = Options(_checks.timeout_seconds(timeout_s), _checks.most_sms("Group", num_sms))
+        given = Options(_checks.timeout_seconds(timeout_s), Arguments("Group").most_sms(num_sms))
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         size = int(np.prod([mesh.shape[axis] for axis in axes]))

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from jax_ep._checks import array, at_least_one, clamped, on_device, shape_text
+from jax_ep._checks import Arguments, clamped, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group, ranks_of, require_open
 from jax_ep._rows.weights import PhysicalWeights
@@ -18,21 +18,147 @@ from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.routing import Handle
 
 
-def valid_tokens(op: str, count: Any, ids: jax.Array) -> jax.Array:
-    """Returns the ids [T, K], -1 for tokens from `count` on."""
-    given = array(op, "num_valid_tokens", count)
-    if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(
-            f"{op}: num_valid_tokens must be this rank's number of tokens, an integer scalar or [1], got "
-            f"{shape_text(given)}; shard an array of all ranks' numbers over the group's axis"
-        )
-    if not isinstance(count, Tracer):
-        number = int(np.asarray(count).reshape(()))
-        if not 0 <= number <= ids.shape[0]:
-            raise ValueError(f"{op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}")
-    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    number = clamped(given.reshape(()), 0, ids.shape[0])
-    return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
+class OpArguments(Arguments):
+    """Checks of arguments that need a Group, a Routing or a Handle, besides those of arrays and numbers."""
+
+    def valid_tokens(self, count: Any, ids: jax.Array) -> jax.Array:
+        """Returns the ids [T, K], -1 for tokens from `count` on."""
+        given = self.array("num_valid_tokens", count)
+        if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+            raise TypeError(
+                f"{self.op}: num_valid_tokens must be this rank's number of tokens, an integer scalar or "
+                f"[1], got {shape_text(given)}; shard an array of all ranks' numbers over the group's axis"
+            )
+        if not isinstance(count, Tracer):
+            number = int(np.asarray(count).reshape(()))
+            if not 0 <= number <= ids.shape[0]:
+                raise ValueError(
+                    f"{self.op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}"
+                )
+        tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        number = clamped(given.reshape(()), 0, ids.shape[0])
+        return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
+
+    def host_rows(self, host_capacity: Any, group: Group, num_tokens: int) -> int:
+        """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
+        hosts = group.size // group.ranks_per_node
+        rows = hosts * num_tokens
+        if host_capacity is not None:
+            rows = self.at_least_one("host_capacity", host_capacity)
+        if hosts == 1:
+            return 0
+        if 0 < rows < hosts:
+            raise ValueError(
+                f"{self.op}: host_capacity counts the rows that a rank takes from all {hosts} hosts, as many "
+                f"from each, so it must be at least {hosts}, got {rows}"
+            )
+        return min(rows // hosts, num_tokens)
+
+    def handle(self, value: Any) -> Handle:
+        """Checks that a handle's arrays fit its routing, and returns it."""
+        if not isinstance(value, Handle):
+            raise TypeError(
+                f"{self.op}: handle must be the Handle that dispatch returned, got {type(value).__name__}"
+            )
+        routing = value.routing
+        if routing.makes_two_hops:
+            self.handle(value.within)
+        expected = {
+            "topk_idx": (routing.num_tokens, routing.top_k),
+            "sent_rows": (routing.num_tokens, routing.rows_per_token),
+            "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
+            "expert_counts": (routing.num_local_experts,),
+        }
+        if routing.has_row_per_choice:
+            expected["received_rows"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
+        for name, shape in expected.items():
+            array = getattr(value, name)
+            if array is None or array.shape != shape or array.dtype != jnp.int32:
+                got = None if array is None else shape_text(array)
+                raise ValueError(
+                    f"{self.op}: handle.{name} must be int32 {list(shape)} on each rank, got {got}; pass the "
+                    "handle as dispatch returned it, sharded as it came out of shard_map"
+                )
+            self.on_device(f"handle.{name}", array)
+        return value
+
+    def require_group(self, group: Any) -> None:
+        if not isinstance(group, Group):
+            raise TypeError(
+                f"{self.op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
+                f"jax_ep.Group(mesh, axis_name); got {type(group).__name__}"
+            )
+
+    def require_manual(self, group: Group) -> None:
+        """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
+        self.require_group(group)
+        require_open(self.op, group)
+        axes = ranks_of(group).axes
+        try:
+            size = jax.lax.axis_size(group.axis_name)
+        except NameError:
+            raise ValueError(
+                f"{self.op} communicates, so it must be called inside jax.shard_map over the axis "
+                f"{group.axis_name!r}; {_unbound(group)}"
+            ) from None
+        mesh = jax.sharding.get_abstract_mesh()
+        if not set(axes) <= set(mesh.manual_axes):
+            raise ValueError(
+                f"{self.op} communicates, so it must be called inside jax.shard_map over the axis "
+                f"{group.axis_name!r}; here an axis of that name is bound by something else, jax.vmap for "
+                "example"
+            )
+        if size != group.size:
+            raise ValueError(
+                f"{self.op}: the axis {group.axis_name!r} of this shard_map has size {size}, but the group "
+                f"has {group.size} ranks; make the Group from the mesh of the shard_map"
+            )
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        others = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
+        if others:
+            warn_once(
+                f"jax_ep: this shard_map leaves the mesh axes {others} to automatic sharding. All devices "
+                "along them then get the same tokens and do the same work, however the arguments are "
+                "sharded; name these axes in its axis_names and in_specs, unless the tokens are the same "
+                "along them anyway"
+            )
+
+    def open_handle(self, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
+        """Returns the handle that an op goes along, checked, and the op's backend."""
+        checked = self.handle(value)
+        self.require_manual(checked.routing.group)
+        return checked, choose(checked.routing.group, implementation, is_empty=checked.routing.is_empty)
+
+    def matrices(self, name: str, w: Any) -> Any:
+        """Returns the experts' matrices as they come from `replicate`, or as an array."""
+        return w if isinstance(w, PhysicalWeights) else self.array(name, w)
+
+    def group_sizes(self, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> jax.Array:
+        """Returns group_sizes. Raises ValueError unless there is a number of rows for each matrix.
+
+        Sizes that are not known before the program runs are checked in debug mode only.
+        """
+        if group_sizes.ndim == 1 and group_sizes.shape[0] not in (0, num_matrices):
+            raise ValueError(
+                f"{self.op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this "
+                f"rank, got {num_matrices}; check that shard_map's in_specs shard the experts' axis over the "
+                "group, that num_experts counts the experts of all ranks (with a plan: plan.num_experts), "
+                "and that weights of redundant experts are those that replicate returned, or moe passed to "
+                "expert_fn"
+            )
+        if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
+            raise ValueError(
+                f"{self.op}: group_sizes must be int32 [{num_matrices}], a number of rows for each matrix, "
+                f"got {shape_text(group_sizes)}"
+            )
+        if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
+            sizes = np.asarray(group_sizes)
+            if (sizes < 0).any() or sizes.sum(dtype=np.int64) > num_rows:
+                raise ValueError(
+                    f"{self.op}: group_sizes must be numbers of rows, of which there are {num_rows}, got "
+                    f"{sizes.tolist()}"
+                )
+        return debug.check(self.op, group_sizes, lambda: [debug.group_sizes(group_sizes, num_rows)])
 
 
 def wrong_valid_tokens(count: Any, ids: jax.Array) -> list[debug.Finding]:
@@ -44,90 +170,6 @@ def count_invalid(ids: jax.Array, num_experts: int) -> jax.Array:
     """Returns int32 [1]: how many ids [T, K] are neither an expert nor -1."""
     invalid = (ids < -1) | (ids >= num_experts)
     return jnp.sum(invalid, dtype=jnp.int32).reshape(1)
-
-
-def host_rows(op: str, host_capacity: Any, group: Group, num_tokens: int) -> int:
-    """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
-    hosts = group.size // group.ranks_per_node
-    rows = hosts * num_tokens
-    if host_capacity is not None:
-        rows = at_least_one(op, "host_capacity", host_capacity)
-    if hosts == 1:
-        return 0
-    if 0 < rows < hosts:
-        raise ValueError(
-            f"{op}: host_capacity counts the rows that a rank takes from all {hosts} hosts, as many from "
-            f"each, so it must be at least {hosts}, got {rows}"
-        )
-    return min(rows // hosts, num_tokens)
-
-
-def handle(op: str, value: Any) -> Handle:
-    """Checks that a handle's arrays fit its routing, and returns it."""
-    if not isinstance(value, Handle):
-        raise TypeError(f"{op}: handle must be the Handle that dispatch returned, got {type(value).__name__}")
-    routing = value.routing
-    if routing.makes_two_hops:
-        handle(op, value.within)
-    expected = {
-        "topk_idx": (routing.num_tokens, routing.top_k),
-        "sent_rows": (routing.num_tokens, routing.rows_per_token),
-        "rank_prefix_matrix": (routing.num_ranks, routing.num_ranks),
-        "expert_counts": (routing.num_local_experts,),
-    }
-    if routing.has_row_per_choice:
-        expected["received_rows"] = (routing.num_ranks * routing.num_tokens, routing.top_k)
-    for name, shape in expected.items():
-        array = getattr(value, name)
-        if array is None or array.shape != shape or array.dtype != jnp.int32:
-            got = None if array is None else shape_text(array)
-            raise ValueError(
-                f"{op}: handle.{name} must be int32 {list(shape)} on each rank, got {got}; pass the handle "
-                "as dispatch returned it, sharded as it came out of shard_map"
-            )
-        on_device(op, f"handle.{name}", array)
-    return value
-
-
-def require_group(op: str, group: Any) -> None:
-    if not isinstance(group, Group):
-        raise TypeError(
-            f"{op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
-            f"jax_ep.Group(mesh, axis_name); got {type(group).__name__}"
-        )
-
-
-def require_manual(op: str, group: Group) -> None:
-    """Raises ValueError unless the group's axes are bound by a shard_map over a mesh that fits."""
-    require_group(op, group)
-    require_open(op, group)
-    axes = ranks_of(group).axes
-    try:
-        size = jax.lax.axis_size(group.axis_name)
-    except NameError:
-        raise ValueError(
-            f"{op} communicates, so it must be called inside jax.shard_map over the axis "
-            f"{group.axis_name!r}; {_unbound(group)}"
-        ) from None
-    mesh = jax.sharding.get_abstract_mesh()
-    if not set(axes) <= set(mesh.manual_axes):
-        raise ValueError(
-            f"{op} communicates, so it must be called inside jax.shard_map over the axis "
-            f"{group.axis_name!r}; here an axis of that name is bound by something else, jax.vmap for example"
-        )
-    if size != group.size:
-        raise ValueError(
-            f"{op}: the axis {group.axis_name!r} of this shard_map has size {size}, but the group has "
-            f"{group.size} ranks; make the Group from the mesh of the shard_map"
-        )
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    others = tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
-    if others:
-        warn_once(
-            f"jax_ep: this shard_map leaves the mesh axes {others} to automatic sharding. All devices along "
-            "them then get the same tokens and do the same work, however the arguments are sharded; name "
-            "these axes in its axis_names and in_specs, unless the tokens are the same along them anyway"
-        )
 
 
 def _unbound(group: Group) -> str:
@@ -142,42 +184,3 @@ def _unbound(group: Group) -> str:
         return f"this one binds {here}; make the Group from its mesh, with the axis of the experts"
     here, others = (", ".join(map(repr, names)) for names in (bound, missing))
     return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
-
-
-def open_handle(op: str, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
-    """Returns the handle that an op goes along, checked, and the op's backend."""
-    checked = handle(op, value)
-    require_manual(op, checked.routing.group)
-    return checked, choose(checked.routing.group, implementation, is_empty=checked.routing.is_empty)
-
-
-def matrices_of(op: str, name: str, w: Any) -> Any:
-    """Returns the experts' matrices as they come from `replicate`, or as an array."""
-    return w if isinstance(w, PhysicalWeights) else array(op, name, w)
-
-
-def check_group_sizes(op: str, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> jax.Array:
-    """Returns group_sizes. Raises ValueError unless there is a number of rows for each matrix.
-
-    Sizes that are not known before the program runs are checked in debug mode only.
-    """
-    if group_sizes.ndim == 1 and group_sizes.shape[0] not in (0, num_matrices):
-        raise ValueError(
-            f"{op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this rank, got "
-            f"{num_matrices}; check that shard_map's in_specs shard the experts' axis over the group, "
-            "that num_experts counts the experts of all ranks (with a plan: plan.num_experts), and that "
-            "weights of redundant experts are those that replicate returned, or moe passed to expert_fn"
-        )
-    if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
-        raise ValueError(
-            f"{op}: group_sizes must be int32 [{num_matrices}], a number of rows for each matrix, got "
-            f"{shape_text(group_sizes)}"
-        )
-    if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
-        sizes = np.asarray(group_sizes)
-        if (sizes < 0).any() or sizes.sum(dtype=np.int64) > num_rows:
-            raise ValueError(
-                f"{op}: group_sizes must be numbers of rows, of which there are {num_rows}, got "
-                f"{sizes.tolist()}"
-            )
-    return debug.check(op, group_sizes, lambda: [debug.group_sizes(group_sizes, num_rows)])

@@ -11,10 +11,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_ep import _checks, _extension
+from jax_ep._checks import Arguments
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
-from jax_ep._ops import arguments
+from jax_ep._ops.arguments import OpArguments, count_invalid, wrong_valid_tokens
 from jax_ep._placement.plan import (
     BalancePlan,
     ExpertPlan,
@@ -129,34 +130,65 @@ def balance(
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the group's
         axis.
     """
-    op = "balance"
-    arguments.require_manual(op, group)
+    return balance_as(
+        OpArguments("balance"),
+        topk_idx,
+        group=group,
+        num_experts=num_experts,
+        num_redundant_experts=num_redundant_experts,
+        tolerance=tolerance,
+        min_rows=min_rows,
+        num_valid_tokens=num_valid_tokens,
+        physical_to_logical=physical_to_logical,
+        instances=instances,
+        implementation=implementation,
+    )
+
+
+def balance_as(
+    check: OpArguments,
+    topk_idx: ArrayLike,
+    *,
+    group: Group,
+    num_experts: int,
+    num_redundant_experts: int | None,
+    tolerance: float = 0.02,
+    min_rows: int = 1,
+    num_valid_tokens: ArrayLike | None = None,
+    physical_to_logical: ArrayLike | None = None,
+    instances: Instances = "even",
+    implementation: Implementation | None,
+) -> BalancePlan:
+    """Does what `balance` does. Errors in its arguments name the op of `check`."""
+    check.require_manual(group)
     local = choose_local(resolve_implementation(group, implementation))
-    ids = _checks.topk_idx(op, topk_idx)
-    num_experts = _checks.num_experts(op, num_experts, group.size)
+    ids = check.topk_idx(topk_idx)
+    num_experts = check.num_experts(num_experts, group.size)
     if (num_redundant_experts is None) == (physical_to_logical is None):
         raise ValueError(
-            "balance: pass either num_redundant_experts, to plan for these tokens, or physical_to_logical, "
-            f"for a given placement; got {'neither' if physical_to_logical is None else 'both'}"
+            f"{check.op}: pass either num_redundant_experts, to plan for these tokens, or "
+            "physical_to_logical, for a given placement; got "
+            f"{'neither' if physical_to_logical is None else 'both'}"
         )
-    options = _PlanOptions.check(op, num_redundant_experts or 0, tolerance, min_rows, num_experts, group.size)
+    slots = num_redundant_experts or 0
+    options = _PlanOptions.check(check, slots, tolerance, min_rows, num_experts, group.size)
     if physical_to_logical is None and instances != "even":
         raise ValueError(
-            "balance: instances divides the rows of a given placement, so it needs physical_to_logical; with "
-            f"num_redundant_experts the plan divides them, got {instances!r}"
+            f"{check.op}: instances divides the rows of a given placement, so it needs physical_to_logical; "
+            f"with num_redundant_experts the plan divides them, got {instances!r}"
         )
     placement = None
     if physical_to_logical is not None:
-        placement = _placement(op, physical_to_logical, num_experts, group.size)
+        placement = _placement(check, physical_to_logical, num_experts, group.size)
         if instances not in ("even", "local", "least_loaded"):
             raise ValueError(
-                f"balance: instances must be 'even', 'local' or 'least_loaded', got {instances!r}"
+                f"{check.op}: instances must be 'even', 'local' or 'least_loaded', got {instances!r}"
             )
     if num_valid_tokens is not None:
-        ids = arguments.valid_tokens(op, num_valid_tokens, ids)
+        ids = check.valid_tokens(num_valid_tokens, ids)
     given = ids
     ids, placement = align_axes((ids, placement), ranks_of(group).axes)
-    num_invalid = arguments.count_invalid(ids, num_experts)
+    num_invalid = count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
     num_unplaced = jnp.zeros_like(num_invalid)
     if placement is not None:
@@ -177,10 +209,10 @@ def balance(
     def find() -> list[debug.Finding]:
         value = physical_to_logical
         wrong = [] if value is None else [debug.holes(jnp.asarray(value), num_experts, group.size)]
-        valid = arguments.wrong_valid_tokens(num_valid_tokens, ids)
+        valid = wrong_valid_tokens(num_valid_tokens, ids)
         return [debug.invalid_ids(given, num_experts), *wrong, *valid]
 
-    plan, physical = debug.check(op, (plan, physical), find, ranks_of(group))
+    plan, physical = debug.check("balance", (plan, physical), find, ranks_of(group))
     return BalancePlan(
         topk_idx=physical,
         physical_to_logical=plan.physical_to_logical,
@@ -223,21 +255,23 @@ def plan_redundant_experts(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
-    op = "plan_redundant_experts"
-    passed, counts = counts, _checks.array(op, "counts", counts)
+    check = Arguments("plan_redundant_experts")
+    passed, counts = counts, check.array("counts", counts)
     if counts.ndim != 2 or counts.dtype != jnp.int32 or counts.shape[0] < 1:
-        raise ValueError(f"{op}: counts must be int32 [R, E], got {_checks.shape_text(counts)}")
+        raise ValueError(f"{check.op}: counts must be int32 [R, E], got {_checks.shape_text(counts)}")
     ranks, experts = counts.shape
-    _checks.num_experts(op, experts, ranks)
-    options = _PlanOptions.check(op, num_redundant_experts, tolerance, min_rows, experts, ranks)
+    check.num_experts(experts, ranks)
+    options = _PlanOptions.check(check, num_redundant_experts, tolerance, min_rows, experts, ranks)
     if not isinstance(passed, Tracer):
         known = np.asarray(passed)
         if (total := known.sum(dtype=np.int64)) >= 2**31:
-            raise ValueError(f"{op}: the counts must sum to less than 2**31, got {total}; divide all of them")
+            raise ValueError(
+                f"{check.op}: the counts must sum to less than 2**31, got {total}; divide all of them"
+            )
         if known.min() < 0:
-            raise ValueError(f"{op}: the counts must be numbers of rows, at least 0, got {known.min()}")
+            raise ValueError(f"{check.op}: the counts must be numbers of rows, at least 0, got {known.min()}")
     given = unshard(counts)
-    counts = debug.check(op, given, lambda: [debug.not_negative("counts", given)])
+    counts = debug.check(check.op, given, lambda: [debug.not_negative("counts", given)])
     counts = jnp.maximum(counts, 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     at_home = sum_of_counts(counts, axis=0)
@@ -259,21 +293,21 @@ class _PlanOptions:
 
     @classmethod
     def check(
-        cls, op: str, num_slots: Any, tolerance: Any, min_rows: Any, num_experts: int, num_ranks: int
+        cls, check: Arguments, num_slots: Any, tolerance: Any, min_rows: Any, num_experts: int, num_ranks: int
     ) -> "_PlanOptions":
         slots, least, local = _checks.integer(num_slots), _checks.integer(min_rows), num_experts // num_ranks
         if slots is None or not 0 <= slots <= local:
             raise ValueError(
-                f"{op}: num_redundant_experts must be an int from 0 to the {local} experts of a rank, "
+                f"{check.op}: num_redundant_experts must be an int from 0 to the {local} experts of a rank, "
                 f"got {num_slots!r}"
             )
         is_number = isinstance(tolerance, int | float | np.floating) and not isinstance(tolerance, bool)
         if not is_number or not 0 <= tolerance <= 1:
             raise ValueError(
-                f"{op}: tolerance must be a fraction of the mean load, from 0 to 1, got {tolerance!r}"
+                f"{check.op}: tolerance must be a fraction of the mean load, from 0 to 1, got {tolerance!r}"
             )
         if least is None or not 1 <= least <= _checks.MOST_ROWS:
-            raise ValueError(f"{op}: min_rows must be an int of at least 1, got {min_rows!r}")
+            raise ValueError(f"{check.op}: min_rows must be an int of at least 1, got {min_rows!r}")
         return cls(slots, as_thousandths(tolerance), least)
 
     def plan(self, counts: jax.Array, source: jax.Array, implementation: Implementation | None) -> ExpertPlan:
@@ -294,18 +328,18 @@ def _counts_of_all(
     return choose(group, implementation).gather(counts.num_tokens_per_expert)
 
 
-def _placement(op: str, value: Any, num_experts: int, num_ranks: int) -> jax.Array:
+def _placement(check: Arguments, value: Any, num_experts: int, num_ranks: int) -> jax.Array:
     """Checks a given placement, and returns it as int32 [P]."""
-    placement = _checks.array(op, "physical_to_logical", value)
+    placement = check.array("physical_to_logical", value)
     is_list = placement.ndim == 1 and placement.dtype == jnp.int32
     if not is_list or placement.shape[0] % num_ranks or placement.shape[0] < num_experts:
         raise ValueError(
-            f"{op}: physical_to_logical must be int32 [P], the whole placement on each rank, P a multiple of "
-            f"the {num_ranks} ranks and at least num_experts = {num_experts}, got "
+            f"{check.op}: physical_to_logical must be int32 [P], the whole placement on each rank, P a "
+            f"multiple of the {num_ranks} ranks and at least num_experts = {num_experts}, got "
             f"{_checks.shape_text(placement)}"
         )
     if not isinstance(value, Tracer):
-        _check_placement(op, np.asarray(value), num_experts, num_ranks)
+        _check_placement(check, np.asarray(value), num_experts, num_ranks)
         return placement
     hosted = jnp.where((placement >= 0) & (placement < num_experts), placement, -1).reshape(num_ranks, -1)
     return jnp.where(is_first(hosted), hosted, -1).reshape(-1)
@@ -328,21 +362,21 @@ def check_placement(physical_to_logical: np.typing.ArrayLike, *, num_experts: in
         multiple of R.
     """
     placement = np.asarray(physical_to_logical)
-    _placement("check_placement", placement, num_experts, num_ranks)
+    _placement(Arguments("check_placement"), placement, num_experts, num_ranks)
 
 
-def _check_placement(op: str, placement: np.ndarray, num_experts: int, num_ranks: int) -> None:
+def _check_placement(check: Arguments, placement: np.ndarray, num_experts: int, num_ranks: int) -> None:
     missing = np.setdiff1d(np.arange(num_experts), placement)
     if missing.size:
         raise ValueError(
-            f"{op}: every logical expert needs an instance in physical_to_logical, but "
+            f"{check.op}: every logical expert needs an instance in physical_to_logical, but "
             f"{missing[:8].tolist()} have none"
         )
     for number, hosted in enumerate(placement.reshape(num_ranks, -1)):
         used = hosted[hosted >= 0]
         if used.size != np.unique(used).size or used.max(initial=0) >= num_experts:
             raise ValueError(
-                f"{op}: physical_to_logical must give each rank distinct logical experts below "
+                f"{check.op}: physical_to_logical must give each rank distinct logical experts below "
                 f"{num_experts}, and -1 for empty slots; rank {number} has {hosted.tolist()}"
             )
 

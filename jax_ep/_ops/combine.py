@@ -9,10 +9,11 @@ from jax.typing import ArrayLike
 from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
-from jax_ep._ops.arguments import open_handle
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.backend import Pull
+from jax_ep._transport.choice import Asynchronous
 from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended
@@ -109,17 +110,43 @@ def combine(
       TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
         a combine that ranks may miss.
     """
-    handle, backend = open_handle("combine", handle, implementation)
+    return combine_as(
+        OpArguments("combine"),
+        y,
+        handle,
+        row_weights=row_weights,
+        bias=bias,
+        quantize_gradient=quantize_gradient,
+        active_ranks=active_ranks,
+        on_timeout=on_timeout,
+        implementation=implementation,
+    )
+
+
+def combine_as(
+    check: OpArguments,
+    y: Any,
+    handle: Handle,
+    *,
+    row_weights: ArrayLike | _Default | None,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: str | Asynchronous | None,
+) -> Any:
+    """Does what `combine` does. Errors in its arguments name the op of `check`."""
+    handle, backend = check.open_handle(handle, implementation)
     routing = handle.routing
-    payload = Payload.check("combine", "y", y, routing.buffer, routing.axes, "the capacity of the handle")
+    payload = Payload.check(check, "y", y, routing.buffer, routing.axes, "the capacity of the handle")
     if not payload.leaves:
-        raise ValueError("combine: y holds no array")
+        raise ValueError(f"{check.op}: y holds no array")
     leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in payload.leaves]
-    _checks.floating("combine", "y", leaves)
+    check.floating("y", leaves)
     if row_weights is _Default.UNSET:
         if handle.has_weights:
             raise ValueError(
-                "combine: this dispatch sent topk_weights, so combine needs row_weights: pass "
+                f"{check.op}: this dispatch sent topk_weights, so combine needs row_weights: pass "
                 "row_weights=sent.row_weights for weighted sums (sent: the result of dispatch), or "
                 "row_weights=None for sums without weights, if the experts have applied them"
             )
@@ -128,15 +155,15 @@ def combine(
     if row_weights is not None:
         if not routing.has_row_per_choice:
             raise ValueError(
-                "combine: row_weights needs a handle of order 'expert'. By rank a row stands for several "
+                f"{check.op}: row_weights needs a handle of order 'expert'. By rank a row stands for several "
                 "experts: multiply y by the weights, or pass them as a leaf of y to take them back"
             )
-        weights = _checks.weights("combine", "row_weights", row_weights, routing.buffer, f"[{routing.axes}]")
+        weights = check.weights("row_weights", row_weights, routing.buffer, f"[{routing.axes}]")
         weights = weights.reshape(routing.capacity)
     if quantize_gradient is not None:
-        check_quantize_gradient(quantize_gradient, payload.tree, leaves)
-    biases = _biases(bias, payload.tree, leaves, routing.num_tokens)
-    attendance = Attendance.check("combine", active_ranks, on_timeout, routing.group)
+        check_quantize_gradient(check, quantize_gradient, payload.tree, leaves)
+    biases = _biases(check, bias, payload.tree, leaves, routing.num_tokens)
+    attendance = Attendance.check(check, active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
     handle, rows, weights, biases, attendance = align_axes(operands, routing.ranks.axes)
     attended = Attended()
@@ -144,7 +171,7 @@ def combine(
         if attendance.may_miss:
             if len(rows) > 1 and any(biases):
                 raise ValueError(
-                    "combine: with active_ranks or on_timeout='mask' a bias needs y to be one array"
+                    f"{check.op}: with active_ranks or on_timeout='mask' a bias needs y to be one array"
                 )
             pulled = Pull(rows, weights, biases[0])
             sums, attended = pull_attended(backend, handle, pulled, attendance)
@@ -163,7 +190,7 @@ def combine(
 
 
 def _biases(
-    bias: Any, tree: Any, leaves: list[jax.Array], num_tokens: int
+    check: OpArguments, bias: Any, tree: Any, leaves: list[jax.Array], num_tokens: int
 ) -> tuple[tuple[jax.Array, ...], ...]:
     """Returns the biases of each leaf of y."""
     if bias is None:
@@ -172,23 +199,23 @@ def _biases(
         given = tree.flatten_up_to(bias)
     except ValueError as error:
         raise ValueError(
-            "combine: bias must be a pytree of the same structure as y, with an array [T, ...], a tuple of "
-            f"them or None for each leaf; got {jax.tree.structure(bias)} for {tree}"
+            f"{check.op}: bias must be a pytree of the same structure as y, with an array [T, ...], a tuple "
+            f"of them or None for each leaf; got {jax.tree.structure(bias)} for {tree}"
         ) from error
-    return tuple(_biases_of(one, leaf, num_tokens) for one, leaf in zip(given, leaves, strict=True))
+    return tuple(_biases_of(check, one, leaf, num_tokens) for one, leaf in zip(given, leaves, strict=True))
 
 
-def _biases_of(bias: Any, leaf: jax.Array, num_tokens: int) -> tuple[jax.Array, ...]:
+def _biases_of(check: OpArguments, bias: Any, leaf: jax.Array, num_tokens: int) -> tuple[jax.Array, ...]:
     if bias is None:
         return ()
     arrays = bias if isinstance(bias, tuple | list) else (bias,)
-    biases = [_checks.array("combine", "bias", array) for array in arrays]
-    _checks.floating("combine", "bias", biases)
+    biases = [check.array("bias", array) for array in arrays]
+    check.floating("bias", biases)
     shape = (num_tokens, *leaf.shape[1:])
     for array in biases:
         if array.shape != shape:
             raise ValueError(
-                f"combine: bias must have the shape of the result {list(shape)}, "
+                f"{check.op}: bias must have the shape of the result {list(shape)}, "
                 f"got {_checks.shape_text(array)}"
             )
     return tuple(biases)

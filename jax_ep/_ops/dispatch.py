@@ -11,8 +11,7 @@ from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
-from jax_ep._ops import arguments
-from jax_ep._ops.arguments import open_handle, require_manual
+from jax_ep._ops.arguments import OpArguments, count_invalid, wrong_valid_tokens
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
 from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._rows.fp8 import QuantizedArray
@@ -20,7 +19,7 @@ from jax_ep._rows.indexing import invert
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, OnTimeout
 from jax_ep._transport.backend import Pull, Push
-from jax_ep._transport.choice import choose, requested_implementation
+from jax_ep._transport.choice import Asynchronous, choose, requested_implementation
 from jax_ep._transport.fp8_rows import Quantize, check_quantize, send_fp8
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, push, push_attended, send
@@ -87,11 +86,12 @@ class DispatchedByRank(Generic[Rows]):
 
         Ranks that took no part in the dispatch take none in this.
         """
-        handle, backend = open_handle("row_sources", self.handle, None)
+        check = OpArguments("row_sources")
+        handle, backend = check.open_handle(self.handle, None)
         group = handle.routing.group
         number = jnp.arange(1, handle.routing.num_tokens + 1, dtype=jnp.int32)  # 0 where no row comes
         rank = jnp.full_like(number, jax.lax.axis_index(group.axis_name) + 1)
-        attendance = Attendance.check("row_sources", self.active_ranks, "raise", group)
+        attendance = Attendance.check(check, self.active_ranks, "raise", group)
         operands = (handle, Push((rank, number)), attendance)
         handle, sent, attendance = align_axes(operands, handle.routing.ranks.axes)
         if attendance.may_miss:
@@ -145,7 +145,7 @@ class DispatchedByExpert(Generic[Rows]):
 
         Each call computes it, from one rank's shard. Call it inside the shard_map of the dispatch.
         """
-        handle = arguments.handle("row_experts", self.handle)
+        handle = OpArguments("row_experts").handle(self.handle)
         return in_slots(handle.routing, row_experts(handle))
 
     def is_row(self) -> jax.Array:
@@ -157,7 +157,7 @@ class DispatchedByExpert(Generic[Rows]):
 
         Call it inside the shard_map of the dispatch.
         """
-        handle = arguments.handle("row_sources", self.handle)
+        handle = OpArguments("row_sources").handle(self.handle)
         assert handle.received_rows is not None  # by expert
         choice = invert(handle.received_rows, handle.routing.capacity)
         per_rank = max(handle.routing.num_tokens * handle.routing.top_k, 1)
@@ -175,9 +175,10 @@ class DispatchedByExpert(Generic[Rows]):
           float32 [T, K], 0 where a choice is unused or was dropped. It communicates with all ranks, as a
           `combine` without `active_ranks` does.
         """
-        handle, backend = open_handle("to_topk", self.handle, None)
+        check = OpArguments("to_topk")
+        handle, backend = check.open_handle(self.handle, None)
         routing = handle.routing
-        values = _checks.weights("to_topk", "values", values, routing.buffer, f"[{routing.axes}]")
+        values = check.weights("values", values, routing.buffer, f"[{routing.axes}]")
         handle, values = align_axes((handle, values.reshape(routing.capacity)), routing.ranks.axes)
         _, returned = pull(backend, handle, Pull((), weights=values))
         assert returned is not None
@@ -348,36 +349,80 @@ def dispatch(
         no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8", outside of
         `gated_mlp`, or through a dispatch that ranks may miss.
     """
-    require_manual("dispatch", group)
+    return dispatch_as(
+        OpArguments("dispatch"),
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        order=order,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        host_capacity=host_capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        round_scale=round_scale,
+        num_valid_tokens=num_valid_tokens,
+        active_ranks=active_ranks,
+        on_timeout=on_timeout,
+        statistics=statistics,
+        implementation=implementation,
+    )
+
+
+def dispatch_as(
+    check: OpArguments,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    *,
+    group: Group,
+    num_experts: int,
+    order: Order = "expert",
+    capacity: int | None,
+    capacity_factor: float | None,
+    host_capacity: int | None,
+    expert_alignment: int,
+    quantize: Quantize | None,
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: str | Asynchronous | None,
+) -> DispatchedByRank[Any] | DispatchedByExpert[Any]:
+    """Does what `dispatch` does. Errors in its arguments name the op of `check`."""
+    check.require_manual(group)
     resolve_implementation(group, requested_implementation(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
-        raise ValueError(f"dispatch: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
-    ids = _checks.topk_idx("dispatch", topk_idx)
+        raise ValueError(f"{check.op}: order must be 'rank', 'expert' or 'expert_padded', got {order!r}")
+    ids = check.topk_idx(topk_idx)
     num_tokens, top_k = ids.shape
-    payload = Payload.check("dispatch", "x", x, (num_tokens,), "T", "of topk_idx")
-    num_experts = _checks.num_experts("dispatch", num_experts, group.size)
-    alignment = _checks.at_least_one("dispatch", "expert_alignment", expert_alignment)
+    payload = Payload.check(check, "x", x, (num_tokens,), "T", "of topk_idx")
+    num_experts = check.num_experts(num_experts, group.size)
+    alignment = check.at_least_one("expert_alignment", expert_alignment)
     if order == "rank" and alignment != 1:
-        raise ValueError("dispatch: expert_alignment needs order='expert'; rows by rank are not padded")
+        raise ValueError(f"{check.op}: expert_alignment needs order='expert'; rows by rank are not padded")
     if order == "expert_padded" and alignment != 1:
         raise ValueError(
-            "dispatch: order='expert_padded' has `capacity` slots for each expert, so it takes no "
+            f"{check.op}: order='expert_padded' has `capacity` slots for each expert, so it takes no "
             f"expert_alignment, got {alignment}"
         )
-    check_quantize(quantize, round_scale, x, payload.leaves)
+    check_quantize(check, quantize, round_scale, x, payload.leaves)
     if num_valid_tokens is not None:
-        ids = arguments.valid_tokens("dispatch", num_valid_tokens, ids)
+        ids = check.valid_tokens(num_valid_tokens, ids)
     capacity, alignment = _capacity_and_alignment(
-        order, capacity, capacity_factor, group.size, num_tokens, top_k, num_experts, alignment
+        check, order, capacity, capacity_factor, group.size, num_tokens, top_k, num_experts, alignment
     )
     weights = None
     if topk_weights is not None:
-        weights = _checks.weights("dispatch", "topk_weights", topk_weights, ids.shape, "[T, K]")
-    host_rows = arguments.host_rows("dispatch", host_capacity, group, num_tokens)
+        weights = check.weights("topk_weights", topk_weights, ids.shape, "[T, K]")
+    host_rows = check.host_rows(host_capacity, group, num_tokens)
     routing = Routing(ranks_of(group), order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
     if statistics is not None:
-        check_statistics(statistics, routing)
-    attendance = Attendance.check("dispatch", active_ranks, on_timeout, group, statistics is not None)
+        check_statistics(check, statistics, routing)
+    attendance = Attendance.check(check, active_ranks, on_timeout, group, statistics is not None)
     statistics = unshard(statistics)
     payload, ids, weights, attendance = align_axes((payload, ids, weights, attendance), routing.ranks.axes)
     with jax.named_scope("jax_ep.dispatch"):
@@ -393,7 +438,7 @@ def dispatch(
         "tokens_per_expert": out.tokens_per_expert,
         "num_tokens": out.num_tokens,
         "num_dropped": out.num_dropped,
-        "num_invalid": arguments.count_invalid(ids, num_experts),
+        "num_invalid": count_invalid(ids, num_experts),
         "handle": out.handle,
         "active_ranks": out.attended.active_ranks,
         "statistics": statistics,
@@ -404,7 +449,7 @@ def dispatch(
         return [
             debug.invalid_ids(ids, num_experts),
             dropped,
-            *arguments.wrong_valid_tokens(num_valid_tokens, ids),
+            *wrong_valid_tokens(num_valid_tokens, ids),
         ]
 
     checked = debug.check("dispatch", checked, find, routing.ranks, alone=out.attended.may_miss)
@@ -417,6 +462,7 @@ def dispatch(
 
 
 def _capacity_and_alignment(
+    check: OpArguments,
     order: Order,
     capacity: int | None,
     capacity_factor: float | None,
@@ -433,11 +479,11 @@ def _capacity_and_alignment(
     if capacity_factor is not None:
         uniform = uniform_rows(order, num_ranks, num_tokens, top_k, num_experts)
         most = all_tokens if is_padded else worst
-        capacity = _checks.rows_of_factor("dispatch", capacity_factor, capacity, uniform, most, alignment)
+        capacity = check.rows_of_factor(capacity_factor, capacity, uniform, most, alignment)
     if not is_padded:
-        return _checks.capacity("dispatch", capacity, worst, alignment), alignment
+        return check.capacity(capacity, worst, alignment), alignment
     if capacity is None:
-        return _checks.capacity("dispatch", None, worst, alignment), max(all_tokens, 1)
+        return check.capacity(None, worst, alignment), max(all_tokens, 1)
     most = _checks.MOST_ROWS // local_experts
-    slots = _checks.at_least_one("dispatch", "capacity, of each expert,", capacity, most)
+    slots = check.at_least_one("capacity, of each expert,", capacity, most)
     return slots * local_experts, slots

@@ -29,12 +29,14 @@ from jax_ep._experts.products import PrecisionName, precision_of, product
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
-from jax_ep._ops.arguments import check_group_sizes, matrices_of
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.counts import group_ends, sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._rows.weights import num_redundant_of
+
+_CHECK = OpArguments("gated_mlp")
 
 _NO_GRADIENT = (
     "gated_mlp: FP8 rows without a carrier have no gradient; pass rows of dispatch(quantize='fp8'), rows "
@@ -114,7 +116,7 @@ def gated_mlp(
       TypeError: dtypes do not fit each other, activation does not take and return such arrays, or a second
         derivative in FP8 was asked for.
     """
-    engine = choose_engine(implementation, _checks.most_sms("gated_mlp", num_sms) or 0)
+    engine = choose_engine(implementation, _CHECK.most_sms(num_sms) or 0)
     if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
         raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
     if save not in ("preactivation", "inputs"):
@@ -122,7 +124,7 @@ def gated_mlp(
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
     given = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
-    found = precision_of("gated_mlp", precision, given.dtype())
+    found = precision_of(_CHECK, precision, given.dtype())
     if quantize is None:
         products: Products = Wide(engine.with_precision(found))
     else:
@@ -318,11 +320,11 @@ def _check(
     """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
 
     def array(name: str, value: Any) -> Any:
-        return None if value is None else _checks.array("gated_mlp", name, value)
+        return None if value is None else _CHECK.array(name, value)
 
     is_fp8 = quantize is not None
     if isinstance(rows, QuantizedArray):
-        if not is_fp8 or block_of("gated_mlp", rows) != (1, BLOCK):
+        if not is_fp8 or block_of(_CHECK, rows) != (1, BLOCK):
             raise TypeError(
                 "gated_mlp: a QuantizedArray of rows needs quantize='fp8', and scales of 1 x 128 elements"
             )
@@ -339,7 +341,7 @@ def _check(
             fixed = jax.lax.stop_gradient((w.transposed, w.kept))
             matrices.append(QuantizedWeights(w.w, *fixed))
         else:
-            matrices.append(matrices_of("gated_mlp", name, w))
+            matrices.append(_CHECK.matrices(name, w))
     wide = [_wide(w) for w in matrices]
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
     dtypes = {w.dtype for w in numbers}
@@ -359,7 +361,7 @@ def _check(
         row_weights=array("row_weights", row_weights),
     )
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
-    sizes = check_group_sizes("gated_mlp", given.group_sizes, wide[0].shape[0], rows.shape[0])
+    sizes = _CHECK.group_sizes(given.group_sizes, wide[0].shape[0], rows.shape[0])
     given = dataclasses.replace(given, group_sizes=sizes)
     if given.row_weights is None:
         return given

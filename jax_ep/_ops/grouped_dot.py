@@ -23,12 +23,14 @@ from jax_ep._experts.products import PrecisionName, fp8_product, precision_of, p
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._ops.arguments import check_group_sizes, matrices_of
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.weights import PhysicalWeights, num_redundant_of
 from jax_ep._transport import debug
+
+_CHECK = OpArguments("grouped_dot")
 
 _NO_GRADIENT = (
     "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
@@ -93,15 +95,15 @@ def grouped_dot(
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
-    engine = choose_engine(implementation, _checks.most_sms("grouped_dot", num_sms) or 0)
-    precision_of("grouped_dot", precision, jnp.float32)
+    engine = choose_engine(implementation, _CHECK.most_sms(num_sms) or 0)
+    precision_of(_CHECK, precision, jnp.float32)
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
         raise TypeError(
             "grouped_dot: group_offset needs rows and w that are not quantized, got "
             f"{type(rows).__name__} and {type(w).__name__}"
         )
-    group_sizes = _checks.array("grouped_dot", "group_sizes", group_sizes)
+    group_sizes = _CHECK.array("group_sizes", group_sizes)
     if isinstance(w, QuantizedWeights):
         rows = _rows_of_quantized_weights(rows)
         group_sizes = _check_shapes(
@@ -121,8 +123,8 @@ def grouped_dot(
         quantized = QuantizedArray(values, scales), QuantizedArray(matrices, matrix_scales)
         return without_gradient(_NO_GRADIENT, operands, fp8_product(engine, *quantized, sizes))
     rows, w = (
-        _checks.array("grouped_dot", "rows", rows),
-        matrices_of("grouped_dot", "w", w),
+        _CHECK.array("rows", rows),
+        _CHECK.matrices("w", w),
     )
     if not _checks.is_float(rows.dtype) or rows.dtype != w.dtype:
         raise TypeError(
@@ -133,7 +135,7 @@ def grouped_dot(
             f"grouped_dot: rows and w in {rows.dtype} need their scales; pass the QuantizedArrays "
             "whole, not their values, or cast both to a wider dtype"
         )
-    engine = engine.with_precision(precision_of("grouped_dot", precision, rows.dtype))
+    engine = engine.with_precision(precision_of(_CHECK, precision, rows.dtype))
     if group_offset is None:
         group_sizes = _check_shapes(rows, w, group_sizes)
         return product(Product.ROWS, engine, 0, *vary_alike([rows, w, group_sizes]))
@@ -146,7 +148,7 @@ def _window(
     num_matrices: int, group_sizes: jax.Array, group_offset: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sizes [L] of the groups from an offset on, and the first row of the first of them."""
-    offset = _checks.array("grouped_dot", "group_offset", group_offset)
+    offset = _CHECK.array("group_offset", group_offset)
     if offset.shape or not jnp.issubdtype(offset.dtype, jnp.integer) or group_sizes.ndim != 1:
         raise ValueError(
             "grouped_dot: group_offset must be an integer scalar, and group_sizes [G], got "
@@ -192,7 +194,7 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
             f"grouped_dot: M of rows [C, M] and of w [L, M, N] must be equal, got {rows.shape[1]} in rows "
             f"{_checks.shape_text(rows)} and {w.shape[1]} in w {_checks.shape_text(w)}; pass {remedy}"
         )
-    return check_group_sizes("grouped_dot", group_sizes, w.shape[0], rows.shape[0])
+    return _CHECK.group_sizes(group_sizes, w.shape[0], rows.shape[0])
 
 
 def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
@@ -205,7 +207,7 @@ def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
 
 
 def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
-    of_rows, of_w = block_of("grouped_dot", rows), block_of("grouped_dot", w)
+    of_rows, of_w = block_of(_CHECK, rows), block_of(_CHECK, w)
     if of_rows != (1, BLOCK) or of_w != (BLOCK, BLOCK):
         raise ValueError(
             "grouped_dot: FP8 rows must have scales of 1 x 128 elements and w of 128 x 128, got "
@@ -216,8 +218,8 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
 
 def _rows_of_quantized_weights(rows: Any) -> Any:
     if not isinstance(rows, QuantizedArray):
-        return _checks.array("grouped_dot", "rows", rows)
-    if block_of("grouped_dot", rows) != (1, BLOCK):
+        return _CHECK.array("rows", rows)
+    if block_of(_CHECK, rows) != (1, BLOCK):
         raise ValueError("grouped_dot: FP8 rows must have scales of 1 x 128 elements, as quantize_fp8(x) has")
     return rows
 

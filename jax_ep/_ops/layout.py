@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import unshard
-from jax_ep._ops import arguments
+from jax_ep._ops.arguments import OpArguments, wrong_valid_tokens
 from jax_ep._transport import debug
 from jax_ep._transport.choice import choose_local
 
@@ -57,22 +57,24 @@ def get_dispatch_layout(
     Raises:
       ValueError: an argument is out of range or does not divide as it must.
     """
-    op = "get_dispatch_layout"
+    check = OpArguments("get_dispatch_layout")
     backend = choose_local(implementation)
-    ids = _checks.topk_idx(op, topk_idx)
-    num_ranks = _checks.at_least_one(op, "num_ranks", num_ranks, _checks.MOST_EXPERTS)
-    num_experts = _checks.num_experts(op, num_experts, num_ranks)
-    per_node = 1 if ranks_per_node is None else _checks.at_least_one(op, "ranks_per_node", ranks_per_node)
+    ids = check.topk_idx(topk_idx)
+    num_ranks = check.at_least_one("num_ranks", num_ranks, _checks.MOST_EXPERTS)
+    num_experts = check.num_experts(num_experts, num_ranks)
+    per_node = 1 if ranks_per_node is None else check.at_least_one("ranks_per_node", ranks_per_node)
     if num_ranks % per_node != 0:
-        raise ValueError(f"{op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}")
+        raise ValueError(
+            f"{check.op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}"
+        )
     if num_valid_tokens is not None:
-        ids = arguments.valid_tokens(op, num_valid_tokens, ids)
+        ids = check.valid_tokens(num_valid_tokens, ids)
     counts = backend.layout(unshard(ids), num_experts, num_ranks, per_node)
 
     def find() -> list[debug.Finding]:
-        return [debug.invalid_ids(ids, num_experts), *arguments.wrong_valid_tokens(num_valid_tokens, ids)]
+        return [debug.invalid_ids(ids, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
-    counts = debug.check(op, counts, find)
+    counts = debug.check(check.op, counts, find)
     return DispatchLayout(
         counts.num_tokens_per_rank,
         None if ranks_per_node is None else counts.num_tokens_per_node,

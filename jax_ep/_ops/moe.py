@@ -1,24 +1,21 @@
 """moe: the complete expert-parallel layer."""
 
-import contextlib
 import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
-from jax_ep._ops.arguments import valid_tokens
-from jax_ep._ops.balance import balance, balanced_capacity
-from jax_ep._ops.combine import combine
-from jax_ep._ops.dispatch import DispatchedByExpert, dispatch
-from jax_ep._ops.replicate import replicate
+from jax_ep._ops.arguments import OpArguments
+from jax_ep._ops.balance import balance_as, balanced_capacity
+from jax_ep._ops.combine import combine_as
+from jax_ep._ops.dispatch import DispatchedByExpert, dispatch_as
+from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
 from jax_ep._transport.payload import Payload
@@ -187,13 +184,14 @@ def moe(
             "moe: x must be an array of tokens, got QuantizedArray; pass the tokens as they are, with "
             "quantize='fp8' or 'fp8_dequantize', or call dispatch, which takes a QuantizedArray, and combine"
         )
-    x = _checks.array("moe", "x", x)
+    check = OpArguments("moe")
+    x = check.array("x", x)
     topk_idx, topk_weights = (
-        _checks.array("moe", "topk_idx", topk_idx),
-        _checks.array("moe", "topk_weights", topk_weights),
+        check.array("topk_idx", topk_idx),
+        check.array("topk_weights", topk_weights),
     )
     if topk_idx.dtype == jnp.bool_:
-        _checks.topk_idx("moe", topk_idx)  # a routing map, whose shape does not fit either
+        check.topk_idx(topk_idx)  # a routing map, whose shape does not fit either
     tokens = x.shape[:-1]
     if x.ndim < 2 or topk_idx.shape[:-1] != tokens or topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -209,55 +207,56 @@ def moe(
             "moe: num_redundant_experts needs expert_params, the weights [L, ...] that moe sends to other "
             "ranks; expert_fn then takes (sent, params)"
         )
-    arguments = ("sent",) if expert_params is None else ("sent", "params")
-    _check_signature(expert_fn, arguments)
+    _check_signature(expert_fn, ("sent",) if expert_params is None else ("sent", "params"))
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
     plan = None
-    with _errors_name_moe():
-        if num_redundant_experts:
-            if num_valid_tokens is not None:
-                topk_idx = valid_tokens("moe", num_valid_tokens, topk_idx)
-            plan = balance(
-                topk_idx,
-                group=group,
-                num_experts=num_experts,
-                num_redundant_experts=num_redundant_experts,
-                implementation=implementation,
-            )
-            topk_idx, num_experts = plan.topk_idx, plan.num_experts
-            expert_params = replicate(expert_params, plan, implementation=implementation)
-            if capacity is None and capacity_factor is None:
-                alignment = _checks.at_least_one("moe", "expert_alignment", expert_alignment)
-                capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
-        sent = dispatch(
-            x,
+    if num_redundant_experts:
+        if num_valid_tokens is not None:
+            topk_idx = check.valid_tokens(num_valid_tokens, topk_idx)
+        plan = balance_as(
+            check,
             topk_idx,
-            topk_weights,
             group=group,
             num_experts=num_experts,
-            capacity=capacity,
-            capacity_factor=capacity_factor,
-            host_capacity=host_capacity,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
+            num_redundant_experts=num_redundant_experts,
             implementation=implementation,
         )
+        topk_idx, num_experts = plan.topk_idx, plan.num_experts
+        expert_params = replicate_as(check, "expert_params", expert_params, plan, implementation)
+        if capacity is None and capacity_factor is None:
+            alignment = check.at_least_one("expert_alignment", expert_alignment)
+            capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
+    sent = dispatch_as(
+        check,
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        host_capacity=host_capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
+        implementation=implementation,
+    )
+    assert isinstance(sent, DispatchedByExpert)
     if expert_params is not None and not num_redundant_experts:
         local = num_experts // group.size
-        Payload.check("moe", "expert_params", expert_params, (local,), "L", "the experts of a rank")
+        Payload.check(check, "expert_params", expert_params, (local,), "L", "the experts of a rank")
     with jax.named_scope("jax_ep.experts"):
         run: Callable[..., Any] = expert_fn
         y = run(sent) if expert_params is None else run(sent, expert_params)
-    _check_result(y, sent.handle.routing.capacity)
-    with _errors_name_moe():
-        out = combine(
-            y,
-            sent.handle,
-            row_weights=None if experts_apply_weights else sent.row_weights,
-            quantize_gradient=quantize_gradient,
-            implementation=implementation,
-        )
+    _check_result(check, y, sent.handle.routing.capacity)
+    out = combine_as(
+        check,
+        y,
+        sent.handle,
+        row_weights=None if experts_apply_weights else sent.row_weights,
+        quantize_gradient=quantize_gradient,
+        implementation=implementation,
+    )
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out
@@ -279,17 +278,6 @@ def moe(
     return out, stats
 
 
-@contextlib.contextmanager
-def _errors_name_moe() -> Iterator[None]:
-    """Names moe in the errors of the ops that it calls, because the user called none of them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = re.sub(r"^(replicate: every \w+) of w\b", r"\1 of expert_params", str(error))
-        error.args = (re.sub(r"^(balance|combine|dispatch|replicate)\b", "moe", text),)
-        raise
-
-
 def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     """Raises TypeError if a function cannot be called with these arguments."""
     try:
@@ -306,10 +294,10 @@ def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) 
         ) from None
 
 
-def _check_result(y: Any, rows: int) -> None:
+def _check_result(check: OpArguments, y: Any, rows: int) -> None:
     """Checks the result of expert_fn: a floating array with one row for each row that it was given."""
     returned = "what expert_fn returns"
-    leaves = [_checks.array("moe", returned, leaf) for leaf in jax.tree.leaves(y)]
+    leaves = [check.array(returned, leaf) for leaf in jax.tree.leaves(y)]
     if not leaves:
         raise TypeError(f"moe: expert_fn must return the experts' rows, got {y!r}")
     for leaf in leaves:
@@ -318,7 +306,7 @@ def _check_result(y: Any, rows: int) -> None:
                 f"moe: expert_fn must return a row for each of the {rows} rows that it was given, "
                 f"got an array of shape {list(leaf.shape)}"
             )
-    _checks.floating("moe", returned, leaves)
+    check.floating(returned, leaves)
 
 
 def _merge_leading(array: jax.Array) -> jax.Array:

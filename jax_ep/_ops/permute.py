@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._checks import Arguments
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import align_axes
@@ -78,15 +79,16 @@ def permute(
       TypeError: a leaf of x is of a kind that cannot be moved.
     """
     choose_local(implementation)  # raises before the other checks
-    ids = _checks.topk_idx("permute", topk_idx)
-    payload = Payload.check("permute", "x", x, ids.shape[:1], "C", "of topk_idx")
-    experts = _checks.at_least_one("permute", "num_local_experts", num_local_experts, _checks.MOST_EXPERTS)
-    alignment = _checks.at_least_one("permute", "expert_alignment", expert_alignment)
+    check = Arguments("permute")
+    ids = check.topk_idx(topk_idx)
+    payload = Payload.check(check, "x", x, ids.shape[:1], "C", "of topk_idx")
+    experts = check.at_least_one("num_local_experts", num_local_experts, _checks.MOST_EXPERTS)
+    alignment = check.at_least_one("expert_alignment", expert_alignment)
     worst = worst_case_capacity("expert", ids.shape[0], ids.shape[1], experts, alignment)
-    capacity = _checks.capacity("permute", capacity, worst, alignment)
+    capacity = check.capacity(capacity, worst, alignment)
     weights = None
     if topk_weights is not None:
-        weights = _checks.weights("permute", "topk_weights", topk_weights, ids.shape, "[C, K]")
+        weights = check.weights("topk_weights", topk_weights, ids.shape, "[C, K]")
     payload, ids, weights = align_axes((payload, ids, weights))
     with jax.named_scope("jax_ep.permute"):
         backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
@@ -231,40 +233,41 @@ def unpermute(
       ValueError: shapes do not fit, or a bias came without topk_idx.
       TypeError: y is several arrays, y, bias or out_dtype is not floating, or y or bias is FP8.
     """
-    op = "unpermute"
+    check = Arguments("unpermute")
     if isinstance(y, tuple | list) and any(hasattr(part, "dtype") for part in y):
-        raise TypeError(f"{op}: y must be one array, got {type(y).__name__}; call it for each array")
+        raise TypeError(f"{check.op}: y must be one array, got {type(y).__name__}; call it for each array")
     choose_local(implementation)  # raises before the other checks
-    y, row_map = _checks.array(op, "y", y), _checks.array(op, "row_map", row_map)
+    y, row_map = check.array("y", y), check.array("row_map", row_map)
     if y.ndim < 1:
-        raise ValueError(f"{op}: y must be [P, ...], got {_checks.shape_text(y)}")
+        raise ValueError(f"{check.op}: y must be [P, ...], got {_checks.shape_text(y)}")
     if row_map.ndim != 2 or row_map.dtype != jnp.int32 or row_map.shape[1] < 1:
         raise ValueError(
-            f"{op}: row_map must be int32 [C, K] as permute returned it, got {_checks.shape_text(row_map)}"
+            f"{check.op}: row_map must be int32 [C, K] as permute returned it, got "
+            f"{_checks.shape_text(row_map)}"
         )
-    _checks.floating(op, "y", [y])
-    out_dtype = _checks.floating_dtype(op, "out_dtype", y.dtype if out_dtype is None else out_dtype)
+    check.floating("y", [y])
+    out_dtype = check.floating_dtype("out_dtype", y.dtype if out_dtype is None else out_dtype)
     find = lambda given=row_map, num_rows=y.shape[0]: [debug.rows_beyond(given, num_rows)]
-    row_map = debug.check(op, row_map, find)
+    row_map = debug.check(check.op, row_map, find)
     weights = None
     if topk_weights is not None:
-        weights = _checks.weights(op, "topk_weights", topk_weights, row_map.shape, "[C, K]")
+        weights = check.weights("topk_weights", topk_weights, row_map.shape, "[C, K]")
     ids = None
     if topk_idx is not None:
-        ids = _checks.topk_idx(op, topk_idx)
+        ids = check.topk_idx(topk_idx)
         if ids.shape != row_map.shape:
             raise ValueError(
-                f"{op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
+                f"{check.op}: topk_idx must have the shape of row_map {list(row_map.shape)}, "
                 f"got {_checks.shape_text(ids)}"
             )
     if bias is not None:
-        bias = _checks.array(op, "bias", bias)
-        _checks.floating(op, "bias", [bias])
+        bias = check.array("bias", bias)
+        check.floating("bias", [bias])
         if ids is None:
-            raise ValueError(f"{op}: bias needs topk_idx [C, K] to know the expert of each row")
+            raise ValueError(f"{check.op}: bias needs topk_idx [C, K] to know the expert of each row")
         if bias.ndim < 1 or bias.shape[0] < 1 or bias.shape[1:] != y.shape[1:]:
             raise ValueError(
-                f"{op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
+                f"{check.op}: bias must be [L, ...] with the row shape of y {list(y.shape[1:])}, "
                 f"got {_checks.shape_text(bias)}"
             )
     summed = out_dtype if out_dtype in SUMMED else jnp.dtype(jnp.float32)

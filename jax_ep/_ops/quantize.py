@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._checks import integer
+from jax_ep._checks import Arguments, integer
 from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import quantize_physical
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
-from jax_ep._ops.arguments import matrices_of
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray
 from jax_ep._rows.quantize import KERNEL_DTYPES
 
@@ -45,7 +45,8 @@ def quantize_fp8(
       TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
     """
     engine = choose_engine(implementation)
-    x = _checks.array("quantize_fp8", "x", x)
+    check = Arguments("quantize_fp8")
+    x = check.array("x", x)
     rows, columns = _pair(block)
     if not _checks.is_float(x.dtype):
         raise TypeError(f"quantize_fp8: x must be floating, got {_checks.shape_text(x)}")
@@ -83,7 +84,8 @@ def quantize_weights(
       TypeError: w is not floating, or has 64 bits.
     """
     engine = choose_engine(implementation)
-    w = matrices_of("quantize_weights", "w", w)
+    check = OpArguments("quantize_weights")
+    w = check.matrices("w", w)
     if w.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"quantize_weights: w must be floating, of 16 or 32 bits, got {_checks.shape_text(w)}"

@@ -5,10 +5,9 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_ep import _checks
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
-from jax_ep._ops.arguments import open_handle
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.backend import Push
@@ -100,16 +99,17 @@ def redispatch(
       TypeError: a leaf of x, or the handle, is of a kind that cannot be sent; a gradient was asked for
         through a redispatch that ranks may miss.
     """
-    handle, backend = open_handle("redispatch", handle, implementation)
+    check = OpArguments("redispatch")
+    handle, backend = check.open_handle(handle, implementation)
     routing = handle.routing
-    payload = Payload.check("redispatch", "x", x, (routing.num_tokens,), "T", "of the handle")
+    payload = Payload.check(check, "x", x, (routing.num_tokens,), "T", "of the handle")
     weights = None
     if topk_weights is not None:
         shape = (routing.num_tokens, routing.top_k)
-        weights = _checks.weights("redispatch", "topk_weights", topk_weights, shape, "[T, K]")
+        weights = check.weights("topk_weights", topk_weights, shape, "[T, K]")
     if not payload.leaves and weights is None:
-        raise ValueError(f"redispatch: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
-    attendance = Attendance.check("redispatch", active_ranks, on_timeout, routing.group)
+        raise ValueError(f"{check.op}: x holds no array, got {x!r}; pass rows, or topk_weights, or both")
+    attendance = Attendance.check(check, active_ranks, on_timeout, routing.group)
     operands = (handle, payload, weights, attendance)
     handle, payload, weights, attendance = align_axes(operands, routing.ranks.axes)
     attended = Attended()

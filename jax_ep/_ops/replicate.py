@@ -9,7 +9,7 @@ import jax
 from jax_ep._extension import Implementation
 from jax_ep._group.group import ranks_of
 from jax_ep._jax.sharding import align_axes
-from jax_ep._ops import arguments
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._placement.pieces import (
     can_cut,
     num_pieces,
@@ -56,7 +56,7 @@ def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | Non
       ValueError: a leaf does not begin with L, or no shard_map binds the group's axis.
       TypeError: a leaf is of a kind that cannot be sent, or plan is no `BalancePlan`.
     """
-    return _replicate("replicate", w, plan, implementation)
+    return replicate_as(OpArguments("replicate"), "w", w, plan, implementation)
 
 
 def replicate_start(
@@ -79,7 +79,9 @@ def replicate_start(
     Raises:
       ValueError, TypeError: as `replicate`.
     """
-    return PendingReplicate(_replicate("replicate_start", w, plan, Asynchronous(implementation)))
+    return PendingReplicate(
+        replicate_as(OpArguments("replicate_start"), "w", w, plan, Asynchronous(implementation))
+    )
 
 
 def replicate_done(pending: PendingReplicate) -> Any:
@@ -101,19 +103,22 @@ def replicate_done(pending: PendingReplicate) -> Any:
     return pending._result
 
 
-def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | None) -> Any:
+def replicate_as(
+    check: OpArguments, name: str, w: Any, plan: Any, implementation: str | Asynchronous | None
+) -> Any:
+    """Does what `replicate` does. Errors in w name the op of `check` and the argument `name`."""
     if not isinstance(plan, BalancePlan):
         raise TypeError(
-            f"{op}: plan must be the BalancePlan that balance returned, got {type(plan).__name__}"
+            f"{check.op}: plan must be the BalancePlan that balance returned, got {type(plan).__name__}"
         )
     group, num_experts = plan.group, plan.num_logical_experts
-    arguments.require_manual(op, group)
+    check.require_manual(group)
     local = num_experts // group.size
-    payload = Payload.check(op, "w", w, (local,), "L", "the experts of a rank")
+    payload = Payload.check(check, name, w, (local,), "L", "the experts of a rank")
     payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), ranks_of(group).axes)
     slots = plan.num_redundant_experts
     if slots == 0:
-        return payload.rebuild(op, payload.leaves)
+        return payload.rebuild("replicate", payload.leaves)
     if slots is None:
         send, num_instances = send_placed, plan.num_experts
     else:
@@ -128,7 +133,7 @@ def _replicate(op: str, w: Any, plan: Any, implementation: str | Asynchronous | 
             moved = send(backend, routing, placement, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):
                 weights[i] = leaf
-        return payload.rebuild(op, tuple(weights), _named)
+        return payload.rebuild("replicate", tuple(weights), _named)
 
 
 def _named(w: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep._group.group import Group
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._ops.arguments import require_group
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._transport.backend import Routed
 from jax_ep._transport.routing import Routing
 
@@ -41,28 +41,28 @@ class DispatchStatistics:
         Raises:
           ValueError: num_experts is no positive multiple of the number of ranks.
         """
-        op = "DispatchStatistics.zeros"
-        require_group(op, group)
-        experts = _checks.num_experts(op, num_experts, group.size)
+        check = OpArguments("DispatchStatistics.zeros")
+        check.require_group(group)
+        experts = check.num_experts(num_experts, group.size)
         zeros = cls(jnp.zeros((experts // group.size,), jnp.int32), jnp.zeros((group.size,), jnp.float32))
         # What a dispatch adds may vary over other axes too, and a scan carries one type only.
         return vary_alike(zeros, jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def check_statistics(value: Any, routing: Routing) -> None:
+def check_statistics(check: OpArguments, value: Any, routing: Routing) -> None:
     if not isinstance(value, DispatchStatistics):
         raise TypeError(
-            "dispatch: statistics must be the DispatchStatistics of an earlier dispatch, or "
+            f"{check.op}: statistics must be the DispatchStatistics of an earlier dispatch, or "
             f"DispatchStatistics.zeros(group, num_experts) to begin with, got {type(value).__name__}"
         )
     for name, axis, size, dtype in (
         ("tokens_per_expert", "L", routing.num_local_experts, jnp.int32),
         ("wait_us", "R", routing.num_ranks, jnp.float32),
     ):
-        given = _checks.array("dispatch", f"statistics.{name}", getattr(value, name))
+        given = check.array(f"statistics.{name}", getattr(value, name))
         if given.shape != (size,) or given.dtype != dtype:
             raise ValueError(
-                f"dispatch: statistics.{name} must be {jnp.dtype(dtype).name} [{axis}] = [{size}] on each "
+                f"{check.op}: statistics.{name} must be {jnp.dtype(dtype).name} [{axis}] = [{size}] on each "
                 f"rank, got {_checks.shape_text(given)}; begin with DispatchStatistics.zeros(group, "
                 "num_experts), and let it leave and enter shard_map sharded over the group's axis"
             )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _checks
+from jax_ep._checks import Arguments
 from jax_ep._jax.sharding import axes_of
 from jax_ep._rows.weights import home_of
 
@@ -94,8 +95,9 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"dequantize_fp8: q must be a QuantizedArray, got {type(q).__name__}")
-    dtype = _checks.floating_dtype("dequantize_fp8", "dtype", dtype)
-    rows, columns = block_of("dequantize_fp8", q)
+    check = Arguments("dequantize_fp8")
+    dtype = check.floating_dtype("dtype", dtype)
+    rows, columns = block_of(check, q)
 
     def dequantize(values: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
         scales = scales if values.ndim > 1 else scales[None]
@@ -143,22 +145,22 @@ def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
     return [entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True)]
 
 
-def block_of(op: str, q: QuantizedArray) -> tuple[int, int]:
+def block_of(check: Arguments, q: QuantizedArray) -> tuple[int, int]:
     """Returns the rows and columns of q's blocks."""
     if not all(hasattr(part, "dtype") for part in (q.values, q.scales)):
         kinds = [type(part).__name__ for part in (q.values, q.scales)]
-        raise TypeError(f"{op}: a QuantizedArray must hold two arrays, got {kinds[0]} and {kinds[1]}")
+        raise TypeError(f"{check.op}: a QuantizedArray must hold two arrays, got {kinds[0]} and {kinds[1]}")
     values, scales = q.values.shape, q.scales.shape
     fits = len(values) == len(scales) > 0 and values[:-2] == scales[:-2]
     fits = fits and q.values.dtype == FP8 and q.scales.dtype == jnp.float32
     sizes = [_ratio(v, s) for v, s in zip(values[-2:], scales[-2:], strict=False)]
     if not fits or None in sizes:
         raise ValueError(
-            f"{op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
+            f"{check.op}: a QuantizedArray must have values float8_e4m3fn [..., M, N] and scales float32 "
             f"[..., M / m, N / n]; got {_checks.shape_text(q.values)} and {_checks.shape_text(q.scales)}"
         )
-    _checks.on_device(op, "the values of a QuantizedArray", home_of(q.values))
-    _checks.on_device(op, "the scales of a QuantizedArray", home_of(q.scales))
+    check.on_device("the values of a QuantizedArray", home_of(q.values))
+    check.on_device("the scales of a QuantizedArray", home_of(q.scales))
     rows, columns = [1, *sizes][-2:]
     return rows, columns
 

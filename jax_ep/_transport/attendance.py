@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_ep import _checks
+from jax_ep._checks import Arguments
 from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import without_gradient
 
@@ -43,32 +44,32 @@ class Attendance:
 
     @classmethod
     def check(
-        cls, op: str, active_ranks: Any, on_timeout: Any, group: Group, measures: bool = False
+        cls, check: Arguments, active_ranks: Any, on_timeout: Any, group: Group, measures: bool = False
     ) -> "Attendance":
         """Checks active_ranks and on_timeout of an op, and returns them as an Attendance."""
         if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
-            raise ValueError(f"{op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
+            raise ValueError(f"{check.op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
         masks, num_ranks = on_timeout == "mask", group.size
         if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
             raise ValueError(
-                f"{op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, because "
-                f"JAX's collectives between hosts wait for all ranks, got {group!r}; leave them out, or "
-                "choose ranks of one host"
+                f"{check.op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, "
+                f"because JAX's collectives between hosts wait for all ranks, got {group!r}; leave them out, "
+                "or choose ranks of one host"
             )
         if active_ranks is None:
             return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures)
-        given = _checks.array(op, "active_ranks", active_ranks)
+        given = check.array("active_ranks", active_ranks)
         kinds = (jnp.integer, jnp.bool_)
         if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
             raise ValueError(
-                f"{op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, got "
-                f"{_checks.shape_text(given)}"
+                f"{check.op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, "
+                f"got {_checks.shape_text(given)}"
             )
         is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
         if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
             raise ValueError(
-                f"{op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each other one, "
-                f"not their numbers, got {np.asarray(active_ranks).tolist()}"
+                f"{check.op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each "
+                f"other one, not their numbers, got {np.asarray(active_ranks).tolist()}"
             )
         return cls(given.astype(bool).astype(jnp.int32), masks, measures)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
+from jax_ep._checks import Arguments
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
@@ -28,42 +29,39 @@ NO_GRADIENT = (
 )
 
 
-def check_quantize(quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> None:
+def check_quantize(check: Arguments, quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> None:
     """Checks how a dispatch of x, which has these leaves, is to quantize."""
-    if quantize is not None:
-        _check(quantize, x, leaves)
-    elif round_scale:
-        raise ValueError(
-            "dispatch: round_scale needs quantize, because rows that are not quantized have no scales"
-        )
-
-
-def check_quantize_gradient(quantize: Any, tree: Any, leaves: Sequence[jax.Array]) -> None:
-    """Checks that the cotangents of a combine of these leaves can travel as FP8."""
-    if not isinstance(quantize, str) or quantize != "fp8":
-        raise ValueError(f"combine: quantize_gradient must be None or 'fp8', got {quantize!r}")
-    if not jax.tree_util.treedef_is_leaf(tree):
-        raise ValueError("combine: quantize_gradient needs y to be one array, not a pytree")
-    _check_blocks("combine: quantize_gradient", *leaves)
-
-
-def _check(quantize: Any, x: Any, leaves: Leaves) -> None:
+    if quantize is None:
+        if round_scale:
+            raise ValueError(
+                f"{check.op}: round_scale needs quantize, because rows that are not quantized have no scales"
+            )
+        return
     if not isinstance(quantize, str) or quantize not in ("fp8", "fp8_dequantize"):
-        raise ValueError(f"dispatch: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
+        raise ValueError(f"{check.op}: quantize must be None, 'fp8' or 'fp8_dequantize', got {quantize!r}")
     if isinstance(x, QuantizedArray):
         raise ValueError(
-            f"dispatch: quantize={quantize!r} is for x that is not quantized, and a QuantizedArray travels "
+            f"{check.op}: quantize={quantize!r} is for x that is not quantized, and a QuantizedArray travels "
             "as it is; leave quantize out"
         )
     if not jax.tree_util.all_leaves([x]) or not leaves:
-        raise ValueError(f"dispatch: quantize={quantize!r} needs x to be one array, not a pytree")
+        raise ValueError(f"{check.op}: quantize={quantize!r} needs x to be one array, not a pytree")
     (x,) = leaves
     if not is_differentiable(x.dtype):
         raise TypeError(
-            f"dispatch: quantize={quantize!r} needs floating rows of 16 bits or more, got "
+            f"{check.op}: quantize={quantize!r} needs floating rows of 16 bits or more, got "
             f"{_checks.shape_text(x)}"
         )
-    _check_blocks(f"dispatch: quantize={quantize!r}", x)
+    _check_blocks(f"{check.op}: quantize={quantize!r}", x)
+
+
+def check_quantize_gradient(check: Arguments, quantize: Any, tree: Any, leaves: Sequence[jax.Array]) -> None:
+    """Checks that the cotangents of a combine of these leaves can travel as FP8."""
+    if not isinstance(quantize, str) or quantize != "fp8":
+        raise ValueError(f"{check.op}: quantize_gradient must be None or 'fp8', got {quantize!r}")
+    if not jax.tree_util.treedef_is_leaf(tree):
+        raise ValueError(f"{check.op}: quantize_gradient needs y to be one array, not a pytree")
+    _check_blocks(f"{check.op}: quantize_gradient", *leaves)
 
 
 def _check_blocks(option: str, rows: jax.Array) -> None:

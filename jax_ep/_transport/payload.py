@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks
+from jax_ep._checks import Arguments
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._rows.dtypes import as_reals, bits_of, from_reals
 from jax_ep._transport.backend import Backend, Leaves, LocalBackend
@@ -23,14 +23,14 @@ class Payload:
 
     @classmethod
     def check(
-        cls, op: str, name: str, rows: Any, first: tuple[int, ...], axes: str, source: str
+        cls, check: Arguments, name: str, rows: Any, first: tuple[int, ...], axes: str, source: str
     ) -> "Payload":
         """Checks the argument `name` of an op. Every array begins with the dimensions `first`.
 
         Error messages call these dimensions `axes`, and give `source` as the place that they come from.
         """
         leaves, tree = jax.tree.flatten(rows)
-        return cls(tuple(_checks.leaf(op, name, leaf, first, axes, source) for leaf in leaves), tree)
+        return cls(tuple(check.leaf(name, leaf, first, axes, source) for leaf in leaves), tree)
 
     def rebuild(self, op: str, rows: Sequence[Any], finish: Callable[[Any], Any] = lambda row: row) -> Any:
         """Returns finish(row) of each moved row, in the pytree that users passed.

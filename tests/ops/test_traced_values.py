@@ -13,7 +13,7 @@ from cases import floats, ranks, routing, same_bits
 from devices import most_ranks
 
 import jax_ep
-from jax_ep._ops.arguments import valid_tokens
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._transport.attendance import Attendance
 
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -164,7 +164,7 @@ def test_plans_of_counts_that_are_none(slots, implementation):
 )
 def test_a_number_of_valid_tokens_is_limited(dtype, counts):
     with jax.enable_x64(dtype == np.int64):
-        run = jax.jit(lambda count: valid_tokens("dispatch", count, jnp.zeros((4, 1), jnp.int32)))
+        run = jax.jit(lambda count: OpArguments("dispatch").valid_tokens(count, jnp.zeros((4, 1), jnp.int32)))
         for count, want in counts.items():
             got = run(np.asarray(count, dtype))
             np.testing.assert_array_equal(got[:, 0], np.where(np.arange(4) < want, 0, -1))
@@ -172,7 +172,7 @@ def test_a_number_of_valid_tokens_is_limited(dtype, counts):
 
 def test_active_ranks_other_than_0_and_1_take_part():
     on = ranks(most_ranks())
-    run = lambda active: Attendance.check("dispatch", active, "raise", on.group).active_ranks
+    run = lambda active: Attendance.check(OpArguments("dispatch"), active, "raise", on.group).active_ranks
     broken = np.array([2, 0, -1, LEAST, 7, 0, 1, 3], np.int32)[: on.size]
     np.testing.assert_array_equal(jax.jit(run)(broken), broken != 0)
 
