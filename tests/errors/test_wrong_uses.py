@@ -104,6 +104,14 @@ def test_rejects_results_of_other_ops(name):
 def test_errors_of_moe_name_moe():
     with pytest.raises(ValueError, match=r"^moe: num_experts counts the experts of all ranks"):
         traced(lambda x: moe(x, lambda sent: sent.x, num_experts=3))
+    with pytest.raises(TypeError, match=r"^moe: expert_params cannot hold key<fry>; for keys pass"):
+        traced(with_expert_params(jax.random.split(jax.random.key(0), E // R)))
+    with pytest.raises(ValueError, match=r"^moe: every array of expert_params must be \[L, \.\.\.\]"):
+        traced(with_expert_params(jnp.ones((E + 1, H))))
+
+
+def with_expert_params(params):
+    return lambda x: moe(x, lambda sent, w: sent.x, expert_params=params, num_redundant_experts=1)
 
 
 def test_rejects_a_combine_that_forgets_the_weights():
