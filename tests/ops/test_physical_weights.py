@@ -42,8 +42,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("name", FUNCTIONS)
+CASES = [(name, jnp.bfloat16) for name in FUNCTIONS]
+CASES += [(name, jnp.float32) for name in FUNCTIONS if "fp8" not in name and "quantize" not in name]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_values_and_gradients(name, dtype):
     """A product and a layer, forward and backward, and the gradient of a product's gradient."""
     gate_and_up = (2, F) if "mlp" in name else (2 * F,)
@@ -84,8 +87,8 @@ def test_quantized_arrays_and_a_batch():
     quantize = functools.partial(jax_ep.quantize_fp8, block=(128, 128))
     q = jax.tree.map(jax_ep.PhysicalWeights, quantize(apart.home), quantize(apart.redundant))
     x = jax_ep.quantize_fp8(rows)
-    assert same_bits(jax_ep.grouped_dot(x, q, SIZES), jax_ep.grouped_dot(x, quantize(w), SIZES))
-    dot = lambda rows, w: jax_ep.grouped_dot(rows, w, SIZES)
+    dot = jax.jit(lambda rows, w: jax_ep.grouped_dot(rows, w, SIZES))
+    assert same_bits(dot(x, q), dot(x, quantize(w)))
     two = jnp.stack([rows, rows[::-1]])
     want = np.stack([dot(rows, w), dot(rows[::-1], w)])
     assert same_bits(jax.vmap(dot, (0, None))(two, apart), want)

@@ -183,22 +183,6 @@ def test_pending_is_a_pytree(annotated):
     assert_same(jax.jit(mapped(shard))(x, ids, weights), jax.jit(mapped(expected))(x, ids, weights))
 
 
-def test_vmap(annotated):
-    """Also of the gradient."""
-    x, ids, weights, other, counts = arrays()
-    twice = lambda array: np.stack([array, array[::-1]], axis=1)
-
-    def run(way):
-        def shard(group, x, ids, weights, other, counts):
-            one = lambda x, weights: layer(way, group, x, ids, weights, other, counts)
-            loss = lambda x, weights: jnp.sum(one(x, weights) ** 2)
-            return jax.vmap(one, 1, 1)(x, weights), jax.vmap(jax.grad(loss, (0, 1)), 1, 1)(x, weights)
-
-        return jax.jit(mapped(shard))(twice(x), ids, twice(weights), other, counts)
-
-    assert_same(run("apart"), run("together"))
-
-
 def test_several_biases(annotated):
     def shard(way, group, x, ids, weights, other, _):
         sent = WAYS[way][0](x, ids, weights, group=group)

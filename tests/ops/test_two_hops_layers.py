@@ -157,13 +157,13 @@ def test_handles_leave_and_enter_shard_map():
     np.testing.assert_allclose(np.asarray(back).reshape(R, 8, 4), x * used, rtol=1e-6)
 
 
-def test_under_vmap(implementation):
+def test_under_vmap():
     on = hosts_of(R // 2)
     batch = [inputs(seed=seed) for seed in range(3)]
     x, ids, w = (jnp.stack(parts) for parts in zip(*batch, strict=True))
 
     def shard(x, ids, w):
-        return jax.vmap(lambda *one: layer(*one, on.group, implementation=implementation))(x, ids, w)
+        return jax.vmap(lambda *one: layer(*one, on.group))(x, ids, w)
 
     mapped = jax.shard_map(shard, mesh=on.mesh, in_specs=P(None, "ep"), out_specs=P(None, "ep"))
     y, d_x = jax.jit(lambda x: jax.value_and_grad(lambda x: jnp.sum(mapped(x, ids, w) ** 2))(x))(x)
