@@ -1,5 +1,6 @@
 // Operands and results, read in order. The order of the Take calls is the only definition of which is which
-// in C++, so jax_ep/_transport/ffi.py and ffi_products.py must pass them in this order.
+// in C++, so jax_ep/_transport/ffi.py, _rows/quantize.py and _experts/kernel_engine.py must pass them in this
+// order.
 #pragma once
 
 #include <optional>

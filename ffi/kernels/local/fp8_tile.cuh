@@ -1,5 +1,5 @@
 // Conversion of a tile of 128 x 128 elements to FP8, as it lies and transposed. The bits are those of
-// jax_ep/_transport/fp8.py.
+// jax_ep/_rows/fp8.py.
 #pragma once
 
 #include <cuda_pipeline.h>

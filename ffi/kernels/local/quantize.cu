@@ -1,5 +1,5 @@
 // Conversion of rows and matrices to FP8, as they lie and transposed, in one pass over memory. The bits are
-// those of jax_ep/_transport/fp8.py.
+// those of jax_ep/_rows/fp8.py.
 #include "kernels/launch/launch.h"
 #include "kernels/local/fp8_tile.cuh"
 

@@ -1,4 +1,4 @@
-// Conversion of rows to FP8, bit for bit the same as in jax_ep/_transport/fp8.py.
+// Conversion of rows to FP8, bit for bit the same as in jax_ep/_rows/fp8.py.
 #pragma once
 
 #include <cuda_fp8.h>
