@@ -254,11 +254,10 @@ def test_vmap_equals_a_loop(name, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["ffi", "xla"])
-def test_derivatives_of_vmap_and_vmap_of_derivatives(implementation):
+def test_derivatives_of_vmap_and_vmap_of_derivatives():
     """Of a layer with redundant experts, whose matrices are the same for the whole batch."""
     function, operands = OPS["moe with redundant experts"]
-    loss = functools.partial(loss_of, function, {"implementation": implementation}, 0.0)
+    loss = functools.partial(loss_of, function, {"implementation": "ffi"}, 0.0)
     scalar = lambda *arrays: loss(*arrays)[0]
     gradient = jax.grad(scalar, 3)
     x, ids, weights, matrices = (jnp.asarray(array) for array in operands.values())
