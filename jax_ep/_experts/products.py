@@ -132,11 +132,14 @@ def fp8_weight_gradient(
         operands = Columns(rows, scales), Columns(others, other_scales)
         return engine.grouped_dot_fp8_weights(num_redundant, *operands, sizes)
 
-    return vmap_by_loop(compute)(rows.values, others.values, rows.scales, others.scales, group_sizes)
+    operands = rows.values, others.values, rows.scales, others.scales, group_sizes
+    return _sharded(Product.WEIGHTS, compute, *operands, is_transposed=True)
 
 
-def _sharded(kind: Product, function: Any, *operands: Any) -> Any:
+def _sharded(kind: Product, function: Any, *operands: Any, is_transposed: bool = False) -> Any:
     """Returns function(*operands). The first two operands are those of the product.
+
+    With `is_transposed` both operands of a product WEIGHTS are stored transposed.
 
     Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
     gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
@@ -152,10 +155,11 @@ def _sharded(kind: Product, function: Any, *operands: Any) -> Any:
             return function(*operands)
         arrays = map(home_of, operands[:2])
         own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in arrays)
+        width = 0 if is_transposed else 1
         spec = {
             Product.ROWS: [own[0], other[2]],
             Product.ROWS_TRANSPOSED: [own[0], other[1]],
-            Product.WEIGHTS: [None, own[1], other[1]],
+            Product.WEIGHTS: [None, own[width], other[width]],
         }[kind]
         if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
             spec[-1] = None
