@@ -1,18 +1,21 @@
 """The ranks of a group as a traced program sees them."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax_ep._group.group import Group
 
 # Ranks of each host, as indices along a group's axis.
 IndexGroups = tuple[tuple[int, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Ranks:
     """The static part of a group. Hashable, and equal for equal groups, whose key is the same."""
 
     key: str  # identifies the group in the extension
-    group: Any = dataclasses.field(compare=False, repr=False)
+    group: "Group" = dataclasses.field(compare=False)
     """The `Group`, whose life the ranks share."""
     name: str = dataclasses.field(compare=False)  # for messages
     axis_name: str | tuple[str, ...] = dataclasses.field(compare=False)
@@ -26,6 +29,10 @@ class Ranks:
     """The ranks of a host, if the group spans hosts."""
     rails: str | None = dataclasses.field(default=None, compare=False)
     """The key of the rails, if rows travel between hosts through NCCL's device API."""
+
+    def __repr__(self) -> str:
+        # JAX's errors about pytrees print the routing of a handle.
+        return self.name
 
     @property
     def ranks_per_host(self) -> int:

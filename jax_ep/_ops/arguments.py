@@ -126,6 +126,11 @@ class OpArguments(Arguments):
     def open_handle(self, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
         """Returns the handle that an op goes along, checked, and the op's backend."""
         checked = self.handle(value)
+        if checked.routing.ranks.index_groups is not None:
+            raise ValueError(
+                f"{self.op}: handle is the handle of hop 2, among the ranks of a host; pass the handle that "
+                "dispatch returned, not its `within`"
+            )
         self.require_manual(checked.routing.group)
         return checked, choose(checked.routing.group, implementation, is_empty=checked.routing.is_empty)
 

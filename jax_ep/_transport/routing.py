@@ -32,7 +32,7 @@ class Routing:
 
     @property
     def group(self) -> Group:
-        """The group of the ranks."""
+        """The group of the ranks. That of hop 2 is the whole group."""
         return self.ranks.group
 
     @property

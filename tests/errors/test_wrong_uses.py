@@ -114,6 +114,21 @@ def with_expert_params(params):
     return lambda x: moe(x, lambda sent, w: sent.x, expert_params=params, num_redundant_experts=1)
 
 
+def test_rejects_handle_of_hop_2(open_group):
+    group = open_group(make_mesh((R,), ("ep",)), "ep", ranks_per_node=1)
+    sent_to = lambda x: jax_ep.dispatch(x, IDS[:T], group=group, num_experts=E)
+    with pytest.raises(ValueError, match=r"^combine: handle is the handle of hop 2"):
+        traced(lambda x: jax_ep.combine(sent_to(x).x, sent_to(x).handle.within))
+    with pytest.raises(ValueError, match=r"^redispatch: handle is the handle of hop 2"):
+        traced(lambda x: jax_ep.redispatch(x, sent_to(x).handle.within))
+
+
+def test_routing_shows_its_group_briefly():
+    routing = []
+    traced(lambda x: routing.append(dispatch(x).handle.routing) or x)
+    assert repr(routing[0]).startswith(f"Routing(ranks={ranks(R).group!r}, order='expert', ")
+
+
 def test_rejects_a_combine_that_forgets_the_weights():
     def shard(x):
         sent = dispatch(x, weights=W[:T])
