@@ -25,22 +25,17 @@ from jax_ep._ops.layout import DispatchLayout as DispatchLayout
 from jax_ep._ops.layout import get_dispatch_layout as get_dispatch_layout
 from jax_ep._ops.moe import MoEStats as MoEStats
 from jax_ep._ops.moe import moe as moe
-from jax_ep._ops.overlap import PendingCombine as PendingCombine
-from jax_ep._ops.overlap import PendingDispatch as PendingDispatch
-from jax_ep._ops.overlap import combine_done as combine_done
+from jax_ep._ops.overlap import Pending as Pending
 from jax_ep._ops.overlap import combine_start as combine_start
-from jax_ep._ops.overlap import dispatch_done as dispatch_done
 from jax_ep._ops.overlap import dispatch_start as dispatch_start
+from jax_ep._ops.overlap import replicate_start as replicate_start
 from jax_ep._ops.permute import Permuted as Permuted
 from jax_ep._ops.permute import permute as permute
 from jax_ep._ops.permute import unpermute as unpermute
 from jax_ep._ops.quantize import quantize_fp8 as quantize_fp8
 from jax_ep._ops.quantize import quantize_weights as quantize_weights
 from jax_ep._ops.redispatch import redispatch as redispatch
-from jax_ep._ops.replicate import PendingReplicate as PendingReplicate
 from jax_ep._ops.replicate import replicate as replicate
-from jax_ep._ops.replicate import replicate_done as replicate_done
-from jax_ep._ops.replicate import replicate_start as replicate_start
 from jax_ep._ops.statistics import DispatchStatistics as DispatchStatistics
 from jax_ep._placement.plan import BalancePlan as BalancePlan
 from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
@@ -69,9 +64,7 @@ __all__ = [
     "Handle",
     "MoEStats",
     "PeerTimeoutError",
-    "PendingCombine",
-    "PendingDispatch",
-    "PendingReplicate",
+    "Pending",
     "Permuted",
     "PhysicalWeights",
     "QuantizedArray",
@@ -82,11 +75,9 @@ __all__ = [
     "balanced_capacity",
     "check_placement",
     "combine",
-    "combine_done",
     "combine_start",
     "dequantize_fp8",
     "dispatch",
-    "dispatch_done",
     "dispatch_start",
     "gated_mlp",
     "get_dispatch_layout",
@@ -98,7 +89,6 @@ __all__ = [
     "quantize_weights",
     "redispatch",
     "replicate",
-    "replicate_done",
     "replicate_start",
     "save_ep_residuals",
     "unpermute",

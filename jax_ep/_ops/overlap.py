@@ -1,4 +1,4 @@
-"""dispatch and combine in two steps, a start and a done, with room for other work between them.
+"""dispatch, combine and replicate in two steps, a start and a done, with room for other work between them.
 
 On GPUs an op then runs on XLA's stream for communication: XLA splits it into a start and a done, and
 schedules ops that do not use its results in between. It is still one kernel, because no array of XLA can hold
@@ -6,15 +6,18 @@ the rows of an unfinished op (docs/howto/overlap.md).
 """
 
 import dataclasses
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
+from jax_ep._ops.arguments import OpArguments
 from jax_ep._ops.combine import combine
 from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, DispatchOptions, dispatch
+from jax_ep._ops.replicate import replicate_as
+from jax_ep._placement.plan import BalancePlan
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import OnTimeout
 from jax_ep._transport.choice import Asynchronous
@@ -26,18 +29,20 @@ Rows = TypeVar("Rows")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PendingDispatch(Generic[Result]):
-    """A dispatch that has been started. `dispatch_done` returns its result. A pytree."""
+class Pending(Generic[Result]):
+    """An op that has been started: a dispatch, combine or replicate. `done` returns its result. A pytree."""
 
     _result: Result
 
+    def done(self) -> Result:
+        """Returns the result of the op, the same bits as from the op without start and done."""
+        return self._result
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PendingCombine(Generic[Result]):
-    """A combine that has been started. `combine_done` returns its sums. A pytree."""
+    if not TYPE_CHECKING:  # type checkers still report names that do not exist
 
-    _result: Result
+        def __getattr__(self, name: str) -> Any:
+            """Raises an error that names `done`, because users forget it and read the result's attributes."""
+            raise AttributeError(f"Pending has no {name!r}; pending.done() returns the op's result")
 
 
 @overload
@@ -51,7 +56,7 @@ def dispatch_start(
     order: Literal["expert", "expert_padded"] = "expert",
     quantize: Literal["fp8"],
     **options: Unpack[DispatchOptions],
-) -> PendingDispatch[DispatchedByExpert[QuantizedArray]]: ...
+) -> Pending[DispatchedByExpert[QuantizedArray]]: ...
 
 
 @overload
@@ -65,7 +70,7 @@ def dispatch_start(
     order: Literal["expert", "expert_padded"] = "expert",
     quantize: Literal["fp8_dequantize"] | None = None,
     **options: Unpack[DispatchOptions],
-) -> PendingDispatch[DispatchedByExpert[Rows]]: ...
+) -> Pending[DispatchedByExpert[Rows]]: ...
 
 
 @overload
@@ -79,7 +84,7 @@ def dispatch_start(
     order: Literal["rank"],
     quantize: Literal["fp8"],
     **options: Unpack[DispatchOptions],
-) -> PendingDispatch[DispatchedByRank[QuantizedArray]]: ...
+) -> Pending[DispatchedByRank[QuantizedArray]]: ...
 
 
 @overload
@@ -93,7 +98,7 @@ def dispatch_start(
     order: Literal["rank"],
     quantize: Literal["fp8_dequantize"] | None = None,
     **options: Unpack[DispatchOptions],
-) -> PendingDispatch[DispatchedByRank[Rows]]: ...
+) -> Pending[DispatchedByRank[Rows]]: ...
 
 
 def dispatch_start(
@@ -106,8 +111,8 @@ def dispatch_start(
     order: Order = "expert",
     implementation: Implementation | None = None,
     **options: Any,
-) -> PendingDispatch[Any]:
-    """Starts a `dispatch`, beside which other work can run until `dispatch_done`.
+) -> Pending[Any]:
+    """Starts a `dispatch`, beside which other work can run until `Pending.done`.
 
     On GPUs, ops that do not use its results may run meanwhile. Its gradient, a combine, also has a start and
     a done. On other devices, with implementation="xla", between hosts, and beside mesh axes that are not
@@ -124,7 +129,7 @@ def dispatch_start(
       **options: other options of `dispatch`.
 
     Returns:
-      The argument of `dispatch_done`.
+      The started op. Its `done()` returns `DispatchedByExpert` or `DispatchedByRank`, as the order says.
 
     Raises:
       ValueError, TypeError: as `dispatch`.
@@ -140,26 +145,7 @@ def dispatch_start(
         implementation=Asynchronous(implementation),
         **options,
     )
-    return PendingDispatch(sent)
-
-
-def dispatch_done(pending: PendingDispatch[Result]) -> Result:
-    """Returns the result of a dispatch that has been started, the same bits as from `dispatch`.
-
-    Args:
-      pending: of `dispatch_start`.
-
-    Returns:
-      `DispatchedByExpert` or `DispatchedByRank`, as the order says.
-
-    Raises:
-      TypeError: `pending` does not come from `dispatch_start`.
-    """
-    if not isinstance(pending, PendingDispatch):
-        raise TypeError(
-            f"dispatch_done: pending must be what dispatch_start returned, got {type(pending).__name__}"
-        )
-    return pending._result
+    return Pending(sent)
 
 
 class CombineOptions(TypedDict, total=False):
@@ -179,7 +165,7 @@ def combine_start(  # pyright: ignore[reportOverlappingOverload]
     active_ranks: None = None,
     on_timeout: Literal["raise"] = "raise",
     **options: Unpack[CombineOptions],
-) -> PendingCombine[Rows]: ...
+) -> Pending[Rows]: ...
 
 
 @overload
@@ -190,13 +176,13 @@ def combine_start(
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     **options: Unpack[CombineOptions],
-) -> PendingCombine[tuple[Rows, jax.Array]]: ...
+) -> Pending[tuple[Rows, jax.Array]]: ...
 
 
 def combine_start(
     y: Any, handle: Handle, *, implementation: Implementation | None = None, **options: Any
-) -> PendingCombine[Any]:
-    """Starts a `combine`, beside which other work can run until `combine_done`, as `dispatch_start` does.
+) -> Pending[Any]:
+    """Starts a `combine`, beside which other work can run until `Pending.done`, as `dispatch_start` does.
 
     Args:
       y: [C, ...] rows, as for `combine`; so are all arguments.
@@ -205,29 +191,33 @@ def combine_start(
       **options: other options of `combine`.
 
     Returns:
-      The argument of `combine_done`.
+      The started op. Its `done()` returns the result of `combine`.
 
     Raises:
       ValueError, TypeError: as `combine`.
     """
     asynchronous: Any = Asynchronous(implementation)
-    return PendingCombine(combine(y, handle, implementation=asynchronous, **options))
+    return Pending(combine(y, handle, implementation=asynchronous, **options))
 
 
-def combine_done(pending: PendingCombine[Result]) -> Result:
-    """Returns the sums of a combine that has been started, the same bits as from `combine`.
+def replicate_start(
+    w: Any, plan: BalancePlan, *, implementation: Implementation | None = None
+) -> Pending[Any]:
+    """Starts a `replicate`, beside which other work can run until `Pending.done`.
+
+    On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
+    layer, but no other op of the group (docs/howto/overlap.md). Where `dispatch_start` is an ordinary
+    dispatch, this is an ordinary replicate.
 
     Args:
-      pending: of `combine_start`.
+      w: as for `replicate`.
+      plan: as for `replicate`.
+      implementation: None, "ffi" or "xla".
 
     Returns:
-      The result of `combine`.
+      The started op. Its `done()` returns the result of `replicate`.
 
     Raises:
-      TypeError: `pending` does not come from `combine_start`.
+      ValueError, TypeError: as `replicate`.
     """
-    if not isinstance(pending, PendingCombine):
-        raise TypeError(
-            f"combine_done: pending must be what combine_start returned, got {type(pending).__name__}"
-        )
-    return pending._result
+    return Pending(replicate_as(OpArguments("replicate_start"), "w", w, plan, Asynchronous(implementation)))

@@ -1,6 +1,5 @@
-"""replicate: the weights of redundant experts, and its start and done."""
+"""replicate: the weights of redundant experts."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -23,14 +22,6 @@ from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS, name_all
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PendingReplicate:
-    """A replicate that has been started. `replicate_done` returns its weights. A pytree."""
-
-    _result: Any
 
 
 def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | None = None) -> Any:
@@ -57,50 +48,6 @@ def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | Non
       TypeError: a leaf is of a kind that cannot be sent, or plan is no `BalancePlan`.
     """
     return replicate_as(OpArguments("replicate"), "w", w, plan, implementation)
-
-
-def replicate_start(
-    w: Any, plan: BalancePlan, *, implementation: Implementation | None = None
-) -> PendingReplicate:
-    """Starts a `replicate`, beside which other work can run until `replicate_done`.
-
-    On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
-    layer, but no other op of the group (docs/howto/overlap.md). Where `dispatch_start` is an ordinary
-    dispatch, this is an ordinary replicate.
-
-    Args:
-      w: as for `replicate`.
-      plan: as for `replicate`.
-      implementation: None, "ffi" or "xla".
-
-    Returns:
-      The argument of `replicate_done`.
-
-    Raises:
-      ValueError, TypeError: as `replicate`.
-    """
-    return PendingReplicate(
-        replicate_as(OpArguments("replicate_start"), "w", w, plan, Asynchronous(implementation))
-    )
-
-
-def replicate_done(pending: PendingReplicate) -> Any:
-    """Returns the weights of a replicate that has been started, the same bits as from `replicate`.
-
-    Args:
-      pending: of `replicate_start`.
-
-    Returns:
-      The result of `replicate`.
-
-    Raises:
-      TypeError: `pending` does not come from `replicate_start`.
-    """
-    if not isinstance(pending, PendingReplicate):
-        raise TypeError(
-            f"replicate_done: pending must be what replicate_start returned, got {type(pending).__name__}"
-        )
-    return pending._result
 
 
 def replicate_as(

@@ -75,17 +75,9 @@ def started(x):
 
 
 PENDING = {
-    "dispatch_done": (
-        lambda x: jax_ep.dispatch_done(jax_ep.combine_start(dispatch(x).x, dispatch(x).handle)),
-        "dispatch_done: pending must be what dispatch_start returned, got PendingCombine",
-    ),
-    "combine_done": (
-        lambda x: jax_ep.combine_done(started(x)),
-        "combine_done: pending must be what combine_start returned, got PendingDispatch",
-    ),
     "a pending handle": (
         lambda x: jax_ep.combine_start(x, started(x)),
-        "combine: handle must be the Handle that dispatch returned, got PendingDispatch",
+        "combine: handle must be the Handle that dispatch returned, got Pending\\n",
     ),
     "statistics": (
         lambda x: dispatch(x, statistics=ranks(R).group.stats()),

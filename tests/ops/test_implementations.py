@@ -40,9 +40,9 @@ def combine(x, ids, weights, by):
 def started(x, ids, weights, by):
     group = ranks(R).group
     pending = jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E, implementation=by)
-    sent = jax_ep.dispatch_done(pending)
+    sent = pending.done()
     sums = jax_ep.combine_start(sent.x, sent.handle, row_weights=sent.row_weights, implementation=by)
-    return jax_ep.combine_done(sums)
+    return sums.done()
 
 
 def moe(x, ids, weights, by):
@@ -58,7 +58,7 @@ def balance(x, ids, weights, by):
 def replicate(x, ids, weights, by, start=False):
     plan = balance(x, ids, weights, None)
     if start:
-        w = jax_ep.replicate_done(jax_ep.replicate_start(x[:L], plan, implementation=by))
+        w = jax_ep.replicate_start(x[:L], plan, implementation=by).done()
     else:
         w = jax_ep.replicate(x[:L], plan, implementation=by)
     return jnp.asarray(w)

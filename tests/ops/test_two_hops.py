@@ -174,8 +174,8 @@ def test_num_valid_tokens_statistics_and_start_done():
             statistics = jax_ep.DispatchStatistics.zeros(on.group, 2 * R)
             options = {"group": on.group, "num_experts": 2 * R, "num_valid_tokens": valid}
             pending = jax_ep.dispatch_start(x, ids, w, **options, statistics=statistics)
-            sent = jax_ep.dispatch_done(pending)
-            out = jax_ep.combine_done(jax_ep.combine_start(sent.x, sent.handle, row_weights=None))
+            sent = pending.done()
+            out = jax_ep.combine_start(sent.x, sent.handle, row_weights=None).done()
             return sent, out
 
         return on.run(shard, x, ids, w, valid)

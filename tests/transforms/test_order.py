@@ -80,7 +80,7 @@ def test_what_is_not_in_order_is_found():
 
     def layer(own, _, x):
         weights, ids = jax.lax.top_k(x @ own["router"], K)
-        sent = jax_ep.dispatch_done(jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E))
+        sent = jax_ep.dispatch_start(x, ids, weights, group=group, num_experts=E).done()
         again = jax_ep.redispatch(jnp.sin(x), sent.handle)
         return jax_ep.combine(sent.x + again, sent.handle, row_weights=sent.row_weights)
 

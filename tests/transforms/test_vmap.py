@@ -56,7 +56,7 @@ def by_fp8(options, x, ids, weights):
 
 def started(options, x, ids, weights):
     pending = jax_ep.dispatch_start(x, ids, weights, group=ranks(R).group, num_experts=E, **options)
-    sent = jax_ep.dispatch_done(pending)
+    sent = pending.done()
     return sent.x, sent.row_weights
 
 
