@@ -4,6 +4,7 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 `moe`, or with `dispatch` and `combine`.
 """
 
+from jax_ep import checkpoint_names as checkpoint_names
 from jax_ep._experts.fp8_operands import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupStats as GroupStats
@@ -38,10 +39,6 @@ from jax_ep._ops.redispatch import redispatch as redispatch
 from jax_ep._ops.replicate import replicate as replicate
 from jax_ep._ops.statistics import DispatchStatistics as DispatchStatistics
 from jax_ep._placement.plan import BalancePlan as BalancePlan
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE as CHECKPOINT_HANDLE
-from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS as CHECKPOINT_REPLICAS
-from jax_ep._rows.checkpoint import CHECKPOINT_ROWS as CHECKPOINT_ROWS
-from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS as CHECKPOINT_WEIGHTS
 from jax_ep._rows.checkpoint import save_ep_residuals as save_ep_residuals
 from jax_ep._rows.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._rows.fp8 import dequantize_fp8 as dequantize_fp8
@@ -49,10 +46,6 @@ from jax_ep._rows.weights import PhysicalWeights as PhysicalWeights
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [
-    "CHECKPOINT_HANDLE",
-    "CHECKPOINT_REPLICAS",
-    "CHECKPOINT_ROWS",
-    "CHECKPOINT_WEIGHTS",
     "DISABLE_JAX_EXPORT_CHECKS",
     "BalancePlan",
     "DispatchLayout",
@@ -74,6 +67,7 @@ __all__ = [
     "balance",
     "balanced_capacity",
     "check_placement",
+    "checkpoint_names",
     "combine",
     "combine_start",
     "dequantize_fp8",

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_ep import _checks, _extension
+from jax_ep import _checks, _extension, checkpoint_names
 from jax_ep._checks import Arguments
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
@@ -27,7 +27,7 @@ from jax_ep._placement.plan import (
     plan_experts,
     plan_of_map,
 )
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
@@ -202,9 +202,9 @@ def balance_as(
             plan = options.plan(counts, source, resolve_implementation(group, implementation))
         else:
             plan = plan_of_map(counts, source, placement, instances)
-        plan = name_all(plan, CHECKPOINT_HANDLE)
+        plan = name_all(plan, checkpoint_names.handle)
         positions = local.permute((), ids, None, num_experts, 1, max(ids.size, 1)).row_map
-        physical = name_all(physical_ids(plan, positions), CHECKPOINT_HANDLE)
+        physical = name_all(physical_ids(plan, positions), checkpoint_names.handle)
 
     def find() -> list[debug.Finding]:
         value = physical_to_logical

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_ep import _checks
+from jax_ep import _checks, checkpoint_names
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops.arguments import OpArguments, count_invalid, wrong_valid_tokens
 from jax_ep._ops.statistics import DispatchStatistics, add_to, check_statistics
-from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.indexing import invert
 from jax_ep._transport import debug
@@ -431,7 +431,7 @@ def dispatch_as(
             rows, out = send(backend, routing, payload, ids, weights, attendance)
         else:
             rows, out = send_fp8(backend, routing, payload, ids, weights, attendance, quantize, round_scale)
-        arrived_weights = in_slots(routing, name_all(out.weights, CHECKPOINT_WEIGHTS))
+        arrived_weights = in_slots(routing, name_all(out.weights, checkpoint_names.weights))
     if statistics is not None:
         statistics = add_to(statistics, out)
     checked = {

@@ -5,10 +5,11 @@ from typing import Any, Literal, TypeVar, overload
 import jax
 from jax.typing import ArrayLike
 
+from jax_ep import checkpoint_names
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
-from jax_ep._rows.checkpoint import CHECKPOINT_WEIGHTS, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.backend import Push
 from jax_ep._transport.payload import Payload
@@ -121,7 +122,7 @@ def redispatch(
             moved, arrived_weights = push(backend, handle, sent)
         results = [arrived("redispatch", routing, payload, moved)]
     if topk_weights is not None:
-        results.append(in_slots(routing, name_all(arrived_weights, CHECKPOINT_WEIGHTS)))
+        results.append(in_slots(routing, name_all(arrived_weights, checkpoint_names.weights)))
     if attendance.may_miss:
         results.append(attended.active_ranks)
     return results[0] if len(results) == 1 else tuple(results)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jax_ep import checkpoint_names
 from jax_ep._extension import Implementation
 from jax_ep._group.group import ranks_of
 from jax_ep._jax.sharding import align_axes
@@ -18,7 +19,7 @@ from jax_ep._placement.pieces import (
     send_replicas,
 )
 from jax_ep._placement.plan import BalancePlan
-from jax_ep._rows.checkpoint import CHECKPOINT_REPLICAS, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
@@ -86,8 +87,8 @@ def replicate_as(
 def _named(w: Any) -> Any:
     """Names what was sent for `jax.checkpoint`."""
     if isinstance(w, PhysicalWeights):
-        return PhysicalWeights(w.home, name_all(w.redundant, CHECKPOINT_REPLICAS))
-    return name_all(w, CHECKPOINT_REPLICAS)
+        return PhysicalWeights(w.home, name_all(w.redundant, checkpoint_names.replicas))
+    return name_all(w, checkpoint_names.replicas)
 
 
 def _by_pieces(leaves: tuple[jax.Array, ...]) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""Rows of arrays by themselves: their indices, counts, dtypes, FP8 blocks and checkpoint names.
+"""Rows of arrays by themselves: their indices, counts, dtypes, FP8 blocks, and the policy of checkpoints.
 
 Rows move between ranks in `_transport`, and are multiplied in `_experts`. Both rooms need these functions,
 and neither room needs the other. Nothing here communicates. May import `_group`, and what `_group` may

@@ -1,4 +1,4 @@
-"""Names that `jax.checkpoint` can keep, and the policy that keeps dispatched rows."""
+"""The policy of `jax.checkpoint` that saves dispatched rows, and the function that names arrays for it."""
 
 from typing import Any
 
@@ -6,36 +6,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import checkpoint_names
 from jax_ep._rows.dtypes import bits_of, is_differentiable
 
-CHECKPOINT_HANDLE = "jax_ep_handle"
-"""Name of all index results of `dispatch` (the handle, the counts, the received ids) and of `balance`."""
-
-
-CHECKPOINT_WEIGHTS = "jax_ep_weights"
-"""Name of the weights that `dispatch` and `redispatch` return beside the rows."""
-
-
-CHECKPOINT_ROWS = "jax_ep_rows"
-"""Name of the rows that `dispatch` and `redispatch` return."""
-
-
-CHECKPOINT_REPLICAS = "jax_ep_replicas"
-"""Name of the weights that `replicate` sends. `save_ep_residuals` does not keep them, because they would take
-the memory of S experts for each layer. The backward pass sends them again."""
-
-
-_saves = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS)
+_saves = jax.checkpoint_policies.save_only_these_names(
+    checkpoint_names.handle, checkpoint_names.weights, checkpoint_names.rows
+)
 
 
 def save_ep_residuals(*primitive: Any, **params: Any) -> Any:
     """A policy for `jax.checkpoint`: keeps handles and dispatched rows with their weights.
 
     The backward pass then sends no row a second time; what the experts compute is done again. To keep
-    more, combine the names with your own: `jax.checkpoint_policies.save_only_these_names(
-    CHECKPOINT_HANDLE, CHECKPOINT_WEIGHTS, CHECKPOINT_ROWS, "mine")`. A policy that keeps the rows under a
-    name of your own needs the first two besides, which are small. (Do not name float8 arrays yourself: JAX
-    makes NaN of their largest numbers when it keeps them. Name their bits, by
+    more, combine the names of `jax_ep.checkpoint_names` with your own: `jax.checkpoint_policies.
+    save_only_these_names(names.handle, names.weights, names.rows, "mine")`. A policy that keeps the rows
+    under a name of your own needs the first two besides, which are small. (Do not name float8 arrays
+    yourself: JAX makes NaN of their largest numbers when it keeps them. Name their bits, by
     `jax.lax.bitcast_convert_type`.)
     """
     if not primitive:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import checkpoint_names
 from jax_ep._extension import warn_once
 from jax_ep._group.ranks import Ranks
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._transport.routing import Handle, Routing, row_experts
 
@@ -202,7 +202,7 @@ def check(
     report = functools.partial(_report, op, texts, axes, sizes, () if ranks is None else ranks.axes)
     passed = jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), found, vmap_method="sequential")
     jax.debug.callback(_nothing, passed)  # so that nothing removes the other callback
-    passed = checkpoint_name(passed, CHECKPOINT_HANDLE)
+    passed = checkpoint_name(passed, checkpoint_names.handle)
     return jax.tree.map(lambda leaf: jax.lax.select(passed, leaf, jnp.zeros_like(leaf)), results)
 
 

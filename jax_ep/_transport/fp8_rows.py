@@ -7,11 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _checks
+from jax_ep import _checks, checkpoint_names
 from jax_ep._checks import Arguments
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, CHECKPOINT_WEIGHTS, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._transport.attendance import Attendance
@@ -92,7 +92,7 @@ def send_fp8(
         packed_sent = Push(_pack(backend, x, round_scale), topk_weights)
         routed = route(backend, routing, topk_idx, packed_sent, attendance)
     sent = Push(payload.leaves, topk_weights)
-    packed = _unpack(name_all(routed.rows, CHECKPOINT_ROWS))
+    packed = _unpack(name_all(routed.rows, checkpoint_names.rows))
     if quantize == "fp8":
         carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
         out = attach(backend, routed._replace(rows=(carrier,)), sent)
@@ -100,7 +100,7 @@ def send_fp8(
         return in_slots(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
-    named = routed._replace(rows=(wide,), weights=name_all(routed.weights, CHECKPOINT_WEIGHTS))
+    named = routed._replace(rows=(wide,), weights=name_all(routed.weights, checkpoint_names.weights))
     out = attach(backend, named, sent)
     return in_slots(routing, out.rows[0]), out
 
@@ -113,7 +113,7 @@ def _route_as_fp8(
         routing, topk_idx, jax.lax.stop_gradient(sent), attendance
     )
     rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
-    return Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+    return Routed(rows, weights, *name_all(indices, checkpoint_names.handle))
 
 
 def _pack(backend: Backend, x: jax.Array, round_scale: bool, floor: float = FLOOR) -> Leaves:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import checkpoint_names
 from jax_ep._jax.custom_vjp import custom_vjp
-from jax_ep._rows.checkpoint import CHECKPOINT_HANDLE, CHECKPOINT_ROWS, name_all
+from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
 from jax_ep._transport import debug
@@ -47,7 +48,7 @@ def send(
 
 def arrived(op: str, routing: Routing, payload: Payload, rows: Leaves) -> Any:
     """Returns rows [C, ...] as users get them, each with its name for `jax.checkpoint`."""
-    return payload.rebuild(op, rows, lambda row: in_slots(routing, name_all(row, CHECKPOINT_ROWS)))
+    return payload.rebuild(op, rows, lambda row: in_slots(routing, name_all(row, checkpoint_names.rows)))
 
 
 def route(
@@ -62,7 +63,7 @@ def route(
     fixed = jax.lax.stop_gradient(sent)
     move = lambda bits: backend.route(routing, topk_idx, dataclasses.replace(fixed, leaves=bits), attendance)
     rows, weights, *indices = move_bits(backend, move, fixed.leaves)
-    routed = Routed(rows, weights, *name_all(indices, CHECKPOINT_HANDLE))
+    routed = Routed(rows, weights, *name_all(indices, checkpoint_names.handle))
     return routed._replace(rows=debug.poison_empty_slots(routed.handle, routed.rows))
 
 

@@ -229,7 +229,7 @@ def test_other_orders_take_the_ids_of_a_plan(order, implementation):
 
 
 SAVE_REPLICAS = jax.checkpoint_policies.save_only_these_names(
-    jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_REPLICAS
+    jax_ep.checkpoint_names.handle, jax_ep.checkpoint_names.replicas
 )
 
 

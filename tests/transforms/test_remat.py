@@ -55,7 +55,7 @@ def test_checkpoint(policy, where):
     assert calls == {"route": 4 if policy is None else 2, "push": 2}
 
 
-@pytest.mark.parametrize("names", [(), (jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_WEIGHTS)])
+@pytest.mark.parametrize("names", [(), (jax_ep.checkpoint_names.handle, jax_ep.checkpoint_names.weights)])
 def test_a_scanned_layer_that_names_its_own_rows(names):
     """With the rows under the caller's name, the handle and the weights are all that must be kept besides."""
     on = ranks(R)
@@ -86,7 +86,7 @@ def test_what_is_kept_where_the_dispatch_itself_has_no_gradient(what, own):
     x, ids, w = inputs()
     policy = jax_ep.save_ep_residuals
     if own:
-        names = (jax_ep.CHECKPOINT_HANDLE, jax_ep.CHECKPOINT_WEIGHTS, "mine")
+        names = (jax_ep.checkpoint_names.handle, jax_ep.checkpoint_names.weights, "mine")
         policy = jax.checkpoint_policies.save_only_these_names(*names)
     order = "rank" if what == "by rank" else "expert"
 
