@@ -117,8 +117,8 @@ def train_step() -> None:
                 print(f"step {i}: loss {float(value):.5f}", flush=True)
         group.check()
         if jax.process_index() == 0:
-            stats = group.stats()
-            print(f"{mesh.size} ranks in {jax.process_count()} processes: {stats}")
+            info = group.info()
+            print(f"{mesh.size} ranks in {jax.process_count()} processes: {info}")
 
 
 def main() -> int:

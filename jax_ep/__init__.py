@@ -7,7 +7,7 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 from jax_ep import checkpoint_names as checkpoint_names
 from jax_ep._experts.fp8_operands import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
-from jax_ep._group.group import GroupStats as GroupStats
+from jax_ep._group.group import GroupInfo as GroupInfo
 from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError
 from jax_ep._ops.balance import RedundantExperts as RedundantExperts
 from jax_ep._ops.balance import balance as balance
@@ -53,7 +53,7 @@ __all__ = [
     "DispatchedByExpert",
     "DispatchedByRank",
     "Group",
-    "GroupStats",
+    "GroupInfo",
     "Handle",
     "MoEStats",
     "PeerTimeoutError",

@@ -10,8 +10,8 @@ sys.path = [entry for entry in sys.path if Path(entry).resolve() not in (root, r
 names: dict = {}
 exec(compile(example, "README.md", "exec"), names)
 
-package, stats = Path(names["jax_ep"].__file__), names["group"].stats()
+package, info = Path(names["jax_ep"].__file__), names["group"].info()
 assert "site-packages" in package.parts, f"this is not the installed package but {package}"
-assert stats.implementation == "ffi", f"the wheel's extension cannot be used: {stats.reason}"
+assert info.implementation == "ffi", f"the wheel's extension cannot be used: {info.reason}"
 assert float(names["value"]) < 0.35, f"the README's example did not learn: its loss is {names['value']}"
 print(f"Python {sys.version.split()[0]}, jax {names['jax'].__version__}: the README's example runs")

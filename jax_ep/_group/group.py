@@ -1,4 +1,4 @@
-"""Groups: the ranks of a mesh, their statistics, and the error for ranks that do not arrive in time."""
+"""Groups: the ranks of a mesh, what they report, and the error for ranks that do not arrive in time."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ def check_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupStats:
+class GroupInfo:
     """The implementation that a group uses, and the memory that it occupies.
 
     Attributes:
@@ -263,19 +263,19 @@ class Group:
         """Number of ranks that share a host: all of them, or a divisor of their number."""
         return self._ranks.ranks_per_host
 
-    def stats(self) -> GroupStats:
+    def info(self) -> GroupInfo:
         """Returns the implementation that this group uses, and the memory that it occupies."""
-        self._require_open("stats")
+        self._require_open("info")
         reason = self._ffi_error()
         module = _extension.extension()
         between = None if self._ranks.within is None else "nccl" if self._ranks.rails else "xla"
         if reason or module is None:
-            return GroupStats("xla", reason, 0, self.ranks_per_node, between)
+            return GroupInfo("xla", reason, 0, self.ranks_per_node, between)
         size = module.control_bytes() if self._ranks.platform == "gpu" else 0
         if self._resolve(None) == "xla":
-            return GroupStats("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
+            return GroupInfo("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
         reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
-        return GroupStats("ffi", reason, size, self.ranks_per_node, between)
+        return GroupInfo("ffi", reason, size, self.ranks_per_node, between)
 
     def check(self) -> None:
         """Raises `PeerTimeoutError` if an op of this group has failed.

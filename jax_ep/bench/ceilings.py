@@ -52,7 +52,7 @@ def links(mesh: jax.sharding.Mesh, repeats: int) -> float | None:
     if mesh.devices.flat[0].platform != "gpu" or mesh.size == 1:
         return None
     with jax_ep.Group(mesh, "ep") as group:
-        if group.stats().implementation != "ffi":
+        if group.info().implementation != "ffi":
             return None
 
         def step(x: jax.Array) -> jax.Array:

@@ -237,15 +237,13 @@ def _pass_descriptor() -> None:
 def _group(label: str, devices: Sequence[Any]) -> Finding:
     """Returns which implementation a group of the devices uses."""
     with warnings.catch_warnings(action="ignore"), Group(mesh_of(devices), "ep") as group:
-        stats = group.stats()
-    text = (
-        f"{len(devices)} ranks, {stats.ranks_per_node} on each host, implementation={stats.implementation!r}"
-    )
-    if stats.implementation == "ffi" or _extension.reason_against_ffi(devices[0].platform):
+        info = group.info()
+    text = f"{len(devices)} ranks, {info.ranks_per_node} on each host, implementation={info.implementation!r}"
+    if info.implementation == "ffi" or _extension.reason_against_ffi(devices[0].platform):
         return Finding(label, text)  # the line of the extension has the reason
     chosen = os.environ.get("JAX_EP_IMPLEMENTATION") == "xla"
-    one_host_each = devices[0].platform == "cpu" and stats.ranks_per_node == 1
-    return Finding(label, text, stats.reason, not (chosen or one_host_each))
+    one_host_each = devices[0].platform == "cpu" and info.ranks_per_node == 1
+    return Finding(label, text, info.reason, not (chosen or one_host_each))
 
 
 def _self_tests(devices: Sequence[Any], watch: Callable[[str], None]) -> Iterator[Finding]:

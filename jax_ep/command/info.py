@@ -89,12 +89,12 @@ def collect() -> dict[str, Any]:
             device.update(gpu)
         report["links"] = description["links"]
     with warnings.catch_warnings(action="ignore"), Group(mesh_of(devices), "ep") as group:
-        stats = group.stats()  # has the reason of a fallback, about which the group warns
-    report["implementation"] = stats.implementation
-    report["why_not_ffi"] = "" if stats.implementation == "ffi" else stats.reason
-    report["ranks_per_node"] = stats.ranks_per_node
+        info = group.info()  # has the reason of a fallback, about which the group warns
+    report["implementation"] = info.implementation
+    report["why_not_ffi"] = "" if info.implementation == "ffi" else info.reason
+    report["ranks_per_node"] = info.ranks_per_node
     report["rails"] = nccl.describe() if on_gpu else None
-    report["device_bytes_of_a_group"] = stats.device_bytes
+    report["device_bytes_of_a_group"] = info.device_bytes
     return report
 
 

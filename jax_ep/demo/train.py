@@ -132,8 +132,8 @@ def run(options: argparse.Namespace) -> int:
     devices = jax.devices()
     mesh = jax.make_mesh((options.devices,), ("ep",), (AxisType.Auto,), devices=devices[: options.devices])
     with jax_ep.Group(mesh, "ep") as group:
-        stats = group.stats()
-        implementation = options.implementation or stats.implementation
+        info = group.info()
+        implementation = options.implementation or info.implementation
         config = make_config(options, group, implementation)
         text, held_out = data.load(options.text, config.window)
         sequences = SEQUENCES * group.size
@@ -167,8 +167,8 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("rows dropped in the last step", *(str(result.dropped[-1]) for result in results))
         table.add_row("rows dropped in all steps", *(str(sum(result.dropped)) for result in results))
         agree = True
-        if stats.reason:
-            table.add_row("'ffi' was not compared with 'xla'", stats.reason)
+        if info.reason:
+            table.add_row("'ffi' was not compared with 'xla'", info.reason)
         else:
             other = "xla" if implementation == "ffi" else "ffi"
             steps = min(COMPARED_STEPS, options.steps)

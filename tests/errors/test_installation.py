@@ -24,7 +24,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     group = jax_ep.Group(mesh, "ep")
     jax_ep.get_dispatch_layout([[0]], num_experts=1, num_ranks=1)
-    group.stats()
+    group.info()
 texts = [str(warning.message) for warning in caught]
 """
 

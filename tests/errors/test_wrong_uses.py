@@ -80,8 +80,8 @@ PENDING = {
         "combine: handle must be the Handle that dispatch returned, got Pending\\n",
     ),
     "statistics": (
-        lambda x: dispatch(x, statistics=ranks(R).group.stats()),
-        "dispatch: statistics must be the DispatchStatistics .* got GroupStats",
+        lambda x: dispatch(x, statistics=ranks(R).group.info()),
+        "dispatch: statistics must be the DispatchStatistics .* got GroupInfo",
     ),
 }
 

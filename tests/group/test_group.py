@@ -305,13 +305,13 @@ def test_a_rank_that_never_arrives(missing, first_call):
 
 def test_stats():
     with jax_ep.Group(make_mesh((2,), ("ep",)), "ep") as group:
-        stats = group.stats()
-        assert (stats.implementation, stats.reason) == ("ffi", "")
+        info = group.info()
+        assert (info.implementation, info.reason) == ("ffi", "")
         on_gpu = jax.default_backend() == "gpu"
-        assert stats.device_bytes <= (8 + 32) * 2**20  # the control block, and the arena of few tokens
-        assert (stats.device_bytes > 0) == on_gpu
-    with pytest.raises(RuntimeError, match=r"stats: .* is closed"):
-        group.stats()
+        assert info.device_bytes <= (8 + 32) * 2**20  # the control block, and the arena of few tokens
+        assert (info.device_bytes > 0) == on_gpu
+    with pytest.raises(RuntimeError, match=r"info: .* is closed"):
+        group.info()
 
 
 @pytest.mark.no_gpu

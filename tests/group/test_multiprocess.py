@@ -85,7 +85,7 @@ def test_the_example_learns():
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
-    assert "8 ranks in 2 processes: GroupStats(implementation='ffi', reason=''" in done.stdout
+    assert "8 ranks in 2 processes: GroupInfo(implementation='ffi', reason=''" in done.stdout
     assert "ranks_per_node=4" in done.stdout
     # Besides, Gloo tells of its connections, of several processes at a time and in the midst of a line.
     others = [line for line in done.stdout.splitlines() if not line.startswith(("step ", "8 ranks "))]

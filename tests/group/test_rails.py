@@ -268,10 +268,10 @@ def two_hosts(monkeypatch):
     return on
 
 
-def stats_of(group, monkeypatch):
+def info_of(group, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(_extension, "extension", lambda: SimpleNamespace(control_bytes=lambda: 1))
-        return group.stats()
+        return group.info()
 
 
 def lowered(on, implementation):
@@ -282,7 +282,7 @@ def lowered(on, implementation):
 
 
 def test_all_hops_go_over_rails(two_hosts, monkeypatch):
-    assert stats_of(two_hosts.group, monkeypatch) == jax_ep.GroupStats("ffi", "", 1, R // 2, "nccl")
+    assert info_of(two_hosts.group, monkeypatch) == jax_ep.GroupInfo("ffi", "", 1, R // 2, "nccl")
     text = lowered(two_hosts, "ffi")
     assert "all-to-all" not in text
     assert count_calls(text)["rail_hop"] >= 4  # counts, routing and rows; sums; and the gradients
@@ -299,14 +299,14 @@ def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
     monkeypatch.setattr(two_hosts.group, "_ranks", without_rails)
     monkeypatch.setattr(two_hosts.group, "_rails_error", "there is no network")
     reason = "rows between hosts use XLA's collectives: there is no network"
-    expected = jax_ep.GroupStats("ffi", reason, 1, R // 2, "xla")
-    assert stats_of(two_hosts.group, monkeypatch) == expected
+    expected = jax_ep.GroupInfo("ffi", reason, 1, R // 2, "xla")
+    assert info_of(two_hosts.group, monkeypatch) == expected
     text = lowered(two_hosts, "ffi")
     assert "all-to-all" in text
     assert "rail_hop" not in count_calls(text)
 
 
 def test_groups_in_one_process_have_no_rails():
-    assert ranks(R).group.stats().between_hosts is None
+    assert ranks(R).group.info().between_hosts is None
     skip_or_fail("devices", 2, R)
-    assert ranks(R, R // 2).group.stats().between_hosts == "xla"
+    assert ranks(R, R // 2).group.info().between_hosts == "xla"

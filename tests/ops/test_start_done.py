@@ -301,7 +301,7 @@ def test_other_work_runs_between_start_and_done(backward):
     """
     need_gpu()
     skip_or_fail("devices", 2, R)  # alone, XLA finds nothing to wait for
-    assert ranks(R).group.stats().implementation == "ffi"
+    assert ranks(R).group.info().implementation == "ffi"
     x, ids, weights, other, _ = arrays(tokens=136)  # more than go through the arena
     square = floats((R * H, H), seed=4)
 

@@ -198,7 +198,7 @@ def test_a_group_is_that_of_its_hosts(open_group):
     one, two, same = (open_group(mesh, "ep", ranks_per_node=n) for n in (R, R // 2, R // 2))
     assert one == open_group(mesh, "ep") != two == same
     assert one.ranks_per_node == R
-    assert two.stats().ranks_per_node == R // 2
+    assert two.info().ranks_per_node == R // 2
     assert f"ranks_per_node={R // 2}" in repr(two)
 
 

@@ -203,7 +203,7 @@ class Rig:
         self.mesh = Mesh(np.array(devices), ("ep",))
         self.sharding = NamedSharding(self.mesh, P("ep"))
         self.group = jax_ep.Group(self.mesh, "ep", timeout_s=timeout_s)
-        require(self.group.stats().implementation == "ffi", str(self.group.stats()))
+        require(self.group.info().implementation == "ffi", str(self.group.info()))
         me = jax.process_index()
         self.local = [rank for rank, device in enumerate(devices) if device.process_index == me]
 

@@ -91,7 +91,7 @@ def check_sums(order, y):
 def say_digests():
     """What a layer computes: all of it, and what its dispatch brings."""
     with jax_ep.Group(mesh, "ep", ranks_per_node=per_node) as group:
-        print("on", group.stats(), flush=True)
+        print("on", group.info(), flush=True)
         for order in ("rank", "expert"):
             run = forward_and_backward(group, order)
             results = [run(*inputs) for _ in range(5)]
@@ -207,7 +207,7 @@ def count_descriptors():
     counts = []
     for _ in range(100):
         with jax_ep.Group(mesh, "ep") as group:
-            assert group.stats().implementation == "ffi", group.stats()
+            assert group.info().implementation == "ffi", group.info()
         counts.append(len(os.listdir("/proc/self/fd")))
     print("descriptors", counts[5], counts[-1], flush=True)
 

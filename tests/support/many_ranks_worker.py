@@ -22,7 +22,7 @@ import jax_ep  # noqa: E402
 T, K, H = 2, 3, 4
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 group = jax_ep.Group(mesh, "ep", ranks_per_node=per_host)
-assert group.stats().implementation == "ffi"
+assert group.info().implementation == "ffi"
 ids, x = routing("sprinkled", ranks, T, K, experts), floats((ranks, T, H))
 w = floats((ranks, T, K), seed=2)
 

@@ -28,8 +28,8 @@ R, T, K, E, H = 8, 6, 3, 16, 5
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 assert mesh.size == R
 group = jax_ep.Group(mesh, "ep")
-stats = group.stats()
-assert (stats.implementation, stats.reason, stats.ranks_per_node) == ("ffi", "", R // processes), stats
+info = group.info()
+assert (info.implementation, info.reason, info.ranks_per_node) == ("ffi", "", R // processes), info
 spec = NamedSharding(mesh, P("ep"))
 ids, x, w = routing("sprinkled", R, T, K, E), floats((R, T, H)), floats((R, T, K))
 
@@ -123,8 +123,8 @@ with warnings.catch_warnings(record=True) as caught:
     spec = NamedSharding(mixed, P("ep"))
     for _ in range(2):
         run(spread(x), spread(ids), spread(w)).block_until_ready()
-assert other.stats().ranks_per_node == R
-assert "are not consecutive" in other.stats().reason
+assert other.info().ranks_per_node == R
+assert "are not consecutive" in other.info().reason
 assert sum("spans processes" in str(warning.message) for warning in caught) == 1
 with pytest.raises(ValueError, match="are not consecutive"):
     resolve_implementation(other, "ffi")
