@@ -5,6 +5,8 @@ All ops are pure functions for use inside `jax.shard_map`, and most of them are 
 """
 
 from jax_ep import checkpoint_names as checkpoint_names
+from jax_ep import export as export
+from jax_ep import types as types
 from jax_ep._experts.fp8_operands import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupInfo as GroupInfo
@@ -17,9 +19,7 @@ from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
 from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
-from jax_ep._ops.dispatch import RowSources as RowSources
 from jax_ep._ops.dispatch import dispatch as dispatch
-from jax_ep._ops.export import DISABLE_JAX_EXPORT_CHECKS as DISABLE_JAX_EXPORT_CHECKS
 from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
 from jax_ep._ops.layout import DispatchLayout as DispatchLayout
@@ -30,7 +30,6 @@ from jax_ep._ops.overlap import Pending as Pending
 from jax_ep._ops.overlap import combine_start as combine_start
 from jax_ep._ops.overlap import dispatch_start as dispatch_start
 from jax_ep._ops.overlap import replicate_start as replicate_start
-from jax_ep._ops.permute import Permuted as Permuted
 from jax_ep._ops.permute import permute as permute
 from jax_ep._ops.permute import unpermute as unpermute
 from jax_ep._ops.quantize import quantize_fp8 as quantize_fp8
@@ -46,7 +45,6 @@ from jax_ep._rows.weights import PhysicalWeights as PhysicalWeights
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [
-    "DISABLE_JAX_EXPORT_CHECKS",
     "BalancePlan",
     "DispatchLayout",
     "DispatchStatistics",
@@ -58,12 +56,10 @@ __all__ = [
     "MoEStats",
     "PeerTimeoutError",
     "Pending",
-    "Permuted",
     "PhysicalWeights",
     "QuantizedArray",
     "QuantizedWeights",
     "RedundantExperts",
-    "RowSources",
     "balance",
     "balanced_capacity",
     "check_placement",

@@ -134,10 +134,11 @@ def test_api_pages_show_each_name_once():
     shown = [
         (page, name)
         for page, text in pages.items()
-        for name in re.findall(r"^::: jax_ep\.(\w+)$", text, re.M)
+        for name in re.findall(r"^::: jax_ep\.([\w.]+)$", text, re.M)
     ]
-    assert sorted(name for _, name in shown) == sorted(jax_ep.__all__)
-    listed = re.findall(r"\[`(\w+)`\]\((\w+\.md)#jax_ep\.\1\)", pages["index.md"])
+    types = [f"types.{name}" for name in jax_ep.types.__all__]
+    assert sorted(name for _, name in shown) == sorted([*jax_ep.__all__, "export.disabled_checks", *types])
+    listed = re.findall(r"\[`([\w.]+)`\]\((\w+\.md)#jax_ep\.\1\)", pages["index.md"])
     assert sorted((page, name) for name, page in listed) == sorted(shown)
 
 

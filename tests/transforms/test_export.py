@@ -30,7 +30,7 @@ if what == "export":
     group = jax_ep.Group(mesh, "ep")
     shard = lambda *shards: layers.layer(*shards, group, implementation="ffi")
     mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-    exported = export.export(mapped, disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)(*arrays)
+    exported = export.export(mapped, disabled_checks=jax_ep.export.disabled_checks())(*arrays)
     open(path, "wb").write(exported.serialize())
 else:
     exported = export.deserialize(open(path, "rb").read())
@@ -56,7 +56,7 @@ def test_all_handlers_of_ops_are_listed():
     module = _extension.extension()
     assert module is not None
     targets = {*module.cpu_targets(), *module.cuda_targets()} - {"jax_ep_gather", "jax_ep_reserve"}
-    listed = {check.is_custom_call() for check in jax_ep.DISABLE_JAX_EXPORT_CHECKS}
+    listed = {check.is_custom_call() for check in jax_ep.export.disabled_checks()}
     assert targets <= listed
     products = {f"jax_ep_grouped_dot{kind}" for kind in ("", "_fp8", "_fp8_weights")}
     assert not listed - targets - products - {"jax_ep_quantize", "jax_ep_quantize_gated", "jax_ep_rail_hop"}
@@ -75,7 +75,7 @@ def test_a_symbolic_number_of_tokens_is_refused(open_group):
         out_specs=spec,
     )
     with pytest.raises(ValueError, match="needs shapes that are known when a program is compiled, got"):
-        export.export(jax.jit(mapped), disabled_checks=jax_ep.DISABLE_JAX_EXPORT_CHECKS)(*shapes)
+        export.export(jax.jit(mapped), disabled_checks=jax_ep.export.disabled_checks())(*shapes)
 
 
 def test_a_symbolic_number_of_tokens_without_a_capacity(open_group):
