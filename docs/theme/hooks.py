@@ -43,7 +43,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         page = f"# {path.name}\n\n```python\n{code}```\n"
         files.append(File.generated(config, PAGES[f"examples/{path.name}"], content=page))
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
-        files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text()))
+        content = (ROOT / name).read_text().replace("](docs/", "](")  # relative to docs/, where the page is
+        files.append(File.generated(config, PAGES[name], content=content))
     sources = {path.stem: path.read_text() for path in NOTEBOOKS}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(notebooks.run, sources.values()))
