@@ -36,7 +36,7 @@ lock = threading.Lock()
 
 
 def resolve(key: str, given: Options) -> Options:
-    """Returns the options that count once a group with the options `given` is open."""
+    """Returns `given`, completed by the options of equal groups that are open."""
     return given._or(_shared.get(key, (given, 0))[0])
 
 

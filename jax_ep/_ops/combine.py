@@ -81,7 +81,7 @@ def combine(
     Args:
       y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
         [L, S, ...] of padded experts.
-      handle: of the dispatch; it says which ranks these are.
+      handle: the handle of the dispatch. The group is part of it.
       row_weights: floating [C] or [L, S] of 16 bits or more, as `DispatchedByExpert` has them: each row
         of every leaf is multiplied by its weight in float32. Differentiable. None sums without weights. It
         must be passed, None or not, if weights were dispatched by expert.

@@ -107,12 +107,14 @@ class DispatchedByExpert(Generic[Rows]):
     """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
 
     With order="expert_padded" buffers are [L, S, ...] instead of [C, ...]: S slots for each expert.
-    On GPUs empty slots of x may hold anything, including NaN. If x or topk_weights are differentiated, they
-    are zero, except with quantize="fp8". `is_row` is their mask, and `row_weights` are 0 there.
+    On GPUs empty slots of x may hold anything, including NaN. A dispatch clears them only if x or
+    topk_weights are differentiated, and never with quantize="fp8". `is_row` is the mask of the other slots,
+    and `row_weights` are 0 in empty ones.
 
     Attributes:
-      x: [C, ...] rows, an array or pytree as passed in, by local expert, then source rank, then token, then
-        k; zero in padding and tail (of padded experts see above). A `QuantizedArray` with quantize="fp8".
+      x: [C, ...] rows: an array, or a pytree of the same structure as the x that was passed. They are sorted
+        by local expert, then source rank, then token, then k. Padding and tail are zero (empty slots of
+        padded experts: see above). A `QuantizedArray` with quantize="fp8".
       row_weights: float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were
         passed.
       group_sizes: int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes
@@ -324,18 +326,18 @@ def dispatch(
         of x's dtype may then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T. Tokens with an index from it on are ignored, as if
         all their ids were -1. Use it for partial batches. None: T.
-      active_ranks: integers or bools [R], the same on all ranks. None: all take part. A rank marked 0 is
-        skipped: its tokens, and choices of its experts, count as -1, and no rank waits for it. It may still
-        call the op, but nothing arrives there. Limits: no gradient goes through a dispatch with active_ranks
-        or on_timeout="mask" (TypeError); it must not be rematerialized, because other ranks might take part
-        the second time; all ranks must share a host (otherwise ValueError); on GPUs a rank has few tokens,
-        and the group's num_sms must be at least 8 (docs/howto/failing_ranks.md has all limits).
-      on_timeout: "raise": a rank that does not come within the group's `timeout_s` makes the op fail. "mask":
-        the others continue without it, and `active_ranks` of the result marks it 0. Pass those to the next
+      active_ranks: integers or bools [R], the same on all ranks. 0 marks a rank that does not take part. Its
+        tokens, and choices of its experts, count as -1, and no rank waits for it. It may still call the op,
+        but receives no rows. None: all ranks take part. With active_ranks or on_timeout="mask" there are
+        limits (docs/howto/failing_ranks.md has all of them). The op has no gradient (TypeError). It must not
+        be rematerialized, because different ranks may take part the second time. All ranks must share a host
+        (otherwise ValueError). On GPUs a rank has few tokens, and the group's num_sms must be at least 8.
+      on_timeout: "raise": the op fails if a rank does not come within the group's `timeout_s`. "mask": the
+        others continue without it, and `active_ranks` of the result marks it 0. Pass this result to the next
         op. A rank that comes too late gets `active_ranks` with all others marked 0. (On GPUs it may first get
-        the rows that they had sent before they gave up. It then counts these ranks as present, and its next
-        op marks them.) With implementation="xla" every rank is waited for, however long, and `active_ranks`
-        are returned as they were passed.
+        the rows that they sent before the timeout. It then counts these ranks as present, and its next op
+        marks them 0.) implementation="xla" waits for every rank without a limit, and returns `active_ranks`
+        as they were passed.
       statistics: those of earlier dispatches, or None.
       implementation: None, "ffi" or "xla".
 

@@ -37,9 +37,9 @@ class MoEStats:
         redundant ones.
       num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
         from 1.
-      loads_before: int32 [R] rows of each rank if all were computed at home. This and the next are None
-        without redundant experts. They are the same on every rank: outside of the shard_map, out_specs of
-        P("ep") give R copies of them.
+      loads_before: int32 [R] rows of each rank if all were computed at home. This and the following fields
+        are None without redundant experts. Every rank has the same values, so out_specs of P("ep") join R
+        equal copies outside of the shard_map.
       loads_after: int32 [R] rows that each rank got, before drops.
       num_moved: int32 [1] rows of all ranks that were not computed at their expert's home.
       num_replicas: int32 [1] redundant experts of all ranks.

@@ -91,9 +91,10 @@ def redispatch(
       implementation: None, "ffi" or "xla".
 
     Returns:
-      The rows [C, ...], or [L, S, ...] of padded experts, as x is made; with topk_weights
-      `(rows, weights)`, the weights as `dispatch` gives them: [C, K] by rank, [C] or [L, S] by expert. With
-      active_ranks, or on_timeout="mask", `active_ranks` of the result come last in the tuple: int32 [R].
+      The rows [C, ...], or [L, S, ...] with padded experts, in the structure of x. With topk_weights:
+      `(rows, weights)`, where the weights are [C, K] by rank, and [C] or [L, S] by expert, as from
+      `dispatch`. With active_ranks, or on_timeout="mask", the resulting `active_ranks`, int32 [R], come last
+      in the tuple.
 
     Raises:
       ValueError: shapes do not fit the handle, or no shard_map binds the axis of its group.

@@ -28,10 +28,10 @@ from jax_ep._transport.payload import Payload
 def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | None = None) -> Any:
     """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
 
-    Weights travel bit for bit from their home to the ranks that need them. In the backward pass the gradients
-    of all instances are summed at home, in float32, in the order of the ranks; with redundant experts that of
-    the home expert comes last. So a repetition has the same bits. Optimizers and checkpoints see home experts
-    only.
+    Weights travel bit for bit from their home to the ranks that need them. In the backward pass, the
+    home rank of an expert adds the gradients of all its instances in float32, in the order of the ranks. With
+    redundant experts, the gradient of the home expert comes last. So a repetition gives the same bits.
+    Optimizers and checkpoints see only home experts.
 
     Args:
       w: array [L, ...], or pytree of such arrays, of this rank's home experts, such as a `QuantizedArray`.

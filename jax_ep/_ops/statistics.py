@@ -69,7 +69,7 @@ def check_statistics(check: OpArguments, value: Any, routing: Routing) -> None:
 
 
 def add_to(statistics: DispatchStatistics, routed: Routed) -> DispatchStatistics:
-    """Adds those of one dispatch to the statistics."""
+    """Adds the counts and waiting times of one dispatch to the statistics."""
     assert routed.attended.wait_us is not None  # it was asked for
     return DispatchStatistics(
         statistics.tokens_per_expert + routed.tokens_per_expert,
