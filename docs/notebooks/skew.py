@@ -163,7 +163,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# - These are rows, not times. A copy of an expert takes time too, and virtual devices say nothing about it.
+# - These are rows, not times. A copy of an expert takes time too, and virtual devices do not show its cost.
 #   [Cost](../balance.md#cost) has the arithmetic for GPUs, and `python -m jax_ep bench --parts skew` measures
 #   it.
 # - [A layer in flax nnx](nnx_layer.py) reduces the skew itself with an auxiliary loss. Both can be combined.
