@@ -242,9 +242,12 @@ def test_products_of_fp8(shape, kind):
     ("rows", "groups", "inner", "outer"), [(0, 2, 128, 256), (5, 0, 128, 256), (5, 2, 0, 256), (5, 2, 128, 0)]
 )
 def test_nothing_of_fp8(rows, groups, inner, outer):
-    left = jax_ep.quantize_fp8(jnp.ones((rows, inner)))
-    weights = jax_ep.quantize_fp8(jnp.ones((groups, inner, outer)), block=(128, 128))
-    got = jax_ep.grouped_dot(left, weights, jnp.zeros(groups, jnp.int32))
+    @jax.jit
+    def product(left, right):
+        weights = jax_ep.quantize_fp8(right, block=(128, 128))
+        return jax_ep.grouped_dot(jax_ep.quantize_fp8(left), weights, jnp.zeros(groups, jnp.int32))
+
+    got = product(np.ones((rows, inner), np.float32), np.ones((groups, inner, outer), np.float32))
     np.testing.assert_array_equal(got, np.zeros((rows, outer)))
     assert got.dtype == jnp.bfloat16
 
