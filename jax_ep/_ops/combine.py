@@ -22,7 +22,7 @@ from jax_ep._transport.routing import Handle
 Rows = TypeVar("Rows")
 
 
-class _Default(enum.Enum):
+class Default(enum.Enum):
     """The default of `row_weights`, because None means a sum without weights."""
 
     UNSET = enum.auto()
@@ -33,7 +33,7 @@ def combine(  # pyright: ignore[reportOverlappingOverload]
     y: Rows,
     handle: Handle,
     *,
-    row_weights: ArrayLike | _Default | None = _Default.UNSET,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: Any = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: None = None,
@@ -47,7 +47,7 @@ def combine(
     y: Rows,
     handle: Handle,
     *,
-    row_weights: ArrayLike | _Default | None = _Default.UNSET,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: Any = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
@@ -60,7 +60,7 @@ def combine(
     y: Any,
     handle: Handle,
     *,
-    row_weights: ArrayLike | _Default | None = _Default.UNSET,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: Any = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
@@ -128,7 +128,7 @@ def combine_as(
     y: Any,
     handle: Handle,
     *,
-    row_weights: ArrayLike | _Default | None,
+    row_weights: ArrayLike | Default | None,
     bias: Any = None,
     quantize_gradient: Literal["fp8"] | None,
     active_ranks: ArrayLike | None = None,
@@ -143,7 +143,7 @@ def combine_as(
         raise ValueError(f"{check.op}: y holds no array")
     leaves = [leaf.reshape(routing.capacity, *leaf.shape[len(routing.buffer) :]) for leaf in payload.leaves]
     check.floating("y", leaves)
-    if row_weights is _Default.UNSET:
+    if row_weights is Default.UNSET:
         if handle.has_weights:
             raise ValueError(
                 f"{check.op}: this dispatch sent topk_weights, so combine needs row_weights: pass "

@@ -1,7 +1,7 @@
 """dispatch: tokens to their ranks or experts."""
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -194,21 +194,6 @@ class DispatchedByExpert(Generic[Rows]):
         return self.handle.expert_counts - self.tokens_per_expert
 
 
-class DispatchOptions(TypedDict, total=False):
-    """Options of `dispatch` that do not change the type of its result."""
-
-    capacity: int | None
-    capacity_factor: float | None
-    host_capacity: int | None
-    expert_alignment: int
-    round_scale: bool
-    num_valid_tokens: ArrayLike | None
-    active_ranks: ArrayLike | None
-    on_timeout: OnTimeout
-    statistics: DispatchStatistics | None
-    implementation: Implementation | None
-
-
 @overload
 def dispatch(
     x: ArrayLike,
@@ -218,8 +203,17 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8"],
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> DispatchedByExpert[QuantizedArray]: ...
 
 
@@ -232,8 +226,17 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> DispatchedByExpert[Rows]: ...
 
 
@@ -246,8 +249,17 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["rank"],
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8"],
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> DispatchedByRank[QuantizedArray]: ...
 
 
@@ -260,8 +272,17 @@ def dispatch(
     group: Group,
     num_experts: int,
     order: Literal["rank"],
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> DispatchedByRank[Rows]: ...
 
 

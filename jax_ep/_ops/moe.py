@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -56,22 +56,6 @@ class MoEStats:
     num_replicas: jax.Array | None = None
 
 
-class MoEOptions(TypedDict, total=False):
-    """Options of `moe` that do not change the type of its result."""
-
-    capacity: int | None
-    capacity_factor: float | None
-    host_capacity: int | None
-    expert_alignment: int
-    quantize: Quantize | None
-    quantize_gradient: Literal["fp8"] | None
-    num_valid_tokens: ArrayLike | None
-    num_redundant_experts: int
-    expert_params: Any
-    experts_apply_weights: bool
-    implementation: Implementation | None
-
-
 @overload
 def moe(
     x: ArrayLike,
@@ -81,8 +65,18 @@ def moe(
     *,
     group: Group,
     num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    quantize_gradient: Literal["fp8"] | None = None,
+    num_valid_tokens: ArrayLike | None = None,
+    num_redundant_experts: int = 0,
+    expert_params: Any = None,
+    experts_apply_weights: bool = False,
     return_stats: Literal[False] = False,
-    **options: Unpack[MoEOptions],
+    implementation: Implementation | None = None,
 ) -> Sums: ...
 
 
@@ -95,8 +89,18 @@ def moe(
     *,
     group: Group,
     num_experts: int,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    quantize_gradient: Literal["fp8"] | None = None,
+    num_valid_tokens: ArrayLike | None = None,
+    num_redundant_experts: int = 0,
+    expert_params: Any = None,
+    experts_apply_weights: bool = False,
     return_stats: Literal[True],
-    **options: Unpack[MoEOptions],
+    implementation: Implementation | None = None,
 ) -> tuple[Sums, MoEStats]: ...
 
 

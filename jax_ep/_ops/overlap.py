@@ -6,7 +6,7 @@ the rows of an unfinished op (docs/howto/overlap.md).
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -14,13 +14,15 @@ from jax.typing import ArrayLike
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
-from jax_ep._ops.combine import combine
-from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, DispatchOptions, dispatch
+from jax_ep._ops.combine import Default, combine_as
+from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, dispatch_as
 from jax_ep._ops.replicate import replicate_as
+from jax_ep._ops.statistics import DispatchStatistics
 from jax_ep._placement.plan import BalancePlan
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import OnTimeout
 from jax_ep._transport.choice import Asynchronous
+from jax_ep._transport.fp8_rows import Quantize
 from jax_ep._transport.routing import Handle, Order
 
 Result = TypeVar("Result")
@@ -54,8 +56,17 @@ def dispatch_start(
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8"],
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> Pending[DispatchedByExpert[QuantizedArray]]: ...
 
 
@@ -68,8 +79,17 @@ def dispatch_start(
     group: Group,
     num_experts: int,
     order: Literal["expert", "expert_padded"] = "expert",
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> Pending[DispatchedByExpert[Rows]]: ...
 
 
@@ -82,8 +102,17 @@ def dispatch_start(
     group: Group,
     num_experts: int,
     order: Literal["rank"],
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8"],
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> Pending[DispatchedByRank[QuantizedArray]]: ...
 
 
@@ -96,8 +125,17 @@ def dispatch_start(
     group: Group,
     num_experts: int,
     order: Literal["rank"],
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
-    **options: Unpack[DispatchOptions],
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
+    implementation: Implementation | None = None,
 ) -> Pending[DispatchedByRank[Rows]]: ...
 
 
@@ -109,24 +147,23 @@ def dispatch_start(
     group: Group,
     num_experts: int,
     order: Order = "expert",
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    host_capacity: int | None = None,
+    expert_alignment: int = 1,
+    quantize: Quantize | None = None,
+    round_scale: bool = False,
+    num_valid_tokens: ArrayLike | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    statistics: DispatchStatistics | None = None,
     implementation: Implementation | None = None,
-    **options: Any,
 ) -> Pending[Any]:
     """Starts a `dispatch`, beside which other work can run until `Pending.done`.
 
-    On GPUs, ops that do not use its results may run meanwhile. Its gradient, a combine, also has a start and
-    a done. On other devices, with implementation="xla", between hosts, and beside mesh axes that are not
-    manual, it is an ordinary dispatch.
-
-    Args:
-      x: [T, ...] rows, as for `dispatch`; so are all arguments.
-      topk_idx: [T, K] expert ids.
-      topk_weights: [T, K], or None.
-      group: the ranks.
-      num_experts: E.
-      order: "expert", "rank" or "expert_padded".
-      implementation: None, "ffi" or "xla".
-      **options: other options of `dispatch`.
+    Its arguments are those of `dispatch`. On GPUs, ops that do not use its results may run meanwhile. Its
+    gradient, a combine, also has a start and a done. On other devices, with implementation="xla", between
+    hosts, and beside mesh axes that are not manual, it is an ordinary dispatch.
 
     Returns:
       The started op. Its `done()` returns `DispatchedByExpert` or `DispatchedByRank`, as the order says.
@@ -134,27 +171,28 @@ def dispatch_start(
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
-    any_dispatch: Any = dispatch  # no overload has all types of all options
-    sent = any_dispatch(
-        x,
-        topk_idx,
-        topk_weights,
-        group=group,
-        num_experts=num_experts,
-        order=order,
-        implementation=Asynchronous(implementation),
-        **options,
+    return Pending(
+        dispatch_as(
+            OpArguments("dispatch"),
+            x,
+            topk_idx,
+            topk_weights,
+            group=group,
+            num_experts=num_experts,
+            order=order,
+            capacity=capacity,
+            capacity_factor=capacity_factor,
+            host_capacity=host_capacity,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            round_scale=round_scale,
+            num_valid_tokens=num_valid_tokens,
+            active_ranks=active_ranks,
+            on_timeout=on_timeout,
+            statistics=statistics,
+            implementation=Asynchronous(implementation),
+        )
     )
-    return Pending(sent)
-
-
-class CombineOptions(TypedDict, total=False):
-    """Options of `combine` that do not change the type of its result."""
-
-    row_weights: ArrayLike | None
-    bias: Any
-    quantize_gradient: Literal["fp8"] | None
-    implementation: Implementation | None
 
 
 @overload
@@ -162,9 +200,12 @@ def combine_start(  # pyright: ignore[reportOverlappingOverload]
     y: Rows,
     handle: Handle,
     *,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: None = None,
     on_timeout: Literal["raise"] = "raise",
-    **options: Unpack[CombineOptions],
+    implementation: Implementation | None = None,
 ) -> Pending[Rows]: ...
 
 
@@ -173,22 +214,29 @@ def combine_start(
     y: Rows,
     handle: Handle,
     *,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
-    **options: Unpack[CombineOptions],
+    implementation: Implementation | None = None,
 ) -> Pending[tuple[Rows, jax.Array]]: ...
 
 
 def combine_start(
-    y: Any, handle: Handle, *, implementation: Implementation | None = None, **options: Any
+    y: Any,
+    handle: Handle,
+    *,
+    row_weights: ArrayLike | Default | None = Default.UNSET,
+    bias: Any = None,
+    quantize_gradient: Literal["fp8"] | None = None,
+    active_ranks: ArrayLike | None = None,
+    on_timeout: OnTimeout = "raise",
+    implementation: Implementation | None = None,
 ) -> Pending[Any]:
     """Starts a `combine`, beside which other work can run until `Pending.done`, as `dispatch_start` does.
 
-    Args:
-      y: [C, ...] rows, as for `combine`; so are all arguments.
-      handle: of the dispatch.
-      implementation: None, "ffi" or "xla".
-      **options: other options of `combine`.
+    Its arguments are those of `combine`.
 
     Returns:
       The started op. Its `done()` returns the result of `combine`.
@@ -196,8 +244,19 @@ def combine_start(
     Raises:
       ValueError, TypeError: as `combine`.
     """
-    asynchronous: Any = Asynchronous(implementation)
-    return Pending(combine(y, handle, implementation=asynchronous, **options))
+    return Pending(
+        combine_as(
+            OpArguments("combine"),
+            y,
+            handle,
+            row_weights=row_weights,
+            bias=bias,
+            quantize_gradient=quantize_gradient,
+            active_ranks=active_ranks,
+            on_timeout=on_timeout,
+            implementation=Asynchronous(implementation),
+        )
+    )
 
 
 def replicate_start(

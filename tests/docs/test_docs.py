@@ -6,11 +6,13 @@ A block that follows a line `<!-- not run: why -->` is left out.
 """
 
 import contextlib
+import inspect
 import os
 import re
 import runpy
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import balance_oracle
@@ -140,6 +142,16 @@ def test_api_pages_show_each_name_once():
     assert sorted(name for _, name in shown) == sorted([*jax_ep.__all__, "export.disabled_checks", *types])
     listed = re.findall(r"\[`([\w.]+)`\]\((\w+\.md)#jax_ep\.\1\)", pages["index.md"])
     assert sorted((page, name) for name, page in listed) == sorted(shown)
+
+
+def test_signatures_have_every_parameter():
+    """Editors show overloads, so these must have all parameters, too."""
+    ops = [getattr(jax_ep, name) for name in jax_ep.__all__ if name != "save_ep_residuals"]
+    for op in filter(inspect.isfunction, ops):
+        parameters = inspect.signature(op).parameters
+        assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+        for overload in typing.get_overloads(op):
+            assert list(inspect.signature(overload).parameters) == list(parameters)
 
 
 DRAW = runpy.run_path(str(DOCS / "figures" / "draw.py"))

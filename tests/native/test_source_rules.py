@@ -58,7 +58,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Ops that are made of other ops.
 COMPOSED = {
     "moe": {"balance", "replicate", "dispatch", "combine"},
-    "overlap": {"dispatch", "combine", "replicate"},
+    "overlap": {"dispatch", "combine", "replicate", "statistics"},
     "dispatch": {"statistics"},
 }
 

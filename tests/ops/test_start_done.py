@@ -5,6 +5,7 @@ no notice of the annotation, but JAX transforms the annotated op as it does for 
 """
 
 import functools
+import inspect
 import re
 
 import jax
@@ -329,6 +330,12 @@ def test_other_work_runs_while_weights_travel():
     _, ids, _, other, _ = arrays()
     square = floats((R * H, H), seed=4)
     assert work_between(jax.jit(mapped(weights_apart)).lower(floats((E, 64)), ids, other, square)) == [True]
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine", "replicate"])
+def test_start_takes_the_arguments_of_its_op(op):
+    expected = inspect.signature(getattr(jax_ep, op)).parameters
+    assert inspect.signature(getattr(jax_ep, f"{op}_start")).parameters == expected
 
 
 def test_a_pending_op_has_no_rows():
