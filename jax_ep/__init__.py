@@ -17,9 +17,9 @@ from jax_ep._ops.balance import balanced_capacity as balanced_capacity
 from jax_ep._ops.balance import check_placement as check_placement
 from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
-from jax_ep._ops.dispatch import DispatchedByExpert as DispatchedByExpert
-from jax_ep._ops.dispatch import DispatchedByRank as DispatchedByRank
 from jax_ep._ops.dispatch import dispatch as dispatch
+from jax_ep._ops.dispatched import DispatchedByExpert as DispatchedByExpert
+from jax_ep._ops.dispatched import DispatchedByRank as DispatchedByRank
 from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
 from jax_ep._ops.layout import DispatchLayout as DispatchLayout

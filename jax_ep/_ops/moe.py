@@ -14,7 +14,8 @@ from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._ops.balance import balance_as, balanced_capacity
 from jax_ep._ops.combine import combine_as
-from jax_ep._ops.dispatch import DispatchedByExpert, dispatch_as
+from jax_ep._ops.dispatch import dispatch_as
+from jax_ep._ops.dispatched import DispatchedByExpert
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize

@@ -15,7 +15,8 @@ from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._ops.combine import Default, combine_as
-from jax_ep._ops.dispatch import DispatchedByExpert, DispatchedByRank, dispatch_as
+from jax_ep._ops.dispatch import dispatch_as
+from jax_ep._ops.dispatched import DispatchedByExpert, DispatchedByRank
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._ops.statistics import DispatchStatistics
 from jax_ep._placement.plan import BalancePlan

@@ -57,9 +57,10 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Ops that are made of other ops.
 COMPOSED = {
-    "moe": {"balance", "replicate", "dispatch", "combine"},
-    "overlap": {"dispatch", "combine", "replicate", "statistics"},
-    "dispatch": {"statistics"},
+    "moe": {"balance", "replicate", "dispatch", "dispatched", "combine"},
+    "overlap": {"dispatch", "dispatched", "combine", "replicate", "statistics"},
+    "dispatch": {"dispatched", "statistics"},
+    "dispatched": {"statistics"},
 }
 
 
