@@ -39,6 +39,7 @@ struct GroupArrays {
   GroupShape* shapes;
   ScaleLayout* a_scale_layouts;  // null unless the engine reads them
   ScaleLayout* b_scale_layouts;
+  int32_t* next_tile;  // starts at 0; of kernels that hand out tiles, which have no descriptors
   void* descriptors;
   int64_t descriptor_bytes;
 };

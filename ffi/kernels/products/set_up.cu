@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   const int64_t num_rows = params.num_rows, width = int64_t{params.outer} * int64_t{sizeof(uint16_t)};
   const int64_t matrix = params.inner * width;
   auto* out = static_cast<std::byte*>(params.out);
+  if (writes && lane == 0) *groups.next_tile = 0;
   long long begin = 0;  // the first row of the 32 groups
   if (params.first_row != nullptr) begin = min(max(int64_t{*params.first_row}, int64_t{0}), num_rows);
   if (!of_weights) Clear(out, begin * width);
@@ -119,6 +120,7 @@ GroupArrays ArraysOf(const GroupedDotParams& params, bool has_scale_layouts) {
   auto* next = reinterpret_cast<std::byte*>(address) + GroupedDotScratchBytes(0);
   GroupArrays arrays{};
   arrays.descriptors = reinterpret_cast<void*>(begin);
+  arrays.next_tile = static_cast<int32_t*>(arrays.descriptors);
   arrays.descriptor_bytes = GroupedDotScratchBytes(0) - static_cast<int64_t>(begin - address);
   if (has_scale_layouts) {
     // Engines that read layouts need fewer descriptors than there is room for.
