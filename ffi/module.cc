@@ -127,12 +127,12 @@ nb::dict GpuTypes() {
 // addresses, process.
 std::string OpenDeviceRanks(const std::string& key,
                             const std::vector<std::tuple<int64_t, uint64_t, int64_t, int>>& ranks,
-                            int num_ranks, int board) {
+                            int num_ranks, int meeting) {
   std::vector<RankMemory> memory;
   for (const auto& [device, control, shift, process] : ranks) {
     memory.push_back({device, control, shift, process});
   }
-  return OpenDeviceGroup(key, memory, num_ranks, board);
+  return OpenDeviceGroup(key, memory, num_ranks, meeting);
 }
 
 bool HasExpired(const std::string& key) {
@@ -284,9 +284,9 @@ NB_MODULE(_C, m) {
   m.def("cuda_types", &GpuTypes, "FFI state types for GPUs");
 #if defined(JAX_EP_WITH_CUDA)
   m.def("open_device_group", &OpenDeviceRanks, nb::arg("key"), nb::arg("ranks"), nb::arg("num_ranks"),
-        nb::arg("board"), Unlocked(), "Prepares the GPUs of a group. Returns an error, empty on success");
-  m.def("board_bytes", &Board::Bytes, nb::arg("total_ranks"),
-        "Returns the size of the board that a group's processes share");
+        nb::arg("meeting"), Unlocked(), "Prepares the GPUs of a group. Returns an error, empty on success");
+  m.def("host_meeting_bytes", &HostMeeting::Bytes, nb::arg("total_ranks"),
+        "Returns the size of the memory in which a group's processes meet on the host");
   m.def("watch_process", &WatchProcess, nb::arg("process"), nb::arg("descriptor"), Unlocked(),
         "Takes over a connected socket whose end of file means that the process has ended");
   m.def("has_expired", &HasExpired, nb::arg("key"),

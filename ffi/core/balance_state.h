@@ -1,4 +1,4 @@
-// The state of a plan of redundant experts (balance.h), and its size.
+// The state while redundant experts are placed (balance.h), and its size.
 #pragma once
 
 #include "core/params.h"
@@ -12,24 +12,24 @@ struct Candidate {
   int32_t index = -1;
 };
 
-// The state of a plan, which lies in shared memory on devices.
+// The state of a placement, which lies in shared memory on devices.
 struct BalanceState {
-  Candidate* largest;      // [R] home expert with the most rows at home among those that are not blocked
-  int32_t* rows;           // [E] rows that stay at home
-  int32_t* rows_before;    // [E] rows of the sources below `source`
-  int32_t* is_blocked;     // [E] 1: no rank can take rows of this expert
-  int32_t* num_instances;  // [E]
-  int32_t* instance_ends;  // [E] instances of experts 0..e
-  uint32_t* hosts;         // [E, W] bits of the ranks that have an instance, with W = ceil(R / 32)
-  int32_t* load;           // [R] rows that a rank computes
-  int32_t* num_open;       // [R] home experts that are not blocked
-  int32_t* num_used;       // [R] slots in use
-  int32_t* unused_ends;    // [R] unused slots of ranks 0..r
-  int32_t* slot_experts;   // [R, S] in the order in which the slots were taken
-  int32_t* slot_homes;     // [R, S] home rank of the slot's expert
-  int32_t* slot_rows;      // [R, S]
-  int32_t* ranks;          // [P] rank of each instance, by its position in `order`
-  int32_t* quotas;         // [P] rows that each instance takes from other ranks, likewise
+  Candidate* largest;          // [R] home expert with the most rows at home among those that are not blocked
+  int32_t* rows;               // [E] rows that stay at home
+  int32_t* rows_before;        // [E] rows of the sources below `source`
+  int32_t* is_blocked;         // [E] 1: no rank can take rows of this expert
+  int32_t* num_instances;      // [E]
+  int32_t* instance_ends;      // [E] instances of experts 0..e
+  uint32_t* hosts;             // [E, W] bits of the ranks that have an instance, with W = ceil(R / 32)
+  int32_t* load;               // [R] rows that a rank computes
+  int32_t* num_open;           // [R] home experts that are not blocked
+  int32_t* num_used;           // [R] redundant experts in use
+  int32_t* unused_ends;        // [R] unused redundant experts of ranks 0..r
+  int32_t* redundant_experts;  // [R, S] logical experts, in the order in which they came into use
+  int32_t* redundant_homes;    // [R, S] home ranks of these experts
+  int32_t* redundant_rows;     // [R, S]
+  int32_t* ranks;              // [P] rank of each instance, by its position in `order`
+  int32_t* quotas;             // [P] rows that each instance takes from other ranks, likewise
   int32_t* sends;  // [P] rows that each instance takes from its own rank, later from `source`, likewise
 
   // Sets each array to take(its number of words).
@@ -48,9 +48,9 @@ struct BalanceState {
     num_open = take(R);
     num_used = take(R);
     unused_ends = take(R);
-    slot_experts = take(R * S);
-    slot_homes = take(R * S);
-    slot_rows = take(R * S);
+    redundant_experts = take(R * S);
+    redundant_homes = take(R * S);
+    redundant_rows = take(R * S);
     ranks = take(params.num_physical_experts());
     quotas = take(params.num_physical_experts());
     sends = take(params.num_physical_experts());

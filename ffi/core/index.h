@@ -24,7 +24,7 @@ enum class Order : int32_t {
   kExpert = 1,        // one row for each choice: by local expert, then source rank, then token, then k
   kExpertPadded = 2,  // one row for each choice, in blocks of `alignment` rows, one block per local expert
   kPlaced = 3,  // one row for each (token, rank), where the handle puts it: the program makes the handle. The
-                // buffer is divided into slots of `alignment` rows
+                // buffer is divided into places of `alignment` rows
 };
 
 // The static part of a routing, equal on all ranks of a group.
@@ -36,7 +36,7 @@ struct Shape {
   int32_t num_experts;  // E
   int32_t capacity;     // C
   int32_t alignment;  // kExpert: each expert's block starts at a multiple of it; kExpertPadded: rows of each
-                      // block; kPlaced: rows of each slot, a divisor of C
+                      // block; kPlaced: rows of each place, a divisor of C
 
   JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
   JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
@@ -50,7 +50,7 @@ struct Shape {
   JAX_EP_HD bool has_expert_blocks() const {
     return order == Order::kExpert || order == Order::kExpertPadded;
   }
-  // Returns the length of a handle's expert_counts: the number of local experts, or of slots.
+  // Returns the length of a handle's expert_counts: the number of local experts, or of places.
   JAX_EP_HD int32_t num_counts() const {
     return order == Order::kPlaced ? capacity / alignment : num_local_experts();
   }

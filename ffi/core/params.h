@@ -30,9 +30,9 @@ struct LayoutParams {
   bool* is_token_in_rank;          // [T, R]
 };
 
-// The operands of a plan of redundant experts, equal on all ranks except for `source` and `ends`. A physical
-// expert is an instance of a logical one. Each rank has L + S of them: first its L home experts, then S
-// redundant ones.
+// The operands of a placement of redundant experts, equal on all ranks except for `source` and `ends`. A
+// physical expert is an instance of a logical one. Each rank has L + S of them: first its L home experts,
+// then S redundant ones.
 struct BalanceParams {
   int32_t num_ranks;              // R
   int32_t num_experts;            // E logical experts
@@ -65,7 +65,7 @@ struct HandleArrays {
   int32_t* sent_rows;           // [T, R] or [T, K]: row in the receiver's buffer, -1 none or dropped
   int32_t* rank_prefix_matrix;  // [R, R]: [s, d] = rows that ranks 0..s send to d, before drops
   // [L] choices that fell on each local expert, before drops. kPlaced: [C / alignment] rows that arrive in
-  // each slot, the first ones of the slot.
+  // each place, the first ones of the place.
   int32_t* expert_counts;
   int32_t* received_rows;  // [R * T, K] by expert: row at this rank of each choice of all tokens, -1 none
 };

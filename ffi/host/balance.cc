@@ -7,7 +7,7 @@
 namespace jax_ep::host {
 namespace {
 
-// One thread as a Team of core/balance.h.
+// One thread as the Threads of core/balance.h.
 struct SingleThread {
   static constexpr int32_t kLanes = 1;
 

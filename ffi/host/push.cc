@@ -24,7 +24,7 @@ std::vector<int64_t> FindStarts(const Shape& shape, const int32_t* rows) {
   return starts;
 }
 
-// Returns the padding and the tail of a rank's receive buffer, or the empty rows of its slots.
+// Returns the padding and the tail of a rank's receive buffer, or the empty rows of its places.
 std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int rank) {
   const int64_t capacity = shape.capacity;
   std::vector<Gap> gaps;
@@ -34,9 +34,9 @@ std::vector<Gap> FindGaps(const Shape& shape, const HandleArrays& handle, int ra
     if (begin < end) gaps.push_back({begin, end});
   };
   if (shape.order == Order::kPlaced) {
-    for (int32_t slot = 0; slot < shape.num_counts(); ++slot) {
-      const int64_t begin = int64_t{slot} * shape.alignment;
-      add(begin + std::max(handle.expert_counts[slot], 0), begin + shape.alignment);
+    for (int32_t place = 0; place < shape.num_counts(); ++place) {
+      const int64_t begin = int64_t{place} * shape.alignment;
+      add(begin + std::max(handle.expert_counts[place], 0), begin + shape.alignment);
     }
     return gaps;
   }

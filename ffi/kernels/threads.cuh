@@ -1,4 +1,4 @@
-// Definitions that all kernels share: warps, teams of warps, and counters that hand out work.
+// Definitions that all kernels share: warps, groups of threads, and counters that hand out work.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -42,7 +42,7 @@ __device__ inline T WarpMin(T value) {
 }
 
 // Warps of a block that work together: all of them, or those that share a named barrier.
-struct Team {
+struct ThreadGroup {
   int thread;   // index of this thread
   int threads;  // a multiple of the warp size
   int barrier;  // 0 is the barrier of the whole block
@@ -50,7 +50,7 @@ struct Team {
   __device__ void Sync() const { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 };
 
-__device__ inline Team WholeBlock() {
+__device__ inline ThreadGroup WholeBlock() {
   return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), 0};
 }
 

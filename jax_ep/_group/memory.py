@@ -78,7 +78,7 @@ _settled: dict[str, str] = {}
 class _Setup:
     """One process's part of the set-up of a group.
 
-    The leader, the process with the lowest index, provides the board: host memory through which the ranks
+    The leader, the process with the lowest index, provides the memory of the host meeting, in which the ranks
     wait for each other before the first call of an op.
     """
 
@@ -96,7 +96,7 @@ class _Setup:
         self.cleanup = contextlib.ExitStack()
         self.controls: dict[int, int] = {}
         self.messages: dict[int, dict[str, Any]] = {}
-        self.board = -1
+        self.meeting = -1
 
     def run_step(
         self, step: str, work: Callable[[], dict[str, Any] | None], limit_factor: int = 1
@@ -126,30 +126,30 @@ class _Setup:
             served.append(self.module.export_region(address, ordinal))
             memory.append((device.id, address, base, size))
         if self.process == self.leader:
-            self.board = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
-            served.append(self.board)
-            os.ftruncate(self.board, self.module.board_bytes(len(self.all_devices)))
+            self.meeting = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
+            served.append(self.meeting)
+            os.ftruncate(self.meeting, self.module.host_meeting_bytes(len(self.all_devices)))
         socket = self.cleanup.enter_context(descriptors.serving(served, len(self.other_processes)))
         return {"memory": memory, "socket": socket}
 
     def fetch(self) -> None:
-        """Maps the memory of other processes that this process has not mapped yet, and receives the board."""
+        """Maps the memory of other processes that is not mapped yet, and receives that of the meeting."""
         platform = self.local_devices[0].platform
         ordinals = [device.local_hardware_id for device in jax.local_devices(backend=platform)]
         for process in self.other_processes:
-            memory, has_board = self.messages[process]["memory"], process == self.leader
+            memory, has_meeting = self.messages[process]["memory"], process == self.leader
             is_mapped = all((process, device_id, base) in _mapped for device_id, _, base, _ in memory)
-            if is_mapped and not has_board and descriptors.is_watched(process):
+            if is_mapped and not has_meeting and descriptors.is_watched(process):
                 continue
-            socket, count = self.messages[process]["socket"], len(memory) + has_board
+            socket, count = self.messages[process]["socket"], len(memory) + has_meeting
             with descriptors.received(socket, count, process, self.module, self.limit_s) as received:
                 for descriptor, (device_id, _, base, size) in zip(received, memory, strict=False):
                     if (process, device_id, base) not in _mapped:
                         mapped = self.module.import_region(descriptor, size, ordinals)
                         _mapped[process, device_id, base] = mapped
-                if has_board:
-                    self.board = os.dup(received[-1])
-                    self.cleanup.callback(os.close, self.board)
+                if has_meeting:
+                    self.meeting = os.dup(received[-1])
+                    self.cleanup.callback(os.close, self.meeting)
 
     def ranks(self) -> list[Rank]:
         """Returns each device's rank entry. Devices that are not neighbors have no addresses."""
@@ -187,7 +187,7 @@ def _prepare(setup: _Setup, reserve_control_blocks: Callable[[], dict[int, int]]
             if failed:
                 handshake.raise_if_error(module.reset_device_group(key, epoch, calls))
             if is_new:
-                error = module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.board)
+                error = module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.meeting)
                 handshake.raise_if_error(error)
 
         try:

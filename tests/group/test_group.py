@@ -110,10 +110,10 @@ class FakeGpus:
         self.failed = False
         return ""
 
-    def open(self, key, ranks, num_ranks, board):
+    def open(self, key, ranks, num_ranks, meeting):
         assert self.busy.acquire(blocking=False), "two threads prepare a group at once"
         time.sleep(0.02)
-        self.log.append(("open", num_ranks, board))
+        self.log.append(("open", num_ranks, meeting))
         self.ranks = ranks
         self.busy.release()
         return ""

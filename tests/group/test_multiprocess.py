@@ -166,9 +166,9 @@ def test_processes_share_what_each_device_has():
     outputs = share("all goes well")
     first, second = (dict(re.findall(r"^(.*): inode (\d+)", output, re.M)) for output in outputs)
     assert first == second
-    boards = {name: inode for name, inode in first.items() if name.endswith("board")}
-    assert len(boards) == len(set(boards.values())) == 6  # one of each group
-    memory = {inode for name, inode in first.items() if name not in boards}
+    meetings = {name: inode for name, inode in first.items() if name.endswith("meeting")}
+    assert len(meetings) == len(set(meetings.values())) == 6  # one of each group
+    memory = {inode for name, inode in first.items() if name not in meetings}
     assert len(memory) == 8  # the same for all groups
     assert all(output.count("descriptors closed") == 2 for output in outputs)
     # Each sees that the other ends, even if a child of it does not.
@@ -183,7 +183,7 @@ def test_processes_share_what_each_device_has():
     [
         ("1: hold", "process 1: KeyError: 'not of a kind that is expected'"),
         ("1: export", "process 1: no export to be had"),
-        ("0: board", "process 0: no board to be had"),
+        ("0: meeting", "process 0: no meeting to be had"),
         ("0: import", "process 0: no import to be had"),
         ("1: watch", "process 1: no watch to be had"),
         ("1: open", "process 1: process 1 says no"),

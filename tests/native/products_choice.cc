@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/products/check.h"
 
 namespace jax_ep::cuda {

@@ -15,16 +15,16 @@ build() { # name, sanitizers
 }
 mkdir -p build
 
-echo "ThreadSanitizer: meeting_stress, board_stress"
+echo "ThreadSanitizer: meeting_stress, host_meeting_stress"
 build sanitize-thread thread
 TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/meeting_stress
-TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/board_stress
+TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/host_meeting_stress
 
-echo "AddressSanitizer + UBSan: meeting_stress, board_stress"
+echo "AddressSanitizer + UBSan: meeting_stress, host_meeting_stress"
 build sanitize-address address,undefined
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/meeting_stress
-ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/board_stress
+ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/host_meeting_stress
 
 echo "AddressSanitizer + UBSan: the handlers in Python"
 site=build/sanitize-address/site

@@ -1,6 +1,6 @@
 """The device protocol's own source, compiled for the host and run with faults.
 
-See protocol_stress.cc, and mail_stress.cc for ops that go through the arena.
+See protocol_stress.cc, and arena_stress.cc for ops that go through the arena.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_jax
 HERE = pathlib.Path(__file__).parent
 FFI = HERE.parents[1] / "ffi"
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
-SESSION, MAIL = "kernels/protocol/session.cuh", "kernels/protocol/mail_session.cuh"
+SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
 
 # Planted mistakes: the fault that shows each, and (file, right, wrong) for each change.
@@ -72,19 +72,19 @@ ARENA_MISTAKES = {
         "long",
         [
             (
-                MAIL,
+                ARENA_SESSION,
                 "writable_ = state.writable;",
                 "writable_ = FindWritable(epoch_, ranks_, "
                 "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kMaxRanks]);",
             ),
         ],
     ),
-    "uses one half": ("short", [(MAIL, "heads[number]", "heads[0]")]),
+    "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[0]")]),
     "takes the verdict of any op": (
         "late",
         [
             (
-                MAIL,
+                ARENA_SESSION,
                 "HasEpoch(seen = LoadAcquire(verdict), epoch())",
                 "(seen = LoadAcquire(verdict)) != 0",
             )
@@ -92,7 +92,7 @@ ARENA_MISTAKES = {
     ),
     "writes to a rank that it has not heard of": (
         "short",
-        [(MAIL, "ranks & ~__ballot_sync(kAllLanes, was_heard);", "0;")],
+        [(ARENA_SESSION, "ranks & ~__ballot_sync(kAllLanes, was_heard);", "0;")],
     ),
     "counts the ended blocks of several ops together": (
         "late",
@@ -107,7 +107,7 @@ ARENA_MISTAKES = {
     ),
     "goes on without its own rows": (
         "two",
-        [(MAIL, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],
+        [(ARENA_SESSION, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],
     ),
 }
 
@@ -132,8 +132,8 @@ def program(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def mail_program(tmp_path_factory):
-    return build("mail_stress", tmp_path_factory.mktemp("mail") / "mail_stress")
+def arena_program(tmp_path_factory):
+    return build("arena_stress", tmp_path_factory.mktemp("arena") / "arena_stress")
 
 
 @pytest.mark.slow
@@ -147,8 +147,8 @@ def test_protocol(program, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("faults", "300", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
-def test_arena_protocol(mail_program, arguments):
-    done = run(mail_program, *arguments)
+def test_arena_protocol(arena_program, arguments):
+    done = run(arena_program, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -175,6 +175,6 @@ def test_protocol_finds_planted_mistake(mistake, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ARENA_MISTAKES)
 def test_arena_protocol_finds_planted_mistake(mistake, tmp_path):
-    done = run_planted("mail_stress", *ARENA_MISTAKES[mistake], tmp_path)
+    done = run_planted("arena_stress", *ARENA_MISTAKES[mistake], tmp_path)
     assert done.returncode == 1, done.stdout
-    assert "mail_stress: seed" in done.stderr
+    assert "arena_stress: seed" in done.stderr

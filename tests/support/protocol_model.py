@@ -73,7 +73,7 @@ class Rank(NamedTuple):
     gate: int  # the epoch that it opened last, or one more until it has taken that back
     opened: int  # the epoch that it opened last, noted after that
     closed: bool  # a reason lies in the gate
-    mail: tuple[int, ...]  # by sender: the epoch last published
+    mailboxes: tuple[int, ...]  # by sender: the epoch last published
     left: tuple[tuple[tuple[int, bool], ...], ...]  # by sender and block: the epoch, whether it was whole
     moved: int  # bit e: all of its blocks have moved all in op e
 
@@ -179,14 +179,14 @@ class Protocol:
             opens_now = self.fault == "publishes before it opens"
             after = PUBLISHES if rank.told + 1 < self.size else OPENS if opens_now else WAITS
             changed = become(after, told=rank.told + 1)
-            mail = _with(changed[to].mail, r, rank.op)
-            yield f"publishes to {to}", _with(changed, to, changed[to]._replace(mail=mail))
+            mailboxes = _with(changed[to].mailboxes, r, rank.op)
+            yield f"publishes to {to}", _with(changed, to, changed[to]._replace(mailboxes=mailboxes))
         elif block.stage == WAITS:
             needed = [r, *self.peers(r)]
             if self.fault == "touches on some words":
                 needed.pop()
             alike = self.agree(rank.op) or self.fault == "ignores signatures"
-            if alike and all(rank.mail[p] == rank.op for p in needed):
+            if alike and all(rank.mailboxes[p] == rank.op for p in needed):
                 yield "sees all words", become(MOVES)
             yield "fails", fail()  # also where it refuses what the words say
         elif block.stage == CLOSES:
@@ -267,7 +267,7 @@ class Protocol:
             return
         latest = rank.op if self.fault == "leaves unopened" else rank.op + 1
         has_left = [rank.op <= word[0] <= latest for word in rank.left[to]]
-        has_word = rank.mail[to] == rank.op
+        has_word = rank.mailboxes[to] == rank.op
         if self.fault == "reads the word first":
             if not rank.noted and not has_word:
                 yield f"notes that {to} has told nothing", _with(ranks, r, rank._replace(noted=True))

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 
 from jax_ep._group import descriptors, handshake, memory  # noqa: E402
 
-BASE, BYTES, BOARD_BYTES = 0x10000, 0x1000, 0x2000
+BASE, BYTES, HOST_MEETING_BYTES = 0x10000, 0x1000, 0x2000
 SIZE = 4
 inodes: dict[int, int] = {}  # of what was imported, by the base it was given
 watched: dict[int, int] = {}
@@ -58,10 +58,10 @@ def import_region(descriptor: int, size: int, devices: list[int]) -> int:
     return base
 
 
-def board_bytes(num_ranks: int) -> int:
+def host_meeting_bytes(num_ranks: int) -> int:
     assert num_ranks == len(jax.devices())
-    fails("board")
-    return BOARD_BYTES
+    fails("meeting")
+    return HOST_MEETING_BYTES
 
 
 def watch_process(other: int, descriptor: int) -> None:
@@ -70,9 +70,9 @@ def watch_process(other: int, descriptor: int) -> None:
     watched[other] = descriptor
 
 
-def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, board: int) -> str:
-    status = os.fstat(board)
-    assert (num_ranks, status.st_size) == (SIZE, BOARD_BYTES)
+def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, meeting: int) -> str:
+    status = os.fstat(meeting)
+    assert (num_ranks, status.st_size) == (SIZE, HOST_MEETING_BYTES)
     opened.append(key)
     for device, (ordinal, control, shift, owner) in zip(devices, ranks, strict=True):
         assert owner == device.process_index
@@ -83,7 +83,7 @@ def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, board:
         assert (shift == 0) == own
         inode = os.fstat(files[control].fileno()).st_ino if own else inodes[control - 0x40]
         print(f"{key}: device {device.id}: inode {inode}", flush=True)
-    print(f"{key}: board: inode {status.st_ino}", flush=True)
+    print(f"{key}: meeting: inode {status.st_ino}", flush=True)
     return f"process {process} says no" if task == f"{process}: open" else ""
 
 
@@ -99,7 +99,7 @@ module: Any = SimpleNamespace(
     region_of=lambda address, device: (address // BASE * BASE, BYTES),
     export_region=export_region,
     import_region=import_region,
-    board_bytes=board_bytes,
+    host_meeting_bytes=host_meeting_bytes,
     watch_process=watch_process,
     open_device_group=open_device_group,
     reset_device_group=reset_device_group,

@@ -1,4 +1,4 @@
-// Decodes the operands of the plan of redundant experts for any platform, then calls
+// Decodes the operands of the placement of redundant experts for any platform, then calls
 // LaunchBalance(context, params).
 #pragma once
 

@@ -57,7 +57,7 @@ inline ffi::Error MakeShape(const char* op, const RoutingAttributes& attributes,
                            " rows must be the capacity, got ", capacity);
   }
   if (order == static_cast<int64_t>(Order::kPlaced) && capacity % alignment != 0) {
-    return InvalidArgument(op, ": slots of ", alignment, " rows must divide the capacity, got ", capacity);
+    return InvalidArgument(op, ": places of ", alignment, " rows must divide the capacity, got ", capacity);
   }
   const int64_t num_tokens = topk_idx->dimensions()[0], top_k = topk_idx->dimensions()[1];
   const int64_t aligned_tokens = AlignUp(num_tokens, kChunkTokens);

@@ -5,7 +5,7 @@
 
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/products/products.h"
 #include "runtime/gpu/driver.h"
 #include "runtime/gpu/prepare.h"

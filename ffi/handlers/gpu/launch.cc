@@ -104,7 +104,7 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
   DevicePeers* const devices = context.site->FindPeers(member.group->key());
   if (devices == nullptr) return ffi::Error::Internal(std::string(op) + ": the group has no control blocks");
   const auto call = context.site->Find(context.device);
-  Board& board = devices->board();
+  HostMeeting& meeting = devices->host_meeting();
   const auto register_call = [&] {
     return devices->RegisterCall(Text(description.describe(), ", in program ", context.site->program()));
   };
@@ -115,12 +115,12 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
   };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
     // Others that do not know of the failure yet may wait at a first call.
-    if (!call) board.GiveUpNext(*member.group, member.position);
+    if (!call) meeting.GiveUpNext(*member.group, member.position);
     notify();
     return RecordExpired(member, text);
   }
   if (auto error = CheckPreconditions(*devices, member, description); error.failure()) {
-    if (!call) board.GiveUpNext(*member.group, member.position);  // the others would wait for this rank
+    if (!call) meeting.GiveUpNext(*member.group, member.position);  // the others would wait for this rank
     notify();
     return error;
   }
@@ -138,18 +138,18 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
     context.site->Add(context.device, unmatched, description.through_arena);
     return launch_as(unmatched);
   }
-  const Board::Hooks hooks = devices->HooksFor(member.position.group_index);
-  const Board::Call begun = board.Begin(op, *member.group, member.position, hash, hooks);
+  const HostMeeting::Hooks hooks = devices->HooksFor(member.position.group_index);
+  const HostMeeting::Call begun = meeting.Begin(op, *member.group, member.position, hash, hooks);
   if (!begun.error.empty()) {
     notify();
     return RecordExpired(member, begun.error);
   }
   const Call first{hash, begun.number % kMaxSites};
   if (auto error = launch_as(first); error.failure()) {
-    board.GiveUp(*member.group, member.position, begun.number);
+    meeting.GiveUp(*member.group, member.position, begun.number);
     return error;
   }
-  const std::string late = board.AwaitLaunches(op, *member.group, member.position, begun.number, hooks);
+  const std::string late = meeting.AwaitLaunches(op, *member.group, member.position, begun.number, hooks);
   if (!late.empty()) return RecordExpired(member, late);
   // Stored last, so that all ranks meet again if the launch failed on one of them.
   context.site->Add(context.device, first, description.through_arena);

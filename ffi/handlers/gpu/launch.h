@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "handlers/decode/check.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "runtime/gpu/peers.h"
 
 namespace jax_ep {

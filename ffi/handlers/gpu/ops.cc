@@ -9,7 +9,7 @@
 #include "handlers/decode/push.h"
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/protocol/arena.h"
 #include "runtime/gpu/peers.h"
 #include "runtime/switches.h"
@@ -121,7 +121,7 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
-    const auto launch = through_arena ? cuda::LaunchSmallPush : cuda::LaunchPush;
+    const auto launch = through_arena ? cuda::LaunchFewTokensPush : cuda::LaunchPush;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
@@ -168,7 +168,7 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
       if (!adds_in_place) Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
-    const auto launch = through_arena ? cuda::LaunchSmallPull : cuda::LaunchPull;
+    const auto launch = through_arena ? cuda::LaunchFewTokensPull : cuda::LaunchPull;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
@@ -195,7 +195,7 @@ static ffi::Error LaunchLayout(const GpuLocalContext& context, const LayoutParam
 
 static ffi::Error LaunchBalance(const GpuLocalContext& context, const BalanceParams& params) {
   const cuda::Device device = ThisDevice(nullptr);
-  auto error = CheckAtMost("balance", "bytes of shared memory for the plan", BalanceStateBytes(params),
+  auto error = CheckAtMost("balance", "bytes of shared memory for the placement", BalanceStateBytes(params),
                            device.shared_bytes);
   if (error.failure()) return error;
   return LaunchResult("balance", cuda::LaunchBalance(params, device, context.stream));

@@ -1,8 +1,8 @@
 // Gather: sends all rows of every rank to every rank by plain copies. The benchmark compares the other ops
 // with it, because it uses only the links and does no other work.
 
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/protocol/session.cuh"
 #include "kernels/ptx/bulk.cuh"
 

@@ -1,7 +1,7 @@
-// Balance: plans redundant experts. One block makes the plan.
+// Balance: places redundant experts. One block does it.
 #include "core/balance.h"
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
-// The threads of the block as a Team of core/balance.h.
+// The threads of the block as the Threads of core/balance.h.
 struct Block {
   static constexpr int32_t kLanes = kWarp;
 

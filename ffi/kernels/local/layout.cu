@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {

@@ -1,7 +1,7 @@
 // Permute: a push from rank order to expert order on one device.
 #include <algorithm>
 
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/push/local.h"
 
 namespace jax_ep::cuda {

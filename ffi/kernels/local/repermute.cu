@@ -1,7 +1,7 @@
 // Repermute: moves rows along a row map again, either unchanged or each multiplied by the weight of its
 // choice, which is the gradient of unpermute.
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/rows/copy.cuh"
 #include "kernels/rows/fill.cuh"
 #include "kernels/rows/scale.cuh"

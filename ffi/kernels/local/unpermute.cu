@@ -1,7 +1,7 @@
 // Unpermute: the weighted sums of rows, back from expert order. Permute is a push within a group of one rank
 // (permute.cu).
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/routing/topk.cuh"
 #include "kernels/rows/sum.cuh"
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "core/text.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/products/check.h"
 #include "kernels/products/engines.h"
 

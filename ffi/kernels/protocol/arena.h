@@ -20,7 +20,7 @@ constexpr int kSlotHeadBytes = 128;  // before the row: the token's weights
 static_assert(kMaxRowsPerToken * sizeof(float) <= kSlotHeadBytes);
 
 // The words that a rank writes at a peer, besides rows.
-struct Mailbox {
+struct ArenaMailbox {
   EpochWord call[2];                    // Call::WithBlocks: lower half, upper half
   EpochWord choices[kSlotChoices / 2];  // of a dispatch: two experts each, as int16
   EpochWord arrived[kSlotTokens];       // the row of this slot has arrived
@@ -28,8 +28,8 @@ struct Mailbox {
 
 // The words of one half of the arena.
 struct ArenaHead {
-  Mailbox mail[kMaxRanks];  // by source
-  EpochWord verdict;        // if ranks may be left out: those that came, as decided by this rank's leader
+  ArenaMailbox mailboxes[kMaxRanks];  // by source
+  EpochWord verdict;  // if ranks may be left out: those that came, as decided by this rank's leader
 };
 
 // The beginning of the arena. The slots follow.
@@ -55,7 +55,7 @@ inline Slots SlotsOf(const Shape& shape, int64_t row_bytes) {
 }
 
 // Returns the number of choices of a rank, rounded up to whole vectors. RoutingTableBytes is the shared
-// memory of a RoutingTable (kernels/small/route.cuh).
+// memory of a RoutingTable (kernels/few_tokens/route.cuh).
 JAX_EP_HD inline int64_t ChoicesStride(const Shape& shape) {
   return AlignUp(int64_t{shape.num_tokens} * shape.top_k, 8);
 }

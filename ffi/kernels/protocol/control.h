@@ -84,7 +84,7 @@ enum Left : uint32_t {
 
 // The words that a peer publishes before any row moves. It may publish its next op once every block of this
 // rank has left.
-struct Mail {
+struct Mailbox {
   EpochWord words[sizeof(Published) / 8][2];  // Published: lower half, upper half
   EpochWord counts[kMaxBins];                 // dispatch: the peer's rows by expert, then by rank
 };
@@ -113,7 +113,7 @@ struct Channel {
   alignas(128) EpochWord left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
   alignas(
       128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the last epoch in which each peer finished the wave
-  alignas(128) Mail mail[kMaxRanks];
+  alignas(128) Mailbox mailboxes[kMaxRanks];
 };
 
 struct Control {

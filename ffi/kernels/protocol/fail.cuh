@@ -83,7 +83,8 @@ JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
     return HasEpoch(left, epoch) || HasEpoch(left, NextEpoch(epoch));
   };
   if (!has_left(0)) return false;
-  const EpochWord low = LoadRelaxed(&own.mail[r].words[0][0]), high = LoadRelaxed(&own.mail[r].words[0][1]);
+  const EpochWord low = LoadRelaxed(&own.mailboxes[r].words[0][0]),
+                  high = LoadRelaxed(&own.mailboxes[r].words[0][1]);
   // Either the first block has failed before it published the op, so no other block went on, or it is
   // publishing the next op.
   if (!HasEpoch(low, epoch) || !HasEpoch(high, epoch)) return true;

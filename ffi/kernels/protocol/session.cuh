@@ -236,7 +236,7 @@ class Session {
     for (int i = threadIdx.x; i < peers_.num_ranks * count; i += blockDim.x) {
       const uint64_t word =
           i % count == 0 ? call().WithBlocks(gridDim.x) : outgoing.Word(i % count, num_buffers);
-      EpochWord* const there = peers_.channel[i / count]->mail[peers_.rank].words[i % count];
+      EpochWord* const there = peers_.channel[i / count]->mailboxes[peers_.rank].words[i % count];
       StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
       StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
     }
@@ -435,7 +435,7 @@ class Session {
 
   // Waits for one published word of rank r. Sets `came` to the time when it was found.
   __device__ bool AwaitWord(int r, int number, uint64_t* word, uint64_t* came = nullptr) const {
-    const EpochWord* const words = peers_.own().mail[r].words[number];
+    const EpochWord* const words = peers_.own().mailboxes[r].words[number];
     const uint32_t now = epoch();
     EpochWord low, high;
     const bool is_there = Await([&] {

@@ -15,7 +15,7 @@ struct PullArgs : PullOperands {
   int32_t num_pullers;      // blocks that pull; the others fold
   int32_t sums_per_ticket;  // of folds through rings
   Waves waves;
-  RingPlan ring;
+  RingPartition ring;
 };
 
 }  // namespace jax_ep::cuda

@@ -1,8 +1,8 @@
 // Pull: loads each token's rows from the peers' buffers and sums them. By expert, a rank first sums ("folds")
 // its rows of a token, so that only the sum travels.
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
+#include "kernels/launches.h"
 #include "kernels/pull/by_ring.cuh"
 
 namespace jax_ep::cuda {
@@ -216,7 +216,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest), false);
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
     const int ring_bytes = device.shared_bytes - kStaticBytes;
-    args.ring = PlanRings(args.shape, rows, ring_bytes, false, device);
+    args.ring = PartitionForRings(args.shape, rows, ring_bytes, false, device);
     const bool by_ring = args.ring.teams > 0;
     const SmPlan plan =
         PlanPull(args.shape, static_cast<double>(rows.sum), args.folds, by_ring, CardOf(device));

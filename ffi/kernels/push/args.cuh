@@ -2,14 +2,14 @@
 #pragma once
 
 #include "kernels/protocol/session.cuh"
-#include "kernels/rows/ring_plan.cuh"
+#include "kernels/rows/ring_partition.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kMaxSliceTokens = 4;
 
 // The division of a block that copies in bulk. Its first warps have two stages of shared memory each.
-struct BulkPlan {
+struct BulkPartition {
   int32_t num_warps;    // 0: rows are sent by loads and stores
   int32_t num_sending;  // warps that send, one slice at a time each
   int32_t stage_bytes;
@@ -24,8 +24,8 @@ struct PushArgs : PushOperands {
   Peers peers;
   Payload payloads[kMaxPayloads];
   const void* factors[kMaxPayloads];
-  BulkPlan bulk;
-  RingPlan ring;        // used by a push that scales
+  BulkPartition bulk;
+  RingPartition ring;   // used by a push that scales
   int32_t num_senders;  // blocks that send; the others clear unfilled rows. 0 if rows are scaled in place
   // One row travels for all of a token's rows at a rank. The receiver spreads it to the others, or scales it,
   // wave by wave.

@@ -1,5 +1,5 @@
 // Clears the rows of a rank's buffers that no token fills: the tail and, by expert, the padding of each
-// block. Of placed rows, the empty slots.
+// block. Of placed rows, the empty places.
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
@@ -14,16 +14,16 @@ constexpr int64_t kClearBytes = 16 * 1024;  // per ticket
 // rings, the last teams start after they have cleared.
 constexpr int kClearingWarps = 8;
 
-// The rows that hold tokens: of each block, which is a local expert's or a slot, the first `rows[i]`. By rank
-// there is no block, and they are all rows before the tail.
+// The rows that hold tokens: of each block, which is a local expert's or a place, the first `rows[i]`. By
+// rank there is no block, and they are all rows before the tail.
 struct FilledRows {
   const int32_t* rows;
-  const int32_t* starts;  // [num_blocks + 1], the tail last; null: all blocks have `slot_rows` rows
+  const int32_t* starts;  // [num_blocks + 1], the tail last; null: all blocks have `place_rows` rows
   int num_blocks;
-  int slot_rows;
+  int place_rows;
 
   // Returns where a block starts, or the tail.
-  __device__ int Start(int block) const { return starts == nullptr ? block * slot_rows : starts[block]; }
+  __device__ int Start(int block) const { return starts == nullptr ? block * place_rows : starts[block]; }
 };
 
 // Returns the filled rows of this rank, according to the counts or the handle. By expert, the starts of this
@@ -43,12 +43,12 @@ __device__ inline FilledRows FindFilledRows(const PushArgs& args, const BinCount
   return {routes ? counts.totals + me * L : args.handle.expert_counts, counts.starts + me * (L + 1), L, 0};
 }
 
-// Returns the first row of the first slot that is not full. Plans of redundant experts fill their first
-// slots, so all rows before it are skipped without a ticket. Called by a warp.
+// Returns the first row of the first place that is not full. Redundant experts fill the first
+// places, so all rows before it are skipped without a ticket. Called by a warp.
 __device__ inline int FindFirstEmpty(const FilledRows& filled, int lane) {
   for (int base = 0; base < filled.num_blocks; base += kWarp) {
-    const int slot = base + lane;
-    const bool is_full = slot >= filled.num_blocks || filled.rows[slot] >= filled.slot_rows;
+    const int place = base + lane;
+    const bool is_full = place >= filled.num_blocks || filled.rows[place] >= filled.place_rows;
     if (const unsigned gaps = __ballot_sync(kAllLanes, !is_full); gaps != 0) {
       return filled.Start(base + __ffs(static_cast<int>(gaps)) - 1);
     }

@@ -30,11 +30,11 @@ struct BinCounts {
 };
 
 // Adds this rank's rows of chunks [begin, end) in `num_bins` bins to `sums` [E + R]. Several threads share a
-// bin if there are enough. Called by the whole team.
+// bin if there are enough. Called by the whole group.
 __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int first_bin, int num_bins,
-                                 int32_t* sums, const Team& team) {
-  const int bins = NumBins(args.shape), threads_per_bin = max(1, team.threads / max(num_bins, 1));
-  for (int i = team.thread; i < num_bins * threads_per_bin; i += team.threads) {
+                                 int32_t* sums, const ThreadGroup& group) {
+  const int bins = NumBins(args.shape), threads_per_bin = max(1, group.threads / max(num_bins, 1));
+  for (int i = group.thread; i < num_bins * threads_per_bin; i += group.threads) {
     const int bin = first_bin + i % num_bins;
     int rows = 0;
 #pragma unroll 16
@@ -42,7 +42,7 @@ __device__ inline void AddChunks(const PushArgs& args, int begin, int end, int f
       rows += args.chunk_counts[int64_t{c} * bins + bin];
     if (rows != 0) atomicAdd(&sums[bin], rows);
   }
-  team.Sync();
+  group.Sync();
 }
 
 // A range of bins: [first, last).
@@ -87,7 +87,8 @@ __device__ inline void PublishCounts(const PushArgs& args, const Session& sessio
       args.counts_in_kernel ? BinRange{0, NumBins(args.shape)} : PublishedBins(args, blockIdx.x);
   for (int i = threadIdx.x; i < (bins.last - bins.first) * peers.num_ranks; i += blockDim.x) {
     const int bin = bins.first + i / peers.num_ranks;
-    StoreWord(&peers.channel[i % peers.num_ranks]->mail[peers.rank].counts[bin], counts.sent[bin], epoch);
+    StoreWord(&peers.channel[i % peers.num_ranks]->mailboxes[peers.rank].counts[bin], counts.sent[bin],
+              epoch);
   }
 }
 
@@ -103,7 +104,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
     if (bin < 0) break;
     int from_earlier_ranks = 0, total = args.is_local() ? counts.sent[bin] : 0;
     for (int first = 0; first < peers.num_ranks; first += kWordsInFlight) {
-      const auto word = [&](int i) { return &peers.own().mail[first + i].counts[bin]; };
+      const auto word = [&](int i) { return &peers.own().mailboxes[first + i].counts[bin]; };
       EpochWord seen[kWordsInFlight] = {};
 #pragma unroll
       for (int i = 0; i < kWordsInFlight; ++i) {
@@ -141,18 +142,18 @@ __device__ inline void LocateExpertBlocks(const PushArgs& args, const BinCounts&
 }
 
 // Computes the final sent_rows of tokens [begin, end), which so far hold each row's index within its chunk.
-// Calls must follow the order of the tokens. Called by the whole team, which must be the same in all calls.
+// Calls must follow the order of the tokens. Called by the whole group, which must be the same in all calls.
 __device__ inline void FinalizeSentRows(const PushArgs& args, int begin, int end, BinCounts& counts,
-                                        const Team& team) {
+                                        const ThreadGroup& group) {
   const Shape& shape = args.shape;
   const int width = shape.rows_per_token();
   for (int first = begin; first < end;) {
     const int chunk = args.counts_in_kernel ? 0 : first / kChunkTokens;
     if (chunk != counts.chunk)
-      AddChunks(args, counts.chunk, chunk, 0, NumBins(shape), counts.in_earlier_chunks, team);
+      AddChunks(args, counts.chunk, chunk, 0, NumBins(shape), counts.in_earlier_chunks, group);
     counts.chunk = chunk;
     const int last = args.counts_in_kernel ? end : min(end, (chunk + 1) * kChunkTokens);
-    for (int64_t i = int64_t{first} * width + team.thread; i < int64_t{last} * width; i += team.threads) {
+    for (int64_t i = int64_t{first} * width + group.thread; i < int64_t{last} * width; i += group.threads) {
       const int index = args.handle.sent_rows[i];
       if (index < 0) continue;
       const int bin = !shape.has_row_per_choice() ? shape.num_experts + static_cast<int>(i % width)
@@ -163,7 +164,7 @@ __device__ inline void FinalizeSentRows(const PushArgs& args, int begin, int end
       args.handle.sent_rows[i] = IsRow(row, rows_end) ? row : -1;
     }
     first = last;
-    team.Sync();
+    group.Sync();
   }
 }
 

@@ -46,7 +46,7 @@ __device__ inline void FinishBatch(const PushArgs& args, const Session& session,
 struct SenderWarp {
   bool sends_in_bulk;
   bool notifies;
-  Team helpers;
+  ThreadGroup helpers;
 
   __device__ static SenderWarp Of(const PushArgs& args, bool in_bulk) {
     const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
@@ -71,7 +71,7 @@ __device__ void Send(const PushArgs& args, const Session& session, BinCounts& co
   const bool routes = args.routes();
   const int num_batches = args.batches.Count(args.shape, args.waves);
   const SenderWarp warp = SenderWarp::Of(args, kInBulk);
-  const Team& helpers = warp.helpers;
+  const ThreadGroup& helpers = warp.helpers;
   const auto send_rows = [&](int t, const Destinations& destinations) {
     const int lane = threadIdx.x % kWarp;
     if constexpr (!kQuantizes) {

@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
+#include "kernels/launches.h"
 #include "kernels/push/kernel.cuh"
 #include "kernels/push/local.h"
 
@@ -66,7 +66,7 @@ int MaxSliceTokens(const PushArgs& args) {
 
 // Plans bulk copies with as many warps as shared memory allows. Stages are smaller if it has no room for
 // those of kSpreadingWarps.
-BulkPlan PlanBulk(const PushArgs& args, const Device& device, int num_senders) {
+BulkPartition PartitionForBulk(const PushArgs& args, const Device& device, int num_senders) {
   const int64_t longest = LongestBulkRow(args);
   if (longest == 0 || !device.copies_in_bulk) return {};
   constexpr int64_t kStep = 1024;  // bytes; FP8 is made of whole blocks
@@ -138,7 +138,7 @@ void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
                    : Waves{T, std::max(T, 1), 1};
   // A warp sends one slice at a time. Few tokens are divided into one batch for each block.
   const auto plan_batches = [&] {
-    args.bulk = PlanBulk(args, device, num_senders);
+    args.bulk = PartitionForBulk(args, device, num_senders);
     int tokens = kBatch;
     if (args.bulk.num_warps > 0) {
       tokens = args.bulk.num_sending * args.bulk.slice_tokens * SlicesPerWarp(args, num_senders);
@@ -191,7 +191,8 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   if (params.scales()) {
     std::copy_n(params.factors, args.num_payloads, args.factors);
     scaled = params.factor_type;
-    args.ring = PlanRings(args.shape, rows, BulkBytes(args, device) - BytesBeforeStages(args), true, device);
+    args.ring =
+        PartitionForRings(args.shape, rows, BulkBytes(args, device) - BytesBeforeStages(args), true, device);
   }
   const SmPlan plan = PlanOf(args, rows, device);
   PartitionBlocks(args, device, plan.links);

@@ -79,9 +79,9 @@ class RowScaler {
   // accumulates its dot product.
   __device__ void Finish(const Target& target) {
     const int first = static_cast<int>(threadIdx.x) / kWarp - ring_.warp_in_team(),
-              summers = ring_.plan().summers;
+              summers = ring_.partition().summers;
     partial_dots_[buffer_][first + ring_.warp_in_team()][lane_] = dot_;
-    Team{0, summers * kWarp, kTeamBarrier + ring_.team()}.Sync();
+    ThreadGroup{0, summers * kWarp, kTeamBarrier + ring_.team()}.Sync();
     if (ring_.warp_in_team() == 0 && lane_ < num_rows_) {
       Acc sum = 0;
       for (int i = 0; i < summers; ++i) sum += partial_dots_[buffer_][first + i][lane_];
@@ -120,7 +120,7 @@ __device__ void LoadScaled(const PushArgs& args, const Session& session, Ring& r
   constexpr int N = 16 / sizeof(T);
   const Shape& shape = args.shape;
   const int lane = threadIdx.x % kWarp, R = shape.num_ranks, num_tokens = shape.num_tokens;
-  const int columns = ring.plan().vectors() * N;
+  const int columns = ring.partition().vectors() * N;
   const TicketCounter tickets{&args.peers.own().spread};
   int awaited_wave = -1;  // the wave waited for last; later tickets are never of an earlier wave
   unsigned requested = tickets.Request(lane);

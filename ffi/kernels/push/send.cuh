@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
-#include "kernels/push/quantize.cuh"
 #include "kernels/push/receive.cuh"
+#include "kernels/push/send_fp8.cuh"
 #include "kernels/routing/destination.cuh"
 #include "kernels/rows/copy.cuh"
 
@@ -80,12 +80,12 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Destinatio
 }
 
 // Sends the routing of tokens [begin, end), and calls send_rows(token, destinations) for the payloads. Each
-// token is sent by one warp of the team.
+// token is sent by one warp of the group.
 template <typename SendRows>
 __device__ void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
-                           const Team& team, SendRows&& send_rows) {
+                           const ThreadGroup& group, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
-  for (int t = begin + team.thread / kWarp; t < end; t += team.threads / kWarp) {
+  for (int t = begin + group.thread / kWarp; t < end; t += group.threads / kWarp) {
     const HandleEntry entry = LoadHandleEntry(args.shape, args.handle, t, lane);
     const Destinations destinations = FindDestinations(args, entry, lane);
     send_rows(t, destinations);

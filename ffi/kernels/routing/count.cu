@@ -1,6 +1,6 @@
 // Counts a rank's tokens chunk by chunk: the first step of dispatch and permute.
-#include "kernels/kernels.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/routing/count.cuh"
 
 namespace jax_ep::cuda {

@@ -2,7 +2,7 @@
 // and the others process them. Many more bytes are in flight than registers could hold.
 #pragma once
 
-#include "kernels/rows/ring_plan.cuh"
+#include "kernels/rows/ring_partition.cuh"
 #include "kernels/rows/sum.cuh"
 
 namespace jax_ep::cuda {
@@ -37,35 +37,35 @@ struct RingMemory {
 // One warp's view of its team's ring. All warps of a team visit the slots in the same order.
 class Ring {
  public:
-  __device__ Ring(const RingPlan& plan, RingMemory* memory, std::byte* shared)
-      : plan_(plan),
+  __device__ Ring(const RingPartition& partition, RingMemory* memory, std::byte* shared)
+      : partition_(partition),
         lane_(threadIdx.x % kWarp),
-        team_(threadIdx.x / kWarp / (plan.summers + 1)),
-        warp_in_team_(threadIdx.x / kWarp % (plan.summers + 1)),
+        team_(threadIdx.x / kWarp / (partition.summers + 1)),
+        warp_in_team_(threadIdx.x / kWarp % (partition.summers + 1)),
         memory_(memory[is_used() ? team_ : 0]),
-        bytes_(shared + int64_t{plan.slots} * plan.slot_bytes * team_) {}
+        bytes_(shared + int64_t{partition.slots} * partition.slot_bytes * team_) {}
 
   // Initializes the barriers. Called by the whole block, which synchronizes before it uses the ring.
   __device__ void Init() {
     if (is_used() && loads() && lane_ == 0) {
-      for (int i = 0; i < plan_.slots; ++i) {
+      for (int i = 0; i < partition_.slots; ++i) {
         InitBarrier(&memory_.full[i], 1);
-        InitBarrier(&memory_.empty[i], plan_.summers);
+        InitBarrier(&memory_.empty[i], partition_.summers);
       }
       FenceBarriers();
     }
   }
 
   // Returns true if this warp belongs to a team. A block may have warps left over.
-  __device__ bool is_used() const { return team_ < plan_.teams; }
+  __device__ bool is_used() const { return team_ < partition_.teams; }
   // Returns true if this warp loads rows, false if it processes them.
-  __device__ bool loads() const { return warp_in_team_ == plan_.summers; }
+  __device__ bool loads() const { return warp_in_team_ == partition_.summers; }
   __device__ int team() const { return team_; }
   // Return the index in the team of a warp that processes rows, and the first of its vectors in each part of
   // a row.
   __device__ int warp_in_team() const { return warp_in_team_; }
   __device__ int first_vector() const { return warp_in_team_ * kRingVectors * kWarp; }
-  __device__ const RingPlan& plan() const { return plan_; }
+  __device__ const RingPartition& partition() const { return partition_; }
 
   // Fills the next slots, one for each lane in `lanes`, in the order of the lanes: each lane puts its header
   // and, if it has a row, starts the load of `bytes` bytes from `row`. Unless `weight` is null, the number
@@ -73,11 +73,11 @@ class Ring {
   __device__ void Put(unsigned lanes, const SlotHeader& header, const void* row, uint32_t bytes,
                       const float* weight = nullptr) {
     const int count = __popc(lanes), index = __popc(lanes & ((1u << lane_) - 1));
-    for (int done = 0; done < count; done += plan_.slots) {  // at most all slots at a time
+    for (int done = 0; done < count; done += partition_.slots) {  // at most all slots at a time
       const int ahead = index - done;
-      if ((lanes >> lane_ & 1) != 0 && ahead >= 0 && ahead < plan_.slots) {
-        const bool wraps = slot_ + ahead >= plan_.slots;
-        const int slot = slot_ + ahead - (wraps ? plan_.slots : 0);
+      if ((lanes >> lane_ & 1) != 0 && ahead >= 0 && ahead < partition_.slots) {
+        const bool wraps = slot_ + ahead >= partition_.slots;
+        const int slot = slot_ + ahead - (wraps ? partition_.slots : 0);
         WaitForLoad(&memory_.empty[slot], phase_ ^ 1 ^ static_cast<uint32_t>(wraps));
         if (weight == nullptr) {
           memory_.headers[slot] = header;
@@ -90,13 +90,13 @@ class Ring {
           HoldForCopies(&memory_.full[slot]);
         }
         if ((header.flags & SlotHeader::kRow) != 0) {
-          BulkLoad(bytes_ + slot * plan_.slot_bytes, row, bytes, &memory_.full[slot]);
+          BulkLoad(bytes_ + slot * partition_.slot_bytes, row, bytes, &memory_.full[slot]);
         } else {
           Arrive(&memory_.full[slot]);
         }
       }
       __syncwarp();
-      Step(min(count - done, plan_.slots));
+      Step(min(count - done, partition_.slots));
     }
   }
 
@@ -105,7 +105,7 @@ class Ring {
     WaitForLoad(&memory_.full[slot_], phase_);
     return memory_.headers[slot_];
   }
-  __device__ const std::byte* row() const { return bytes_ + slot_ * plan_.slot_bytes; }
+  __device__ const std::byte* row() const { return bytes_ + slot_ * partition_.slot_bytes; }
   // Releases the slot.
   __device__ void Release() {
     __syncwarp();
@@ -116,12 +116,12 @@ class Ring {
  private:
   __device__ void Step(int slots) {
     slot_ += slots;
-    if (slot_ < plan_.slots) return;
-    slot_ -= plan_.slots;
+    if (slot_ < partition_.slots) return;
+    slot_ -= partition_.slots;
     phase_ ^= 1;
   }
 
-  const RingPlan& plan_;
+  const RingPartition& partition_;
   int lane_, team_, warp_in_team_;
   RingMemory& memory_;
   std::byte* bytes_;
@@ -139,7 +139,7 @@ template <typename T>
 __device__ void PutSum(Ring& ring, const SumInputs<T>& inputs, const float* weight, int array, int64_t width,
                        int sum, int wave, bool puts_empty = true) {
   constexpr int N = 16 / sizeof(T);
-  const int columns = ring.plan().vectors() * N, lane = threadIdx.x % kWarp;
+  const int columns = ring.partition().vectors() * N, lane = threadIdx.x % kWarp;
   const unsigned lanes = inputs.lanes == 0 && puts_empty ? 1 : inputs.lanes;
   const int flags =
       (inputs.lanes == 0 ? 0 : SlotHeader::kRow) | (lane == 31 - __clz(lanes) ? SlotHeader::kLast : 0);

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/params.h"
 #include "kernels/ptx/memory.cuh"
 
 namespace jax_ep::cuda {

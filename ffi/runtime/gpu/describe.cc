@@ -89,7 +89,7 @@ bool DevicePeers::HasFailed() const {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
     if (__atomic_load_n(&reports_[i].left_out, __ATOMIC_ACQUIRE) != 0) return true;
-    if (PhaseOf(reports_[i]) != Phase::kNone || board_->HasFailed(static_cast<int>(i), 1)) return true;
+    if (PhaseOf(reports_[i]) != Phase::kNone || host_meeting_->HasFailed(static_cast<int>(i), 1)) return true;
   }
   return false;
 }

@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks, int board,
+std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks, int meeting,
                               std::shared_ptr<DevicePeers>& peers) {
   if (num_ranks > kMaxRanks) {
     return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
@@ -24,7 +24,7 @@ std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_rank
   created->num_ranks_ = num_ranks;
   created->regions_.resize(ranks.size());
   const int total = static_cast<int>(ranks.size());
-  created->board_ = board < 0 ? Board::Make(total) : Board::Map(board, total);
+  created->host_meeting_ = meeting < 0 ? HostMeeting::Make(total) : HostMeeting::Map(meeting, total);
   int64_t last_device = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i].device < 0) continue;
@@ -66,8 +66,8 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     channel.epoch = epoch;
     channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
   }
-  // Mail of earlier ops is cleared, because epochs may begin again. No op is in progress, so every rank may
-  // write to the arenas of the others.
+  // The mailboxes of earlier ops are cleared, because epochs may begin again. No op is in progress, so every
+  // rank may write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
   std::fill_n(fresh_arena->heard, kMaxRanks, epoch);
   std::fill_n(fresh_arena->begun, kMaxRanks, epoch);
@@ -88,7 +88,7 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     if (ranks_[i].device < 0) continue;
     reports_[i].phase = 0;
     reports_[i].left_out = 0;
-    board_->Reset(static_cast<int>(i), 1, calls);
+    host_meeting_->Reset(static_cast<int>(i), 1, calls);
   }
   return "";
 }
@@ -110,7 +110,7 @@ uint32_t DevicePeers::LastEpoch() const {
   return last;
 }
 
-uint32_t DevicePeers::LastCall() const { return board_->LastCall(0, static_cast<int>(ranks_.size())); }
+uint32_t DevicePeers::LastCall() const { return host_meeting_->LastCall(0, static_cast<int>(ranks_.size())); }
 
 std::string DevicePeers::CheckReachable(const Group::Position& position, const void* address) const {
   const Region& region = regions_[position.group_index * num_ranks_ + position.rank];
@@ -156,7 +156,7 @@ uint32_t DevicePeers::RegisterCall(const std::string& description) {
   return hash;
 }
 
-Board::Hooks DevicePeers::HooksFor(int group) const {
+HostMeeting::Hooks DevicePeers::HooksFor(int group) const {
   return {[this](uint64_t hash) {
             std::lock_guard<std::mutex> lock(mutex_);
             const auto it = calls_.find(static_cast<uint32_t>(hash));
@@ -215,7 +215,7 @@ Registry& GetRegistry() {
 // Makes the group outside the lock, because that takes locks of the driver, and a handler that holds one may
 // wait here for the registry.
 std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
-                            int board) {
+                            int meeting) {
   Registry& registry = GetRegistry();
   std::promise<MakeResult> promise;
   std::shared_future<MakeResult> future;
@@ -231,7 +231,7 @@ std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory
   if (future.valid()) return future.get().error;
   MakeResult result;
   try {
-    result.error = DevicePeers::Make(ranks, num_ranks, board, result.peers);
+    result.error = DevicePeers::Make(ranks, num_ranks, meeting, result.peers);
   } catch (const std::exception& error) {
     result.error = error.what();
   }

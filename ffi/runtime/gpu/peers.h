@@ -14,7 +14,7 @@
 
 #include "kernels/hop/window.h"
 #include "kernels/protocol/arena.h"
-#include "runtime/gpu/board.h"
+#include "runtime/gpu/host_meeting.h"
 #include "runtime/gpu/regions.h"
 #include "runtime/groups.h"
 
@@ -36,9 +36,9 @@ struct RankMemory {
 class DevicePeers {
  public:
   // Checks that every device of this process reaches its peers' memory, and loads all kernels on it. `ranks`
-  // holds the ranks of one group after another. `board` is a descriptor of the board's shared memory, -1 if
-  // there is one process. Returns an error, empty on success.
-  static std::string Make(const std::vector<RankMemory>& ranks, int num_ranks, int board,
+  // holds the ranks of one group after another. `meeting` is a descriptor of the memory in which the
+  // processes' ranks meet, -1 if there is one process. Returns an error, empty on success.
+  static std::string Make(const std::vector<RankMemory>& ranks, int num_ranks, int meeting,
                           std::shared_ptr<DevicePeers>& peers);
 
   // Returns the arguments that the kernels of a rank take.
@@ -57,9 +57,9 @@ class DevicePeers {
   // Returns a hash of an op and its shapes, and stores the text for errors. The hash is the same in every
   // process.
   uint32_t RegisterCall(const std::string& description);
-  Board& board() const { return *board_; }
-  // Returns the hooks by which the board describes the errors of one of the groups.
-  Board::Hooks HooksFor(int group) const;
+  HostMeeting& host_meeting() const { return *host_meeting_; }
+  // Returns the hooks by which a meeting on the host describes the errors of one of the groups.
+  HostMeeting::Hooks HooksFor(int group) const;
 
   // Return the last epoch and the last number of a call site of any rank of this process.
   uint32_t LastEpoch() const;
@@ -87,7 +87,7 @@ class DevicePeers {
   int num_ranks_ = 0;
   std::vector<Region> regions_;  // of each rank of this process, if the group spans several processes
   Report* reports_ = nullptr;    // [ranks], in host memory mapped to the devices
-  std::shared_ptr<Board> board_;
+  std::shared_ptr<HostMeeting> host_meeting_;
   // Time when a stopped GPU was reported to the user. Used by the watching thread only.
   std::optional<std::chrono::steady_clock::time_point> reported_at_;
   mutable std::mutex mutex_;  // guards the members below
@@ -101,7 +101,7 @@ std::string DescribeReason(const HopReason& reason, const std::string& in_time =
 // Makes or finds the device side of a group. Returns an error, empty on success. The caller keeps the
 // descriptor.
 std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
-                            int board);
+                            int meeting);
 // Returns the device side of a group, null if none was made.
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key);
 

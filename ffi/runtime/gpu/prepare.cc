@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include "core/text.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 #include "kernels/products/products.h"
 #include "runtime/gpu/driver.h"
 #include "runtime/gpu/gpus.h"
@@ -50,10 +50,10 @@ std::string LoadKernels(int64_t device) {
   static std::set<int64_t>* const loaded = new std::set<int64_t>;
   std::lock_guard<std::mutex> lock(*mutex);
   if (loaded->count(device) != 0) return "";
-  for (auto preload :
-       {cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
-        cuda::PreloadSmallPush, cuda::PreloadSmallPull, cuda::PreloadRepermute, cuda::PreloadUnpermute,
-        cuda::PreloadQuantize, cuda::PreloadQuantizeGated, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
+  for (auto preload : {cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
+                       cuda::PreloadFewTokensPush, cuda::PreloadFewTokensPull, cuda::PreloadRepermute,
+                       cuda::PreloadUnpermute, cuda::PreloadQuantize, cuda::PreloadQuantizeGated,
+                       cuda::PreloadGroupedDot, cuda::PreloadGather}) {
     const cudaError_t error = preload();
     if (error != cudaSuccess) return Failed("loading the kernels", device, error);
   }

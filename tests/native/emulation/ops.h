@@ -85,7 +85,7 @@ inline void PublishNumbers(const Run& run, const Session& session) {
   if (blockIdx.x > 0 && !session.AwaitOpened()) return;
   for (int bin = blockIdx.x; bin < kBins; bin += run.active) {
     for (int r = threadIdx.x; r < peers.num_ranks; r += blockDim.x) {
-      StoreWord(&peers.channel[r]->mail[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
+      StoreWord(&peers.channel[r]->mailboxes[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
                 session.epoch());
     }
   }
@@ -95,7 +95,7 @@ inline uint32_t ReadNumbers(const Run& run, const Session& session) {
   const Peers& peers = run.peers;
   for (int i = threadIdx.x; i < kBins * peers.num_ranks; i += blockDim.x) {
     const int r = i / kBins, bin = i % kBins;
-    const EpochWord* const word = &peers.own().mail[r].counts[bin];
+    const EpochWord* const word = &peers.own().mailboxes[r].counts[bin];
     if (!session.Await([&] { return HasEpoch(LoadRelaxed(word), session.epoch()); })) return 1u << r;
   }
   return 0;
@@ -105,7 +105,7 @@ inline uint32_t ReadNumbers(const Run& run, const Session& session) {
 inline void CheckNumbers(const Run& run) {
   for (int i = threadIdx.x; i < kBins * run.peers.num_ranks; i += blockDim.x) {
     const uint32_t seen =
-        static_cast<uint32_t>(LoadRelaxed(&run.peers.own().mail[i / kBins].counts[i % kBins]));
+        static_cast<uint32_t>(LoadRelaxed(&run.peers.own().mailboxes[i / kBins].counts[i % kBins]));
     if (seen != run.work.Value(i / kBins, 0, i % kBins, 0))
       Die("rank %d reads a wrong count", run.peers.rank);
   }
@@ -181,7 +181,7 @@ inline void PushKernel(Run& run) {
   const bool sends = static_cast<int>(blockIdx.x) < run.active;
   const Opening opening(peers, &run.position_operand);
   Session session(peers, op, true);
-  if (work.by_ring) run.ring.RingOf(kRingPlan, blockIdx.x).Init();
+  if (work.by_ring) run.ring.RingOf(kRingPartition, blockIdx.x).Init();
   if (threadIdx.x == 0) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
@@ -198,7 +198,7 @@ inline void PushKernel(Run& run) {
   session.Leave();
   if (!sends) Clear(run);
   if (work.by_ring) {
-    ScaleByRing<float>(run.ring.push, session, run.ring.RingOf(kRingPlan, blockIdx.x));
+    ScaleByRing<float>(run.ring.push, session, run.ring.RingOf(kRingPartition, blockIdx.x));
   } else if (work.in_waves) {
     SpreadTokens(run, session);
   }
@@ -263,7 +263,7 @@ inline void PullKernel(Run& run) {
   const Opening opening(peers, &run.position_operand);
   Session session(peers, Op::kCombine, false);
   const bool by_ring = run.work.by_ring;
-  Ring ring = run.ring.RingOf(kRingPlan, by_ring ? blockIdx.x : 0);
+  Ring ring = run.ring.RingOf(kRingPartition, by_ring ? blockIdx.x : 0);
   if (by_ring) ring.Init();
   if (threadIdx.x == 0) {
     mine.buffers[0] = by_ring ? static_cast<void*>(run.ring.rows.data()) : &run;

@@ -11,7 +11,7 @@ constexpr int kRingBlocks = 4;    // most of a kernel
 constexpr int kRingThreads = 64;  // of a block: one team of a warp that loads and a warp that computes
 constexpr int kRingColumns = 4;   // of a row: one vector of 16 bytes
 constexpr int kRingChoices = 2;   // of a token at each rank that it goes to
-constexpr RingPlan kRingPlan{1, 1, kMinSlots, 128};
+constexpr RingPartition kRingPartition{1, 1, kMinSlots, 128};
 
 // What the rows of an op are made of, small enough that sums are exact.
 struct RingNumbers {
@@ -47,8 +47,8 @@ struct RingArrays {
   };
   std::unique_ptr<Shared[]> shared;  // of each block
 
-  Ring RingOf(const RingPlan& plan, unsigned block) const {
-    return {plan, &shared[block].memory, shared[block].slots};
+  Ring RingOf(const RingPartition& partition, unsigned block) const {
+    return {partition, &shared[block].memory, shared[block].slots};
   }
 
   // A push that scales: tokens arrive in `out`.
@@ -73,7 +73,7 @@ struct RingArrays {
     push.arrived_weights = gradients.data();
     push.spreads = true;
     push.waves = waves;
-    push.ring = kRingPlan;
+    push.ring = kRingPartition;
     shared = std::make_unique<Shared[]>(kRingBlocks);
   }
 
@@ -114,7 +114,7 @@ struct RingArrays {
     pull.num_pullers = pullers;
     pull.sums_per_ticket = std::min(sums_per_ticket, kWarp / pull.shape.top_k);
     pull.waves = waves;
-    pull.ring = kRingPlan;
+    pull.ring = kRingPartition;
     shared = std::make_unique<Shared[]>(kRingBlocks);
   }
 

@@ -11,7 +11,7 @@ namespace jax_ep::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct Team {
+struct ThreadGroup {
   int thread;
   int threads;
   int barrier;

@@ -2,8 +2,8 @@
 // second. Both are computed from the row at the first payload's `in`.
 #pragma once
 
+#include "kernels/fp8/block.cuh"
 #include "kernels/push/args.cuh"
-#include "kernels/rows/quantize.cuh"
 
 namespace jax_ep::cuda {
 

@@ -1,5 +1,5 @@
 // The ranks' meetings on the host, without XLA and GPUs, for the sanitizers: every rank on a thread of its
-// own, in one process and in two that share a board; ranks that never come, come to another op, or are
+// own, in one process and in two that share a meeting; ranks that never come, come to another op, or are
 // killed; programs of several threads.
 #include <fcntl.h>
 #include <signal.h>
@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/text.h"
-#include "runtime/gpu/board.h"
+#include "runtime/gpu/host_meeting.h"
 #include "runtime/watch.h"
 
 namespace jax_ep {
@@ -31,7 +31,7 @@ constexpr char kOp[] = "dispatch";
 
 void Check(bool holds, const std::string& what) {
   if (holds) return;
-  std::fprintf(stderr, "board_stress: %s\n", what.c_str());
+  std::fprintf(stderr, "host_meeting_stress: %s\n", what.c_str());
   std::exit(1);
 }
 
@@ -53,7 +53,7 @@ class TimedGroup : public Group {
   }
 };
 
-Board::Hooks Known() {
+HostMeeting::Hooks Known() {
   return {[](uint64_t signature) { return signature < 100 ? Text("op ", signature) : std::string(); },
           nullptr, nullptr};
 }
@@ -66,79 +66,81 @@ void OnRanks(const std::vector<int>& ranks, Work work) {
 }
 
 // Calls of the ranks of this process; nobody passes before all have come.
-void RunCalls(Board& board, const Group& group, const std::vector<int>& ranks) {
+void RunCalls(HostMeeting& meeting, const Group& group, const std::vector<int>& ranks) {
   OnRanks(ranks, [&](int index) {
     const Group::Position position{index / kRanks, index % kRanks};
     std::mt19937 random(index);
     for (uint32_t call = 1; call <= kCalls; ++call) {
       if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-      const auto [number, error, in_progress] = board.Begin(kOp, group, position, call % 100, Known());
+      const auto [number, error, in_progress] = meeting.Begin(kOp, group, position, call % 100, Known());
       Check(error.empty() && number == call, Text("call ", call, ": ", number, ' ', error));
       const int first = position.group_index * kRanks;
       for (int rank = first; rank < first + kRanks; ++rank) {
-        Check(board.LastCall(rank, 1) >= call, "passed before all had come");
+        Check(meeting.LastCall(rank, 1) >= call, "passed before all had come");
       }
-      const std::string late = board.AwaitLaunches(kOp, group, position, number, Known());
+      const std::string late = meeting.AwaitLaunches(kOp, group, position, number, Known());
       Check(late.empty(), late);
     }
   });
 }
 
 void TestOneProcess() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
-  RunCalls(*board, group, {0, 1, 2, 3, 4, 5, 6, 7});
-  Check(!board->HasFailed(0, kTotal) && board->LastCall(0, kTotal) == kCalls, "wrong count of calls");
+  RunCalls(*meeting, group, {0, 1, 2, 3, 4, 5, 6, 7});
+  Check(!meeting->HasFailed(0, kTotal) && meeting->LastCall(0, kTotal) == kCalls, "wrong count of calls");
 }
 
 int SharedFile(int total_ranks) {
-  const int descriptor = memfd_create("board_stress", MFD_CLOEXEC);
-  Check(descriptor >= 0 && ftruncate(descriptor, Board::Bytes(total_ranks)) == 0, "no shared memory");
+  const int descriptor = memfd_create("host_meeting_stress", MFD_CLOEXEC);
+  Check(descriptor >= 0 && ftruncate(descriptor, HostMeeting::Bytes(total_ranks)) == 0, "no shared memory");
   return descriptor;
 }
 
-// Runs ranks in two processes that share a board. Must run while this process has one thread.
+// Runs ranks in two processes that share a meeting. Must run while this process has one thread.
 template <typename Work>
 void InTwoProcesses(Work work) {
   const int descriptor = SharedFile(kTotal);
   const pid_t child = fork();
-  const auto board = Board::Map(descriptor, kTotal);
+  const auto meeting = HostMeeting::Map(descriptor, kTotal);
   close(descriptor);
-  work(*board, child == 0 ? std::vector<int>{1, 2, 5, 6} : std::vector<int>{0, 3, 4, 7});
+  work(*meeting, child == 0 ? std::vector<int>{1, 2, 5, 6} : std::vector<int>{0, 3, 4, 7});
   if (child == 0) _exit(0);
   int status = 0;
   Check(waitpid(child, &status, 0) == child && status == 0, "the other process failed");
 }
 
 void TestTwoProcesses() {
-  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunCalls(board, TimedGroup(60), ranks); });
+  InTwoProcesses(
+      [](HostMeeting& meeting, const std::vector<int>& ranks) { RunCalls(meeting, TimedGroup(60), ranks); });
 }
 
 constexpr int kOps = 5;  // of a program
 
 // Runs the first call of an op. Returns its error, empty if all ranks have launched it.
-std::string RunOp(Board& board, const Group& group, const Group::Position& position, uint64_t signature) {
-  const auto begun = board.Begin(kOp, group, position, signature, Known());
+std::string RunOp(HostMeeting& meeting, const Group& group, const Group::Position& position,
+                  uint64_t signature) {
+  const auto begun = meeting.Begin(kOp, group, position, signature, Known());
   if (!begun.error.empty()) return begun.error;
-  const std::string late = board.AwaitLaunches(kOp, group, position, begun.number, Known());
+  const std::string late = meeting.AwaitLaunches(kOp, group, position, begun.number, Known());
   Check(late.empty(), Text("a launch was missed: ", late));
   return "";
 }
 
 // Runs the first calls of a program, whose ops have signatures of its own. It ends with its first error, as a
 // program of XLA does. Returns the error, empty if it has ended well.
-std::string RunProgram(Board& board, const Group& group, const Group::Position& position, int program,
+std::string RunProgram(HostMeeting& meeting, const Group& group, const Group::Position& position, int program,
                        std::mt19937& random) {
   for (int op = 0; op < kOps; ++op) {
     if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
-    if (std::string error = RunOp(board, group, position, 10 * program + op); !error.empty()) return error;
+    if (std::string error = RunOp(meeting, group, position, 10 * program + op); !error.empty()) return error;
   }
   return "";
 }
 
 // Two programs at once or in any order, and then one that all ranks run alike. Whatever happens to the two,
 // all ranks launch a call or none, nobody waits for long, and the group goes on.
-void RunPrograms(Board& board, const std::vector<int>& ranks, bool in_threads) {
+void RunPrograms(HostMeeting& meeting, const std::vector<int>& ranks, bool in_threads) {
   const TimedGroup group(20);
   OnRanks(ranks, [&](int index) {
     const Group::Position position{index / kRanks, index % kRanks};
@@ -148,7 +150,7 @@ void RunPrograms(Board& board, const std::vector<int>& ranks, bool in_threads) {
       std::string errors[2];
       const auto run = [&](int program, uint32_t seed) {
         std::mt19937 own(seed);
-        errors[program] = RunProgram(board, group, position, program, own);
+        errors[program] = RunProgram(meeting, group, position, program, own);
       };
       const uint32_t seeds[] = {static_cast<uint32_t>(random()), static_cast<uint32_t>(random())};
       if (in_threads) {
@@ -169,28 +171,30 @@ void RunPrograms(Board& board, const std::vector<int>& ranks, bool in_threads) {
       }
       Check(watch.seconds() < 10, "the ranks waited for a program that had been refused");
       // All are in step again.
-      Check(!board.HasFailed(0, kTotal), Text("the group has failed: ", errors[0], errors[1]));
-      const std::string error = RunProgram(board, group, position, 2, random);
+      Check(!meeting.HasFailed(0, kTotal), Text("the group has failed: ", errors[0], errors[1]));
+      const std::string error = RunProgram(meeting, group, position, 2, random);
       Check(error.empty(), error);
     }
   });
 }
 
 void TestTwoThreads() {
-  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunPrograms(board, ranks, true); });
+  InTwoProcesses(
+      [](HostMeeting& meeting, const std::vector<int>& ranks) { RunPrograms(meeting, ranks, true); });
 }
 
 void TestTwoOrders() {
-  InTwoProcesses([](Board& board, const std::vector<int>& ranks) { RunPrograms(board, ranks, false); });
-  const auto board = Board::Make(kTotal);
-  RunPrograms(*board, {0, 1, 2, 3, 4, 5, 6, 7}, false);
+  InTwoProcesses(
+      [](HostMeeting& meeting, const std::vector<int>& ranks) { RunPrograms(meeting, ranks, false); });
+  const auto meeting = HostMeeting::Make(kTotal);
+  RunPrograms(*meeting, {0, 1, 2, 3, 4, 5, 6, 7}, false);
 }
 
 // A thread begins a call while another one of its rank is in one, and the other process comes to both in the
 // same order: only the second one is refused, on both.
 void TestAThreadBesideAnother() {
   const int descriptor = SharedFile(kTotal);
-  const auto board = Board::Map(descriptor, kTotal), other = Board::Map(descriptor, kTotal);
+  const auto meeting = HostMeeting::Map(descriptor, kTotal), other = HostMeeting::Map(descriptor, kTotal);
   close(descriptor);
   const TimedGroup group(20);
   std::atomic<bool> has_begun{false};
@@ -205,62 +209,62 @@ void TestAThreadBesideAnother() {
       return;
     }
     std::thread second([&] {
-      while (board->LastCall(0, 1) < 1) std::this_thread::yield();
+      while (meeting->LastCall(0, 1) < 1) std::this_thread::yield();
       std::thread release([&] {
-        while (board->LastCall(0, 1) < 2) std::this_thread::yield();
+        while (meeting->LastCall(0, 1) < 2) std::this_thread::yield();
         has_begun = true;
       });
-      const std::string error = board->Begin(kOp, group, position, 2, Known()).error;
+      const std::string error = meeting->Begin(kOp, group, position, 2, Known()).error;
       Check(Has(error, "rank 0 has reached op 2") && Has(error, "was at the first call of op 1"), error);
       release.join();
     });
-    const std::string error = RunOp(*board, group, position, 1);
+    const std::string error = RunOp(*meeting, group, position, 1);
     Check(error.empty(), error);
     second.join();
   });
-  Check(!board->HasFailed(0, kTotal), "the group has failed");
+  Check(!meeting->HasFailed(0, kTotal), "the group has failed");
 }
 
 void TestAMissingRank() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(0.3), patient(60);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     // Of the second group of the mesh; the first one is not concerned.
     const Group::Position position{1, rank};
     if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(700));
     const Stopwatch watch;
-    const auto call = board->Begin(kOp, rank == 2 ? patient : group, position, 1, Known());
+    const auto call = meeting->Begin(kOp, rank == 2 ? patient : group, position, 1, Known());
     const char* expected = rank == 2 ? "rank(s) 0 1 3 gave up" : "G (list 2 of 2), rank(s) 2 did not arrive";
     Check(call.number == 1 && Has(call.error, kOp) && Has(call.error, expected), call.error);
     Check(watch.seconds() < (rank == 2 ? 0.2 : 10), "it took too long");
   });
-  Check(board->HasFailed(kRanks, kRanks) && !board->HasFailed(0, kRanks), "the wrong group has failed");
+  Check(meeting->HasFailed(kRanks, kRanks) && !meeting->HasFailed(0, kRanks), "the wrong group has failed");
   // Nobody waits any more.
   OnRanks({0, 2}, [&](int rank) {
     const Stopwatch watch;
-    Check(Has(board->Begin(kOp, patient, {1, rank}, 1, Known()).error, "gave up"), "it went on");
+    Check(Has(meeting->Begin(kOp, patient, {1, rank}, 1, Known()).error, "gave up"), "it went on");
     Check(watch.seconds() < 0.2, "it waited for a group that has failed");
   });
-  Check(board->LastCall(kRanks, kRanks) == 2, "wrong count of calls");
-  board->Reset(kRanks, 1, 7);  // each rank by its own process
-  board->Reset(kRanks + 1, 3, 7);
+  Check(meeting->LastCall(kRanks, kRanks) == 2, "wrong count of calls");
+  meeting->Reset(kRanks, 1, 7);  // each rank by its own process
+  meeting->Reset(kRanks + 1, 3, 7);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    const auto call = board->Begin(kOp, patient, {1, rank}, 3, Known());
+    const auto call = meeting->Begin(kOp, patient, {1, rank}, 3, Known());
     Check(call.error.empty() && call.number == 8, call.error);
-    Check(board->AwaitLaunches(kOp, patient, {1, rank}, 8, Known()).empty(), "a launch was missed");
+    Check(meeting->AwaitLaunches(kOp, patient, {1, rank}, 8, Known()).empty(), "a launch was missed");
   });
 }
 
 void TestALaunchThatFails() {
   for (const bool says_so : {true, false}) {
-    const auto board = Board::Make(kTotal);
+    const auto meeting = HostMeeting::Make(kTotal);
     const TimedGroup group(says_so ? 60 : 0.3);
     OnRanks({0, 1, 2, 3}, [&](int rank) {
       const Group::Position position{0, rank};
-      std::string error = board->Begin(kOp, group, position, 1, Known()).error;
-      if (rank == 3) return says_so ? board->GiveUp(group, position, 1) : void();
+      std::string error = meeting->Begin(kOp, group, position, 1, Known()).error;
+      if (rank == 3) return says_so ? meeting->GiveUp(group, position, 1) : void();
       // Who was slow to look may find out before it has launched.
-      if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, Known());
+      if (error.empty()) error = meeting->AwaitLaunches(kOp, group, position, 1, Known());
       Check(Has(error, says_so ? "3 gave up" : "rank(s) 3 did not launch it"), error);
     });
   }
@@ -269,31 +273,31 @@ void TestALaunchThatFails() {
 // Rank 3 gives up after an op that failed. The others wait for what their own processes hear of it, which is
 // nothing on rank 0.
 void TestAnOpThatFailedBefore() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
   const Stopwatch watch;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const Group::Position position{0, rank};
-    if (rank == 3) return board->GiveUpNext(group, position);
-    Board::Hooks hooks = Known();
+    if (rank == 3) return meeting->GiveUpNext(group, position);
+    HostMeeting::Hooks hooks = Known();
     hooks.failure = [&] { return rank > 0 && watch.seconds() > 0.3 ? std::string("why") : std::string(); };
-    const std::string error = board->Begin(kOp, group, position, 1, hooks).error;
+    const std::string error = meeting->Begin(kOp, group, position, 1, hooks).error;
     Check(rank == 0 ? Has(error, "3 gave up at a first call") : error == "why", error);
   });
-  Check(board->HasFailed(0, kRanks) && watch.seconds() < 10, "it took too long, or did not fail");
+  Check(meeting->HasFailed(0, kRanks) && watch.seconds() < 10, "it took too long, or did not fail");
 }
 
 // An op that has failed on rank 1 before the others have launched it, who then do.
 void TestAnOpThatFailsAtOnce() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const Group::Position position{0, rank};
-    Board::Hooks hooks = Known();
-    std::string error = board->Begin(kOp, group, position, 1, hooks).error;
+    HostMeeting::Hooks hooks = Known();
+    std::string error = meeting->Begin(kOp, group, position, 1, hooks).error;
     if (rank == 1) hooks.failure = [] { return std::string("why"); };
     if (rank != 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, hooks);
+    if (error.empty()) error = meeting->AwaitLaunches(kOp, group, position, 1, hooks);
     Check(error.empty(), error);
   });
 }
@@ -301,8 +305,8 @@ void TestAnOpThatFailsAtOnce() {
 // Ranks 1 and 2 are held up for long where they look for rank 3, which comes when both are.
 class Held {
  public:
-  Board::Hooks HooksFor(int rank) {
-    Board::Hooks hooks = Known();
+  HostMeeting::Hooks HooksFor(int rank) {
+    HostMeeting::Hooks hooks = Known();
     if (rank != 1 && rank != 2) return hooks;
     hooks.has_ended = [this, first = true](int) mutable {
       if (first) ++held_;
@@ -322,19 +326,19 @@ class Held {
 
 // All ranks have launched an op when rank 0 gives up the next one: those that look later find the launches.
 void TestAnOpThatIsRefusedAfterALaunch() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
   Held held;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
     const Group::Position position{0, rank};
-    std::string error = board->Begin(kOp, group, position, 1, Known()).error;
+    std::string error = meeting->Begin(kOp, group, position, 1, Known()).error;
     if (rank == 3) held.AwaitBoth();
-    if (error.empty()) error = board->AwaitLaunches(kOp, group, position, 1, held.HooksFor(rank));
-    if (rank == 0) board->GiveUpNext(group, position);
+    if (error.empty()) error = meeting->AwaitLaunches(kOp, group, position, 1, held.HooksFor(rank));
+    if (rank == 0) meeting->GiveUpNext(group, position);
     Check(error.empty(), error);
   });
   OnRanks({1, 2, 3}, [&](int rank) {
-    const std::string error = board->Begin(kOp, group, {0, rank}, 1, Known()).error;
+    const std::string error = meeting->Begin(kOp, group, {0, rank}, 1, Known()).error;
     Check(Has(error, "rank(s) 0") && Has(error, "gave up at a first call"), error);
   });
 }
@@ -342,35 +346,35 @@ void TestAnOpThatIsRefusedAfterALaunch() {
 // An op fails as soon as rank 0 has launched it. The others, who then look and find that all have come,
 // launch it too, though they have heard of the failure.
 void TestAnOpThatFailsBeforeOthersLook() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
   std::atomic<bool> has_failed{false};
   Held held;
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    Board::Hooks hooks = held.HooksFor(rank);
+    HostMeeting::Hooks hooks = held.HooksFor(rank);
     hooks.failure = [&] { return has_failed ? std::string("why") : std::string(); };
     if (rank == 3) held.AwaitBoth();
-    const std::string error = board->Begin(kOp, group, {0, rank}, 1, hooks).error;
+    const std::string error = meeting->Begin(kOp, group, {0, rank}, 1, hooks).error;
     if (rank == 0) has_failed = true;
     Check(error.empty(), error);
   });
 }
 
 void TestAnotherOp() {
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
   OnRanks({0, 1, 2, 3}, [&](int rank) {
-    const std::string error = board->Begin(kOp, group, {0, rank}, rank == 1 ? 200 : 5, Known()).error;
+    const std::string error = meeting->Begin(kOp, group, {0, rank}, rank == 1 ? 200 : 5, Known()).error;
     Check(Has(error, "but rank") && Has(error, "op 5") && Has(error, "another op"), error);
     Check(!Has(error, "threads"), error);  // XLA runs the programs of one process in one order
   });
-  Check(!board->HasFailed(0, kTotal), "a call that nobody has launched has failed the group");
+  Check(!meeting->HasFailed(0, kTotal), "a call that nobody has launched has failed the group");
 }
 
-void TestABoardOfAnotherSize() {
+void TestAMeetingOfAnotherSize() {
   const int descriptor = SharedFile(kTotal - 1);
   try {
-    (void)Board::Map(descriptor, kTotal);
+    (void)HostMeeting::Map(descriptor, kTotal);
     Check(false, "a file that is too small was mapped");
   } catch (const std::runtime_error& error) {
     Check(Has(error.what(), "ranks need"), error.what());
@@ -397,16 +401,16 @@ void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int>
   OnTick([] { ++ticks; });
   WatchProcess(1, lives.second);
   WatchProcess(2, dies.second);
-  const auto board = Board::Make(kTotal);
+  const auto meeting = HostMeeting::Make(kTotal);
   const TimedGroup group(60);
-  Board::Hooks hooks = Known();
+  HostMeeting::Hooks hooks = Known();
   hooks.has_ended = [](int rank) { return rank == 2 && HasProcessEnded(2); };
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   Check(!HasProcessEnded(1) && !HasProcessEnded(2) && !HasProcessEnded(3), "gone too soon");
   const Stopwatch watch;
   kill(dies.first, SIGKILL);
   OnRanks({0, 1, 3}, [&](int rank) {
-    const std::string error = board->Begin(kOp, group, {0, rank}, 1, hooks).error;
+    const std::string error = meeting->Begin(kOp, group, {0, rank}, 1, hooks).error;
     Check(Has(error, "rank(s) 2 did not arrive"), error);
   });
   Check(watch.seconds() >= 1 && watch.seconds() < 10, "told too soon or too late");
@@ -430,10 +434,11 @@ int Main() {
   TestAnOpThatIsRefusedAfterALaunch();
   TestAnOpThatFailsBeforeOthersLook();
   TestAnotherOp();
-  TestABoardOfAnotherSize();
+  TestAMeetingOfAnotherSize();
   TestAProcessThatIsKilled(lives, dies);
   std::puts(
-      "board_stress: 8 ranks in one process and in two; who was missing, other, dead or out of turn was "
+      "host_meeting_stress: 8 ranks in one process and in two; who was missing, other, dead or out of turn "
+      "was "
       "named");
   return 0;
 }

@@ -1,4 +1,4 @@
-#include "runtime/gpu/board.h"
+#include "runtime/gpu/host_meeting.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -18,22 +18,22 @@
 namespace jax_ep {
 
 // State of one rank in shared memory. It holds no pointers, and zeros are its initial state.
-struct Board::Row {
+struct HostMeeting::Row {
   // Number of calls that a rank may be ahead of a peer that still checks an earlier one. A rank is ahead only
   // of calls that it has refused, or that its other threads are in.
-  static constexpr uint32_t kSlots = 64;
+  static constexpr uint32_t kEntries = 64;
 
-  struct Slot {
+  struct Entry {
     std::atomic<uint64_t> signature;
     std::atomic<uint32_t> begun;     // the number of the call that the signature belongs to
-    std::atomic<uint32_t> launched;  // the number of the last call in this slot that was launched
+    std::atomic<uint32_t> launched;  // the number of the last call of this entry that was launched
   };
 
   std::atomic<uint32_t> calls;   // numbers assigned so far
   std::atomic<uint32_t> failed;  // the rank gave up this call and all later ones; 0: none
-  Slot slots[kSlots];
+  Entry entries[kEntries];
 
-  Slot& At(uint32_t number) { return slots[number % kSlots]; }
+  Entry& At(uint32_t number) { return entries[number % kEntries]; }
 
   void GiveUp(uint32_t number) {
     uint32_t first = failed.load(std::memory_order_relaxed);
@@ -52,14 +52,14 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
               "processes share these atomics");
 
 // Wait of one rank for its peers in a call.
-class Board::Meeting {
+class HostMeeting::PeerWait {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Meeting(Board& board, const char* op, const Group& group, const Group::Position& position, uint32_t number,
-          const Hooks& hooks)
-      : rows_(board.rows_ + position.group_index * group.num_ranks()),
-        spans_processes_(board.spans_processes_),
+  PeerWait(HostMeeting& meeting, const char* op, const Group& group, const Group::Position& position,
+           uint32_t number, const Hooks& hooks)
+      : rows_(meeting.rows_ + position.group_index * group.num_ranks()),
+        spans_processes_(meeting.spans_processes_),
         op_(op),
         group_(group),
         position_(position),
@@ -70,7 +70,7 @@ class Board::Meeting {
 
   // Waits until `has_arrived` returns true for every rank, or sets an error, which refuses the call.
   template <typename HasArrived>
-  std::string Wait(const char* what, bool has_launched, HasArrived has_arrived) {
+  std::string Await(const char* what, bool has_launched, HasArrived has_arrived) {
     const auto begin = Clock::now();
     const auto limit = std::chrono::duration<double>(group_.timeout_s());
     std::optional<Clock::time_point> gave_up_at;  // when this rank first saw that a peer had given up
@@ -134,7 +134,7 @@ class Board::Meeting {
   }
 
   std::string DescribeAhead(int rank) const {
-    return Text(Intro(), ", rank ", rank, " is more than ", Row::kSlots, " first calls ahead: ", Where(),
+    return Text(Intro(), ", rank ", rank, " is more than ", Row::kEntries, " first calls ahead: ", Where(),
                 ". ", kSameOrder, spans_processes_ ? kTakeTurns : "");
   }
 
@@ -179,7 +179,7 @@ class Board::Meeting {
   const Hooks& hooks_;
 };
 
-Board::Board(void* memory, int total_ranks, bool spans_processes)
+HostMeeting::HostMeeting(void* memory, int total_ranks, bool spans_processes)
     : rows_(static_cast<Row*>(memory)),
       total_ranks_(total_ranks),
       spans_processes_(spans_processes),
@@ -187,18 +187,18 @@ Board::Board(void* memory, int total_ranks, bool spans_processes)
   for (std::atomic<uint64_t>& signature : current_) signature = kNoSignature;
 }
 
-Board::~Board() { munmap(rows_, Bytes(total_ranks_)); }
+HostMeeting::~HostMeeting() { munmap(rows_, Bytes(total_ranks_)); }
 
-int64_t Board::Bytes(int total_ranks) { return static_cast<int64_t>(sizeof(Row)) * total_ranks; }
+int64_t HostMeeting::Bytes(int total_ranks) { return static_cast<int64_t>(sizeof(Row)) * total_ranks; }
 
-std::shared_ptr<Board> Board::Make(int total_ranks) {
+std::shared_ptr<HostMeeting> HostMeeting::Make(int total_ranks) {
   void* memory =
       mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-  return std::shared_ptr<Board>(new Board(memory, total_ranks, false));
+  return std::shared_ptr<HostMeeting>(new HostMeeting(memory, total_ranks, false));
 }
 
-std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
+std::shared_ptr<HostMeeting> HostMeeting::Map(int descriptor, int total_ranks) {
   const char* what = "mapping the memory that the group's processes share on the host";
   struct stat status{};
   if (fstat(descriptor, &status) != 0) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
@@ -209,17 +209,17 @@ std::shared_ptr<Board> Board::Map(int descriptor, int total_ranks) {
   }
   void* memory = mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (memory == MAP_FAILED) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
-  return std::shared_ptr<Board>(new Board(memory, total_ranks, true));
+  return std::shared_ptr<HostMeeting>(new HostMeeting(memory, total_ranks, true));
 }
 
-std::shared_ptr<void> Board::Enter(int index, uint64_t signature, uint64_t& other) {
+std::shared_ptr<void> HostMeeting::Enter(int index, uint64_t signature, uint64_t& other) {
   std::atomic<uint64_t>& current = current_[index];
   if (!current.compare_exchange_strong(other, signature)) return nullptr;
   return {&current, [](std::atomic<uint64_t>* entered) { entered->store(kNoSignature); }};
 }
 
-Board::Call Board::Begin(const char* op, const Group& group, const Group::Position& position,
-                         uint64_t signature, const Hooks& hooks) {
+HostMeeting::Call HostMeeting::Begin(const char* op, const Group& group, const Group::Position& position,
+                                     uint64_t signature, const Hooks& hooks) {
   const int first = position.group_index * group.num_ranks();
   Row* const rows = rows_ + first;
   Call call{};
@@ -228,60 +228,60 @@ Board::Call Board::Begin(const char* op, const Group& group, const Group::Positi
   const bool is_alone = other_thread == kNoSignature;
   // A call that this rank refuses takes a number, too, because the other ranks may begin the same call.
   const uint32_t number = rows[position.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
-  Row::Slot& slot = rows[position.rank].At(number);
-  slot.signature.store(is_alone ? signature : kNoSignature, std::memory_order_relaxed);
-  slot.begun.store(number, std::memory_order_release);
-  Meeting meeting(*this, op, group, position, number, hooks);
+  Row::Entry& entry = rows[position.rank].At(number);
+  entry.signature.store(is_alone ? signature : kNoSignature, std::memory_order_relaxed);
+  entry.begun.store(number, std::memory_order_release);
+  PeerWait wait(*this, op, group, position, number, hooks);
   call.number = number;
-  call.error = meeting.Wait("arrive", false, [&](int rank, std::string& error) {
-    Row::Slot& peer = rows[rank].At(number);
+  call.error = wait.Await("arrive", false, [&](int rank, std::string& error) {
+    Row::Entry& peer = rows[rank].At(number);
     const uint32_t begun = peer.begun.load(std::memory_order_acquire);
     if (begun < number) return false;
     const uint64_t other = peer.signature.load(std::memory_order_relaxed);
     // If this rank refuses, it waits for all, so that a thread that tries again does not run ahead of them.
     if (!is_alone || !error.empty()) return true;
     if (begun > number) {
-      error = meeting.DescribeAhead(rank);
+      error = wait.DescribeAhead(rank);
     } else if (other == kNoSignature) {
-      error = meeting.DescribeTwoThreadsOf(rank);
+      error = wait.DescribeTwoThreadsOf(rank);
     } else if (other != signature) {
-      error = meeting.DescribeMismatch(rank, signature, other);
+      error = wait.DescribeMismatch(rank, signature, other);
     }
     return true;
   });
   if (call.error.empty() && !is_alone) {
-    call.error = meeting.DescribeTwoThreads(signature, other_thread) + Meeting::kRefused;
+    call.error = wait.DescribeTwoThreads(signature, other_thread) + PeerWait::kRefused;
   }
   return call;
 }
 
-std::string Board::AwaitLaunches(const char* op, const Group& group, const Group::Position& position,
-                                 uint32_t number, const Hooks& hooks) {
+std::string HostMeeting::AwaitLaunches(const char* op, const Group& group, const Group::Position& position,
+                                       uint32_t number, const Hooks& hooks) {
   Row* const rows = rows_ + position.group_index * group.num_ranks();
   rows[position.rank].At(number).launched.store(number, std::memory_order_release);
-  return Meeting(*this, op, group, position, number, hooks)
-      .Wait("launch it", true, [&](int rank, std::string&) {
+  return PeerWait(*this, op, group, position, number, hooks)
+      .Await("launch it", true, [&](int rank, std::string&) {
         return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
       });
 }
 
-void Board::GiveUp(const Group& group, const Group::Position& position, uint32_t number) {
+void HostMeeting::GiveUp(const Group& group, const Group::Position& position, uint32_t number) {
   rows_[position.group_index * group.num_ranks() + position.rank].GiveUp(number);
 }
 
-void Board::GiveUpNext(const Group& group, const Group::Position& position) {
+void HostMeeting::GiveUpNext(const Group& group, const Group::Position& position) {
   const int index = position.group_index * group.num_ranks() + position.rank;
   rows_[index].GiveUp(LastCall(index, 1) + 1);
 }
 
-bool Board::HasFailed(int first, int count) const {
+bool HostMeeting::HasFailed(int first, int count) const {
   for (int i = first; i < first + count; ++i) {
     if (rows_[i].failed.load(std::memory_order_acquire) != 0) return true;
   }
   return false;
 }
 
-uint32_t Board::LastCall(int first, int count) const {
+uint32_t HostMeeting::LastCall(int first, int count) const {
   uint32_t most = 0;
   for (int i = first; i < first + count; ++i) {
     most = std::max(most, rows_[i].calls.load(std::memory_order_relaxed));
@@ -289,12 +289,12 @@ uint32_t Board::LastCall(int first, int count) const {
   return most;
 }
 
-void Board::Reset(int first, int count, uint32_t calls) {
+void HostMeeting::Reset(int first, int count, uint32_t calls) {
   for (int i = first; i < first + count; ++i) {
     Row& row = rows_[i];
-    for (Row::Slot& slot : row.slots) {
-      slot.begun.store(0, std::memory_order_relaxed);
-      slot.launched.store(0, std::memory_order_relaxed);
+    for (Row::Entry& entry : row.entries) {
+      entry.begun.store(0, std::memory_order_relaxed);
+      entry.launched.store(0, std::memory_order_relaxed);
     }
     row.calls.store(calls, std::memory_order_relaxed);
     row.failed.store(0, std::memory_order_release);

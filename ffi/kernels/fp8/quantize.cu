@@ -1,7 +1,7 @@
 // Conversion of rows and matrices to FP8, as they lie and transposed, in one pass over memory. The bits are
 // those of jax_ep/_rows/fp8.py.
+#include "kernels/fp8/tile.cuh"
 #include "kernels/launch/launch.h"
-#include "kernels/local/fp8_tile.cuh"
 
 namespace jax_ep::cuda {
 namespace {

@@ -1,30 +1,30 @@
-// The receiver's side of a small dispatch: copies rows from slots to their destinations, and writes the
-// results that follow from the choices.
+// The receiver's side of a dispatch of few tokens: copies rows from slots to their destinations, and writes
+// the results that follow from the choices.
 #pragma once
 
+#include "kernels/few_tokens/send.cuh"
 #include "kernels/routing/receiver.cuh"
 #include "kernels/rows/copy.cuh"
-#include "kernels/small/send.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kSlotVectors = 8;  // 16-byte loads in flight per thread
 
-// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each warp of the
-// team.
-__device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, const std::byte* slot, int row,
-                               unsigned lanes) {
+// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each
+// of the row's warps.
+__device__ inline void CopyOut(const FewTokensPushArgs& args, const RowWarps& row_warps,
+                               const std::byte* slot, int row, unsigned lanes) {
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
     const auto copy = [&](auto* null) {
       using Element = std::remove_pointer_t<decltype(null)>;
       const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
       // Short rows of a second array, such as scales, go to the warps that have the least of the first array.
-      const int warp = p % 2 == 0 ? team.warp : team.warps - 1 - team.warp;
+      const int warp = p % 2 == 0 ? row_warps.warp : row_warps.size - 1 - row_warps.warp;
       const int64_t first = min(n, share * warp), last = min(n, first + share);
       CopyRow<kSlotVectors>(
           reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
-          reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, team.lane);
+          reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, row_warps.lane);
     };
     if (bytes % 16 == 0) {
       copy(static_cast<uint4*>(nullptr));
@@ -34,13 +34,13 @@ __device__ inline void CopyOut(const SmallPushArgs& args, const RowTeam& team, c
   }
 }
 
-// Copies a token of rank `source` from its slot to its rows at this rank. Called by each warp of the team.
+// Copies a token of rank `source` from its slot to its rows at this rank. Called by each of the row's warps.
 // Returns the ranks that were missed.
-__device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSession& session,
-                                        const RoutingTable& table, const RowTeam& team, int source,
+__device__ inline uint32_t ReceiveToken(const FewTokensPushArgs& args, const ArenaSession& session,
+                                        const RoutingTable& table, const RowWarps& row_warps, int source,
                                         int token) {
   const Shape& shape = args.shape;
-  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = team.lane;
+  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = row_warps.lane;
   const int t = source * shape.num_tokens + token;
   const bool by_rank = !shape.has_row_per_choice();
   const int expert = lane < K ? table.expert(shape, source, token, lane) : -1;
@@ -54,19 +54,19 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
     const int first = table.starts[me * (L + 1) + local] + table.local_counts[source * L + local];
     const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
     row = RowOfChoice(table, source, token * K + lane, expert, first, end, choices);
-    if (team.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
+    if (row_warps.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
   if (rows == 0) return 0;
-  const EpochWord* const arrived = &session.half().mail(me, source).arrived[token];
+  const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[token];
   const bool late = lane == 0 && !session.AwaitWord(arrived);
   if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
   __syncwarp();  // makes what lane 0 has acquired visible to all
   const std::byte* const slot = session.half().slot(me, source, token);
-  const bool writes = team.warp == 0 && lane < K;
+  const bool writes = row_warps.warp == 0 && lane < K;
   const float weight =
       writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
-  CopyOut(args, team, slot, row, rows);
+  CopyOut(args, row_warps, slot, row, rows);
   if (!writes) return 0;
   if (by_rank) {
     args.arrived_idx[int64_t{row} * K + lane] = is_local ? expert - me * L : -1;
@@ -79,7 +79,7 @@ __device__ inline uint32_t ReceiveToken(const SmallPushArgs& args, const MailSes
 }
 
 // Writes this rank's part of the handle. Called by all metadata blocks, which share the work.
-__device__ inline void WriteHandle(const SmallPushArgs& args, const RoutingTable& table) {
+__device__ inline void WriteHandle(const FewTokensPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
   const int me = args.peers.rank,
@@ -108,7 +108,7 @@ __device__ inline void WriteHandle(const SmallPushArgs& args, const RoutingTable
 
 // Clears this warp's share of rows [begin, end) of the results. In the padded order it leaves the payloads
 // unchanged, because there are many such rows, and products of padded experts ignore them.
-__device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64_t end,
+__device__ inline void ClearRows(const FewTokensPushArgs& args, int64_t begin, int64_t end,
                                  const WarpShare& share) {
   const Shape& shape = args.shape;
   const int64_t thread = share.index * kWarp + static_cast<int>(threadIdx.x) % kWarp;
@@ -130,7 +130,7 @@ __device__ inline void ClearRows(const SmallPushArgs& args, int64_t begin, int64
 
 // Clears the padding of each expert's block, one block per warp. Called by all metadata blocks, which share
 // the work.
-__device__ inline void ClearPadding(const SmallPushArgs& args, const RoutingTable& table) {
+__device__ inline void ClearPadding(const FewTokensPushArgs& args, const RoutingTable& table) {
   if (!args.shape.has_expert_blocks()) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = table.starts + me * (L + 1);
@@ -142,7 +142,7 @@ __device__ inline void ClearPadding(const SmallPushArgs& args, const RoutingTabl
 
 // Clears the rows after all blocks. Called by the metadata blocks, or, if there is much to clear, by all
 // blocks except the senders.
-__device__ inline void ClearTail(const SmallPushArgs& args, const RoutingTable& table) {
+__device__ inline void ClearTail(const FewTokensPushArgs& args, const RoutingTable& table) {
   constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
@@ -170,7 +170,7 @@ __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table,
 
 // Subtracts, by rank, the choices of tokens that the capacity cuts from their experts' counts. Called by one
 // warp.
-__device__ inline void SubtractCutTokens(const SmallPushArgs& args, const RoutingTable& table) {
+__device__ inline void SubtractCutTokens(const FewTokensPushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   int before = 0;
@@ -188,18 +188,19 @@ __device__ inline void SubtractCutTokens(const SmallPushArgs& args, const Routin
 }
 
 // Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
-__device__ inline void WriteCounts(const SmallPushArgs& args, const MailSession& session,
+__device__ inline void WriteCounts(const FewTokensPushArgs& args, const ArenaSession& session,
                                    const RoutingTable& table) {
   __shared__ int rows[kMaxRanks][kMaxRanks];  // [source][destination]
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  for (int i = threadIdx.x / kWarp; i < R * R; i += kSmallWarps) {
+  for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
     const int count = RowsBetween(shape, table, i / R, i % R);
     if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
   }
   if (!shape.has_row_per_choice()) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < L; i += kSmallThreads) args.tokens_per_expert[i] = table.totals[me * L + i];
+    for (int i = threadIdx.x; i < L; i += kFewTokensThreads)
+      args.tokens_per_expert[i] = table.totals[me * L + i];
   }
   session.WriteActive();
   const int num_rows = WriteReceiver(args, me, table.totals, table.starts + me * (L + 1),

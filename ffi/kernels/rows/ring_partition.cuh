@@ -18,7 +18,7 @@ constexpr int kMaxTeamWarps = 16;  // of all teams of a block
 constexpr int kRingVectors = 4;    // 16-byte vectors of a row per thread
 
 // The division of a block into teams, and the size of a slot.
-struct RingPlan {
+struct RingPartition {
   int32_t teams;       // 0: no rings
   int32_t summers;     // warps of a team that process rows
   int32_t slots;       // of a team
@@ -44,22 +44,23 @@ struct RowBytes {
   }
 };
 
-// Plans rings for the longest rows in `shared_bytes` of shared memory, with as many slots as fit. Long rows
-// are split into parts of about equal size. Some ranks may use rings while others do not.
-inline RingPlan PlanRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes, bool scales,
-                          const Device& device) {
+// Divides `shared_bytes` of shared memory into rings for the longest rows, with as many slots as fit. Long
+// rows are split into parts of about equal size. Some ranks may use rings while others do not.
+inline RingPartition PartitionForRings(const Shape& shape, const RowBytes& rows, int64_t shared_bytes,
+                                       bool scales, const Device& device) {
   constexpr int64_t kSummerBytes = int64_t{16} * kRingVectors * kWarp;
   const bool suits = device.force_bulk_path || SuitsRings(shape, static_cast<double>(rows.shortest), scales);
   if (!suits || !rows.in_bulk || rows.longest == 0 || !device.copies_in_bulk) return {};
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t parts = ceiling(rows.longest, kMaxSummers * kSummerBytes);
-  RingPlan plan{};
-  plan.summers = static_cast<int32_t>(ceiling(ceiling(rows.longest, parts), kSummerBytes));
-  plan.teams = std::min(kMaxTeams, kMaxTeamWarps / (plan.summers + 1));
-  plan.slot_bytes = static_cast<int32_t>(AlignUp(std::min(rows.longest, plan.summers * kSummerBytes), 128));
-  const int64_t slots = shared_bytes / (int64_t{plan.teams} * plan.slot_bytes);
-  plan.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
-  return plan.slots < kMinSlots ? RingPlan{} : plan;
+  RingPartition partition{};
+  partition.summers = static_cast<int32_t>(ceiling(ceiling(rows.longest, parts), kSummerBytes));
+  partition.teams = std::min(kMaxTeams, kMaxTeamWarps / (partition.summers + 1));
+  partition.slot_bytes =
+      static_cast<int32_t>(AlignUp(std::min(rows.longest, partition.summers * kSummerBytes), 128));
+  const int64_t slots = shared_bytes / (int64_t{partition.teams} * partition.slot_bytes);
+  partition.slots = static_cast<int32_t>(std::min(slots, int64_t{kMaxSlots}));
+  return partition.slots < kMinSlots ? RingPartition{} : partition;
 }
 
 }  // namespace jax_ep::cuda

@@ -1,10 +1,10 @@
-// The routing table of a small dispatch. Each block builds it from the choices of all ranks. These are few
-// and arrive with the first rows, so no rank has to wait for counts.
+// The routing table of a dispatch of few tokens. Each block builds it from the choices of all ranks. These
+// are few and arrive with the first rows, so no rank has to wait for counts.
 #pragma once
 
+#include "kernels/few_tokens/args.cuh"
 #include "kernels/routing/count.cuh"
 #include "kernels/routing/starts.cuh"
-#include "kernels/small/args.cuh"
 
 namespace jax_ep::cuda {
 
@@ -50,38 +50,38 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
 
 // Returns the first (rank, word) that a thread of the metadata blocks publishes, as rank * ChoiceWords +
 // word.
-__device__ inline int FirstWord(const SmallPushArgs& args) {
-  return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kSmallThreads +
+__device__ inline int FirstWord(const FewTokensPushArgs& args) {
+  return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kFewTokensThreads +
          static_cast<int>(threadIdx.x);
 }
 
 // Publishes this rank's choices to all ranks. Called by all metadata blocks, which share the work. `first` is
 // the content of the first word, loaded earlier.
-__device__ inline void PublishChoices(const SmallPushArgs& args, const TopkIds& ids,
-                                      const MailSession& session, uint32_t first) {
+__device__ inline void PublishChoices(const FewTokensPushArgs& args, const TopkIds& ids,
+                                      const ArenaSession& session, uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
-  const int stride = (static_cast<int>(gridDim.x) - args.first_metadata_block()) * kSmallThreads;
+  const int stride = (static_cast<int>(gridDim.x) - args.first_metadata_block()) * kFewTokensThreads;
   const ArenaHalf half = session.half();
   for (int i = begin; i < words * R; i += stride) {
     const int r = i / words, word = i % words;
     if (!session.may_write(r)) continue;
     const uint32_t pair = i == begin ? first : LoadChoices(args.shape, ids, word);
-    StoreWord(&half.mail(r, args.peers.rank).choices[word], pair, session.epoch());
+    StoreWord(&half.mailbox(r, args.peers.rank).choices[word], pair, session.epoch());
   }
 }
 
 // Waits for the choices of `ranks`, and calls store(rank, word, two choices) for each word. Each warp takes
 // words of one rank. Called by the whole block. Returns the ranks that this thread has missed.
 template <typename Store>
-__device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& session, uint32_t ranks,
+__device__ uint32_t AwaitChoices(const FewTokensPushArgs& args, const ArenaSession& session, uint32_t ranks,
                                  Store&& store) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
-  const int warp = threadIdx.x / kWarp, warps_per_rank = max(kSmallWarps / R, 1);  // at least one
+  const int warp = threadIdx.x / kWarp, warps_per_rank = max(kFewTokensWarps / R, 1);  // at least one
   const int stride = warps_per_rank * kWarp;
   uint32_t missing = 0;
-  for (int r = warp / warps_per_rank; r < R; r += kSmallWarps / warps_per_rank) {
-    const EpochWord* const from = session.half().mail(args.peers.rank, r).choices;
+  for (int r = warp / warps_per_rank; r < R; r += kFewTokensWarps / warps_per_rank) {
+    const EpochWord* const from = session.half().mailbox(args.peers.rank, r).choices;
     const bool is_expected = (ranks >> r & 1) != 0;
     for (int first = warp % warps_per_rank * kWarp + static_cast<int>(threadIdx.x) % kWarp; first < words;
          first += stride * kWordsInFlight) {
@@ -109,7 +109,7 @@ __device__ uint32_t AwaitChoices(const SmallPushArgs& args, const MailSession& s
 
 // Waits for all choices, and builds the table from them. The counts must be zero before. Called by the whole
 // block, to which the table is visible on return. Returns the ranks that the block has missed.
-__device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const MailSession& session,
+__device__ inline uint32_t BuildRoutingTable(const FewTokensPushArgs& args, const ArenaSession& session,
                                              const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
@@ -133,7 +133,7 @@ __device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const Ma
   const uint32_t missing = BlockOr(AwaitChoices(args, session, session.ranks(), store));
   if (missing != 0) return missing;
   if (!shape.has_row_per_choice()) {
-    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kSmallThreads) {
+    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kFewTokensThreads) {
       uint32_t ranks = 0;
 #pragma unroll 1
       for (int k = 0; k < K; ++k) {
@@ -143,10 +143,10 @@ __device__ inline uint32_t BuildRoutingTable(const SmallPushArgs& args, const Ma
       table.ranks[t] = static_cast<uint16_t>(ranks);
     }
   } else {
-    for (int r = threadIdx.x / kWarp; r < R; r += kSmallWarps) {
+    for (int r = threadIdx.x / kWarp; r < R; r += kFewTokensWarps) {
       FindStarts(shape, table.totals + r * L, table.starts + r * (L + 1));
     }
-    for (int i = kSmallThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kSmallThreads) {
+    for (int i = kFewTokensThreads - 1 - static_cast<int>(threadIdx.x); i < L; i += kFewTokensThreads) {
       int before = 0;
       for (int r = 0; r < R; ++r) {
         const int choices_of_rank = table.local_counts[r * L + i];

@@ -1,21 +1,21 @@
-// Two ops through the arena for the emulation. They call a MailSession in the same order as SmallPushKernel
-// and SmallPullKernel. A row has a few words, which depend on the op and the ranks, so that a wrong row is
-// never mistaken for the right one.
+// Two ops through the arena for the emulation. They call an ArenaSession in the same order as
+// FewTokensPushKernel and FewTokensPullKernel. A row has a few words, which depend on the op and the ranks,
+// so that a wrong row is never mistaken for the right one.
 #pragma once
 
 #include "die.h"
-#include "kernels/protocol/mail_session.cuh"
-#include "kernels/small/route.cuh"
+#include "kernels/few_tokens/route.cuh"
+#include "kernels/protocol/arena_session.cuh"
 
 namespace jax_ep::cuda {
 
-constexpr int kMailThreads = 64;  // of a block
-constexpr int kMailWarps = kMailThreads / kWarp;
+constexpr int kArenaThreads = 64;  // of a block
+constexpr int kArenaWarps = kArenaThreads / kWarp;
 constexpr int kWords = 4;  // of a row
 constexpr uint32_t kUntouched = 0x7ddddddd, kFilled = 0xffffffff;
 
 // An op of the program, equal on all ranks.
-struct MailWork {
+struct ArenaWork {
   uint32_t number;  // of the op; rows depend on it
   Call call;
   bool pushes;
@@ -54,7 +54,7 @@ struct MailWork {
 };
 
 // One rank's part of an op: a launch with its own memory.
-struct MailRun {
+struct ArenaRun {
   // A thread's view of the session at one place of the kernel. The first thread of a block that comes there
   // sets it, and the others must have the same.
   struct View {
@@ -64,8 +64,8 @@ struct MailRun {
   };
   enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
 
-  MailWork work;
-  SmallPushArgs args;  // also used for a pull
+  ArenaWork work;
+  FewTokensPushArgs args;  // also used for a pull
   MeshPosition position_operand;
   int summing_warps = 1;
   std::vector<int32_t> topk_idx, active_ranks, active_after;
@@ -79,7 +79,7 @@ struct MailRun {
   int num_ranks() const { return args.peers.num_ranks; }
   int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
   View& ViewOf(unsigned block, Place place) { return views[block * kNumPlaces + place]; }
-  MailSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
+  ArenaSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
 };
 
 // Called when threads of a block of a rank disagree.
@@ -88,14 +88,14 @@ inline std::function<void(int rank, const char* what)> on_disagreement;
 // Checks that all threads of a block have the same view of the session. A thread may be late right after
 // Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleWithoutClaim), which
 // no thread reads before the block synchronizes again.
-inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession& session, bool is_open) {
+inline void CheckAgreement(ArenaRun& run, ArenaRun::Place place, const ArenaSession& session, bool is_open) {
   emulation::Quiet quiet;
-  MailRun::View& first = run.ViewOf(blockIdx.x, place);
-  const MailRun::View view{
+  ArenaRun::View& first = run.ViewOf(blockIdx.x, place);
+  const ArenaRun::View view{
       true, is_open, session.has_failed(), session.epoch(), session.ranks(), session.writable()};
   if (!first.is_set) first = view;
   const int rank = run.args.peers.rank;
-  const bool is_early = place == MailRun::kAfterOpening;
+  const bool is_early = place == ArenaRun::kAfterOpening;
   if (view.is_open != first.is_open) on_disagreement(rank, "open");
   if (view.writable != first.writable) on_disagreement(rank, "writable");
   if ((is_open || !is_early) && view.epoch != first.epoch) on_disagreement(rank, "epoch");
@@ -104,12 +104,12 @@ inline void CheckAgreement(MailRun& run, MailRun::Place place, const MailSession
   if (view.has_failed != first.has_failed) on_disagreement(rank, "has_failed");
 }
 
-inline uint32_t* WordsOf(std::byte* slot, const MailWork& work, int word) {
+inline uint32_t* WordsOf(std::byte* slot, const ArenaWork& work, int word) {
   return reinterpret_cast<uint32_t*>(slot + kSlotHeadBytes + word * work.row_bytes / kWords);
 }
 
 // Stores one word of a row in its slot, which must lie in this rank's region of the present half.
-inline void StoreRowWord(const MailRun& run, const MailSession& session, int to, int token, int word) {
+inline void StoreRowWord(const ArenaRun& run, const ArenaSession& session, int to, int token, int word) {
   const Peers& peers = run.args.peers;
   const int me = peers.rank;
   uint32_t* const there = WordsOf(session.half().slot(to, me, token), run.work, word);
@@ -123,13 +123,13 @@ inline void StoreRowWord(const MailRun& run, const MailSession& session, int to,
   *there = run.work.Value(me, to, token, word);
 }
 
-inline void LoadRowWord(MailRun& run, const MailSession& session, int from, int token, int word) {
+inline void LoadRowWord(ArenaRun& run, const ArenaSession& session, int from, int token, int word) {
   emulation::Machine::Get().Access(false);
   run.rows[run.At(from, token, word)] =
       *WordsOf(session.half().slot(run.args.peers.rank, from, token), run.work, word);
 }
 
-inline void FillMail(MailRun& run) {
+inline void FillRun(ArenaRun& run) {
   FillResult(run.rows.data(), static_cast<int64_t>(run.rows.size()) * 4);
   emulation::Quiet quiet;
   run.was_filled = true;
@@ -138,43 +138,43 @@ inline void FillMail(MailRun& run) {
 // Stores rows in the first warp and flags them in the last one, as SendTokens and SendArrivalFlags do.
 constexpr int kStored = 1, kFlagged = 3;
 
-inline void SendRows(const MailRun& run, const MailSession& session) {
+inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.num_senders;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
-    if (turn >= 2) machine.Meet(kFlagged + turn % 2, kMailThreads, turn);
+    if (turn >= 2) machine.Meet(kFlagged + turn % 2, kArenaThreads, turn);
     for (int i = lane; i < R * kWords; i += kWarp) {
       const int to = i / kWords;
       if (!session.may_write(to) || !run.work.Sends(run.args.peers.rank, to, t, R)) continue;
       StoreRowWord(run, session, to, t, i % kWords);
     }
-    machine.Meet(kStored + turn % 2, kMailThreads, turn, true);
+    machine.Meet(kStored + turn % 2, kArenaThreads, turn, true);
   }
 }
 
-inline void FlagRows(const MailRun& run, const MailSession& session) {
+inline void FlagRows(const ArenaRun& run, const ArenaSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
-  const SmallPushArgs& args = run.args;
+  const FewTokensPushArgs& args = run.args;
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.num_senders, ++turn) {
-    machine.Meet(kStored + turn % 2, kMailThreads, turn);
+    machine.Meet(kStored + turn % 2, kArenaThreads, turn);
     if (lane < R && session.may_write(lane) && run.work.Sends(me, lane, t, R)) {
-      StoreWordRelease(&session.half().mail(lane, me).arrived[t], 1, session.epoch());
+      StoreWordRelease(&session.half().mailbox(lane, me).arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.num_senders < run.work.tokens) {
-      machine.Meet(kFlagged + turn % 2, kMailThreads, turn + 2, true);
+      machine.Meet(kFlagged + turn % 2, kArenaThreads, turn + 2, true);
     }
   }
 }
 
 // Waits for the choices of `ranks` and stores them for this block. Its few threads stand for all threads of
 // a real block. Returns the ranks that this thread has missed.
-inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t ranks) {
+inline uint32_t TakeChoices(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
   const int choices = run.work.tokens * run.work.top_k;
   std::vector<int16_t>& found = run.choices[blockIdx.x];
   uint32_t missing = 0;
-  for (int first = 0; first < kSmallThreads; first += kMailThreads) {
+  for (int first = 0; first < kFewTokensThreads; first += kArenaThreads) {
     emulation::Machine::Get().ActAs(first);
     missing |= AwaitChoices(run.args, session, ranks, [&](int rank, int word, uint32_t two) {
       for (int i = 2 * word; i < std::min(2 * word + 2, choices); ++i, two >>= 16)
@@ -186,7 +186,7 @@ inline uint32_t TakeChoices(MailRun& run, const MailSession& session, uint32_t r
 }
 
 // Returns whether a token of rank `source` comes here, according to the choices that this block has read.
-inline bool Comes(const MailRun& run, int source, int token) {
+inline bool Comes(const ArenaRun& run, int source, int token) {
   const int K = run.work.top_k;
   const std::vector<int16_t>& found = run.choices[blockIdx.x];
   for (int k = 0; k < K; ++k) {
@@ -196,14 +196,14 @@ inline bool Comes(const MailRun& run, int source, int token) {
   return false;
 }
 
-inline bool AwaitRow(const MailRun& run, const MailSession& session, int source, int token) {
-  return session.AwaitWord(&session.half().mail(run.args.peers.rank, source).arrived[token]);
+inline bool AwaitRow(const ArenaRun& run, const ArenaSession& session, int source, int token) {
+  return session.AwaitWord(&session.half().mailbox(run.args.peers.rank, source).arrived[token]);
 }
 
 // Waits for all rows that `ranks` send here, as AwaitAll of a dispatch does.
-inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ranks) {
+inline uint32_t AwaitRows(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
   uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
-  for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kMailThreads) {
+  for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kArenaThreads) {
     const int source = t / run.work.tokens, token = t % run.work.tokens;
     if (((ranks & ~missing) >> source & 1) == 0 || !Comes(run, source, token)) continue;
     if (!AwaitRow(run, session, source, token)) missing |= 1u << source;
@@ -212,23 +212,23 @@ inline uint32_t AwaitRows(MailRun& run, const MailSession& session, uint32_t ran
 }
 
 // Receives rows, one warp each, as ReceiveToken does. Returns the ranks that were missed.
-inline uint32_t ReceiveRows(MailRun& run, const MailSession& session) {
-  const SmallPushArgs& args = run.args;
+inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
+  const FewTokensPushArgs& args = run.args;
   const int R = run.num_ranks();
-  const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), 1, kMailWarps);
-  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+  const RowWarps row_warps = RowWarpsOf(args.num_senders, args.first_metadata_block(), 1, kArenaWarps);
+  for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
     const int source = i % R, token = i / R;
     if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
-    const bool late = team.lane == 0 && !AwaitRow(run, session, source, token);
+    const bool late = row_warps.lane == 0 && !AwaitRow(run, session, source, token);
     if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
     __syncwarp();
-    if (team.lane < kWords) LoadRowWord(run, session, source, token, team.lane);
+    if (row_warps.lane < kWords) LoadRowWord(run, session, source, token, row_warps.lane);
   }
   return 0;
 }
 
 // Reads choices and receives rows, as Receive of a dispatch does. Returns the ranks whose rows were missed.
-inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late) {
+inline uint32_t Receive(ArenaRun& run, const ArenaSession& session, uint32_t late) {
   late |= BlockOr(TakeChoices(run, session, session.ranks()));
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
   if (!run.args.writes_metadata()) return ReceiveRows(run, session);
@@ -236,14 +236,14 @@ inline uint32_t Receive(MailRun& run, const MailSession& session, uint32_t late)
   return 0;
 }
 
-inline void MailPushKernel(MailRun& run) {
-  const SmallPushArgs& args = run.args;
+inline void ArenaPushKernel(ArenaRun& run) {
+  const FewTokensPushArgs& args = run.args;
   const TopkIds ids{run.topk_idx.data(), false};
-  const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  MailSession session = run.session(Op::kDispatch);
+  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession session = run.session(Op::kDispatch);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
-    FillMail(run);
+    FillRun(run);
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int words = ChoiceWords(args.shape);
@@ -252,7 +252,7 @@ inline void MailPushKernel(MailRun& run) {
     choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
   }
   const bool is_open = session.Open(opening);
-  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  CheckAgreement(run, ArenaRun::kAfterOpening, session, is_open);
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
     if (args.writes_metadata()) PublishChoices(args, ids, session, choices);
@@ -264,41 +264,41 @@ inline void MailPushKernel(MailRun& run) {
     } else if (session.is_leader()) {
       missing = session.AwaitCall(threadIdx.x, log);
     }
-    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
     if (!args.sends() && !session.has_failed()) {
       missing = Receive(run, session, missing);
       (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
     }
   }
   session.Close(fill);
-  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
+  CheckAgreement(run, ArenaRun::kAtEnd, session, is_open);
 }
 
-// Stores rows and flags them by teams of a few warps, as SendSums does.
-inline void SendSums(const MailRun& run, const MailSession& session, const RowTeam& team) {
-  const SmallPushArgs& args = run.args;
+// Stores rows and flags them by a few warps for each row, as SendSums does.
+inline void SendSums(const ArenaRun& run, const ArenaSession& session, const RowWarps& row_warps) {
+  const FewTokensPushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank;
-  for (int i = team.index; i < R * run.work.tokens; i += team.count) {
+  for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
     const int to = (me + 1 + i % R) % R, token = i / R;
     if (!run.work.Sends(me, to, token, R) || !session.may_write(to)) continue;
-    const int word = team.warp + team.lane * team.warps;
+    const int word = row_warps.warp + row_warps.lane * row_warps.size;
     if (word < kWords) StoreRowWord(run, session, to, token, word);
-    emulation::Machine::Get().Meet(team.barrier, team.warps * kWarp, i);
-    if (team.warp == 0 && team.lane == 0) {
-      StoreWordRelease(&session.half().mail(to, me).arrived[token], 1, session.epoch());
+    emulation::Machine::Get().Meet(row_warps.barrier, row_warps.size * kWarp, i);
+    if (row_warps.warp == 0 && row_warps.lane == 0) {
+      StoreWordRelease(&session.half().mailbox(to, me).arrived[token], 1, session.epoch());
     }
   }
 }
 
 // Waits for the rows of token t that `ranks` send here. One warp. Returns bit r if this lane has missed rank
 // r.
-inline uint32_t AwaitSums(const MailRun& run, const MailSession& session, uint32_t ranks, int t, int lane) {
+inline uint32_t AwaitSums(const ArenaRun& run, const ArenaSession& session, uint32_t ranks, int t, int lane) {
   const int me = run.args.peers.rank, R = run.num_ranks();
   if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;
   return AwaitRow(run, session, lane, t) ? 0 : 1u << lane;
 }
 
-inline uint32_t AddUp(MailRun& run, const MailSession& session, const TicketCounter& tickets, int i) {
+inline uint32_t AddUp(ArenaRun& run, const ArenaSession& session, const TicketCounter& tickets, int i) {
   const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
   while (true) {
     const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
@@ -314,50 +314,50 @@ inline uint32_t AddUp(MailRun& run, const MailSession& session, const TicketCoun
   }
 }
 
-inline void MailPullKernel(MailRun& run) {
+inline void ArenaPullKernel(ArenaRun& run) {
   __shared__ unsigned next;
-  const SmallPushArgs& args = run.args;
-  const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  MailSession session = run.session(Op::kCombine);
+  const FewTokensPushArgs& args = run.args;
+  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession session = run.session(Op::kCombine);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
-    FillMail(run);
+    FillRun(run);
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
-  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, run.summing_warps);
-  if (threadIdx.x == 0) next = kMailWarps - run.summing_warps;
+  const RowWarps row_warps = RowWarpsOf(0, args.num_senders, args.warps_per_row, run.summing_warps);
+  if (threadIdx.x == 0) next = kArenaWarps - run.summing_warps;
   const bool is_open = session.Open(opening);
-  CheckAgreement(run, MailRun::kAfterOpening, session, is_open);
+  CheckAgreement(run, ArenaRun::kAfterOpening, session, is_open);
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
     const TicketCounter tickets{&next};
     int first = warp - run.summing_warps;
     if (warp < run.summing_warps) {
-      SendSums(run, session, team);
+      SendSums(run, session, row_warps);
       first = TicketCounter::Broadcast(tickets.Request(lane));
     }
     uint32_t missing = 0;
     if (args.attendance.masks) {
       session.AgreeOnRanks(log, [&](uint32_t ranks) {
         uint32_t missed = 0;
-        for (int t = warp; t < run.work.tokens; t += kMailWarps) {
+        for (int t = warp; t < run.work.tokens; t += kArenaWarps) {
           missed |= AwaitSums(run, session, ranks, t, lane);
           __syncwarp();
         }
         return missed;
       });
-    } else if (session.is_leader() && warp == kMailWarps - 1) {
+    } else if (session.is_leader() && warp == kArenaWarps - 1) {
       missing = session.AwaitCall(lane, log);
       __syncwarp();
     }
-    CheckAgreement(run, MailRun::kAfterAgreement, session, is_open);
+    CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
     if (!session.has_failed()) missing |= AddUp(run, session, tickets, first);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
     if (session.is_leader()) session.WriteActive();
   }
   session.Close(fill);
-  CheckAgreement(run, MailRun::kAtEnd, session, is_open);
+  CheckAgreement(run, ArenaRun::kAtEnd, session, is_open);
 }
 
 }  // namespace jax_ep::cuda

@@ -1,8 +1,8 @@
 // Dispatch of few tokens, through the arena.
-#include "kernels/kernels.h"
+#include "kernels/few_tokens/plan.h"
+#include "kernels/few_tokens/receive.cuh"
 #include "kernels/launch/launch.h"
-#include "kernels/small/plan.h"
-#include "kernels/small/receive.cuh"
+#include "kernels/launches.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -11,8 +11,8 @@ constexpr int kMetadataBlocks = 4;
 
 // Waits for everything that `ranks` send to this rank, and reads the choices for this into the table, which
 // is built after it. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession session, const RoutingTable table,
-                              uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAll(const FewTokensPushArgs& args, const ArenaSession session,
+                              const RoutingTable table, uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
   uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
@@ -20,7 +20,7 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession sessi
       table.experts[rank * table.stride + i] = static_cast<int16_t>(pair & 0xffff);
   }));
 #pragma unroll 1
-  for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kSmallThreads) {
+  for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kFewTokensThreads) {
     const int source = t / shape.num_tokens;
     bool is_expected = false;
 #pragma unroll 1
@@ -29,7 +29,7 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession sessi
       is_expected |= expert >= 0 && shape.rank_of(expert) == me;
     }
     if (!is_expected || ((ranks & ~missing) >> source & 1) == 0) continue;
-    const EpochWord* const arrived = &session.half().mail(me, source).arrived[t % shape.num_tokens];
+    const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[t % shape.num_tokens];
     if (!session.AwaitWord(arrived)) {
       missing |= 1u << source;
     }
@@ -39,8 +39,8 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPushArgs& args, const MailSession sessi
 
 // Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
 // Called by the blocks that do not send. Returns the ranks whose rows were missed.
-__device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& session, const RoutingTable& table,
-                            const RowTeam& team, uint32_t late) {
+__device__ uint32_t Receive(const FewTokensPushArgs& args, const ArenaSession& session,
+                            const RoutingTable& table, const RowWarps& row_warps, uint32_t late) {
   const Shape& shape = args.shape;
   late |= BuildRoutingTable(args, session, table);
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
@@ -53,10 +53,10 @@ __device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& sessio
   }
   uint32_t missing = 0;
 #pragma unroll 1
-  for (int i = team.index; i < shape.num_ranks * shape.num_tokens; i += team.count) {
+  for (int i = row_warps.index; i < shape.num_ranks * shape.num_tokens; i += row_warps.count) {
     // Tokens that were sent at about the same time are received at about the same time.
     const int source = i % shape.num_ranks, token = i / shape.num_ranks;
-    missing |= ReceiveToken(args, session, table, team, source, token);
+    missing |= ReceiveToken(args, session, table, row_warps, source, token);
     if (missing != 0 && IsGivenUp(args.peers)) break;
   }
   return missing;
@@ -64,11 +64,11 @@ __device__ uint32_t Receive(const SmallPushArgs& args, const MailSession& sessio
 
 // T is the type of rows to convert to FP8, or void.
 template <typename T>
-__global__ void __launch_bounds__(kSmallThreads, 1)
-    SmallPushKernel(const __grid_constant__ SmallPushArgs args) {
+__global__ void __launch_bounds__(kFewTokensThreads, 1)
+    FewTokensPushKernel(const __grid_constant__ FewTokensPushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
-  const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  MailSession session = args.session();
+  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession session = args.session();
   const Shape& shape = args.shape;
   const RoutingTable table(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     FillRouting(args, shape.has_row_per_choice());
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
-  const RowTeam team = TeamOf(args.num_senders, args.first_metadata_block(), args.team_warps);
+  const RowWarps row_warps = RowWarpsOf(args.num_senders, args.first_metadata_block(), args.warps_per_row);
   PrefetchedToken<T> token{};
   uint32_t choices = 0;
   if (args.sends()) {
     if (threadIdx.x < kSendThreads) token = PrefetchToken<T>(args, blockIdx.x);
   } else {
-    for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kSmallThreads)
+    for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kFewTokensThreads)
       table.totals[i] = 0;  // and the two arrays after it
     const int words = ChoiceWords(shape);
     if (args.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     missing = session.AwaitCall(threadIdx.x, log);
   }
   if (!args.sends() && !session.has_failed()) {
-    missing = Receive(args, session, table, team, missing);
+    missing = Receive(args, session, table, row_warps, missing);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   }
   session.Close(fill);
@@ -111,22 +111,22 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
 // Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
 cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
-  if (quantize == Quantize::kNone) return f(SmallPushKernel<void>);
+  if (quantize == Quantize::kNone) return f(FewTokensPushKernel<void>);
   switch (type) {
     case Float::kF16:
-      return f(SmallPushKernel<__half>);
+      return f(FewTokensPushKernel<__half>);
     case Float::kBF16:
-      return f(SmallPushKernel<__nv_bfloat16>);
+      return f(FewTokensPushKernel<__nv_bfloat16>);
     default:
-      return f(SmallPushKernel<float>);
+      return f(FewTokensPushKernel<float>);
   }
 }
 
 }  // namespace
 
-cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
-                            cudaStream_t stream) {
-  SmallPushArgs args{params};
+cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, const Device& device,
+                                cudaStream_t stream) {
+  FewTokensPushArgs args{params};
   args.peers = peers;
   int64_t row_bytes = 0;
   for (int p = 0; p < params.num_payloads; ++p) {
@@ -138,19 +138,19 @@ cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const 
   const int max_blocks = MaxBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
   args.num_senders = std::min(args.shape.num_tokens, (max_blocks - kMetadataBlocks) / 2);
   args.num_receivers = std::min(tokens, max_blocks - kMetadataBlocks - args.num_senders);
-  args.team_warps = TeamWarps(tokens, args.num_receivers, kSmallWarps);
+  args.warps_per_row = WarpsPerRow(tokens, args.num_receivers, kFewTokensWarps);
   for (int p = 0; p < params.num_payloads; ++p) {
-    const int64_t bytes = params.payloads[p].row_bytes, warps = args.team_warps;
+    const int64_t bytes = params.payloads[p].row_bytes, warps = args.warps_per_row;
     args.shares[p] =
         static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
   }
   const int blocks = args.num_senders + args.num_receivers + kMetadataBlocks;
   return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
-    return Launch(kernel, blocks, kSmallThreads, RoutingTableBytes(args.shape), stream, true, args);
+    return Launch(kernel, blocks, kFewTokensThreads, RoutingTableBytes(args.shape), stream, true, args);
   });
 }
 
-cudaError_t PreloadSmallPush() {
+cudaError_t PreloadFewTokensPush() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {

@@ -1,12 +1,12 @@
 // The arguments of the kernels for few tokens, and the division of work among their warps.
 #pragma once
 
-#include "kernels/protocol/mail_session.cuh"
+#include "kernels/protocol/arena_session.cuh"
 
 namespace jax_ep::cuda {
 
-constexpr int kSmallThreads = 512;
-constexpr int kSmallWarps = kSmallThreads / kWarp;
+constexpr int kFewTokensThreads = 512;
+constexpr int kFewTokensWarps = kFewTokensThreads / kWarp;
 
 // The items of some work that a warp takes: every `count`-th, from `index` on.
 struct WarpShare {
@@ -17,19 +17,19 @@ struct WarpShare {
 // Returns this warp's share if the warps of blocks [first, last) share the work.
 __device__ inline WarpShare WarpsOf(int first, int last) {
   return {static_cast<int>(threadIdx.x) / kWarp * (last - first) + static_cast<int>(blockIdx.x) - first,
-          (last - first) * kSmallWarps};
+          (last - first) * kFewTokensWarps};
 }
 
 // The division of an op for few tokens among blocks and warps. A dispatch has, in this order, blocks that
 // send, blocks that receive, and metadata blocks, which publish this rank's choices and write the handle, the
 // counts and zeros. No block both sends and receives, because an SM's loads wait behind its stores to peers.
 // In a combine every block both sends and receives, by different warps, and `num_senders` is all of them.
-struct SmallPlan {
+struct FewTokensPartition {
   Peers peers;
   Slots slots;
   int32_t num_senders;
   int32_t num_receivers;
-  int32_t team_warps;  // warps that share a row
+  int32_t warps_per_row;  // warps that share a row
 
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
   __device__ bool writes_metadata() const { return static_cast<int>(blockIdx.x) >= first_metadata_block(); }
@@ -40,46 +40,47 @@ struct SmallPlan {
 };
 
 // The kernels' arguments, passed by value as their parameters.
-struct SmallPushArgs : PushOperands, SmallPlan {
+struct FewTokensPushArgs : PushOperands, FewTokensPartition {
   Payload payloads[kMaxPayloads];
   int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
-  int32_t
-      shares[kMaxPayloads];  // part of each payload's row that one warp of a team copies, in vectors or bytes
+  int32_t shares[kMaxPayloads];   // part of each payload's row that one of the warps that share it copies, in
+                                  // vectors or bytes
 
-  __device__ MailSession session() const { return {peers, Op::kDispatch, attendance, slots}; }
+  __device__ ArenaSession session() const { return {peers, Op::kDispatch, attendance, slots}; }
 };
-struct SmallPullArgs : PullOperands, SmallPlan {
+struct FewTokensPullArgs : PullOperands, FewTokensPartition {
   Summand summand;
   Bias biases[kMaxBiases];
 
-  __device__ MailSession session() const { return {peers, Op::kCombine, attendance, slots}; }
+  __device__ ArenaSession session() const { return {peers, Op::kCombine, attendance, slots}; }
 };
 
 // A few warps of a block that share a row.
-struct RowTeam {
-  int index;  // among the teams of blocks [first, last)
-  int count;  // number of these teams
-  int warp;   // index of this warp in the team
-  int warps;
+struct RowWarps {
+  int index;  // among those of blocks [first, last)
+  int count;  // number of these
+  int warp;   // index of this warp among the `size` warps
+  int size;
   int lane;
   int barrier;
 
-  // Synchronizes the team.
+  // Synchronizes the warps.
   __device__ void Sync() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(warps * kWarp) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(size * kWarp) : "memory");
   }
 };
 
-// Returns the team of this warp, if the first `warps_per_block` warps of blocks [first, last) form teams of
-// `warps` warps. Team indices go over all blocks first, so that a few rows are spread over all blocks.
-__device__ inline RowTeam TeamOf(int first, int last, int warps, int warps_per_block = kSmallWarps) {
-  const int warp = threadIdx.x / kWarp, team = warp / warps, blocks = last - first;
-  return {static_cast<int>(blockIdx.x) - first + team * blocks,
-          warps_per_block / warps * blocks,
-          warp % warps,
-          warps,
+// Returns the warps that share rows with this one, if the first `warps_per_block` warps of blocks [first,
+// last) share rows `size` by `size`. Indices go over all blocks first, so that a few rows are spread over all
+// blocks.
+__device__ inline RowWarps RowWarpsOf(int first, int last, int size, int warps_per_block = kFewTokensWarps) {
+  const int warp = threadIdx.x / kWarp, index_in_block = warp / size, blocks = last - first;
+  return {static_cast<int>(blockIdx.x) - first + index_in_block * blocks,
+          warps_per_block / size * blocks,
+          warp % size,
+          size,
           static_cast<int>(threadIdx.x) % kWarp,
-          1 + team};
+          1 + index_in_block};
 }
 
 }  // namespace jax_ep::cuda

@@ -1,5 +1,4 @@
-// Board on which the ranks of a group meet on the host, in all of its processes, at the first call of a call
-// site.
+// The meeting of a group's ranks on the host, in all of its processes, at the first call of a call site.
 //
 // Loading a kernel or a graph late on one device holds locks of the driver. That could block a kernel on
 // which peers wait. So the first call of a call site is launched only after all ranks have arrived, by all
@@ -10,7 +9,7 @@
 // in step for later calls.
 //
 // In a process with several devices, XLA starts every program on all of them in one order, whichever threads
-// call it. Between processes no such order exists. So if a board is shared by processes, a rank also refuses
+// call it. Between processes no such order exists. So if processes share a meeting, a rank also refuses
 // a first call that begins while another thread is in one: it would be luck if the other processes began
 // these two in the same order.
 #pragma once
@@ -26,19 +25,19 @@
 
 namespace jax_ep {
 
-class Board {
+class HostMeeting {
  public:
-  // Makes a board for a group whose ranks all live in this process. `total_ranks` counts the ranks of all
+  // Makes a meeting for a group whose ranks all live in this process. `total_ranks` counts the ranks of all
   // groups of a mesh.
-  static std::shared_ptr<Board> Make(int total_ranks);
+  static std::shared_ptr<HostMeeting> Make(int total_ranks);
   // Maps a file of Bytes(total_ranks) zeros, which every process of the group maps. The caller keeps the
   // descriptor. Throws std::runtime_error.
-  static std::shared_ptr<Board> Map(int descriptor, int total_ranks);
+  static std::shared_ptr<HostMeeting> Map(int descriptor, int total_ranks);
   static int64_t Bytes(int total_ranks);
 
-  ~Board();
-  Board(const Board&) = delete;
-  Board& operator=(const Board&) = delete;
+  ~HostMeeting();
+  HostMeeting(const HostMeeting&) = delete;
+  HostMeeting& operator=(const HostMeeting&) = delete;
 
   struct Call {
     uint32_t number;    // from 1; the same on all ranks of the group
@@ -86,12 +85,12 @@ class Board {
 
  private:
   struct Row;
-  class Meeting;
+  class PeerWait;
 
   // Stands for a call that its own rank refuses.
   static constexpr uint64_t kNoSignature = UINT64_MAX;
 
-  Board(void* memory, int total_ranks, bool spans_processes);
+  HostMeeting(void* memory, int total_ranks, bool spans_processes);
 
   // Marks the rank at an index as being in a call with this signature, unless it is in another one, whose
   // signature is returned in `other`.

@@ -1,10 +1,10 @@
 // Combine of few tokens, through the arena. Each rank sums the rows that it holds of a token, and writes the
 // sum to its slot at the token's rank. That rank adds up the sums that arrive.
-#include "kernels/kernels.h"
+#include "kernels/few_tokens/plan.h"
 #include "kernels/launch/launch.h"
+#include "kernels/launches.h"
 #include "kernels/routing/destination.cuh"
 #include "kernels/rows/sum.cuh"
-#include "kernels/small/plan.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -37,7 +37,7 @@ __device__ T* SlotRow(std::byte* slot) {
 // are the rows of the token's choices, one per lane. By rank it is the index-th row that arrived from that
 // rank, whose rows are contiguous (see CombineFitsArena).
 template <typename T>
-__device__ SumInputs<T> FindLocalRows(const SmallPullArgs& args, int source, int index, int lane) {
+__device__ SumInputs<T> FindLocalRows(const FewTokensPullArgs& args, int source, int index, int lane) {
   const Shape& shape = args.shape;
   int row = -1;
   if (shape.has_row_per_choice()) {
@@ -57,20 +57,20 @@ __device__ SumInputs<T> FindLocalRows(const SmallPullArgs& args, int source, int
   return inputs;
 }
 
-// The slot that a team fills next: its rank, and its index there. Each rank starts with the rank after it, so
-// that the ranks do not all write to the same one.
+// The slot that the warps of a row fill next: its rank, and its index there. Each rank starts with the rank
+// after it, so that the ranks do not all write to the same one.
 struct SlotTarget {
   int rank;
   int index;
 };
 
-__device__ SlotTarget TargetOf(const SmallPullArgs& args, int i) {
+__device__ SlotTarget TargetOf(const FewTokensPullArgs& args, int i) {
   const int R = args.shape.num_ranks, behind = args.peers.rank + 1 + i % R;
   return {behind < R ? behind : behind - R, i / R};
 }
 
-// The work of a team's warp that does not depend on the op being open: the rows of the team's first slot, and
-// the sum of this warp's first columns.
+// The work of a warp that does not depend on the op being open: the rows of its first slot, and the
+// sum of this warp's first columns.
 template <typename T, int N>
 struct FirstSum {
   SumInputs<T> inputs;
@@ -78,46 +78,47 @@ struct FirstSum {
 };
 
 template <typename T, int N>
-__device__ FirstSum<T, N> ComputeFirstSum(const SmallPullArgs& args, const RowTeam& team) {
+__device__ FirstSum<T, N> ComputeFirstSum(const FewTokensPullArgs& args, const RowWarps& row_warps) {
   FirstSum<T, N> first_sum{};
-  if (team.index >= args.shape.num_ranks * args.shape.num_tokens) return first_sum;
-  const SlotTarget target = TargetOf(args, team.index);
-  first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, team.lane);
+  if (row_warps.index >= args.shape.num_ranks * args.shape.num_tokens) return first_sum;
+  const SlotTarget target = TargetOf(args, row_warps.index);
+  first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, row_warps.lane);
   const int width = static_cast<int>(args.summand.num_elements);
-  SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), team.warp * kSlice<N>, width, team.lane,
+  SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), row_warps.warp * kSlice<N>, width, row_warps.lane,
                  first_sum.total);
   return first_sum;
 }
 
 // Sums this rank's rows of each token, and sends the sums. Called by the summing warps, which share the
-// tokens team by team.
+// tokens, a few warps for each.
 template <typename T, int N>
-__device__ void SendSums(const SmallPullArgs& args, const MailSession& session, const RowTeam& team,
-                         FirstSum<T, N> first_sum) {
+__device__ void SendSums(const FewTokensPullArgs& args, const ArenaSession& session,
+                         const RowWarps& row_warps, FirstSum<T, N> first_sum) {
   const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
   bool is_summed = true;
 #pragma unroll 1
-  for (int i = team.index; i < tokens; i += team.count, is_summed = false) {
+  for (int i = row_warps.index; i < tokens; i += row_warps.count, is_summed = false) {
     const SlotTarget target = TargetOf(args, i);
-    if (!is_summed) first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, team.lane);
+    if (!is_summed) first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, row_warps.lane);
     if (first_sum.inputs.lanes == 0 || (session.writable() >> target.rank & 1) == 0) continue;
     std::byte* const slot = session.half().slot(target.rank, me, target.index);
-    if (team.warp == 0 && team.lane == __ffs(first_sum.inputs.lanes) - 1) {
+    if (row_warps.warp == 0 && row_warps.lane == __ffs(first_sum.inputs.lanes) - 1) {
       SlotFactor(slot) = IsOneRow(first_sum.inputs) ? first_sum.inputs.factor : 1.0f;
     }
 #pragma unroll 1
-    for (int first = team.warp * kSlice<N>; first < width; first += team.warps * kSlice<N>) {
+    for (int first = row_warps.warp * kSlice<N>; first < width; first += row_warps.size * kSlice<N>) {
       if (!is_summed) {
         memset(first_sum.total, 0, sizeof(first_sum.total));
-        SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), first, width, team.lane, first_sum.total);
+        SumSlice<T, N>(WithoutWeightIfSingle(first_sum.inputs), first, width, row_warps.lane,
+                       first_sum.total);
       }
       is_summed = false;
-      StoreSlice<T, N>(SlotRow<T>(slot), first, width, team.lane, first_sum.total);
+      StoreSlice<T, N>(SlotRow<T>(slot), first, width, row_warps.lane, first_sum.total);
     }
-    team.Sync();
-    if (team.warp == 0 && team.lane == 0) {
-      StoreWordRelease(&session.half().mail(target.rank, me).arrived[target.index], 1, session.epoch());
+    row_warps.Sync();
+    if (row_warps.warp == 0 && row_warps.lane == 0) {
+      StoreWordRelease(&session.half().mailbox(target.rank, me).arrived[target.index], 1, session.epoch());
     }
   }
 }
@@ -133,7 +134,7 @@ struct Sender {
   }
 };
 
-__device__ Sender FindSender(const SmallPullArgs& args, int t, int lane) {
+__device__ Sender FindSender(const FewTokensPullArgs& args, int t, int lane) {
   const Shape& shape = args.shape;
   const Destination destination = FindDestination(shape, args.handle, t, lane);
   if (shape.has_row_per_choice()) {
@@ -148,10 +149,10 @@ __device__ Sender FindSender(const SmallPullArgs& args, int t, int lane) {
 }
 
 // Waits for the sums of a token. Called by one warp. Returns bit r if rank r was missed.
-__device__ uint32_t AwaitSums(const SmallPullArgs& args, const MailSession& session, const Sender& sender,
-                              int lane) {
+__device__ uint32_t AwaitSums(const FewTokensPullArgs& args, const ArenaSession& session,
+                              const Sender& sender, int lane) {
   if (!sender.sends) return 0;
-  const EpochWord* const arrived = &session.half().mail(args.peers.rank, lane).arrived[sender.index];
+  const EpochWord* const arrived = &session.half().mailbox(args.peers.rank, lane).arrived[sender.index];
   return session.AwaitWord(arrived) ? 0 : 1u << lane;
 }
 
@@ -163,7 +164,7 @@ struct OutputSlice {
 };
 
 template <int N>
-__device__ OutputSlice FindOutputSlice(const SmallPullArgs& args, int i, int lane) {
+__device__ OutputSlice FindOutputSlice(const FewTokensPullArgs& args, int i, int lane) {
   const int width = static_cast<int>(args.summand.num_elements),
             slices = max((width + kSlice<N> - 1) / kSlice<N>, 1);
   const int index = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = index / slices;
@@ -174,7 +175,7 @@ __device__ OutputSlice FindOutputSlice(const SmallPullArgs& args, int i, int lan
 // Adds up the sums that arrive, in the order of the ranks: first for `slice`, then for slices that the warp
 // takes tickets for. Returns the ranks that this thread has missed.
 template <typename T, int N>
-__device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession& session,
+__device__ uint32_t AddArrivedSums(const FewTokensPullArgs& args, const ArenaSession& session,
                                    const TicketCounter& tickets, OutputSlice slice) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
 #pragma unroll 1
@@ -199,10 +200,10 @@ __device__ uint32_t AddArrivedSums(const SmallPullArgs& args, const MailSession&
 }
 
 // Waits for all sums from `ranks`. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession session, uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAll(const FewTokensPullArgs& args, const ArenaSession session, uint32_t ranks) {
   const int lane = threadIdx.x % kWarp;
   uint32_t missing = 0;
-  for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kSmallWarps) {
+  for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kFewTokensWarps) {
     missing |= AwaitSums(args, session, FindSender(args, t, lane).Among(ranks, lane), lane);
     __syncwarp();
   }
@@ -212,11 +213,11 @@ JAX_EP_RARE uint32_t AwaitAll(const SmallPullArgs& args, const MailSession sessi
 // The summing warps of a block start with the sums that this rank sends, the other warps with those that it
 // receives. At the end all warps do the latter. N elements of T are loaded at a time.
 template <typename T, int N>
-__global__ void __launch_bounds__(kSmallThreads, 1)
-    SmallPullKernel(const __grid_constant__ SmallPullArgs args) {
+__global__ void __launch_bounds__(kFewTokensThreads, 1)
+    FewTokensPullKernel(const __grid_constant__ FewTokensPullArgs args) {
   __shared__ unsigned next;
-  const MailOpening opening(args.peers, args.position_operand, args.attendance);
-  MailSession session = args.session();
+  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession session = args.session();
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
@@ -224,26 +225,26 @@ __global__ void __launch_bounds__(kSmallThreads, 1)
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const RowTeam team = TeamOf(0, args.num_senders, args.team_warps, kSummingWarps);
+  const RowWarps row_warps = RowWarpsOf(0, args.num_senders, args.warps_per_row, kSummingWarps);
   FirstSum<T, N> first_sum{};
   OutputSlice slice{};
   if (warp < kSummingWarps) {
-    first_sum = ComputeFirstSum<T, N>(args, team);
+    first_sum = ComputeFirstSum<T, N>(args, row_warps);
   } else {
     slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
   }
-  if (threadIdx.x == 0) next = kSmallWarps - kSummingWarps;
+  if (threadIdx.x == 0) next = kFewTokensWarps - kSummingWarps;
   if (!session.Open(opening)) return session.Close(fill);
   if (session.is_leader()) session.PublishCall();
   const TicketCounter tickets{&next};
   if (warp < kSummingWarps) {
-    SendSums<T, N>(args, session, team, first_sum);
+    SendSums<T, N>(args, session, row_warps, first_sum);
     slice = FindOutputSlice<N>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane);
   }
   uint32_t missing = 0;
   if (args.attendance.masks) {
     session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, ranks); });
-  } else if (session.is_leader() && warp == kSmallWarps - 1) {
+  } else if (session.is_leader() && warp == kFewTokensWarps - 1) {
     // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
     // have arrived.
     missing = session.AwaitCall(lane, log);
@@ -261,7 +262,7 @@ cudaError_t WithKernel(Float type, int64_t width, F&& f) {
   const auto with_type = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
-    return width % kFull == 0 ? f(SmallPullKernel<T, kFull>) : f(SmallPullKernel<T, 1>);
+    return width % kFull == 0 ? f(FewTokensPullKernel<T, kFull>) : f(FewTokensPullKernel<T, 1>);
   };
   switch (type) {
     case Float::kF16:
@@ -275,22 +276,22 @@ cudaError_t WithKernel(Float type, int64_t width, F&& f) {
 
 }  // namespace
 
-cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
-                            cudaStream_t stream) {
-  SmallPullArgs args{params};
+cudaError_t LaunchFewTokensPull(const PullParams& params, const Peers& peers, const Device& device,
+                                cudaStream_t stream) {
+  FewTokensPullArgs args{params};
   args.peers = peers;
   args.summand = params.summands[0];
   args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
   args.num_senders = std::clamp(tokens, 1, MaxBlocks(device));
-  args.team_warps = TeamWarps(tokens, args.num_senders, kSummingWarps);
+  args.warps_per_row = WarpsPerRow(tokens, args.num_senders, kSummingWarps);
   return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
-    return Launch(kernel, args.num_senders, kSmallThreads, 0, stream, true, args);
+    return Launch(kernel, args.num_senders, kFewTokensThreads, 0, stream, true, args);
   });
 }
 
-cudaError_t PreloadSmallPull() {
+cudaError_t PreloadFewTokensPull() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (int64_t width : {0, 1}) {

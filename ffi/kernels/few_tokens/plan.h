@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "kernels/few_tokens/args.cuh"
 #include "kernels/launch/device.h"
-#include "kernels/small/args.cuh"
 
 namespace jax_ep::cuda {
 
@@ -15,7 +15,7 @@ inline int MaxBlocks(const Device& device) {
 
 // Returns how many warps share a row. All warps of `blocks` blocks with `warps_per_block` warps each are used
 // if possible.
-inline int TeamWarps(int rows, int blocks, int warps_per_block) {
+inline int WarpsPerRow(int rows, int blocks, int warps_per_block) {
   int warps = warps_per_block;
   while (warps > 2 && (warps_per_block % warps != 0 || rows * warps > blocks * warps_per_block)) --warps;
   return warps;

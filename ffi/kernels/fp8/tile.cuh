@@ -4,9 +4,9 @@
 
 #include <cuda_pipeline.h>
 
-#include "kernels/kernels.h"
+#include "kernels/fp8/block.cuh"
+#include "kernels/launches.h"
 #include "kernels/local/groups.cuh"
-#include "kernels/rows/quantize.cuh"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {

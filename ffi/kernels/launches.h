@@ -12,7 +12,7 @@ namespace jax_ep::cuda {
 // The layout kernel counts ranks, nodes and experts in shared memory, 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
-// The state of the plan (core/balance.h) must fit in a block's shared memory.
+// The state of the placement (core/balance.h) must fit in a block's shared memory.
 cudaError_t LaunchBalance(const BalanceParams& params, const Device& device, cudaStream_t stream);
 // Writes topk_idx, chunk_counts (see index.h), and each row's index within its chunk to sent_rows.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
@@ -23,10 +23,10 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
                        cudaStream_t stream);
 // Launch the kernels for few tokens, which use the arena (kernels/protocol/arena.h): a push that routes, and
 // a pull of one array of 16- or 32-bit elements that returns no weights.
-cudaError_t LaunchSmallPush(const PushParams& params, const Peers& peers, const Device& device,
-                            cudaStream_t stream);
-cudaError_t LaunchSmallPull(const PullParams& params, const Peers& peers, const Device& device,
-                            cudaStream_t stream);
+cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, const Device& device,
+                                cudaStream_t stream);
+cudaError_t LaunchFewTokensPull(const PullParams& params, const Peers& peers, const Device& device,
+                                cudaStream_t stream);
 cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const Device& device,
                          cudaStream_t stream);
 cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream);
@@ -43,8 +43,8 @@ cudaError_t PreloadBalance();
 cudaError_t PreloadCount();
 cudaError_t PreloadPush();
 cudaError_t PreloadPull();
-cudaError_t PreloadSmallPush();
-cudaError_t PreloadSmallPull();
+cudaError_t PreloadFewTokensPush();
+cudaError_t PreloadFewTokensPull();
 cudaError_t PreloadGather();
 cudaError_t PreloadRepermute();
 cudaError_t PreloadUnpermute();

@@ -4,7 +4,7 @@
 
 #include <deque>
 
-#include "mail_ops.h"
+#include "arena_ops.h"
 
 namespace jax_ep::cuda {
 
@@ -13,8 +13,8 @@ using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
 
 // One op of one rank's program and its faults.
-struct MailPlan {
-  MailWork work;
+struct ArenaPlan {
+  ArenaWork work;
   uint64_t late_by = 0;  // nanoseconds from the end of the op before to the beginning of this one
   // If not 0, the op begins this many nanoseconds after the first other rank has begun it.
   uint64_t after_others = 0;
@@ -26,13 +26,13 @@ struct MailPlan {
 };
 
 // How an op of a rank ended.
-struct MailEnd {
+struct ArenaEnd {
   bool is_known = false, has_failed = false;
   uint32_t ranks = 0;  // that took part, according to this rank
   uint64_t at = 0, held_until = 0;
 };
 
-class MailWorld {
+class ArenaWorld {
  public:
   static constexpr uint64_t kNearNs = 40'000;  // distance from a deadline at which time is counted finely
 
@@ -44,7 +44,7 @@ class MailWorld {
   int good = 0, failed = 0, masked = 0;
   bool has_disagreed = false;
 
-  MailWorld(Random& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
+  ArenaWorld(Random& random, int num_ranks, uint32_t epoch, uint64_t timeout_ns)
       : random_(random), timeout_ns_(timeout_ns), ranks_(num_ranks) {
     Machine& machine = Machine::Get();
     machine.random.seed(random());
@@ -60,8 +60,8 @@ class MailWorld {
     }
     Reset(epoch);
   }
-  MailWorld(const MailWorld&) = delete;
-  ~MailWorld() {
+  ArenaWorld(const ArenaWorld&) = delete;
+  ~ArenaWorld() {
     Machine::Get().Abandon();
     Machine::Get().next_event = 0;
   }
@@ -72,9 +72,9 @@ class MailWorld {
   uint64_t timeout_ns() const { return timeout_ns_; }
   const Report& report(int r) const { return ranks_[r].report; }
   int num_ops() const { return static_cast<int>(ranks_[0].ends.size()); }
-  MailPlan& plan(int r, int op) { return ranks_[r].plans[op]; }
-  const MailEnd& end(int r, int op) const { return ranks_[r].ends[op]; }
-  void SetProgram(const std::vector<MailWork>& program) {
+  ArenaPlan& plan(int r, int op) { return ranks_[r].plans[op]; }
+  const ArenaEnd& end(int r, int op) const { return ranks_[r].ends[op]; }
+  void SetProgram(const std::vector<ArenaWork>& program) {
     for (Rank& rank : ranks_) {
       rank.plans.assign(program.size(), {});
       rank.ends.assign(program.size(), {});
@@ -83,7 +83,7 @@ class MailWorld {
   }
   void CutAfter(int r, int op) { ranks_[r].plans.resize(op); }
   // Adds an op that begins `after` nanoseconds from the start if another op of the rank is in flight then.
-  void SetStray(int r, const MailWork& work, uint64_t after) {
+  void SetStray(int r, const ArenaWork& work, uint64_t after) {
     ranks_[r].stray.work = work;
     ranks_[r].stray.late_by = after;
     ranks_[r].has_stray = true;
@@ -133,7 +133,7 @@ class MailWorld {
     machine.Abandon();
     uint64_t last = machine.now + 40 * timeout_ns_;
     for (const Rank& rank : ranks_) {
-      for (const MailPlan& plan : rank.plans)
+      for (const ArenaPlan& plan : rank.plans)
         last += 3 * timeout_ns_ + plan.late_by + plan.freezes_for % kForEver;
     }
     while (true) {
@@ -179,13 +179,13 @@ class MailWorld {
   struct Rank {
     std::byte* memory = nullptr;
     Report report{};
-    std::vector<MailPlan> plans;
-    std::vector<MailEnd> ends;
-    MailPlan stray;
+    std::vector<ArenaPlan> plans;
+    std::vector<ArenaEnd> ends;
+    ArenaPlan stray;
     bool has_stray = false, has_died = false;
     size_t next = 0;
     uint64_t since = 0;  // when its last op ended
-    std::vector<std::unique_ptr<MailRun>> runs;
+    std::vector<std::unique_ptr<ArenaRun>> runs;
 
     Control& control() const { return *reinterpret_cast<Control*>(memory); }
     Channel& channel() const { return control().channels[kArenaChannel]; }
@@ -211,7 +211,7 @@ class MailWorld {
   }
 
   uint64_t DueAt(const Rank& rank) const {
-    const MailPlan& plan = rank.plans[rank.next];
+    const ArenaPlan& plan = rank.plans[rank.next];
     if (plan.after_others == 0) return rank.since + plan.late_by;
     const uint64_t begun = first_begun_[rank.next];
     // It may be that no other rank begins this op.
@@ -267,14 +267,14 @@ class MailWorld {
     if (gates_close_at != 0) consider(began_ + gates_close_at);
   }
 
-  std::unique_ptr<MailRun> Begin(int r, const MailPlan& plan) {
-    auto run = std::make_unique<MailRun>();
-    const MailWork& work = plan.work;
+  std::unique_ptr<ArenaRun> Begin(int r, const ArenaPlan& plan) {
+    auto run = std::make_unique<ArenaRun>();
+    const ArenaWork& work = plan.work;
     const int R = num_ranks();
     run->work = work;
     run->position_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
     run->must_fail = has_failed_ || static_cast<uint32_t>(ranks_[r].channel().gate) != 0;
-    SmallPushArgs& args = run->args;
+    FewTokensPushArgs& args = run->args;
     args = {};
     args.shape = work.shape(R);
     args.position_operand = &run->position_operand;
@@ -299,19 +299,19 @@ class MailWorld {
     args.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     const int metadata_blocks = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     run->summing_warps = 1 + static_cast<int>(random_() % 2);
-    args.team_warps = 1 + static_cast<int>(random_() % run->summing_warps);
+    args.warps_per_row = 1 + static_cast<int>(random_() % run->summing_warps);
     const int blocks = args.num_senders + args.num_receivers + metadata_blocks;
     for (int i = 0; i < work.tokens * work.top_k; ++i) {
       run->topk_idx.push_back(work.Expert(r, i / work.top_k, i % work.top_k, R));
     }
     run->rows.assign(R * work.tokens * kWords, kUntouched);
     run->choices.assign(blocks, std::vector<int16_t>(R * work.tokens * work.top_k, -7));
-    run->views.resize(blocks * MailRun::kNumPlaces);
+    run->views.resize(blocks * ArenaRun::kNumPlaces);
     emulation::Launch& launch = run->launch;
     launch.rank = r;
     launch.grid = {static_cast<unsigned>(blocks)};
-    launch.block = {kMailThreads};
-    launch.body = [run = run.get()] { run->work.pushes ? MailPushKernel(*run) : MailPullKernel(*run); };
+    launch.block = {kArenaThreads};
+    launch.body = [run = run.get()] { run->work.pushes ? ArenaPushKernel(*run) : ArenaPullKernel(*run); };
     launch.freezes_at = plan.freezes_at;
     launch.freezes_at_look = plan.freezes_at_look;
     launch.freezes_for = plan.freezes_for;
@@ -322,7 +322,7 @@ class MailWorld {
   }
 
   // Prints each beginning and end, with TRACE=1 in the environment.
-  static void Trace(const MailRun& run, const char* what) {
+  static void Trace(const ArenaRun& run, const char* what) {
     static const bool traces = std::getenv("TRACE") != nullptr;
     if (!traces) return;
     const char* const held = run.launch.freezes_rank ? ", its rank held up" : ", a block held up";
@@ -335,7 +335,7 @@ class MailWorld {
   }
 
   // Shows an op that does not return.
-  static void Show(const MailRun& run) {
+  static void Show(const ArenaRun& run) {
     const Channel& own = run.args.peers.own();
     std::fprintf(stderr, "rank %d, op %u (%s%s): gate %llx, opened %llx, epoch %x, ended %x\n",
                  run.args.peers.rank, run.work.number, run.work.pushes ? "push" : "pull",
@@ -345,10 +345,10 @@ class MailWorld {
   }
 
   // Checks the results of a run that returns: all rows, or all 0xff.
-  void End(MailRun& run) {
+  void End(ArenaRun& run) {
     const int me = run.args.peers.rank;
     Rank& rank = ranks_[me];
-    MailEnd end{true, run.was_filled, 0, Machine::Get().now, run.launch.frozen_until};
+    ArenaEnd end{true, run.was_filled, 0, Machine::Get().now, run.launch.frozen_until};
     Trace(run, run.was_filled ? "fails" : "ends");
     if (!run.is_stray) rank.since = Machine::Get().now;
     if (!run.launch.frozen && Machine::Get().rank_frozen_until[me] == 0) {
@@ -367,7 +367,7 @@ class MailWorld {
     if (!run.is_stray) rank.ends[rank.next - 1] = end;
   }
 
-  void CheckFilled(const MailRun& run) {
+  void CheckFilled(const ArenaRun& run) {
     const int me = run.args.peers.rank;
     for (const uint32_t word : run.rows) {
       if (word != kFilled) Die("rank %d fails, and leaves %x", me, word);
@@ -378,13 +378,13 @@ class MailWorld {
   }
 
   // Checks the results of an op that succeeded and returns the ranks that took part.
-  uint32_t CheckWhole(MailRun& run) {
-    const MailWork& work = run.work;
+  uint32_t CheckWhole(ArenaRun& run) {
+    const ArenaWork& work = run.work;
     const int me = run.args.peers.rank, R = num_ranks();
     const uint32_t active = work.active >> me & 1 ? work.active : 0;
     uint32_t ranks = active;
     for (unsigned block = 0; block < run.launch.grid.x; ++block) {
-      const MailRun::View& view = run.ViewOf(block, MailRun::kAtEnd);
+      const ArenaRun::View& view = run.ViewOf(block, ArenaRun::kAtEnd);
       if (!view.is_set || !view.is_open || view.has_failed)
         Die("rank %d's op succeeds, but a block has failed", me);
       if (block > 0 && view.ranks != ranks)
@@ -412,8 +412,8 @@ class MailWorld {
     return ranks;
   }
 
-  void CheckChoices(const MailRun& run, uint32_t ranks, int r, int t) const {
-    const MailWork& work = run.work;
+  void CheckChoices(const ArenaRun& run, uint32_t ranks, int r, int t) const {
+    const ArenaWork& work = run.work;
     for (unsigned block = run.args.num_senders; block < run.launch.grid.x; ++block) {
       for (int k = 0; k < work.top_k; ++k) {
         const int seen = run.choices[block][(r * work.tokens + t) * work.top_k + k];

@@ -1,6 +1,6 @@
 // One block's view of one op of one rank, if ranks write only to each other's arenas (arena.h).
 //
-// A kernel makes a MailOpening early, then a MailSession, and then calls in this order:
+// A kernel makes an ArenaOpening early, then an ArenaSession, and then calls in this order:
 //
 //   Open          each block claims the channel, the first one opens the op, and each determines which peers
 //                 this rank may write to
@@ -36,7 +36,7 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
 // Fails an op on all ranks, and fills the results. Called by the block of this rank that ends last;
 // synchronizes.
 template <typename Fill>
-__device__ __noinline__ void GiveUpMail(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
+__device__ __noinline__ void FailArenaOp(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
   if (threadIdx.x == 0) {
     (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
     Delay(kStoresLand);
@@ -81,7 +81,7 @@ struct ArenaHalf {
 
   __device__ ArenaHead& head(int rank) const { return ArenaOf(peers, rank).heads[number]; }
   // Returns the mailbox at rank `at` that `source` writes.
-  __device__ Mailbox& mail(int at, int source) const { return head(at).mail[source]; }
+  __device__ ArenaMailbox& mailbox(int at, int source) const { return head(at).mailboxes[source]; }
   __device__ std::byte* slot(int at, int source, int token) const {
     std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at) + 1);
     return first + number * kSlotsOfHalf + slots.offset(source, token);
@@ -89,13 +89,13 @@ struct ArenaHalf {
 };
 
 // The first step of an op, by the last warp of each block; see Opening. Lane r loads the state of rank r.
-struct MailOpening {
+struct ArenaOpening {
   Opening opening;
   uint32_t heard = 0;      // the last op in which this rank has received rank r's call
   bool is_active = false;  // rank r takes part, according to the program
 
-  __device__ MailOpening(const Peers& peers, const MeshPosition* position_operand,
-                         const Attendance& attendance)
+  __device__ ArenaOpening(const Peers& peers, const MeshPosition* position_operand,
+                          const Attendance& attendance)
       : opening(peers, position_operand, true) {
     const int r = threadIdx.x % kWarp;
     if (!IsOpeningWarp() || r >= peers.num_ranks) return;
@@ -105,34 +105,34 @@ struct MailOpening {
   __device__ static bool IsOpeningWarp() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
 };
 
-class MailSession {
+class ArenaSession {
  public:
-  __device__ MailSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
+  __device__ ArenaSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
   // Opens the op. Returns false if the block must not go on with it. In blocks other than the first, true
   // does not mean that the op is open: if the first block finds the gate closed, the others go on until they
   // find it closed, too. Called by the whole block; synchronizes.
-  __device__ bool Open(const MailOpening& mail_opening) {
-    if (MailOpening::IsOpeningWarp()) {
+  __device__ bool Open(const ArenaOpening& arena_opening) {
+    if (ArenaOpening::IsOpeningWarp()) {
       bool fails = false;
       if (Opening::IsOpeningThread()) {
         BlockClock().began = 0;
         BlockClock().limit = 0;
-        fails = !mail_opening.opening.Finish(peers_, op_);
+        fails = !arena_opening.opening.Finish(peers_, op_);
       }
       fails = __ballot_sync(kAllLanes, fails) != 0;
-      const uint32_t epoch = __shfl_sync(kAllLanes, mail_opening.opening.epoch(), kWarp - 1);
-      const unsigned active = __ballot_sync(kAllLanes, mail_opening.is_active);
+      const uint32_t epoch = __shfl_sync(kAllLanes, arena_opening.opening.epoch(), kWarp - 1);
+      const unsigned active = __ballot_sync(kAllLanes, arena_opening.is_active);
       const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
-      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, mail_opening.heard);
+      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, arena_opening.heard);
       // Unless ranks may be left out, the op fails without one that has not begun in time.
       const uint32_t missing = fails || attendance_.masks ? 0 : ranks & ~writable;
       fails |= missing != 0;
       if (Opening::IsOpeningThread()) {
         if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
-        const bool holds_channel = mail_opening.opening.HoldsChannel(peers_);
-        const Call call = mail_opening.opening.CallOf(peers_);
+        const bool holds_channel = arena_opening.opening.HoldsChannel(peers_);
+        const Call call = arena_opening.opening.CallOf(peers_);
         state_of_block() = {epoch, call, ranks, writable, holds_channel, !fails, fails};
       }
     }
@@ -179,7 +179,7 @@ class MailSession {
     if (r == 0 && !has_all_ranks()) peers_.report->left_out = 1;
     if (r >= peers_.num_ranks || !may_write(r)) return;
     const uint64_t word = call().WithBlocks(0);
-    EpochWord* const there = half().mail(r, peers_.rank).call;
+    EpochWord* const there = half().mailbox(r, peers_.rank).call;
     StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
     StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
   }
@@ -190,7 +190,7 @@ class MailSession {
     if (r >= peers_.num_ranks) return 0;
     log.Write(r, 0);
     if ((ranks() >> r & 1) == 0) return 0;
-    const EpochWord* const words = half().mail(peers_.rank, r).call;
+    const EpochWord* const words = half().mailbox(peers_.rank, r).call;
     const uint32_t now = epoch();
     EpochWord low, high;
     uint64_t came = 0;
@@ -278,8 +278,8 @@ class MailSession {
   }
 
   // Ends the block. The block of this rank that ends last frees the channel. If any block has failed, fill()
-  // first overwrites the results. The blocks' stores are not fenced before they are counted (see GiveUpMail).
-  // Called by the whole block; synchronizes.
+  // first overwrites the results. The blocks' stores are not fenced before they are counted (see
+  // FailArenaOp). Called by the whole block; synchronizes.
   template <typename Fill>
   __device__ void Close(Fill&& fill) {
     Channel& own = peers_.own();
@@ -293,7 +293,7 @@ class MailSession {
       if (end.none_started) {
         FailEverywhere(peers_, op_, epoch(), fill);
       } else {
-        GiveUpMail(peers_, op_, epoch(), fill);
+        FailArenaOp(peers_, op_, epoch(), fill);
       }
       is_opened = LoadRelaxed(&own.opened) == Pack(peers_.call.site + 1, epoch());
     }
@@ -351,7 +351,7 @@ class MailSession {
     if (threadIdx.x == 0) is_opened = HasOpened(peers_, &state_of_block().epoch);
     __syncthreads();
     epoch_ = state_of_block().epoch;
-    if (!is_opened) GiveUpMail(peers_, op_, epoch(), fill);
+    if (!is_opened) FailArenaOp(peers_, op_, epoch(), fill);
     return is_opened;
   }
 

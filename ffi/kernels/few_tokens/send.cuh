@@ -1,15 +1,15 @@
-// The sender's side of a small dispatch: stores each token in its slots at the ranks of its experts.
+// The sender's side of a dispatch of few tokens: stores each token in its slots at the ranks of its experts.
 #pragma once
 
-#include "kernels/rows/quantize.cuh"
-#include "kernels/small/route.cuh"
+#include "kernels/few_tokens/route.cuh"
+#include "kernels/fp8/block.cuh"
 
 namespace jax_ep::cuda {
 
 // Calls store(slot) for token t's slot at each of the ranks. Each rank starts with the rank after it, so that
 // the ranks do not all write to the same one.
 template <typename Store>
-__device__ void ForEachSlot(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
+__device__ void ForEachSlot(const FewTokensPushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
                             Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
   const ArenaHalf half = session.half();
@@ -21,7 +21,7 @@ __device__ void ForEachSlot(const SmallPushArgs& args, const MailSession& sessio
 }
 
 // Threads of a sending block that send rows. The last warp sends the arrival flags.
-constexpr int kSendThreads = kSmallThreads - kWarp;
+constexpr int kSendThreads = kFewTokensThreads - kWarp;
 constexpr int kSendVectors = 2;  // 16-byte loads in flight per thread
 
 // The form in which 16 bytes of a row of T are sent: unchanged if T is void, otherwise as FP8 values with the
@@ -49,7 +49,7 @@ struct PrefetchedToken {
 // Returns the number of 16-byte vectors of a token's row as it is loaded, or 0 if rows are not a multiple of
 // that.
 template <typename T>
-__device__ int VectorsOf(const SmallPushArgs& args) {
+__device__ int VectorsOf(const FewTokensPushArgs& args) {
   const int64_t bytes = args.payloads[0].row_bytes *
                         (std::is_void_v<T> ? 1 : sizeof(std::conditional_t<std::is_void_v<T>, char, T>));
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
@@ -58,7 +58,7 @@ __device__ int VectorsOf(const SmallPushArgs& args) {
 // Loads vectors `first`, `first` + kSendThreads, ... of token t's row, which has n. Called by whole warps,
 // whose lanes reduce the largest magnitude of a block together.
 template <typename T>
-__device__ void LoadWireVectors(const SmallPushArgs& args, int t, int first, int n,
+__device__ void LoadWireVectors(const FewTokensPushArgs& args, int t, int first, int n,
                                 WireVector<T> (&vectors)[kSendVectors]) {
   const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
   uint4 loaded[kSendVectors];
@@ -80,7 +80,7 @@ __device__ void LoadWireVectors(const SmallPushArgs& args, int t, int first, int
 }
 
 template <typename T>
-__device__ PrefetchedToken<T> PrefetchToken(const SmallPushArgs& args, int t) {
+__device__ PrefetchedToken<T> PrefetchToken(const FewTokensPushArgs& args, int t) {
   PrefetchedToken<T> token{-1, 0.0f, {}};
   if (t >= args.shape.num_tokens) return token;
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
@@ -93,7 +93,7 @@ __device__ PrefetchedToken<T> PrefetchToken(const SmallPushArgs& args, int t) {
 
 // Sends a row of whole vectors, of which this thread has loaded its first ones.
 template <typename T>
-__device__ void SendRow(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
+__device__ void SendRow(const FewTokensPushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
                         WireVector<T> (&vectors)[kSendVectors]) {
   const int n = VectorsOf<T>(args), padded_size = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll 1
@@ -120,8 +120,8 @@ __device__ void SendRow(const SmallPushArgs& args, const MailSession& session, i
 }
 
 // Sends a row of any size unchanged.
-__device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& session, int t, uint32_t ranks,
-                                 int payload) {
+__device__ inline void SendBytes(const FewTokensPushArgs& args, const ArenaSession& session, int t,
+                                 uint32_t ranks, int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
@@ -144,22 +144,23 @@ __device__ inline void SendBytes(const SmallPushArgs& args, const MailSession& s
 constexpr int kStored = 1, kFlagged = 3;
 
 __device__ inline void Arrive(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kFewTokensThreads) : "memory");
 }
 __device__ inline void Wait(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kSmallThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kFewTokensThreads) : "memory");
 }
 
 // Returns the ranks that a token is sent to, among those that take part, in all lanes. Each lane has the
 // expert of one choice.
-__device__ inline uint32_t RanksOf(const Shape& shape, const MailSession& session, int expert) {
+__device__ inline uint32_t RanksOf(const Shape& shape, const ArenaSession& session, int expert) {
   const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
   return __reduce_or_sync(kAllLanes, rank) & session.writable();
 }
 
 // Sends all tokens of this block. The first one was loaded earlier. Called by the sending warps.
 template <typename T>
-__device__ void SendTokens(const SmallPushArgs& args, const MailSession& session, PrefetchedToken<T> token) {
+__device__ void SendTokens(const FewTokensPushArgs& args, const ArenaSession& session,
+                           PrefetchedToken<T> token) {
   for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.num_senders, ++step) {
     const uint32_t ranks = RanksOf(args.shape, session, token.expert);
     if (step >= 2) Wait(kFlagged + step % 2);
@@ -179,14 +180,14 @@ __device__ void SendTokens(const SmallPushArgs& args, const MailSession& session
 
 // Sends the arrival flags of each token to its ranks. The last warp does this, because it has to wait until a
 // token's stores are complete, and must not delay those of the next token.
-__device__ inline void SendArrivalFlags(const SmallPushArgs& args, const MailSession& session) {
+__device__ inline void SendArrivalFlags(const FewTokensPushArgs& args, const ArenaSession& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
   for (int t = blockIdx.x, step = 0; t < T; t += args.num_senders, ++step) {
     const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
     const uint32_t ranks = RanksOf(args.shape, session, expert);
     Wait(kStored + step % 2);
     if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
-      StoreWordRelease(&session.half().mail(lane, args.peers.rank).arrived[t], 1, session.epoch());
+      StoreWordRelease(&session.half().mailbox(lane, args.peers.rank).arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.num_senders < T) Arrive(kFlagged + step % 2);

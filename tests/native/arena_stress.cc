@@ -1,18 +1,18 @@
-// Runs the arena's own protocol (ffi/kernels/protocol/mail_session.cuh and what it uses) on the host, with
+// Runs the arena's own protocol (ffi/kernels/protocol/arena_session.cuh and what it uses) on the host, with
 // faults: no GPU is needed.
 //
 //   cd tests/native
-//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi -o /tmp/mail_stress mail_stress.cc
-//   /tmp/mail_stress faults 2000 1    (scenarios, first seed)
-//   /tmp/mail_stress faults 2000 1 late    (only scenarios with this fault)
-//   /tmp/mail_stress plain 2000 1     (ops without a fault, seed)
-//   /tmp/mail_stress count 2000 1     (counts scenarios in which threads of a block disagree)
+//   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi -o /tmp/arena_stress arena_stress.cc
+//   /tmp/arena_stress faults 2000 1    (scenarios, first seed)
+//   /tmp/arena_stress faults 2000 1 late    (only scenarios with this fault)
+//   /tmp/arena_stress plain 2000 1     (ops without a fault, seed)
+//   /tmp/arena_stress count 2000 1     (counts scenarios in which threads of a block disagree)
 //
 // Each scenario has a program of several ops through the arena, with all ranks or some of them, and one
 // fault. A failure repeats with the seed that is printed. TRACE=1 in the environment prints each op.
 //
 // Like hop_stress.cc, it does not test the order in which stores become visible.
-#include "emulation/mail_world.h"
+#include "emulation/arena_world.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -25,7 +25,7 @@ T Pick(Random& random, std::initializer_list<T> from) {
 
 // Most time-outs that an op of a rank that is not held up may last.
 constexpr int kMostWaits = 1;
-// Time that an op takes otherwise, and time that a failed op waits until stores land (GiveUpMail).
+// Time that an op takes otherwise, and time that a failed op waits until stores land (FailArenaOp).
 constexpr uint64_t kSlackNs = 700'000, kStoresLandNs = 1'000'000;
 
 enum Mode { kAll, kActive, kMasks, kMixed, kNumModes };
@@ -61,7 +61,7 @@ uint32_t FirstEpoch(Random& random) {
   return epoch == 0xffffffffu ? 1 : epoch;
 }
 
-void SetManner(Random& random, MailWorld& world) {
+void SetManner(Random& random, ArenaWorld& world) {
   emulation::Manner& manner = Machine::Get().manner;
   manner.budget = Pick(random, {3, 12, 12, 60});
   manner.skip_percent = Pick(random, {0, 0, 30});
@@ -70,11 +70,11 @@ void SetManner(Random& random, MailWorld& world) {
   world.coarse_ns = std::max(1000, 600 * std::min(manner.budget, 30) * (100 - manner.skip_percent) / 100);
 }
 
-std::vector<MailWork> MakeProgram(Random& random, int ops, int num_ranks, Mode mode, uint32_t first_number,
-                                  bool repeats) {
-  std::vector<MailWork> sites, program;
+std::vector<ArenaWork> MakeProgram(Random& random, int ops, int num_ranks, Mode mode, uint32_t first_number,
+                                   bool repeats) {
+  std::vector<ArenaWork> sites, program;
   for (uint32_t i = 0; i < 4; ++i) {
-    MailWork work{};
+    ArenaWork work{};
     work.call = {static_cast<uint32_t>(random()), i};
     work.pushes = Chance(random, 50);
     work.tokens = 1 + static_cast<int>(random() % 5);
@@ -87,7 +87,7 @@ std::vector<MailWork> MakeProgram(Random& random, int ops, int num_ranks, Mode m
   }
   const uint32_t all = (1u << num_ranks) - 1;
   for (int i = 0; i < ops; ++i) {
-    MailWork work = sites[random() % sites.size()];
+    ArenaWork work = sites[random() % sites.size()];
     work.number = first_number + i;
     if (!repeats) work.call.hash += 0x10000 * i;
     work.active = work.has_attendance && Chance(random, 40) ? random() & all : all;
@@ -100,7 +100,7 @@ void RunPlain(int ops) {
   Random random(seed);
   what = "plain";
   for (int done = 0; done < ops; done += 100) {
-    MailWorld world(random, 2 + random() % 3, FirstEpoch(random), 10'000'000'000);
+    ArenaWorld world(random, 2 + random() % 3, FirstEpoch(random), 10'000'000'000);
     SetManner(random, world);
     world.SetProgram(
         MakeProgram(random, 100, world.num_ranks(), static_cast<Mode>(random() % kNumModes), 100, true));
@@ -110,8 +110,8 @@ void RunPlain(int ops) {
 }
 
 // Lets rank f begin an op within a few microseconds of a deadline of the others.
-void Straggle(Random& random, MailWorld& world, int f, int op) {
-  MailPlan& plan = world.plan(f, op);
+void Straggle(Random& random, ArenaWorld& world, int f, int op) {
+  ArenaPlan& plan = world.plan(f, op);
   const uint64_t timeout = world.timeout_ns();
   const int quarters = plan.work.masks ? Pick(random, {1, 1, 1, 4, 5}) : Pick(random, {4, 4, 4, 8});
   const int within = Pick(random, {20'000, 4'000, 4'000});
@@ -120,14 +120,14 @@ void Straggle(Random& random, MailWorld& world, int f, int op) {
   // In most scenarios the others have not heard from it in the op before.
   if (op == 0 || !Chance(random, 80)) return;
   for (int r = 0; r < world.num_ranks(); ++r) {
-    MailWork& before = world.plan(r, op - 1).work;
+    ArenaWork& before = world.plan(r, op - 1).work;
     if (before.has_attendance) before.active &= ~(1u << f);
     world.plan(r, op).work.active |= 1u << f;
   }
 }
 
 // Checks that the rank that gave up first reports why.
-void CheckReasons(const MailWorld& world) {
+void CheckReasons(const ArenaWorld& world) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     const Reason reason{world.report(r).reason};
     if (static_cast<Phase>(world.report(r).phase) == Phase::kGivenUp && reason.phase() == Phase::kGivenUp) {
@@ -137,7 +137,7 @@ void CheckReasons(const MailWorld& world) {
 }
 
 // Checks that reports blame rank f, which was late or did not come.
-void CheckReports(const MailWorld& world, int f, bool all_active, Count& count) {
+void CheckReports(const ArenaWorld& world, int f, bool all_active, Count& count) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     const Report& report = world.report(r);
     const auto phase = static_cast<Phase>(report.phase);
@@ -156,7 +156,7 @@ void CheckReports(const MailWorld& world, int f, bool all_active, Count& count) 
 
 // Checks that no rank but f is left out because f is late, if all others take part in all ops and so begin
 // them together.
-void CheckOthersStay(MailWorld& world, int ops, int f) {
+void CheckOthersStay(ArenaWorld& world, int ops, int f) {
   if (world.failed != 0) Die("an op failed where ranks may be left out");
   const uint32_t others = ((1u << world.num_ranks()) - 1) & ~(1u << f);
   for (int i = 0; i < ops; ++i) {
@@ -171,7 +171,7 @@ void CheckOthersStay(MailWorld& world, int ops, int f) {
 }
 
 // Holds up rank f when it looks at the clock in the last op, in which all ranks take part.
-void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
+void Hold(Random& random, ArenaWorld& world, int f, int op, uint64_t ns) {
   for (int r = 0; r < world.num_ranks(); ++r) {
     world.plan(r, op).work.active = (1u << world.num_ranks()) - 1;
     world.plan(r, op).late_by = r == f ? 0 : random() % 100'000;
@@ -182,7 +182,7 @@ void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
     world.plan((f + 1) % world.num_ranks(), op).late_by =
         world.timeout_ns() / 10 + random() % (world.timeout_ns() / 8);
   }
-  MailPlan& plan = world.plan(f, op);
+  ArenaPlan& plan = world.plan(f, op);
   plan.freezes_at_look = 1 + random() % 10;
   plan.freezes_for = ns;
   plan.freezes_rank = true;
@@ -190,11 +190,11 @@ void Hold(Random& random, MailWorld& world, int f, int op, uint64_t ns) {
 
 // Lets all ranks take part in an op, all except f in the next one, and all in the one after that, which uses
 // the same half of the arena as the first.
-void Skip(Random& random, MailWorld& world, int f, int op) {
+void Skip(Random& random, ArenaWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
   for (int r = 0; r < world.num_ranks(); ++r) {
     for (int i = op; i < std::min(op + 3, world.num_ops()); ++i) {
-      MailPlan& plan = world.plan(r, i);
+      ArenaPlan& plan = world.plan(r, i);
       if (i == op + 1) plan.work.has_attendance = true;
       plan.work.active = i == op + 1 ? all & ~(1u << f) : all;
       plan.late_by = 0;
@@ -207,13 +207,13 @@ int held_and_has_all = 0;  // scenarios
 
 // Checks that the others waited for rank f if it was held up shortly, and otherwise that it took all rows
 // that had arrived meanwhile.
-void CheckHeld(MailWorld& world, int f, int op) {
+void CheckHeld(ArenaWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
   const bool is_short = world.plan(f, op).freezes_for < world.timeout_ns();
-  const MailEnd& held = world.end(f, op);
+  const ArenaEnd& held = world.end(f, op);
   bool has_all = held.held_until != 0;
   for (int r = 0; r < world.num_ranks(); ++r) {
-    const MailEnd& end = world.end(r, op);
+    const ArenaEnd& end = world.end(r, op);
     if (is_short && end.has_failed) Die("rank %d fails where rank %d was held up but shortly", r, f);
     if (is_short && r != f && end.ranks != all) Die("rank %d leaves out rank %d, which comes in time", r, f);
     if (r != f) has_all = has_all && !end.has_failed && end.ranks == all && end.at < held.held_until;
@@ -237,7 +237,7 @@ void RunFaults() {
   std::snprintf(name, sizeof(name), "%s, %s", kNames[fault], kModeNames[mode]);
   what = name;
   const uint64_t timeout = 1'050'000 + random() % 900'000;
-  MailWorld world(random, 2 + random() % 3, FirstEpoch(random), timeout);
+  ArenaWorld world(random, 2 + random() % 3, FirstEpoch(random), timeout);
   SetManner(random, world);
   if (Chance(random, 30)) world.stress_ns = 20'000;
   const int R = world.num_ranks(), ops = 2 + random() % 6, any_op = random() % ops, f = random() % R;
@@ -246,8 +246,8 @@ void RunFaults() {
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < ops; ++i) world.plan(r, i).late_by = Chance(random, 30) ? random() % 50'000 : 0;
   }
-  MailPlan& plan = world.plan(f, at);
-  const auto freeze = [&](MailPlan& p, uint64_t ns) {
+  ArenaPlan& plan = world.plan(f, at);
+  const auto freeze = [&](ArenaPlan& p, uint64_t ns) {
     p.freezes_at = 1 + random() % Pick(random, {60u, 600u, 4000u});
     p.freezes_for = ns;
     p.freezes_rank = Chance(random, 70);
@@ -292,7 +292,7 @@ void RunFaults() {
       break;
     }
     case kStray: {
-      MailWork stray = plan.work;
+      ArenaWork stray = plan.work;
       stray.number += 5000, stray.call = {static_cast<uint32_t>(random()), 900};
       world.SetStray(f, stray, random() % 300'000);
       if (Chance(random, 50)) freeze(world.plan((f + 1) % R, at), share(5, 40));
@@ -362,7 +362,7 @@ int Main(int argc, char** argv) {
     std::printf("%d ops without a fault, seed %llu: good\n", count, static_cast<unsigned long long>(seed));
     return 0;
   }
-  MailWorld::counts_disagreements = std::strcmp(mode, "count") == 0;
+  ArenaWorld::counts_disagreements = std::strcmp(mode, "count") == 0;
   for (int i = 0; i < count; ++i, ++seed) RunFaults();
   for (int i = 0; i < kNumFaults * kNumModes; ++i) {
     const Count& c = counts[i / kNumModes][i % kNumModes];

@@ -1,6 +1,6 @@
 // The activations of gated experts, and their gradients, converted to FP8 in one pass over memory.
+#include "kernels/fp8/tile.cuh"
 #include "kernels/launch/launch.h"
-#include "kernels/local/fp8_tile.cuh"
 
 namespace jax_ep::cuda {
 namespace {

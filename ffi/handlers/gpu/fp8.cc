@@ -2,7 +2,7 @@
 #include "handlers/decode/arrays.h"
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
-#include "kernels/kernels.h"
+#include "kernels/launches.h"
 
 namespace jax_ep {
 
