@@ -1,9 +1,13 @@
-// The operands and results of one rank's op: plain pointers and sizes, filled in by the handlers. Shapes in
+// The operands and results of one rank's op: pointers and sizes, filled in by the handlers. Shapes in
 // brackets use the notation of index.h. All index arrays are int32.
+//
+// A push and a pull have two structs. Operands are plain, and kernels take them by value. Params add the
+// arrays whose number the program determines.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/index.h"
 
@@ -126,8 +130,8 @@ struct PushOperands {
 };
 
 struct PushParams : PushOperands {
-  const Payload* payloads;
-  const void* const* factors;  // [C, ...], one array for each payload of a push that scales
+  std::vector<Payload> payloads;
+  std::vector<const void*> factors;  // [C, ...], one array for each payload of a push that scales
 };
 
 // An array whose rows are summed.
@@ -160,8 +164,8 @@ struct PullOperands {
 };
 
 struct PullParams : PullOperands {
-  const Summand* summands;
-  const Bias* biases;
+  std::vector<Summand> summands;
+  std::vector<Bias> biases;
 };
 
 // The operands of a gather, which sends all rows of every rank to every rank.

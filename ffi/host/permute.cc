@@ -17,7 +17,7 @@ void Permute(const PermuteParams& params) {
   push.shape = shape;
   push.topk_idx = params.topk_idx;
   push.topk_weights = params.topk_weights;
-  push.payloads = params.payloads;
+  push.payloads.assign(params.payloads, params.payloads + params.num_payloads);
   push.num_payloads = params.num_payloads;
   // With one rank, the row map holds the place of each choice.
   push.handle = {topk_idx.data(), params.row_map, &num_rows, expert_counts.data(), params.row_map};

@@ -1,7 +1,7 @@
-// The rows of groups, as the kernels find them (ffi/kernels/local/groups.cuh,
+// The rows of groups, as the kernels find them (ffi/kernels/fp8/groups.cuh,
 // ffi/kernels/products/any/groups.cuh), for sizes whose sums exceed 32 bits. Compares them with plain sums.
 #include "die.h"
-#include "kernels/local/groups.cuh"
+#include "kernels/fp8/groups.cuh"
 #include "kernels/products/any/groups.cuh"
 
 namespace jax_ep::cuda {

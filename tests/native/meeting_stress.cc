@@ -71,16 +71,14 @@ struct Rank {
 
 struct PushContribution final : Contribution {
   PushParams params{};
-  Payload payload{};
   host::SendCounts counts;
 
   explicit PushContribution(Rank& rank) {
-    payload = {reinterpret_cast<std::byte*>(rank.x.data()), reinterpret_cast<std::byte*>(rank.rows.data()),
-               kWidth * sizeof(float)};
+    params.payloads = {{reinterpret_cast<std::byte*>(rank.x.data()),
+                        reinterpret_cast<std::byte*>(rank.rows.data()), kWidth * sizeof(float), 0}};
     params.shape = rank.shape;
     params.rank = rank.rank;
     params.topk_idx = {rank.ids.data(), false};
-    params.payloads = &payload;
     params.num_payloads = 1;
     params.handle = rank.handle();
     params.arrived_idx = rank.arrived_idx.data();
@@ -107,14 +105,12 @@ struct PushContribution final : Contribution {
 
 struct PullContribution final : Contribution {
   PullParams params{};
-  Summand summand{};
 
   explicit PullContribution(Rank& rank) {
-    summand = {rank.rows.data(), rank.sums.data(), kWidth, Float::kF32};
+    params.summands = {{rank.rows.data(), rank.sums.data(), kWidth, Float::kF32, nullptr}};
     params.shape = rank.shape;
     params.rank = rank.rank;
     params.handle = rank.handle();
-    params.summands = &summand;
     params.num_summands = 1;
   }
 

@@ -5,16 +5,16 @@ from test_protocol_source import FFI, build, run
 
 pytestmark = pytest.mark.no_jax
 
-LOCAL, PRODUCTS = "kernels/local/groups.cuh", "kernels/products/any/groups.cuh"
+FP8, PRODUCTS = "kernels/fp8/groups.cuh", "kernels/products/any/groups.cuh"
 # Planted mistakes: (file, right, wrong).
 MISTAKES = {
     "counts rows in 32 bits": (
-        LOCAL,
+        FP8,
         "count += __shfl_xor_sync(kAllLanes, count, lanes);",
         "count = static_cast<unsigned>(count + __shfl_xor_sync(kAllLanes, count, lanes));",
     ),
     "rounds up in 32 bits": (
-        LOCAL,
+        FP8,
         "size / kTile + static_cast<int>(size % kTile != 0);",
         "static_cast<int>(static_cast<unsigned>(size) + kTile - 1) / kTile;",
     ),

@@ -6,7 +6,7 @@
 
 namespace jax_ep {
 
-static ffi::Error LaunchBalance(const CpuLocalContext&, const BalanceParams& params) {
+static ffi::Error RunBalance(const CpuLocalContext&, const BalanceParams& params) {
   host::Balance(params);
   return ffi::Error::Success();
 }

@@ -6,7 +6,7 @@
 
 namespace jax_ep {
 
-static ffi::Error LaunchLayout(const CpuLocalContext&, const LayoutParams& params) {
+static ffi::Error RunLayout(const CpuLocalContext&, const LayoutParams& params) {
   host::Layout(params);
   return ffi::Error::Success();
 }

@@ -6,17 +6,17 @@
 
 namespace jax_ep {
 
-static ffi::Error LaunchPermute(const CpuLocalContext&, const PermuteParams& params) {
+static ffi::Error RunPermute(const CpuLocalContext&, const PermuteParams& params) {
   host::Permute(params);
   return ffi::Error::Success();
 }
 
-static ffi::Error LaunchRepermute(const CpuLocalContext&, const RepermuteParams& params) {
+static ffi::Error RunRepermute(const CpuLocalContext&, const RepermuteParams& params) {
   host::Repermute(params);
   return ffi::Error::Success();
 }
 
-static ffi::Error LaunchUnpermute(const CpuLocalContext&, const UnpermuteParams& params) {
+static ffi::Error RunUnpermute(const CpuLocalContext&, const UnpermuteParams& params) {
   host::Unpermute(params);
   return ffi::Error::Success();
 }

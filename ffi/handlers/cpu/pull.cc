@@ -9,25 +9,25 @@ namespace jax_ep {
 namespace {
 
 struct PullContribution final : Contribution {
-  PullCall call;
+  PullParams params;
 
-  explicit PullContribution(PullCall given) : call(std::move(given)) {}
+  explicit PullContribution(PullParams given) : params(std::move(given)) {}
 
   void MoveRows(const std::vector<Contribution*>& contributions) override {
     std::vector<const PullParams*> ranks;
     for (Contribution* contribution : contributions) {
       ranks.push_back(contribution == nullptr ? nullptr
-                                              : &static_cast<PullContribution*>(contribution)->call.params);
+                                              : &static_cast<PullContribution*>(contribution)->params);
     }
-    host::Pull(call.params, ranks);
+    host::Pull(params, ranks);
   }
 };
 
 }  // namespace
 
-static ffi::Future LaunchPull(const CpuContext& context, const char*, GroupMember member, PullCall call) {
-  const Attendance attendance = call.params.attendance;
-  return Meet(context, std::move(member), std::make_unique<PullContribution>(std::move(call)), attendance);
+static ffi::Future RunPull(const CpuContext& context, const char*, GroupMember member, PullParams params) {
+  const Attendance attendance = params.attendance;
+  return Meet(context, std::move(member), std::make_unique<PullContribution>(std::move(params)), attendance);
 }
 
 static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiatePull() {

@@ -10,31 +10,30 @@ namespace jax_ep {
 namespace {
 
 struct PushContribution final : Contribution {
-  PushCall call;
+  PushParams params;
   host::SendCounts counts;  // only of a push that routes
 
-  explicit PushContribution(PushCall given) : call(std::move(given)) {
-    const PushParams& params = call.params;
+  explicit PushContribution(PushParams given) : params(std::move(given)) {
     // Before any peer writes to the receive buffers.
-    for (const Payload& payload : call.payloads) {
+    for (const Payload& payload : params.payloads) {
       host::PreferHugePages(payload.out, params.shape.capacity * payload.row_bytes);
     }
   }
 
   void SetParticipants(const std::vector<bool>& ranks) override {
-    if (call.params.routes()) counts = host::Count(call.params, ranks);
+    if (params.routes()) counts = host::Count(params, ranks);
   }
 
   void MoveRows(const std::vector<Contribution*>& contributions) override {
-    const host::SendCounts no_counts(call.params.shape);
+    const host::SendCounts no_counts(params.shape);
     std::vector<const PushParams*> ranks;
     std::vector<const host::SendCounts*> all_counts;
     for (Contribution* contribution : contributions) {
       auto* const other = static_cast<PushContribution*>(contribution);
-      ranks.push_back(other == nullptr ? nullptr : &other->call.params);
+      ranks.push_back(other == nullptr ? nullptr : &other->params);
       all_counts.push_back(other == nullptr ? &no_counts : &other->counts);
     }
-    host::Push(call.params, ranks, all_counts);
+    host::Push(params, ranks, all_counts);
   }
 };
 
@@ -42,14 +41,14 @@ struct PushContribution final : Contribution {
 
 // Called by FinishPush (decode/push.h). Adds this rank's push to the meeting of all ranks; the last one moves
 // the rows.
-static ffi::Future LaunchPush(const CpuContext& context, const char* op, GroupMember member, PushCall call) {
-  if (call.params.quantize != Quantize::kNone) {
+static ffi::Future RunPush(const CpuContext& context, const char* op, GroupMember member, PushParams params) {
+  if (params.quantize != Quantize::kNone) {
     return CpuContext::Fail(InvalidArgument(
         op, ": the handler on the CPU does not quantize rows, so the attribute quantize must be 0, got ",
-        static_cast<int>(call.params.quantize), "; quantize the rows before the call"));
+        static_cast<int>(params.quantize), "; quantize the rows before the call"));
   }
-  const Attendance attendance = call.params.attendance;
-  return Meet(context, std::move(member), std::make_unique<PushContribution>(std::move(call)), attendance);
+  const Attendance attendance = params.attendance;
+  return Meet(context, std::move(member), std::make_unique<PushContribution>(std::move(params)), attendance);
 }
 
 static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiateRoute() {

@@ -1,5 +1,5 @@
 // Decodes the operands of the placement of redundant experts for any platform, then calls
-// LaunchBalance(context, params).
+// RunBalance(context, params).
 #pragma once
 
 #include "handlers/decode/check.h"
@@ -51,7 +51,7 @@ typename Context::Result Balance(Context context, ffi::Buffer<ffi::S32> counts, 
   params.quotas = quotas->typed_data();
   params.order = order->typed_data();
   params.ends = ends->typed_data();
-  return LaunchBalance(context, params);
+  return RunBalance(context, params);
 }
 
 // Binds the operands and results after the context.

@@ -4,8 +4,8 @@ namespace jax_ep {
 
 ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
-                          std::vector<Payload>& payloads, Factors* factors) {
-  const size_t num_args = rets.size() * (factors == nullptr ? 1 : 2);
+                          std::vector<Payload>& payloads, PushParams* scaled) {
+  const size_t num_args = rets.size() * (scaled == nullptr ? 1 : 2);
   if (args.size() != num_args) {
     return InvalidArgument(op, ": expected ", num_args, " arrays for ", rets.size(), " results, got ",
                            args.size());
@@ -24,16 +24,16 @@ ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& arg
                         static_cast<std::byte*>(target.untyped_data()),
                         elements * static_cast<int64_t>(ffi::ByteWidth(source.element_type())),
                         static_cast<int32_t>(source.element_type())});
-    if (factors == nullptr) continue;
+    if (scaled == nullptr) continue;
     const ffi::AnyBuffer& factor = args[rets.size() + i];
     const auto type = FloatOfType(factor.element_type());
     if (!type || factor.element_type() != target.element_type() ||
-        factor.element_count() != target.element_count() || (i > 0 && *type != factors->type)) {
+        factor.element_count() != target.element_count() || (i > 0 && *type != scaled->factor_type)) {
       return InvalidArgument(op, ": factor ", i, " must be a floating array like result ", i,
                              ", and all of one dtype");
     }
-    factors->rows.push_back(factor.untyped_data());
-    factors->type = *type;
+    scaled->factors.push_back(factor.untyped_data());
+    scaled->factor_type = *type;
   }
   return ffi::Error::Success();
 }

@@ -88,17 +88,11 @@ inline int64_t ElementsPerRow(const ffi::AnyBuffer& buffer) {
   return elements;
 }
 
-// Arrays with which a push that scales takes dot products.
-struct Factors {
-  std::vector<const void*> rows;  // [C, ...] each
-  Float type;                     // of all of them
-};
-
-// Pairs each operand of `num_in` rows with a result of `num_out` rows of the same bytes. With factors, as
-// many operands follow: floating arrays like the results, all of one type.
+// Pairs each operand of `num_in` rows with a result of `num_out` rows of the same bytes. For a push that
+// scales, as many operands follow: its factors, floating arrays like the results, all of one type.
 ffi::Error DecodePayloads(const char* op, const std::vector<ffi::AnyBuffer>& args,
                           const std::vector<ffi::AnyBuffer>& rets, int64_t num_in, int64_t num_out,
-                          std::vector<Payload>& payloads, Factors* factors = nullptr);
+                          std::vector<Payload>& payloads, PushParams* scaled = nullptr);
 
 // Decodes payloads whose rows become FP8 on the way: one operand of 16 or 32 bits, and results of e4m3 values
 // and float32 scales.

@@ -1,4 +1,4 @@
-// Decodes the operands of the layout for any platform, then calls LaunchLayout(context, params).
+// Decodes the operands of the layout for any platform, then calls RunLayout(context, params).
 #pragma once
 
 #include "handlers/decode/check.h"
@@ -41,7 +41,7 @@ typename Context::Result Layout(Context context, ffi::AnyBuffer topk_idx,
   params.num_tokens_per_node = num_tokens_per_node->typed_data();
   params.num_tokens_per_expert = num_tokens_per_expert->typed_data();
   params.is_token_in_rank = is_token_in_rank->typed_data();
-  return LaunchLayout(context, params);
+  return RunLayout(context, params);
 }
 
 // Binds the operands and results after the context.

@@ -1,5 +1,5 @@
 // Decodes the operands of permute, repermute and unpermute for any platform, then calls
-// LaunchPermute(context, params) or the like.
+// RunPermute(context, params) or the like.
 #pragma once
 
 #include "handlers/decode/routing.h"
@@ -34,7 +34,7 @@ typename Context::Result Permute(Context context, ffi::RemainingArgs args, ffi::
   params.routed_idx = params.chunk_counts + num_counts;
   params.payloads = payloads.data();
   params.num_payloads = static_cast<int32_t>(payloads.size());
-  return LaunchPermute(context, params);
+  return RunPermute(context, params);
 }
 
 template <typename Context>
@@ -75,7 +75,7 @@ typename Context::Result Repermute(Context context, ffi::BufferR2<ffi::S32> row_
   params.num_permuted = static_cast<int32_t>(num_permuted);
   params.row_map = row_map.typed_data();
   params.written = scratch->typed_data();
-  return LaunchRepermute(context, params);
+  return RunRepermute(context, params);
 }
 
 template <typename Context>
@@ -123,7 +123,7 @@ typename Context::Result Unpermute(Context context, ffi::AnyBuffer y, ffi::Buffe
   params.y = {y.untyped_data(), out->untyped_data(), ElementsPerRow(y), *y_type, nullptr};
   params.out_type = *out_type;
   params.topk_weights = IsGiven(topk_weights) ? topk_weights.typed_data() : nullptr;
-  return LaunchUnpermute(context, params);
+  return RunUnpermute(context, params);
 }
 
 // Bind the operands and results after the context.

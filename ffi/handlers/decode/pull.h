@@ -1,22 +1,15 @@
-// Decodes the operands of a pull for any platform, then calls LaunchPull(context, ...).
+// Decodes the operands of a pull for any platform, then calls RunPull(context, ...).
 #pragma once
 
 #include "handlers/decode/routing.h"
 
 namespace jax_ep {
 
-// Parameters of one rank's pull, and the arrays that they point to.
-struct PullCall {
-  PullParams params;
-  std::vector<Summand> summands;
-  std::vector<Bias> biases;
-};
-
 // Decodes the summands, then the biases of a single summand. The results are the sums, then as many partial
 // sums of R * T rows, or of no rows if the kernels need none.
 inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& args,
-                             const std::vector<ffi::AnyBuffer>& rets, PullCall& call) {
-  const Shape& shape = call.params.shape;
+                             const std::vector<ffi::AnyBuffer>& rets, PullParams& params) {
+  const Shape& shape = params.shape;
   const size_t num_sums = rets.size() / 2;
   if (rets.size() % 2 != 0 || args.size() < num_sums || (args.size() > num_sums && num_sums != 1)) {
     return InvalidArgument(op,
@@ -38,7 +31,7 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
       return error;
     }
     if (is_bias) {
-      call.biases.push_back({rows.untyped_data(), *type});
+      params.biases.push_back({rows.untyped_data(), *type});
       continue;
     }
     const ffi::AnyBuffer& partial = rets[num_sums + i];
@@ -48,8 +41,8 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
       return InvalidArgument(op, ": partial sum ", i, " must have no elements or ", expected, ", got ",
                              elements);
     }
-    call.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
-                             elements == 0 ? nullptr : partial.untyped_data()});
+    params.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
+                               elements == 0 ? nullptr : partial.untyped_data()});
   }
   return ffi::Error::Success();
 }
@@ -58,8 +51,7 @@ template <typename Context>
 typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               RoutingAttributes attributes) {
   const char* op = "combine";
-  PullCall call{};
-  PullParams& params = call.params;
+  PullParams params{};
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.position_operand = in.TakePosition();
@@ -79,17 +71,14 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   GroupMember member;
   auto error =
-      FirstError({DecodeSums(op, in.Rest(), out.Rest(), call),
+      FirstError({DecodeSums(op, in.Rest(), out.Rest(), params),
                   FindMember(op, attributes.group, context.FindGroup(attributes.group), context.device,
                              context.ReadPosition(params.position_operand), shape.num_ranks, member)});
   if (error.failure()) return context.FailRun(std::move(error));
   params.rank = member.position.rank;
-  // Moving a vector does not move its elements.
-  params.summands = call.summands.data();
-  params.num_summands = static_cast<int32_t>(call.summands.size());
-  params.biases = call.biases.data();
-  params.num_biases = static_cast<int32_t>(call.biases.size());
-  return LaunchPull(context, op, std::move(member), std::move(call));
+  params.num_summands = static_cast<int32_t>(params.summands.size());
+  params.num_biases = static_cast<int32_t>(params.biases.size());
+  return RunPull(context, op, std::move(member), std::move(params));
 }
 
 }  // namespace jax_ep

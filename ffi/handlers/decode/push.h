@@ -1,41 +1,29 @@
-// Decodes the operands of pushes for any platform, then calls LaunchPush(context, ...).
+// Decodes the operands of pushes for any platform, then calls RunPush(context, ...).
 #pragma once
 
 #include "handlers/decode/routing.h"
 
 namespace jax_ep {
 
-// Parameters of one rank's push, and the arrays that they point to.
-struct PushCall {
-  PushParams params;
-  std::vector<Payload> payloads;
-  Factors factors;
-};
-
-// Finishes any push: decodes the rows, finds the rank's position in the group, and launches.
+// Finishes any push: decodes the rows, finds the rank's position in the group, and runs it.
 template <typename Context>
-typename Context::Result FinishPush(Context context, const char* op, PushCall call, Arrays& in, Arrays& out,
-                                    std::string_view group) {
-  PushParams& params = call.params;
+typename Context::Result FinishPush(Context context, const char* op, PushParams params, Arrays& in,
+                                    Arrays& out, std::string_view group) {
   const Shape& shape = params.shape;
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);
   GroupMember member;
   const bool quantizes = params.quantize != Quantize::kNone;
   auto error =
       FirstError({quantizes ? DecodeQuantized(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
-                                              call.payloads, params.quantized_type)
+                                              params.payloads, params.quantized_type)
                             : DecodePayloads(op, in.Rest(), out.Rest(), shape.num_tokens, shape.capacity,
-                                             call.payloads, params.scales() ? &call.factors : nullptr),
+                                             params.payloads, params.scales() ? &params : nullptr),
                   FindMember(op, group, context.FindGroup(group), context.device,
                              context.ReadPosition(params.position_operand), shape.num_ranks, member)});
   if (error.failure()) return context.FailRun(std::move(error));
   params.rank = member.position.rank;
-  // Moving a vector does not move its elements.
-  params.payloads = call.payloads.data();
-  params.num_payloads = static_cast<int32_t>(call.payloads.size());
-  params.factors = call.factors.rows.data();
-  params.factor_type = call.factors.type;
-  return LaunchPush(context, op, std::move(member), std::move(call));
+  params.num_payloads = static_cast<int32_t>(params.payloads.size());
+  return RunPush(context, op, std::move(member), std::move(params));
 }
 
 // Decodes a push that routes.
@@ -43,8 +31,7 @@ template <typename Context>
 typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                RoutingAttributes attributes) {
   const char* op = "dispatch";
-  PushCall call{};
-  PushParams& params = call.params;
+  PushParams params{};
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.position_operand = in.TakePosition();
@@ -68,7 +55,7 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   params.quantize = static_cast<Quantize>(attributes.quantize);
   // The payloads [T, ...] follow.
   // The rows [C, ...] follow.
-  return FinishPush(context, op, std::move(call), in, out, attributes.group);
+  return FinishPush(context, op, std::move(params), in, out, attributes.group);
 }
 
 // Decodes a push along a handle. With weights of rows it scales, and the rows' dot products take the place of
@@ -77,8 +64,7 @@ template <typename Context>
 typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               RoutingAttributes attributes) {
   const char* op = "redispatch";
-  PushCall call{};
-  PushParams& params = call.params;
+  PushParams params{};
   Shape& shape = params.shape;
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   params.position_operand = in.TakePosition();
@@ -96,7 +82,7 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
 
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted || scales);
   // The rows [C, ...] follow.
-  return FinishPush(context, op, std::move(call), in, out, attributes.group);
+  return FinishPush(context, op, std::move(params), in, out, attributes.group);
 }
 
 }  // namespace jax_ep

@@ -58,17 +58,17 @@ bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes)
   return has_slots && FitsArena(group, shape, row_bytes);
 }
 
-static bool GoesThroughArena(const Group& group, const PushCall& call) {
+static bool GoesThroughArena(const Group& group, const PushParams& params) {
   int64_t row_bytes = 0;
-  for (const Payload& payload : call.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
-  return call.params.routes() && FitsArena(group, call.params.shape, row_bytes);
+  for (const Payload& payload : params.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
+  return params.routes() && FitsArena(group, params.shape, row_bytes);
 }
 
-static bool GoesThroughArena(const Group& group, const PullCall& call) {
-  if (call.summands.size() != 1 || call.params.arrived_weights != nullptr) return false;
-  const Summand& summand = call.summands[0];
+static bool GoesThroughArena(const Group& group, const PullParams& params) {
+  if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
+  const Summand& summand = params.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
-  return summand.type != Float::kF64 && CombineFitsArena(group, call.params.shape, row_bytes);
+  return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, row_bytes);
 }
 
 cuda::Device ThisDevice(const Group* group, bool through_arena) {
@@ -85,16 +85,15 @@ static void Poison(void* data, int64_t bytes, cudaStream_t stream) {
 }
 
 static ffi::Error TryLaunch(const GpuContext& context, const char* op, const GroupMember& member,
-                            const PushCall& call) {
-  const PushParams& params = call.params;
+                            const PushParams& params) {
   const Shape& shape = params.shape;
-  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, call));
-  auto error = FirstError({CheckLimits(op, shape, call.payloads.size()),
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, params));
+  auto error = FirstError({CheckLimits(op, shape, params.payloads.size()),
                            through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
   OpDescription description{op, [&] {
                               std::string text = Text(op, " by ", Describe(shape));
-                              for (const Payload& payload : call.payloads) {
+                              for (const Payload& payload : params.payloads) {
                                 text += Text(", rows of ", payload.row_bytes, " bytes (",
                                              DtypeName(static_cast<ffi::DataType>(payload.dtype)), ")");
                               }
@@ -113,10 +112,10 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
       const bool maps = shape.has_row_per_choice();
       description.published.push_back(maps ? params.handle.received_rows : params.arrived_idx);
     }
-    for (const Payload& payload : call.payloads) description.published.push_back(payload.out);
+    for (const Payload& payload : params.payloads) description.published.push_back(payload.out);
   }
   return LaunchCollective(context, member, description, [&](const Peers& peers) {
-    for (const Payload& payload : call.payloads) {
+    for (const Payload& payload : params.payloads) {
       Poison(payload.out, shape.capacity * payload.row_bytes, context.stream);
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
@@ -127,23 +126,22 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
 }
 
 static ffi::Error TryLaunch(const GpuContext& context, const char* op, const GroupMember& member,
-                            PullCall& call) {
-  PullParams& params = call.params;
+                            PullParams& params) {
   const Shape& shape = params.shape;
-  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, call));
-  auto error = FirstError({CheckLimits(op, shape, call.summands.size()),
-                           CheckAtMost(op, "biases", call.biases.size(), kMaxBiases),
+  const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, params));
+  auto error = FirstError({CheckLimits(op, shape, params.summands.size()),
+                           CheckAtMost(op, "biases", params.biases.size(), kMaxBiases),
                            through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
   params.folds = shape.shares_rows();
-  for (const Summand& summand : call.summands) {
+  for (const Summand& summand : params.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
       return InvalidArgument(op, ": by expert the kernels need scratch for partial sums");
     }
   }
   OpDescription description{op, [&] {
                               std::string text = Text(op, " by ", Describe(shape));
-                              for (const Summand& summand : call.summands) {
+                              for (const Summand& summand : params.summands) {
                                 text +=
                                     Text(", rows of ", summand.num_elements, " x ", FloatName(summand.type));
                               }
@@ -156,15 +154,15 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
   description.may_miss_ranks = params.attendance.active_ranks != nullptr;
   if (!through_arena) {
     description.published = {params.row_weights, params.arrived_weights};
-    for (const Summand& summand : call.summands) {
+    for (const Summand& summand : params.summands) {
       description.published.push_back(summand.rows);
       description.published.push_back(summand.partial);
     }
   }
   return LaunchCollective(context, member, description, [&](const Peers& peers) {
-    for (const Summand& summand : call.summands) {
+    for (const Summand& summand : params.summands) {
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
-      const bool adds_in_place = !call.biases.empty() && call.biases[0].data == summand.out;
+      const bool adds_in_place = !params.biases.empty() && params.biases[0].data == summand.out;
       if (!adds_in_place) Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
@@ -173,27 +171,27 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
   });
 }
 
-// Launch a push or a pull. If the first call fails, the next one may take another path.
-static ffi::Error LaunchPush(const GpuContext& context, const char* op, GroupMember member, PushCall call) {
-  auto error = TryLaunch(context, op, member, call);
+// Run a push or a pull. If the first call fails, the next one may take another path.
+static ffi::Error RunPush(const GpuContext& context, const char* op, GroupMember member, PushParams params) {
+  auto error = TryLaunch(context, op, member, params);
   if (error.failure()) context.site->ReleasePath();
   return error;
 }
 
-static ffi::Error LaunchPull(const GpuContext& context, const char* op, GroupMember member, PullCall call) {
-  auto error = TryLaunch(context, op, member, call);
+static ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member, PullParams params) {
+  auto error = TryLaunch(context, op, member, params);
   if (error.failure()) context.site->ReleasePath();
   return error;
 }
 
-static ffi::Error LaunchLayout(const GpuLocalContext& context, const LayoutParams& params) {
+static ffi::Error RunLayout(const GpuLocalContext& context, const LayoutParams& params) {
   auto error = FirstError({CheckAtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
                            CheckLimits("layout", params.shape, 0)});
   if (error.failure()) return error;
   return LaunchResult("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error LaunchBalance(const GpuLocalContext& context, const BalanceParams& params) {
+static ffi::Error RunBalance(const GpuLocalContext& context, const BalanceParams& params) {
   const cuda::Device device = ThisDevice(nullptr);
   auto error = CheckAtMost("balance", "bytes of shared memory for the placement", BalanceStateBytes(params),
                            device.shared_bytes);
@@ -201,19 +199,19 @@ static ffi::Error LaunchBalance(const GpuLocalContext& context, const BalancePar
   return LaunchResult("balance", cuda::LaunchBalance(params, device, context.stream));
 }
 
-static ffi::Error LaunchPermute(const GpuLocalContext& context, const PermuteParams& params) {
+static ffi::Error RunPermute(const GpuLocalContext& context, const PermuteParams& params) {
   auto error = CheckLimits("permute", params.shape, params.num_payloads);
   if (error.failure()) return error;
   return LaunchResult("permute", cuda::LaunchPermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error LaunchRepermute(const GpuLocalContext& context, const RepermuteParams& params) {
+static ffi::Error RunRepermute(const GpuLocalContext& context, const RepermuteParams& params) {
   auto error = CheckAtMost("repermute", "choices a row", params.top_k, kMaxRowsPerToken);
   if (error.failure()) return error;
   return LaunchResult("repermute", cuda::LaunchRepermute(params, ThisDevice(nullptr), context.stream));
 }
 
-static ffi::Error LaunchUnpermute(const GpuLocalContext& context, const UnpermuteParams& params) {
+static ffi::Error RunUnpermute(const GpuLocalContext& context, const UnpermuteParams& params) {
   auto error = CheckAtMost("unpermute", "choices a row", params.top_k, kMaxRowsPerToken);
   if (error.failure()) return error;
   return LaunchResult("unpermute", cuda::LaunchUnpermute(params, ThisDevice(nullptr), context.stream));

@@ -1,12 +1,22 @@
 // Combine of few tokens, through the arena. Each rank sums the rows that it holds of a token, and writes the
 // sum to its slot at the token's rank. That rank adds up the sums that arrive.
-#include "kernels/few_tokens/plan.h"
+#include "kernels/few_tokens/partition.cuh"
 #include "kernels/launch/launch.h"
 #include "kernels/launches.h"
+#include "kernels/protocol/arena_session.cuh"
 #include "kernels/routing/destination.cuh"
 #include "kernels/rows/sum.cuh"
 
 namespace jax_ep::cuda {
+
+// The arguments of the kernel. Passed by value as its parameter.
+struct FewTokensPullArgs : PullOperands {
+  Peers peers;
+  FewTokensPartition few_tokens;
+  Summand summand;
+  Bias biases[kMaxBiases];
+};
+
 namespace {
 
 // Warps of a block that start with sums to send. The others start with sums that arrive. There are fewer of
@@ -200,7 +210,7 @@ __device__ uint32_t AddArrivedSums(const FewTokensPullArgs& args, const ArenaSes
 }
 
 // Waits for all sums from `ranks`. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const FewTokensPullArgs& args, const ArenaSession session, uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAllSums(const FewTokensPullArgs& args, const ArenaSession session, uint32_t ranks) {
   const int lane = threadIdx.x % kWarp;
   uint32_t missing = 0;
   for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kFewTokensWarps) {
@@ -217,7 +227,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FewTokensPullKernel(const __grid_constant__ FewTokensPullArgs args) {
   __shared__ unsigned next;
   const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session = args.session();
+  ArenaSession session(args.peers, Op::kCombine, args.attendance, args.few_tokens.slots);
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
@@ -225,7 +235,8 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const RowWarps row_warps = RowWarpsOf(0, args.num_senders, args.warps_per_row, kSummingWarps);
+  const RowWarps row_warps =
+      RowWarpsOf(0, args.few_tokens.num_senders, args.few_tokens.warps_per_row, kSummingWarps);
   FirstSum<T, N> first_sum{};
   OutputSlice slice{};
   if (warp < kSummingWarps) {
@@ -243,7 +254,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   }
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, ranks); });
+    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAllSums(args, session, ranks); });
   } else if (session.is_leader() && warp == kFewTokensWarps - 1) {
     // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
     // have arrived.
@@ -258,7 +269,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
 
 // Calls f with the kernel for rows of `width` elements.
 template <typename F>
-cudaError_t WithKernel(Float type, int64_t width, F&& f) {
+cudaError_t WithFewTokensPullKernel(Float type, int64_t width, F&& f) {
   const auto with_type = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
@@ -281,13 +292,14 @@ cudaError_t LaunchFewTokensPull(const PullParams& params, const Peers& peers, co
   FewTokensPullArgs args{params};
   args.peers = peers;
   args.summand = params.summands[0];
-  args.slots = SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
+  args.few_tokens.slots =
+      SlotsOf(args.shape, AlignUp(args.summand.num_elements * BytesOf(args.summand.type), 16));
   for (int i = 0; i < params.num_biases; ++i) args.biases[i] = params.biases[i];
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::clamp(tokens, 1, MaxBlocks(device));
-  args.warps_per_row = WarpsPerRow(tokens, args.num_senders, kSummingWarps);
-  return WithKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
-    return Launch(kernel, args.num_senders, kFewTokensThreads, 0, stream, true, args);
+  args.few_tokens.num_senders = std::clamp(tokens, 1, MaxBlocks(device));
+  args.few_tokens.warps_per_row = WarpsPerRow(tokens, args.few_tokens.num_senders, kSummingWarps);
+  return WithFewTokensPullKernel(args.summand.type, args.summand.num_elements, [&](auto* kernel) {
+    return Launch(kernel, args.few_tokens.num_senders, kFewTokensThreads, 0, stream, true, args);
   });
 }
 
@@ -295,8 +307,8 @@ cudaError_t PreloadFewTokensPull() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (int64_t width : {0, 1}) {
-      const cudaError_t error =
-          WithKernel(type, width, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      const cudaError_t error = WithFewTokensPullKernel(
+          type, width, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
       if (error != cudaSuccess) return error;
     }
   }

@@ -1,5 +1,4 @@
 // Dispatch of few tokens, through the arena.
-#include "kernels/few_tokens/plan.h"
 #include "kernels/few_tokens/receive.cuh"
 #include "kernels/launch/launch.h"
 #include "kernels/launches.h"
@@ -11,8 +10,8 @@ constexpr int kMetadataBlocks = 4;
 
 // Waits for everything that `ranks` send to this rank, and reads the choices for this into the table, which
 // is built after it. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAll(const FewTokensPushArgs& args, const ArenaSession session,
-                              const RoutingTable table, uint32_t ranks) {
+JAX_EP_RARE uint32_t AwaitAllRows(const PushArgs& args, const ArenaSession session, const RoutingTable table,
+                                  uint32_t ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
   uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
@@ -39,13 +38,13 @@ JAX_EP_RARE uint32_t AwaitAll(const FewTokensPushArgs& args, const ArenaSession 
 
 // Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
 // Called by the blocks that do not send. Returns the ranks whose rows were missed.
-__device__ uint32_t Receive(const FewTokensPushArgs& args, const ArenaSession& session,
-                            const RoutingTable& table, const RowWarps& row_warps, uint32_t late) {
+__device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, const RoutingTable& table,
+                            const RowWarps& row_warps, uint32_t late) {
   const Shape& shape = args.shape;
   late |= BuildRoutingTable(args, session, table);
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
   ClearTail(args, table);
-  if (args.writes_metadata()) {
+  if (args.few_tokens.writes_metadata()) {
     WriteHandle(args, table);
     ClearPadding(args, table);
     if (session.is_leader()) WriteCounts(args, session, table);
@@ -65,10 +64,10 @@ __device__ uint32_t Receive(const FewTokensPushArgs& args, const ArenaSession& s
 // T is the type of rows to convert to FP8, or void.
 template <typename T>
 __global__ void __launch_bounds__(kFewTokensThreads, 1)
-    FewTokensPushKernel(const __grid_constant__ FewTokensPushArgs args) {
+    FewTokensPushKernel(const __grid_constant__ PushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
   const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session = args.session();
+  ArenaSession session(args.peers, Op::kDispatch, args.attendance, args.few_tokens.slots);
   const Shape& shape = args.shape;
   const RoutingTable table(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -77,31 +76,32 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FillRouting(args, shape.has_row_per_choice());
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
-  const RowWarps row_warps = RowWarpsOf(args.num_senders, args.first_metadata_block(), args.warps_per_row);
+  const RowWarps row_warps = RowWarpsOf(args.few_tokens.num_senders, args.few_tokens.first_metadata_block(),
+                                        args.few_tokens.warps_per_row);
   PrefetchedToken<T> token{};
   uint32_t choices = 0;
-  if (args.sends()) {
+  if (args.few_tokens.sends()) {
     if (threadIdx.x < kSendThreads) token = PrefetchToken<T>(args, blockIdx.x);
   } else {
     for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kFewTokensThreads)
       table.totals[i] = 0;  // and the two arrays after it
     const int words = ChoiceWords(shape);
-    if (args.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
+    if (args.few_tokens.writes_metadata() && FirstWord(args) < words * shape.num_ranks) {
       choices = LoadChoices(shape, args.topk_idx, FirstWord(args) % words);
     }
   }
   if (!session.Open(opening)) return session.Close(fill);
   if (session.is_leader()) session.PublishCall();
-  if (args.writes_metadata()) PublishChoices(args, args.topk_idx, session, choices);
-  if (args.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
-  if (args.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
+  if (args.few_tokens.writes_metadata()) PublishChoices(args, args.topk_idx, session, choices);
+  if (args.few_tokens.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
+  if (args.few_tokens.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
   uint32_t missing = 0;
   if (args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAll(args, session, table, ranks); });
+    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAllRows(args, session, table, ranks); });
   } else if (session.is_leader()) {
     missing = session.AwaitCall(threadIdx.x, log);
   }
-  if (!args.sends() && !session.has_failed()) {
+  if (!args.few_tokens.sends() && !session.has_failed()) {
     missing = Receive(args, session, table, row_warps, missing);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
 
 // Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
-cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
+cudaError_t WithFewTokensPushKernel(Quantize quantize, Float type, F&& f) {
   if (quantize == Quantize::kNone) return f(FewTokensPushKernel<void>);
   switch (type) {
     case Float::kF16:
@@ -126,26 +126,27 @@ cudaError_t WithKernel(Quantize quantize, Float type, F&& f) {
 
 cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, const Device& device,
                                 cudaStream_t stream) {
-  FewTokensPushArgs args{params};
+  PushArgs args{params};
   args.peers = peers;
   int64_t row_bytes = 0;
   for (int p = 0; p < params.num_payloads; ++p) {
     args.payloads[p] = params.payloads[p];
-    args.offsets[p] = static_cast<int32_t>(kSlotHeadBytes + row_bytes);
+    args.slot_offsets[p] = static_cast<int32_t>(kSlotHeadBytes + row_bytes);
     row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
   }
-  args.slots = SlotsOf(args.shape, row_bytes);
+  args.few_tokens.slots = SlotsOf(args.shape, row_bytes);
   const int max_blocks = MaxBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.num_senders = std::min(args.shape.num_tokens, (max_blocks - kMetadataBlocks) / 2);
-  args.num_receivers = std::min(tokens, max_blocks - kMetadataBlocks - args.num_senders);
-  args.warps_per_row = WarpsPerRow(tokens, args.num_receivers, kFewTokensWarps);
+  args.few_tokens.num_senders = std::min(args.shape.num_tokens, (max_blocks - kMetadataBlocks) / 2);
+  args.few_tokens.num_receivers =
+      std::min(tokens, max_blocks - kMetadataBlocks - args.few_tokens.num_senders);
+  args.few_tokens.warps_per_row = WarpsPerRow(tokens, args.few_tokens.num_receivers, kFewTokensWarps);
   for (int p = 0; p < params.num_payloads; ++p) {
-    const int64_t bytes = params.payloads[p].row_bytes, warps = args.warps_per_row;
-    args.shares[p] =
+    const int64_t bytes = params.payloads[p].row_bytes, warps = args.few_tokens.warps_per_row;
+    args.slot_shares[p] =
         static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
   }
-  const int blocks = args.num_senders + args.num_receivers + kMetadataBlocks;
-  return WithKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
+  const int blocks = args.few_tokens.num_senders + args.few_tokens.num_receivers + kMetadataBlocks;
+  return WithFewTokensPushKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
     return Launch(kernel, blocks, kFewTokensThreads, RoutingTableBytes(args.shape), stream, true, args);
   });
 }
@@ -154,7 +155,7 @@ cudaError_t PreloadFewTokensPush() {
   cudaFuncAttributes attributes;
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
-      const cudaError_t error = WithKernel(quantize, type, [&](auto* kernel) {
+      const cudaError_t error = WithFewTokensPushKernel(quantize, type, [&](auto* kernel) {
         const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel);
         if (loaded != cudaSuccess) return loaded;
         return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -3,27 +3,27 @@
 #pragma once
 
 #include "kernels/few_tokens/send.cuh"
-#include "kernels/routing/receiver.cuh"
+#include "kernels/push/receiver.cuh"
 #include "kernels/rows/copy.cuh"
 
 namespace jax_ep::cuda {
 
 constexpr int kSlotVectors = 8;  // 16-byte loads in flight per thread
 
-// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each
-// of the row's warps.
-__device__ inline void CopyOut(const FewTokensPushArgs& args, const RowWarps& row_warps,
-                               const std::byte* slot, int row, unsigned lanes) {
+// Copies this warp's part of a slot's rows to the `row` of each lane in `lanes`. Called by each of
+// the row's warps.
+__device__ inline void CopyOut(const PushArgs& args, const RowWarps& row_warps, const std::byte* slot,
+                               int row, unsigned lanes) {
   for (int p = 0; p < args.num_payloads; ++p) {
     const int64_t bytes = args.payloads[p].row_bytes;
     const auto copy = [&](auto* null) {
       using Element = std::remove_pointer_t<decltype(null)>;
-      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.shares[p];
+      const int64_t n = bytes / static_cast<int64_t>(sizeof(Element)), share = args.slot_shares[p];
       // Short rows of a second array, such as scales, go to the warps that have the least of the first array.
       const int warp = p % 2 == 0 ? row_warps.warp : row_warps.size - 1 - row_warps.warp;
       const int64_t first = min(n, share * warp), last = min(n, first + share);
       CopyRow<kSlotVectors>(
-          reinterpret_cast<const Element*>(slot + args.offsets[p]) + first, last - first, lanes,
+          reinterpret_cast<const Element*>(slot + args.slot_offsets[p]) + first, last - first, lanes,
           reinterpret_cast<Element*>(args.payloads[p].out + int64_t{row} * bytes) + first, row_warps.lane);
     };
     if (bytes % 16 == 0) {
@@ -36,7 +36,7 @@ __device__ inline void CopyOut(const FewTokensPushArgs& args, const RowWarps& ro
 
 // Copies a token of rank `source` from its slot to its rows at this rank. Called by each of the row's warps.
 // Returns the ranks that were missed.
-__device__ inline uint32_t ReceiveToken(const FewTokensPushArgs& args, const ArenaSession& session,
+__device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession& session,
                                         const RoutingTable& table, const RowWarps& row_warps, int source,
                                         int token) {
   const Shape& shape = args.shape;
@@ -79,12 +79,12 @@ __device__ inline uint32_t ReceiveToken(const FewTokensPushArgs& args, const Are
 }
 
 // Writes this rank's part of the handle. Called by all metadata blocks, which share the work.
-__device__ inline void WriteHandle(const FewTokensPushArgs& args, const RoutingTable& table) {
+__device__ inline void WriteHandle(const PushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
   const int me = args.peers.rank,
             first = me * shape.num_tokens;  // index of this rank's first token among all
-  const WarpShare metadata = args.MetadataShare();
+  const WarpShare metadata = args.few_tokens.MetadataShare();
   for (int token = metadata.index; token < shape.num_tokens; token += metadata.count) {
     const int t = first + token, expert = lane < K ? table.expert(shape, me, token, lane) : -1;
     if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
@@ -108,8 +108,8 @@ __device__ inline void WriteHandle(const FewTokensPushArgs& args, const RoutingT
 
 // Clears this warp's share of rows [begin, end) of the results. In the padded order it leaves the payloads
 // unchanged, because there are many such rows, and products of padded experts ignore them.
-__device__ inline void ClearRows(const FewTokensPushArgs& args, int64_t begin, int64_t end,
-                                 const WarpShare& share) {
+__device__ inline void ClearShareOfRows(const PushArgs& args, int64_t begin, int64_t end,
+                                        const WarpShare& share) {
   const Shape& shape = args.shape;
   const int64_t thread = share.index * kWarp + static_cast<int>(threadIdx.x) % kWarp;
   const int64_t threads = share.count * kWarp;
@@ -130,29 +130,29 @@ __device__ inline void ClearRows(const FewTokensPushArgs& args, int64_t begin, i
 
 // Clears the padding of each expert's block, one block per warp. Called by all metadata blocks, which share
 // the work.
-__device__ inline void ClearPadding(const FewTokensPushArgs& args, const RoutingTable& table) {
+__device__ inline void ClearPadding(const PushArgs& args, const RoutingTable& table) {
   if (!args.shape.has_expert_blocks()) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = table.starts + me * (L + 1);
-  const WarpShare metadata = args.MetadataShare();
+  const WarpShare metadata = args.few_tokens.MetadataShare();
   for (int i = metadata.index; i < L; i += metadata.count) {
-    ClearRows(args, int64_t{starts[i]} + table.totals[me * L + i], starts[i + 1], {0, 1});
+    ClearShareOfRows(args, int64_t{starts[i]} + table.totals[me * L + i], starts[i + 1], {0, 1});
   }
 }
 
 // Clears the rows after all blocks. Called by the metadata blocks, or, if there is much to clear, by all
 // blocks except the senders.
-__device__ inline void ClearTail(const FewTokensPushArgs& args, const RoutingTable& table) {
+__device__ inline void ClearTail(const PushArgs& args, const RoutingTable& table) {
   constexpr int64_t kMuch = 1 << 20;  // bytes
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts();
-  const bool is_large = !shape.has_fixed_blocks() && shape.capacity * args.slots.bytes > kMuch;
-  if (!is_large && !args.writes_metadata()) return;
+  const bool is_large = !shape.has_fixed_blocks() && shape.capacity * args.few_tokens.slots.bytes > kMuch;
+  if (!is_large && !args.few_tokens.writes_metadata()) return;
   const int tail = shape.has_expert_blocks()
                        ? table.starts[me * (L + 1) + L]
                        : CountTokensTo(table, me, 0, shape.num_ranks * shape.num_tokens);
-  const int first = is_large ? args.num_senders : args.first_metadata_block();
-  ClearRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
+  const int first = is_large ? args.few_tokens.num_senders : args.few_tokens.first_metadata_block();
+  ClearShareOfRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
 
 // Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
@@ -170,7 +170,7 @@ __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table,
 
 // Subtracts, by rank, the choices of tokens that the capacity cuts from their experts' counts. Called by one
 // warp.
-__device__ inline void SubtractCutTokens(const FewTokensPushArgs& args, const RoutingTable& table) {
+__device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   int before = 0;
@@ -188,7 +188,7 @@ __device__ inline void SubtractCutTokens(const FewTokensPushArgs& args, const Ro
 }
 
 // Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
-__device__ inline void WriteCounts(const FewTokensPushArgs& args, const ArenaSession& session,
+__device__ inline void WriteCounts(const PushArgs& args, const ArenaSession& session,
                                    const RoutingTable& table) {
   __shared__ int rows[kMaxRanks][kMaxRanks];  // [source][destination]
   const Shape& shape = args.shape;

@@ -2,7 +2,8 @@
 // are few and arrive with the first rows, so no rank has to wait for counts.
 #pragma once
 
-#include "kernels/few_tokens/args.cuh"
+#include "kernels/protocol/arena_session.cuh"
+#include "kernels/push/args.cuh"
 #include "kernels/routing/count.cuh"
 #include "kernels/routing/starts.cuh"
 
@@ -50,17 +51,18 @@ __device__ inline uint32_t LoadChoices(const Shape& shape, const TopkIds& ids, i
 
 // Returns the first (rank, word) that a thread of the metadata blocks publishes, as rank * ChoiceWords +
 // word.
-__device__ inline int FirstWord(const FewTokensPushArgs& args) {
-  return (static_cast<int>(blockIdx.x) - args.first_metadata_block()) * kFewTokensThreads +
+__device__ inline int FirstWord(const PushArgs& args) {
+  return (static_cast<int>(blockIdx.x) - args.few_tokens.first_metadata_block()) * kFewTokensThreads +
          static_cast<int>(threadIdx.x);
 }
 
 // Publishes this rank's choices to all ranks. Called by all metadata blocks, which share the work. `first` is
 // the content of the first word, loaded earlier.
-__device__ inline void PublishChoices(const FewTokensPushArgs& args, const TopkIds& ids,
-                                      const ArenaSession& session, uint32_t first) {
+__device__ inline void PublishChoices(const PushArgs& args, const TopkIds& ids, const ArenaSession& session,
+                                      uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
-  const int stride = (static_cast<int>(gridDim.x) - args.first_metadata_block()) * kFewTokensThreads;
+  const int stride =
+      (static_cast<int>(gridDim.x) - args.few_tokens.first_metadata_block()) * kFewTokensThreads;
   const ArenaHalf half = session.half();
   for (int i = begin; i < words * R; i += stride) {
     const int r = i / words, word = i % words;
@@ -73,7 +75,7 @@ __device__ inline void PublishChoices(const FewTokensPushArgs& args, const TopkI
 // Waits for the choices of `ranks`, and calls store(rank, word, two choices) for each word. Each warp takes
 // words of one rank. Called by the whole block. Returns the ranks that this thread has missed.
 template <typename Store>
-__device__ uint32_t AwaitChoices(const FewTokensPushArgs& args, const ArenaSession& session, uint32_t ranks,
+__device__ uint32_t AwaitChoices(const PushArgs& args, const ArenaSession& session, uint32_t ranks,
                                  Store&& store) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
@@ -109,7 +111,7 @@ __device__ uint32_t AwaitChoices(const FewTokensPushArgs& args, const ArenaSessi
 
 // Waits for all choices, and builds the table from them. The counts must be zero before. Called by the whole
 // block, to which the table is visible on return. Returns the ranks that the block has missed.
-__device__ inline uint32_t BuildRoutingTable(const FewTokensPushArgs& args, const ArenaSession& session,
+__device__ inline uint32_t BuildRoutingTable(const PushArgs& args, const ArenaSession& session,
                                              const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;

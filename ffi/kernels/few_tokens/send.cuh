@@ -9,7 +9,7 @@ namespace jax_ep::cuda {
 // Calls store(slot) for token t's slot at each of the ranks. Each rank starts with the rank after it, so that
 // the ranks do not all write to the same one.
 template <typename Store>
-__device__ void ForEachSlot(const FewTokensPushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
+__device__ void ForEachSlot(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
                             Store&& store) {
   const int R = args.shape.num_ranks, me = args.peers.rank;
   const ArenaHalf half = session.half();
@@ -49,7 +49,7 @@ struct PrefetchedToken {
 // Returns the number of 16-byte vectors of a token's row as it is loaded, or 0 if rows are not a multiple of
 // that.
 template <typename T>
-__device__ int VectorsOf(const FewTokensPushArgs& args) {
+__device__ int VectorsOf(const PushArgs& args) {
   const int64_t bytes = args.payloads[0].row_bytes *
                         (std::is_void_v<T> ? 1 : sizeof(std::conditional_t<std::is_void_v<T>, char, T>));
   return args.num_payloads > 0 && bytes % 16 == 0 ? static_cast<int>(bytes / 16) : 0;
@@ -58,7 +58,7 @@ __device__ int VectorsOf(const FewTokensPushArgs& args) {
 // Loads vectors `first`, `first` + kSendThreads, ... of token t's row, which has n. Called by whole warps,
 // whose lanes reduce the largest magnitude of a block together.
 template <typename T>
-__device__ void LoadWireVectors(const FewTokensPushArgs& args, int t, int first, int n,
+__device__ void LoadWireVectors(const PushArgs& args, int t, int first, int n,
                                 WireVector<T> (&vectors)[kSendVectors]) {
   const uint4* const row = reinterpret_cast<const uint4*>(args.payloads[0].in) + int64_t{t} * n;
   uint4 loaded[kSendVectors];
@@ -80,7 +80,7 @@ __device__ void LoadWireVectors(const FewTokensPushArgs& args, int t, int first,
 }
 
 template <typename T>
-__device__ PrefetchedToken<T> PrefetchToken(const FewTokensPushArgs& args, int t) {
+__device__ PrefetchedToken<T> PrefetchToken(const PushArgs& args, int t) {
   PrefetchedToken<T> token{-1, 0.0f, {}};
   if (t >= args.shape.num_tokens) return token;
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k;
@@ -93,7 +93,7 @@ __device__ PrefetchedToken<T> PrefetchToken(const FewTokensPushArgs& args, int t
 
 // Sends a row of whole vectors, of which this thread has loaded its first ones.
 template <typename T>
-__device__ void SendRow(const FewTokensPushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
+__device__ void SendRow(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
                         WireVector<T> (&vectors)[kSendVectors]) {
   const int n = VectorsOf<T>(args), padded_size = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll 1
@@ -104,12 +104,12 @@ __device__ void SendRow(const FewTokensPushArgs& args, const ArenaSession& sessi
         const int i = first + j * kSendThreads;
         if (i >= n) break;
         using Bits = decltype(vectors[j].bits);
-        reinterpret_cast<Bits*>(slot + args.offsets[0])[i] = vectors[j].bits;
+        reinterpret_cast<Bits*>(slot + args.slot_offsets[0])[i] = vectors[j].bits;
         if constexpr (!std::is_void_v<T>) {
           constexpr int kLanes = WireVector<T>::kLanes;
           // The scales are the second payload.
           if (i % kLanes == 0) {
-            reinterpret_cast<float*>(slot + args.offsets[1])[i / kLanes] = vectors[j].scale;
+            reinterpret_cast<float*>(slot + args.slot_offsets[1])[i / kLanes] = vectors[j].scale;
           }
         }
       }
@@ -120,21 +120,22 @@ __device__ void SendRow(const FewTokensPushArgs& args, const ArenaSession& sessi
 }
 
 // Sends a row of any size unchanged.
-__device__ inline void SendBytes(const FewTokensPushArgs& args, const ArenaSession& session, int t,
-                                 uint32_t ranks, int payload) {
+__device__ inline void SendBytes(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
+                                 int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
     for (int i = threadIdx.x; i < n / 16; i += kSendThreads) {
       const uint4 value = __ldg(reinterpret_cast<const uint4*>(row) + i);
       ForEachSlot(args, session, t, ranks, [&](std::byte* slot) {
-        reinterpret_cast<uint4*>(slot + args.offsets[payload])[i] = value;
+        reinterpret_cast<uint4*>(slot + args.slot_offsets[payload])[i] = value;
       });
     }
   } else {
     for (int i = threadIdx.x; i < n; i += kSendThreads) {
       const std::byte value = row[i];
-      ForEachSlot(args, session, t, ranks, [&](std::byte* slot) { slot[args.offsets[payload] + i] = value; });
+      ForEachSlot(args, session, t, ranks,
+                  [&](std::byte* slot) { slot[args.slot_offsets[payload] + i] = value; });
     }
   }
 }
@@ -159,9 +160,8 @@ __device__ inline uint32_t RanksOf(const Shape& shape, const ArenaSession& sessi
 
 // Sends all tokens of this block. The first one was loaded earlier. Called by the sending warps.
 template <typename T>
-__device__ void SendTokens(const FewTokensPushArgs& args, const ArenaSession& session,
-                           PrefetchedToken<T> token) {
-  for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.num_senders, ++step) {
+__device__ void SendTokens(const PushArgs& args, const ArenaSession& session, PrefetchedToken<T> token) {
+  for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.few_tokens.num_senders, ++step) {
     const uint32_t ranks = RanksOf(args.shape, session, token.expert);
     if (step >= 2) Wait(kFlagged + step % 2);
     const bool in_vectors = VectorsOf<T>(args) > 0;
@@ -174,15 +174,15 @@ __device__ void SendTokens(const FewTokensPushArgs& args, const ArenaSession& se
                   [&](std::byte* slot) { reinterpret_cast<float*>(slot)[threadIdx.x] = token.weight; });
     }
     Arrive(kStored + step % 2);
-    token = PrefetchToken<T>(args, t + args.num_senders);
+    token = PrefetchToken<T>(args, t + args.few_tokens.num_senders);
   }
 }
 
 // Sends the arrival flags of each token to its ranks. The last warp does this, because it has to wait until a
 // token's stores are complete, and must not delay those of the next token.
-__device__ inline void SendArrivalFlags(const FewTokensPushArgs& args, const ArenaSession& session) {
+__device__ inline void SendArrivalFlags(const PushArgs& args, const ArenaSession& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
-  for (int t = blockIdx.x, step = 0; t < T; t += args.num_senders, ++step) {
+  for (int t = blockIdx.x, step = 0; t < T; t += args.few_tokens.num_senders, ++step) {
     const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
     const uint32_t ranks = RanksOf(args.shape, session, expert);
     Wait(kStored + step % 2);
@@ -190,7 +190,7 @@ __device__ inline void SendArrivalFlags(const FewTokensPushArgs& args, const Are
       StoreWordRelease(&session.half().mailbox(lane, args.peers.rank).arrived[t], 1, session.epoch());
     }
     __syncwarp();
-    if (t + 2 * args.num_senders < T) Arrive(kFlagged + step % 2);
+    if (t + 2 * args.few_tokens.num_senders < T) Arrive(kFlagged + step % 2);
   }
 }
 

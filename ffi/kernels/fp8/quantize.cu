@@ -97,7 +97,7 @@ enum class Makes { kColumns, kBoth, kMatrices };
 
 // Calls f with the kernel of a call, and the size of its shared memory.
 template <typename F>
-cudaError_t WithKernel(bool is_scaled, Float type, Makes makes, F&& f) {
+cudaError_t WithQuantizeKernel(bool is_scaled, Float type, Makes makes, F&& f) {
   // Only columns are made of rows that are FP8 already.
   if (is_scaled) return f(QuantizeTilesKernel<Scaled, false>, sizeof(SharedTile<Scaled>));
   return WithType(type, [&](auto* name) {
@@ -139,7 +139,7 @@ cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
   const int tiles = params.of_matrices ? params.num_rows / kTile : params.num_columns / kTile;
   const dim3 grid(tiles, params.width / kTile, params.num_matrices);
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
-  return WithKernel(params.x_scales != nullptr, params.type, makes, [&](auto kernel, int shared) {
+  return WithQuantizeKernel(params.x_scales != nullptr, params.type, makes, [&](auto kernel, int shared) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
@@ -152,7 +152,7 @@ cudaError_t PreloadQuantize() {
     cudaFuncAttributes attributes;
     return cudaFuncGetAttributes(&attributes, kernel);
   };
-  cudaError_t error = WithKernel(true, Float::kF32, Makes::kColumns, preload);
+  cudaError_t error = WithQuantizeKernel(true, Float::kF32, Makes::kColumns, preload);
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     if (error == cudaSuccess) {
       error = WithType(type, [&](auto* name) {
@@ -165,7 +165,7 @@ cudaError_t PreloadQuantize() {
       });
     }
     for (Makes makes : {Makes::kColumns, Makes::kBoth, Makes::kMatrices}) {
-      if (error == cudaSuccess) error = WithKernel(false, type, makes, preload);
+      if (error == cudaSuccess) error = WithQuantizeKernel(false, type, makes, preload);
     }
   }
   return error;

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
 
 // Calls f with the kernel of a call, and the size of its shared memory.
 template <bool kBackward, typename F>
-cudaError_t WithKernel(Activation activation, F&& f) {
+cudaError_t WithGatedKernel(Activation activation, F&& f) {
   constexpr int kShared = (kBackward ? kBackwardTiles : kForwardTiles) * sizeof(SharedTile<BF16>);
   switch (activation) {
     case Activation::kSilu:
@@ -125,15 +125,15 @@ cudaError_t WithKernel(Activation activation, F&& f) {
   }
 }
 template <typename F>
-cudaError_t WithKernel(Activation activation, bool is_backward, F&& f) {
-  return is_backward ? WithKernel<true>(activation, f) : WithKernel<false>(activation, f);
+cudaError_t WithGatedKernel(Activation activation, bool is_backward, F&& f) {
+  return is_backward ? WithGatedKernel<true>(activation, f) : WithGatedKernel<false>(activation, f);
 }
 
 }  // namespace
 
 cudaError_t LaunchQuantizeGated(const QuantizeGatedParams& params, cudaStream_t stream) {
   const dim3 grid(params.num_rows / kTile + params.num_groups, params.width / kTile);
-  return WithKernel(params.activation, params.d_hidden != nullptr, [&](auto kernel, int shared) {
+  return WithGatedKernel(params.activation, params.d_hidden != nullptr, [&](auto kernel, int shared) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
@@ -146,7 +146,7 @@ cudaError_t PreloadQuantizeGated() {
   for (Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kClipped}) {
     for (bool is_backward : {false, true}) {
       if (error != cudaSuccess) return error;
-      error = WithKernel(activation, is_backward, [](auto kernel, int) {
+      error = WithGatedKernel(activation, is_backward, [](auto kernel, int) {
         cudaFuncAttributes attributes;
         return cudaFuncGetAttributes(&attributes, kernel);
       });

@@ -5,8 +5,8 @@
 #include <cuda_pipeline.h>
 
 #include "kernels/fp8/block.cuh"
+#include "kernels/fp8/groups.cuh"
 #include "kernels/launches.h"
-#include "kernels/local/groups.cuh"
 #include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {

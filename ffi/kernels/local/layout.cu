@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
 
 // Calls f with the kernel for tokens with `top_k` choices.
 template <typename F>
-cudaError_t WithKernel(int top_k, F&& f) {
+cudaError_t WithLayoutKernel(int top_k, F&& f) {
   return top_k <= kFewChoices ? f(LayoutKernel<kFewChoices>) : f(LayoutKernel<kMaxRowsPerToken>);
 }
 
@@ -157,7 +157,7 @@ cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaS
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = config.gridDim.x > 1 ? 1 : 0;
-  return WithKernel(shape.top_k, [&](auto* kernel) { return LaunchAs(config, kernel, params); });
+  return WithLayoutKernel(shape.top_k, [&](auto* kernel) { return LaunchAs(config, kernel, params); });
 }
 
 cudaError_t PreloadLayout() {

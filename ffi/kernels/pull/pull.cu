@@ -85,7 +85,7 @@ __device__ void ReturnWeights(const PullArgs& args, const Published* published) 
 }
 
 // Fills the results of an op that failed. Called by the last block.
-JAX_EP_RARE void FillResults(const PullArgs& args) {
+JAX_EP_RARE void FillSums(const PullArgs& args) {
   const int64_t tokens = args.shape.num_tokens;
   for (int i = 0; i < args.num_summands; ++i) {
     const Summand& summand = args.summands[i];
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
     if (has_ticket) requested = request_ticket(0);
     alive = session.Meet(args.num_summands, published);
   }
-  const auto fill = [&] { FillResults(args); };
+  const auto fill = [&] { FillSums(args); };
   if (!alive) return session.Abort(fill);
   if (pulls) {
     if constexpr (kByRing) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_
 
 // Calls f with the kernel for arrays of a type.
 template <typename F>
-static cudaError_t WithKernel(Float type, SumEngine engine, F&& f) {
+static cudaError_t WithPullKernel(Float type, SumEngine engine, F&& f) {
   return WithType(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     return engine == SumEngine::kRing       ? f(PullKernel<T, SumEngine::kRing>)
@@ -226,7 +226,7 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
                              : args.shape.num_ranks <= kFewRows ? SumEngine::kFewRanks
                                                                 : SumEngine::kAnyRanks;
     const int num_threads = by_ring ? args.ring.threads() : kThreads<SumEngine::kFewRanks>;
-    const cudaError_t error = WithKernel(type, engine, [&](auto* kernel) {
+    const cudaError_t error = WithPullKernel(type, engine, [&](auto* kernel) {
       // This must be the same for all shapes, because another thread may be about to launch the same kernel.
       const cudaError_t error =
           by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes)
@@ -244,8 +244,8 @@ cudaError_t PreloadPull() {
   cudaFuncAttributes attributes;
   for (Float type : kTypes) {
     for (SumEngine engine : {SumEngine::kRing, SumEngine::kFewRanks, SumEngine::kAnyRanks}) {
-      const cudaError_t error =
-          WithKernel(type, engine, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
+      const cudaError_t error = WithPullKernel(
+          type, engine, [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); });
       if (error != cudaSuccess) return error;
     }
   }

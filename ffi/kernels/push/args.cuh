@@ -1,6 +1,7 @@
-// The arguments of the push kernel.
+// The arguments of the push kernels.
 #pragma once
 
+#include "kernels/few_tokens/partition.cuh"
 #include "kernels/protocol/session.cuh"
 #include "kernels/rows/ring_partition.cuh"
 
@@ -18,8 +19,9 @@ struct BulkPartition {
   int32_t slice_tokens;
 };
 
-// The arguments of a push, routed now or earlier, to peers or on one device. Passed by value as the kernel's
-// parameter.
+// The arguments of a push, routed now or earlier, to peers or on one device: of PushKernel, and of
+// FewTokensPushKernel, which uses the operands, peers and payloads, and the last members. Passed by value as
+// the kernels' parameter.
 struct PushArgs : PushOperands {
   Peers peers;
   Payload payloads[kMaxPayloads];
@@ -36,6 +38,12 @@ struct PushArgs : PushOperands {
   bool counts_in_kernel;  // few tokens: every block counts all of them, as one chunk; otherwise CountKernel
                           // counts
   int32_t element_bytes;  // before the conversion to FP8; 1 if rows are not converted
+
+  // Of a push of few tokens.
+  FewTokensPartition few_tokens;
+  int32_t slot_offsets[kMaxPayloads];  // of each payload's row in a slot
+  // Part of each payload's row that one of the warps that share it copies, in vectors or bytes.
+  int32_t slot_shares[kMaxPayloads];
 
   // Returns true if rows are scaled straight from their tokens, because none of them travels.
   JAX_EP_HD bool scales_in_place() const { return scales() && !spreads; }

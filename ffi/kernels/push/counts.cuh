@@ -1,7 +1,7 @@
 // The counts of all ranks' rows, and the positions of this rank's rows that follow from them.
 #pragma once
 
-#include "kernels/push/receive.cuh"
+#include "kernels/push/receiver.cuh"
 #include "kernels/routing/count.cuh"
 #include "kernels/routing/starts.cuh"
 

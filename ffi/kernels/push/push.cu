@@ -1,4 +1,4 @@
-// Launches of the push kernel.
+// Launches of the push kernel: pushes to peers, and permutes.
 #include <algorithm>
 #include <optional>
 
@@ -6,7 +6,6 @@
 #include "kernels/launch/plan.h"
 #include "kernels/launches.h"
 #include "kernels/push/kernel.cuh"
-#include "kernels/push/local.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -103,7 +102,7 @@ struct PushVariant {
 
 // Calls f with the kernel and its number of threads per block.
 template <typename F>
-cudaError_t WithKernel(bool in_bulk, const PushVariant& variant, F&& f) {
+cudaError_t WithPushKernel(bool in_bulk, const PushVariant& variant, F&& f) {
   const auto with = [&](auto* null, auto quantizes) {
     using Scale = std::remove_pointer_t<decltype(null)>;
     constexpr bool kQuantizes = decltype(quantizes)::value;
@@ -157,13 +156,13 @@ void PartitionBlocks(PushArgs& args, const Device& device, int num_senders) {
   }
 }
 
-cudaError_t LaunchKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
-                         const Device& device, cudaStream_t stream) {
+cudaError_t LaunchPushKernel(const PushArgs& args, int num_blocks, std::optional<Float> scaled,
+                             const Device& device, cudaStream_t stream) {
   const int64_t stages = args.bulk.num_warps * WarpBytes(args, args.bulk.stage_bytes);
   const int64_t shared = BytesBeforeStages(args) + std::max(stages, args.ring.bytes());
   const PushVariant variant{args.quantize != Quantize::kNone, scaled};
   const bool in_bulk = args.bulk.num_warps > 0;
-  return WithKernel(in_bulk, variant, [&](auto* kernel, int num_threads) {
+  return WithPushKernel(in_bulk, variant, [&](auto* kernel, int num_threads) {
     // This must be the same for all shapes, because another thread may be about to launch the same kernel.
     const int max_bytes = in_bulk ? BulkBytes(args, device) : device.shared_bytes - kStaticBytes;
     const cudaError_t error =
@@ -180,7 +179,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                        cudaStream_t stream) {
   PushArgs args{params};
   args.peers = peers;
-  std::copy_n(params.payloads, args.num_payloads, args.payloads);
+  std::copy_n(params.payloads.begin(), args.num_payloads, args.payloads);
   args.element_bytes = 1;
   if (args.quantize != Quantize::kNone)
     args.element_bytes = static_cast<int32_t>(BytesOf(args.quantized_type));
@@ -189,7 +188,7 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
   for (int p = 0; p < args.num_payloads; ++p) rows.Add(args.payloads[p].row_bytes);
   std::optional<Float> scaled;
   if (params.scales()) {
-    std::copy_n(params.factors, args.num_payloads, args.factors);
+    std::copy_n(params.factors.begin(), args.num_payloads, args.factors);
     scaled = params.factor_type;
     args.ring =
         PartitionForRings(args.shape, rows, BulkBytes(args, device) - BytesBeforeStages(args), true, device);
@@ -201,14 +200,31 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                                           params.handle.sent_rows, params.chunk_counts, stream);
     if (error != cudaSuccess) return error;
   }
-  return LaunchKernel(args, plan.total(), scaled, device, stream);
+  return LaunchPushKernel(args, plan.total(), scaled, device, stream);
 }
 
-cudaError_t LaunchLocalPush(PushArgs& args, const Device& device, cudaStream_t stream) {
+// A permute is a push on one device. The routed ids belong to the row map and are not needed afterwards, so
+// they lie after the counts of the chunks.
+cudaError_t LaunchPermute(const PermuteParams& params, const Device& device, cudaStream_t stream) {
+  const cudaError_t error = LaunchCount(params.shape, params.topk_idx, params.routed_idx, params.row_map,
+                                        params.chunk_counts, stream);
+  if (error != cudaSuccess) return error;
+  PushArgs args{};
+  args.shape = params.shape;
+  args.num_payloads = params.num_payloads;
+  std::copy_n(params.payloads, args.num_payloads, args.payloads);
+  args.topk_idx = params.topk_idx;
+  args.topk_weights = params.topk_weights;
+  args.handle = {params.routed_idx, params.row_map, nullptr, nullptr, nullptr};
+  args.chunk_counts = params.chunk_counts;
+  args.arrived_weights = params.row_weights;
+  args.tokens_per_expert = params.tokens_per_expert;
+  args.group_sizes = params.group_sizes;
+  args.num_dropped = params.num_dropped;
   args.element_bytes = 1;
   // All SMs send. As many blocks clear after those have ended.
   PartitionBlocks(args, device, device.num_sms);
-  return LaunchKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
+  return LaunchPushKernel(args, 2 * device.num_sms, std::nullopt, device, stream);
 }
 
 cudaError_t PreloadPush() {
@@ -219,8 +235,8 @@ cudaError_t PreloadPush() {
         PushVariant{false, Float::kBF16}, PushVariant{false, Float::kF32}, PushVariant{false, Float::kF64}}) {
     for (bool in_bulk : {false, true}) {
       if (error != cudaSuccess) return error;
-      error = WithKernel(in_bulk, variant,
-                         [&](auto* kernel, int) { return cudaFuncGetAttributes(&attributes, kernel); });
+      error = WithPushKernel(in_bulk, variant,
+                             [&](auto* kernel, int) { return cudaFuncGetAttributes(&attributes, kernel); });
     }
   }
   return error;

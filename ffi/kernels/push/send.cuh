@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/ptx/bulk.cuh"
-#include "kernels/push/receive.cuh"
+#include "kernels/push/receiver.cuh"
 #include "kernels/push/send_fp8.cuh"
 #include "kernels/routing/destination.cuh"
 #include "kernels/rows/copy.cuh"

@@ -65,7 +65,7 @@ struct ArenaRun {
   enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
 
   ArenaWork work;
-  FewTokensPushArgs args;  // also used for a pull
+  PushArgs args;  // also used for a pull
   MeshPosition position_operand;
   int summing_warps = 1;
   std::vector<int32_t> topk_idx, active_ranks, active_after;
@@ -79,7 +79,7 @@ struct ArenaRun {
   int num_ranks() const { return args.peers.num_ranks; }
   int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
   View& ViewOf(unsigned block, Place place) { return views[block * kNumPlaces + place]; }
-  ArenaSession session(Op op) const { return {args.peers, op, args.attendance, args.slots}; }
+  ArenaSession session(Op op) const { return {args.peers, op, args.attendance, args.few_tokens.slots}; }
 };
 
 // Called when threads of a block of a rank disagree.
@@ -140,7 +140,7 @@ constexpr int kStored = 1, kFlagged = 3;
 
 inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
-  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.num_senders;
+  const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.few_tokens.num_senders;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
     if (turn >= 2) machine.Meet(kFlagged + turn % 2, kArenaThreads, turn);
     for (int i = lane; i < R * kWords; i += kWarp) {
@@ -154,15 +154,15 @@ inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
 
 inline void FlagRows(const ArenaRun& run, const ArenaSession& session) {
   emulation::Machine& machine = emulation::Machine::Get();
-  const FewTokensPushArgs& args = run.args;
+  const PushArgs& args = run.args;
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
-  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.num_senders, ++turn) {
+  for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.few_tokens.num_senders, ++turn) {
     machine.Meet(kStored + turn % 2, kArenaThreads, turn);
     if (lane < R && session.may_write(lane) && run.work.Sends(me, lane, t, R)) {
       StoreWordRelease(&session.half().mailbox(lane, me).arrived[t], 1, session.epoch());
     }
     __syncwarp();
-    if (t + 2 * args.num_senders < run.work.tokens) {
+    if (t + 2 * args.few_tokens.num_senders < run.work.tokens) {
       machine.Meet(kFlagged + turn % 2, kArenaThreads, turn + 2, true);
     }
   }
@@ -200,7 +200,7 @@ inline bool AwaitRow(const ArenaRun& run, const ArenaSession& session, int sourc
   return session.AwaitWord(&session.half().mailbox(run.args.peers.rank, source).arrived[token]);
 }
 
-// Waits for all rows that `ranks` send here, as AwaitAll of a dispatch does.
+// Waits for all rows that `ranks` send here, as AwaitAllRows of a dispatch does.
 inline uint32_t AwaitRows(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
   uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
   for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kArenaThreads) {
@@ -213,9 +213,10 @@ inline uint32_t AwaitRows(ArenaRun& run, const ArenaSession& session, uint32_t r
 
 // Receives rows, one warp each, as ReceiveToken does. Returns the ranks that were missed.
 inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
-  const FewTokensPushArgs& args = run.args;
+  const PushArgs& args = run.args;
   const int R = run.num_ranks();
-  const RowWarps row_warps = RowWarpsOf(args.num_senders, args.first_metadata_block(), 1, kArenaWarps);
+  const RowWarps row_warps =
+      RowWarpsOf(args.few_tokens.num_senders, args.few_tokens.first_metadata_block(), 1, kArenaWarps);
   for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
     const int source = i % R, token = i / R;
     if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
@@ -231,13 +232,13 @@ inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
 inline uint32_t Receive(ArenaRun& run, const ArenaSession& session, uint32_t late) {
   late |= BlockOr(TakeChoices(run, session, session.ranks()));
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
-  if (!run.args.writes_metadata()) return ReceiveRows(run, session);
+  if (!run.args.few_tokens.writes_metadata()) return ReceiveRows(run, session);
   if (session.is_leader()) session.WriteActive();
   return 0;
 }
 
 inline void ArenaPushKernel(ArenaRun& run) {
-  const FewTokensPushArgs& args = run.args;
+  const PushArgs& args = run.args;
   const TopkIds ids{run.topk_idx.data(), false};
   const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
   ArenaSession session = run.session(Op::kDispatch);
@@ -248,16 +249,16 @@ inline void ArenaPushKernel(ArenaRun& run) {
   };
   const int words = ChoiceWords(args.shape);
   uint32_t choices = 0;
-  if (args.writes_metadata() && FirstWord(args) < words * args.shape.num_ranks) {
+  if (args.few_tokens.writes_metadata() && FirstWord(args) < words * args.shape.num_ranks) {
     choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
   }
   const bool is_open = session.Open(opening);
   CheckAgreement(run, ArenaRun::kAfterOpening, session, is_open);
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
-    if (args.writes_metadata()) PublishChoices(args, ids, session, choices);
-    if (args.sends() && threadIdx.x < kWarp) SendRows(run, session);
-    if (args.sends() && threadIdx.x >= kWarp) FlagRows(run, session);
+    if (args.few_tokens.writes_metadata()) PublishChoices(args, ids, session, choices);
+    if (args.few_tokens.sends() && threadIdx.x < kWarp) SendRows(run, session);
+    if (args.few_tokens.sends() && threadIdx.x >= kWarp) FlagRows(run, session);
     uint32_t missing = 0;
     if (args.attendance.masks) {
       session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitRows(run, session, ranks); });
@@ -265,7 +266,7 @@ inline void ArenaPushKernel(ArenaRun& run) {
       missing = session.AwaitCall(threadIdx.x, log);
     }
     CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
-    if (!args.sends() && !session.has_failed()) {
+    if (!args.few_tokens.sends() && !session.has_failed()) {
       missing = Receive(run, session, missing);
       (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
     }
@@ -276,7 +277,7 @@ inline void ArenaPushKernel(ArenaRun& run) {
 
 // Stores rows and flags them by a few warps for each row, as SendSums does.
 inline void SendSums(const ArenaRun& run, const ArenaSession& session, const RowWarps& row_warps) {
-  const FewTokensPushArgs& args = run.args;
+  const PushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank;
   for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
     const int to = (me + 1 + i % R) % R, token = i / R;
@@ -316,7 +317,7 @@ inline uint32_t AddUp(ArenaRun& run, const ArenaSession& session, const TicketCo
 
 inline void ArenaPullKernel(ArenaRun& run) {
   __shared__ unsigned next;
-  const FewTokensPushArgs& args = run.args;
+  const PushArgs& args = run.args;
   const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
   ArenaSession session = run.session(Op::kCombine);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -325,7 +326,8 @@ inline void ArenaPullKernel(ArenaRun& run) {
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
-  const RowWarps row_warps = RowWarpsOf(0, args.num_senders, args.warps_per_row, run.summing_warps);
+  const RowWarps row_warps =
+      RowWarpsOf(0, args.few_tokens.num_senders, args.few_tokens.warps_per_row, run.summing_warps);
   if (threadIdx.x == 0) next = kArenaWarps - run.summing_warps;
   const bool is_open = session.Open(opening);
   CheckAgreement(run, ArenaRun::kAfterOpening, session, is_open);

@@ -274,11 +274,11 @@ class ArenaWorld {
     run->work = work;
     run->position_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
     run->must_fail = has_failed_ || static_cast<uint32_t>(ranks_[r].channel().gate) != 0;
-    FewTokensPushArgs& args = run->args;
+    PushArgs& args = run->args;
     args = {};
     args.shape = work.shape(R);
     args.position_operand = &run->position_operand;
-    args.slots = SlotsOf(args.shape, work.row_bytes);
+    args.few_tokens.slots = SlotsOf(args.shape, work.row_bytes);
     Peers& peers = args.peers;
     peers.rank = r;
     peers.num_ranks = R;
@@ -295,12 +295,12 @@ class ArenaWorld {
     }
     if (random_() % 2 == 0) args.attendance.wait_us = run->wait_us.data();
     // The number of blocks differs between ops and ranks.
-    args.num_senders = 1 + static_cast<int>(random_() % (work.pushes ? 2 : 4));
-    args.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
+    args.few_tokens.num_senders = 1 + static_cast<int>(random_() % (work.pushes ? 2 : 4));
+    args.few_tokens.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     const int metadata_blocks = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     run->summing_warps = 1 + static_cast<int>(random_() % 2);
-    args.warps_per_row = 1 + static_cast<int>(random_() % run->summing_warps);
-    const int blocks = args.num_senders + args.num_receivers + metadata_blocks;
+    args.few_tokens.warps_per_row = 1 + static_cast<int>(random_() % run->summing_warps);
+    const int blocks = args.few_tokens.num_senders + args.few_tokens.num_receivers + metadata_blocks;
     for (int i = 0; i < work.tokens * work.top_k; ++i) {
       run->topk_idx.push_back(work.Expert(r, i / work.top_k, i % work.top_k, R));
     }
@@ -414,7 +414,7 @@ class ArenaWorld {
 
   void CheckChoices(const ArenaRun& run, uint32_t ranks, int r, int t) const {
     const ArenaWork& work = run.work;
-    for (unsigned block = run.args.num_senders; block < run.launch.grid.x; ++block) {
+    for (unsigned block = run.args.few_tokens.num_senders; block < run.launch.grid.x; ++block) {
       for (int k = 0; k < work.top_k; ++k) {
         const int seen = run.choices[block][(r * work.tokens + t) * work.top_k + k];
         const int expert = ranks >> r & 1 ? work.Expert(r, t, k, num_ranks()) : -1;

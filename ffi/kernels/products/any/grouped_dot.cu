@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) WeightsFp8Kernel(GroupedDotParams pa
 }
 
 template <typename T, Unit kUnit = Unit::kTensorCores, typename F>
-cudaError_t WithKernel(GroupedDot product, F&& f) {
+cudaError_t WithAnyKernel(GroupedDot product, F&& f) {
   constexpr int kShared = kUnit == Unit::kFloat32 ? kFloatSharedBytes : SharedBytes<T>();
   switch (product) {
     case GroupedDot::kRows:
@@ -136,14 +136,14 @@ cudaError_t WithFp8Kernel(GroupedDot product, F&& f) {
 }
 
 template <typename F>
-cudaError_t WithKernel(Float type, bool allow_tf32, GroupedDot product, F&& f) {
+cudaError_t WithAnyKernel(Float type, bool allow_tf32, GroupedDot product, F&& f) {
   switch (type) {
     case Float::kF16:
-      return WithKernel<__half>(product, f);
+      return WithAnyKernel<__half>(product, f);
     case Float::kBF16:
-      return WithKernel<__nv_bfloat16>(product, f);
+      return WithAnyKernel<__nv_bfloat16>(product, f);
     default:
-      return allow_tf32 ? WithKernel<float>(product, f) : WithKernel<float, Unit::kFloat32>(product, f);
+      return allow_tf32 ? WithAnyKernel<float>(product, f) : WithAnyKernel<float, Unit::kFloat32>(product, f);
   }
 }
 
@@ -165,7 +165,7 @@ cudaError_t LaunchProduct(const GroupedDotParams& params, int, cudaStream_t stre
     return Launch(kernel, grid, kThreads, shared, stream, false, params);
   };
   return params.row_scales != nullptr ? WithFp8Kernel(params.product, launch)
-                                      : WithKernel(params.type, params.allow_tf32, params.product, launch);
+                                      : WithAnyKernel(params.type, params.allow_tf32, params.product, launch);
 }
 
 cudaError_t PreloadAll() {
@@ -174,9 +174,9 @@ cudaError_t PreloadAll() {
   cudaError_t error = cudaSuccess;
   for (GroupedDot product : {GroupedDot::kRows, GroupedDot::kRowsTransposed, GroupedDot::kWeights}) {
     for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
-      if (error == cudaSuccess) error = WithKernel(type, true, product, preload);
+      if (error == cudaSuccess) error = WithAnyKernel(type, true, product, preload);
     }
-    if (error == cudaSuccess) error = WithKernel(Float::kF32, false, product, preload);
+    if (error == cudaSuccess) error = WithAnyKernel(Float::kF32, false, product, preload);
     if (error == cudaSuccess) error = WithFp8Kernel(product, preload);
   }
   return error;

@@ -1,7 +1,11 @@
-// The arguments of the kernels for few tokens, and the division of work among their warps.
+// The partition of an op for few tokens among blocks and warps.
 #pragma once
 
-#include "kernels/protocol/arena_session.cuh"
+#include <algorithm>
+
+#include "kernels/launch/device.h"
+#include "kernels/protocol/arena.h"
+#include "kernels/threads.cuh"
 
 namespace jax_ep::cuda {
 
@@ -20,12 +24,12 @@ __device__ inline WarpShare WarpsOf(int first, int last) {
           (last - first) * kFewTokensWarps};
 }
 
-// The division of an op for few tokens among blocks and warps. A dispatch has, in this order, blocks that
-// send, blocks that receive, and metadata blocks, which publish this rank's choices and write the handle, the
-// counts and zeros. No block both sends and receives, because an SM's loads wait behind its stores to peers.
-// In a combine every block both sends and receives, by different warps, and `num_senders` is all of them.
+// The blocks and warps of an op for few tokens, and its slots in the arena. A dispatch has, in this order,
+// blocks that send, blocks that receive, and metadata blocks, which publish this rank's choices and write the
+// handle, the counts and zeros. No block both sends and receives, because an SM's loads wait behind its
+// stores to peers. In a combine every block both sends and receives, by different warps, and `num_senders` is
+// all of them.
 struct FewTokensPartition {
-  Peers peers;
   Slots slots;
   int32_t num_senders;
   int32_t num_receivers;
@@ -37,22 +41,6 @@ struct FewTokensPartition {
   __device__ WarpShare MetadataShare() const {
     return WarpsOf(first_metadata_block(), static_cast<int>(gridDim.x));
   }
-};
-
-// The kernels' arguments, passed by value as their parameters.
-struct FewTokensPushArgs : PushOperands, FewTokensPartition {
-  Payload payloads[kMaxPayloads];
-  int32_t offsets[kMaxPayloads];  // of each payload's row in a slot
-  int32_t shares[kMaxPayloads];   // part of each payload's row that one of the warps that share it copies, in
-                                  // vectors or bytes
-
-  __device__ ArenaSession session() const { return {peers, Op::kDispatch, attendance, slots}; }
-};
-struct FewTokensPullArgs : PullOperands, FewTokensPartition {
-  Summand summand;
-  Bias biases[kMaxBiases];
-
-  __device__ ArenaSession session() const { return {peers, Op::kCombine, attendance, slots}; }
 };
 
 // A few warps of a block that share a row.
@@ -81,6 +69,19 @@ __device__ inline RowWarps RowWarpsOf(int first, int last, int size, int warps_p
           size,
           static_cast<int>(threadIdx.x) % kWarp,
           1 + index_in_block};
+}
+
+// Returns the most blocks that an op may use. SMs are left to other kernels as in kernels/launch/plan.h.
+inline int MaxBlocks(const Device& device) {
+  return device.sm_budget > 0 ? std::min(device.sm_budget, device.num_sms) : device.num_sms * 3 / 4;
+}
+
+// Returns how many warps share a row. All warps of `blocks` blocks with `warps_per_block` warps each are used
+// if possible.
+inline int WarpsPerRow(int rows, int blocks, int warps_per_block) {
+  int warps = warps_per_block;
+  while (warps > 2 && (warps_per_block % warps != 0 || rows * warps > blocks * warps_per_block)) --warps;
+  return warps;
 }
 
 }  // namespace jax_ep::cuda
