@@ -127,22 +127,3 @@ if(JAX_EP_CUTLASS_VERSION VERSION_LESS 4.2)
 endif()
 message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}: products for sm_90a: "
   "${JAX_EP_PRODUCTS_SM90}, for sm_100f: ${JAX_EP_PRODUCTS_SM100}, for sm_120f: ${JAX_EP_PRODUCTS_SM120}")
-
-# Adds an engine for products to jax_ep_cuda: kernels of CUTLASS, compiled for one architecture. Its name is not
-# passed as CUDA_ARCHITECTURES, because CMake before 4.1 does not know families such as 100f.
-function(jax_ep_add_products engine architecture)
-  list(TRANSFORM ARGN PREPEND "ffi/kernels/products/${engine}/" OUTPUT_VARIABLE kernels)
-  list(TRANSFORM kernels APPEND ".cu")
-  set(library "jax_ep_products_${engine}")
-  add_library(${library} OBJECT ${kernels})
-  set_target_properties(${library} PROPERTIES CUDA_ARCHITECTURES OFF)
-  target_include_directories(${library} PRIVATE ffi)
-  target_include_directories(${library} SYSTEM PRIVATE "${JAX_EP_CUTLASS_INCLUDE}")
-  target_compile_options(${library} PRIVATE
-    "--generate-code=arch=compute_${architecture},code=[sm_${architecture}]" --expt-relaxed-constexpr
-    -Xcompiler=-Wall)
-  string(TOUPPER "${library}" definition)
-  target_compile_definitions(jax_ep_cuda PRIVATE ${definition})
-  target_sources(jax_ep_cuda PRIVATE $<TARGET_OBJECTS:${library}> "ffi/kernels/products/${engine}/engine.cc")
-  target_compile_definitions(_C PRIVATE JAX_EP_CUTLASS_VERSION="${JAX_EP_CUTLASS_VERSION}")
-endfunction()

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels/launches.h"
-#include "kernels/products/check.h"
+#include "kernels/products/engines.h"
 
 namespace jax_ep::cuda {
 namespace {

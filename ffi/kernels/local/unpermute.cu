@@ -2,7 +2,7 @@
 // (permute.cu).
 #include "kernels/launch/launch.h"
 #include "kernels/launches.h"
-#include "kernels/routing/topk.cuh"
+#include "kernels/routing/count.cuh"
 #include "kernels/rows/sum.cuh"
 
 namespace jax_ep::cuda {

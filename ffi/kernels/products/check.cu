@@ -8,7 +8,7 @@
 
 #include "core/text.h"
 #include "kernels/launch/launch.h"
-#include "kernels/products/check.h"
+#include "kernels/products/engines.h"
 
 namespace jax_ep::cuda {
 

@@ -1,12 +1,15 @@
-// The engines of grouped products, and what they have in common.
+// The engines of grouped products: what they have in common, the kernels of CUTLASS's engines, and the
+// comparison of an engine with the plain one.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <initializer_list>
+#include <vector>
 
 #include "core/params.h"
 #include "kernels/products/groups.h"
+#include "kernels/products/products.h"
 
 namespace jax_ep::cuda {
 
@@ -36,6 +39,34 @@ Operands OperandsOf(const GroupedDotParams& params);
 
 // Returns whether TMA can load the operands of a product, which are 16-bit floats or FP8.
 bool SuitsTma(const GroupedDotParams& params);
+
+// The kernels of an engine. Launch runs a kernel on at most `num_sms` SMs, but on at least one cluster. An
+// earlier kernel on the stream fills the arrays. Each architecture has kernels of its own
+// (cmake/Products.cmake).
+namespace sm90 {
+template <GroupedDot kProduct, Operands kOperands>
+struct ProductKernel {
+  static cudaError_t Launch(const GroupedDotParams& params, const GroupArrays& groups, int num_sms,
+                            cudaStream_t stream);
+  static cudaError_t Preload();
+};
+}  // namespace sm90
+namespace sm100 {
+template <GroupedDot kProduct, Operands kOperands>
+struct ProductKernel {
+  static cudaError_t Launch(const GroupedDotParams& params, const GroupArrays& groups, int num_sms,
+                            cudaStream_t stream);
+  static cudaError_t Preload();
+};
+}  // namespace sm100
+namespace sm120 {
+template <GroupedDot kProduct, Operands kOperands>
+struct ProductKernel {
+  static cudaError_t Launch(const GroupedDotParams& params, const GroupArrays& groups, int num_sms,
+                            cudaStream_t stream);
+  static cudaError_t Preload();
+};
+}  // namespace sm120
 
 // Calls f with the kernel of a product. FP8 does not support kRows, and takes the operands of kWeights
 // transposed, because tensor cores take 8-bit operands in that layout only.
@@ -81,5 +112,19 @@ cudaError_t PreloadProductKernels() {
   }
   return error;
 }
+
+// A kind of product that engines other than the plain one may compute.
+struct ProductKind {
+  Operands operands;
+  GroupedDot product;
+  const char* name;
+  double tolerance;
+};
+
+constexpr int kNumProductKinds = 8;
+extern const ProductKind kProductKinds[kNumProductKinds];
+
+// Returns the comparison for each kind of product, on the current device, or up to the first fatal one.
+std::vector<ProductCheck> CompareEngines(const ProductEngine& engine, const ProductEngine& plain);
 
 }  // namespace jax_ep::cuda

@@ -9,7 +9,6 @@
 
 #include "core/text.h"
 #include "kernels/launches.h"
-#include "kernels/products/check.h"
 #include "kernels/products/engines.h"
 
 namespace jax_ep::cuda {

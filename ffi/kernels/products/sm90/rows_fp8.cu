@@ -9,8 +9,8 @@
 #include <algorithm>
 
 #include "kernels/launch/launch.h"
+#include "kernels/products/engines.h"
 #include "kernels/products/sm90/fp8_tiles.cuh"
-#include "kernels/products/sm90/kernels.h"
 #include "kernels/products/sm90/tensor_map.h"
 #include "kernels/ptx/hopper.cuh"
 
