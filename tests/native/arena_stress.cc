@@ -111,18 +111,18 @@ void RunPlain(int ops) {
 
 // Lets rank f begin an op within a few microseconds of a deadline of the others.
 void Straggle(Random& random, ArenaWorld& world, int f, int op) {
-  ArenaPlan& plan = world.plan(f, op);
+  ArenaScript& script = world.script(f, op);
   const uint64_t timeout = world.timeout_ns();
-  const int quarters = plan.work.masks ? Pick(random, {1, 1, 1, 4, 5}) : Pick(random, {4, 4, 4, 8});
+  const int quarters = script.work.masks ? Pick(random, {1, 1, 1, 4, 5}) : Pick(random, {4, 4, 4, 8});
   const int within = Pick(random, {20'000, 4'000, 4'000});
-  plan.after_others = timeout * quarters / 4 + random() % (2 * within) - within;
-  for (int r = 0; r < world.num_ranks(); ++r) world.plan(r, op).late_by = 0;
+  script.after_others = timeout * quarters / 4 + random() % (2 * within) - within;
+  for (int r = 0; r < world.num_ranks(); ++r) world.script(r, op).late_by = 0;
   // In most scenarios the others have not heard from it in the op before.
   if (op == 0 || !Chance(random, 80)) return;
   for (int r = 0; r < world.num_ranks(); ++r) {
-    ArenaWork& before = world.plan(r, op - 1).work;
+    ArenaWork& before = world.script(r, op - 1).work;
     if (before.has_attendance) before.active &= ~(1u << f);
-    world.plan(r, op).work.active |= 1u << f;
+    world.script(r, op).work.active |= 1u << f;
   }
 }
 
@@ -160,7 +160,7 @@ void CheckOthersStay(ArenaWorld& world, int ops, int f) {
   if (world.failed != 0) Die("an op failed where ranks may be left out");
   const uint32_t others = ((1u << world.num_ranks()) - 1) & ~(1u << f);
   for (int i = 0; i < ops; ++i) {
-    if ((world.plan(0, i).work.active & others) != others) return;
+    if ((world.script(0, i).work.active & others) != others) return;
   }
   for (int r = 0; r < world.num_ranks(); ++r) {
     for (int i = 0; i < ops; ++i) {
@@ -173,19 +173,19 @@ void CheckOthersStay(ArenaWorld& world, int ops, int f) {
 // Holds up rank f when it looks at the clock in the last op, in which all ranks take part.
 void Hold(Random& random, ArenaWorld& world, int f, int op, uint64_t ns) {
   for (int r = 0; r < world.num_ranks(); ++r) {
-    world.plan(r, op).work.active = (1u << world.num_ranks()) - 1;
-    world.plan(r, op).late_by = r == f ? 0 : random() % 100'000;
-    if (op == 0 || !world.plan(r, op - 1).work.has_attendance || Chance(random, 50)) continue;
-    for (int p = 0; p < world.num_ranks(); ++p) world.plan(p, op - 1).work.active &= ~(1u << r);
+    world.script(r, op).work.active = (1u << world.num_ranks()) - 1;
+    world.script(r, op).late_by = r == f ? 0 : random() % 100'000;
+    if (op == 0 || !world.script(r, op - 1).work.has_attendance || Chance(random, 50)) continue;
+    for (int p = 0; p < world.num_ranks(); ++p) world.script(p, op - 1).work.active &= ~(1u << r);
   }
   if (ns > world.timeout_ns()) {  // so that it is waiting for a rank when it is held up
-    world.plan((f + 1) % world.num_ranks(), op).late_by =
+    world.script((f + 1) % world.num_ranks(), op).late_by =
         world.timeout_ns() / 10 + random() % (world.timeout_ns() / 8);
   }
-  ArenaPlan& plan = world.plan(f, op);
-  plan.freezes_at_look = 1 + random() % 10;
-  plan.freezes_for = ns;
-  plan.freezes_rank = true;
+  ArenaScript& script = world.script(f, op);
+  script.freezes_at_look = 1 + random() % 10;
+  script.freezes_for = ns;
+  script.freezes_rank = true;
 }
 
 // Lets all ranks take part in an op, all except f in the next one, and all in the one after that, which uses
@@ -194,13 +194,13 @@ void Skip(Random& random, ArenaWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
   for (int r = 0; r < world.num_ranks(); ++r) {
     for (int i = op; i < std::min(op + 3, world.num_ops()); ++i) {
-      ArenaPlan& plan = world.plan(r, i);
-      if (i == op + 1) plan.work.has_attendance = true;
-      plan.work.active = i == op + 1 ? all & ~(1u << f) : all;
-      plan.late_by = 0;
+      ArenaScript& script = world.script(r, i);
+      if (i == op + 1) script.work.has_attendance = true;
+      script.work.active = i == op + 1 ? all & ~(1u << f) : all;
+      script.late_by = 0;
     }
   }
-  world.plan(f, op).freezes_at = 1 + random() % Pick(random, {300u, 1500u});
+  world.script(f, op).freezes_at = 1 + random() % Pick(random, {300u, 1500u});
 }
 
 int held_and_has_all = 0;  // scenarios
@@ -209,7 +209,7 @@ int held_and_has_all = 0;  // scenarios
 // that had arrived meanwhile.
 void CheckHeld(ArenaWorld& world, int f, int op) {
   const uint32_t all = (1u << world.num_ranks()) - 1;
-  const bool is_short = world.plan(f, op).freezes_for < world.timeout_ns();
+  const bool is_short = world.script(f, op).freezes_for < world.timeout_ns();
   const ArenaEnd& held = world.end(f, op);
   bool has_all = held.held_until != 0;
   for (int r = 0; r < world.num_ranks(); ++r) {
@@ -244,10 +244,10 @@ void RunFaults() {
   const int at = fault == kHeld ? ops - 1 : any_op;
   world.SetProgram(MakeProgram(random, ops, R, mode, 100, fault != kStray));
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < ops; ++i) world.plan(r, i).late_by = Chance(random, 30) ? random() % 50'000 : 0;
+    for (int i = 0; i < ops; ++i) world.script(r, i).late_by = Chance(random, 30) ? random() % 50'000 : 0;
   }
-  ArenaPlan& plan = world.plan(f, at);
-  const auto freeze = [&](ArenaPlan& p, uint64_t ns) {
+  ArenaScript& script = world.script(f, at);
+  const auto freeze = [&](ArenaScript& p, uint64_t ns) {
     p.freezes_at = 1 + random() % Pick(random, {60u, 600u, 4000u});
     p.freezes_for = ns;
     p.freezes_rank = Chance(random, 70);
@@ -262,29 +262,29 @@ void RunFaults() {
   }
   switch (fault) {
     case kShort:
-      freeze(plan, share(5, 20));
-      plan.freezes_rank = true;
+      freeze(script, share(5, 20));
+      script.freezes_rank = true;
       Skip(random, world, f, at);
       break;
     case kLong:
-      freeze(plan, share(20, 400));
+      freeze(script, share(20, 400));
       break;
     case kDies:
-      freeze(plan, kForEver);
-      plan.dies = plan.freezes_rank = true;
+      freeze(script, kForEver);
+      script.dies = script.freezes_rank = true;
       break;
     case kNever:
       world.CutAfter(f, at);
       break;
     case kOtherCall:
-      plan.work.call.hash += 8 + random() % 8;
-      plan.work.number += 1000;
+      script.work.call.hash += 8 + random() % 8;
+      script.work.number += 1000;
       break;
     case kWrongRank:
-      plan.wrong_rank = true;
+      script.wrong_rank = true;
       break;
     case kWrongList:
-      plan.list = 1 + random() % 3;
+      script.list = 1 + random() % 3;
       break;
     case kGate: {
       const uint64_t near = Chance(random, 50) ? timeout / 4 : timeout;
@@ -292,15 +292,15 @@ void RunFaults() {
       break;
     }
     case kStray: {
-      ArenaWork stray = plan.work;
+      ArenaWork stray = script.work;
       stray.number += 5000, stray.call = {static_cast<uint32_t>(random()), 900};
       world.SetStray(f, stray, random() % 300'000);
-      if (Chance(random, 50)) freeze(world.plan((f + 1) % R, at), share(5, 40));
+      if (Chance(random, 50)) freeze(world.script((f + 1) % R, at), share(5, 40));
       break;
     }
     case kTwo:
-      freeze(world.plan(random() % R, random() % ops), share(20, 300));
-      freeze(world.plan(random() % R, random() % ops), share(20, 300));
+      freeze(world.script(random() % R, random() % ops), share(20, 300));
+      freeze(world.script(random() % R, random() % ops), share(20, 300));
       break;
     case kHeld:
       Hold(random, world, f, at, Chance(random, 50) ? share(30, 60) : share(110, 160));
@@ -327,8 +327,8 @@ void RunFaults() {
     Die("an op failed, or left out a rank, without a reason");
   }
   if (fault == kLate && mode == kMasks) CheckOthersStay(world, ops, f);
-  const uint32_t others = plan.work.active & ~(1u << f);
-  const bool meets = (plan.work.active >> f & 1) != 0 && others != 0;
+  const uint32_t others = script.work.active & ~(1u << f);
+  const bool meets = (script.work.active >> f & 1) != 0 && others != 0;
   const bool differs = fault == kOtherCall || fault == kWrongList;
   if (fault == kWrongRank && world.failed == 0) Die("no op failed on a wrong mesh");
   if (differs && meets && !straggles && world.failed == 0) Die("no op failed of different calls");

@@ -177,9 +177,9 @@ void RunFaults() {
   const int ops = 2 + random() % 10, at = random() % ops;
   world.SetProgram(MakeProgram(random, ops, 100));
   const int f = random() % world.num_ranks();
-  Plan& plan = world.plan(f, at);
+  Script& script = world.script(f, at);
   uint64_t allowed = 0;  // time that the fault itself may cost
-  const auto freeze = [&](Plan& p, uint64_t ns) {
+  const auto freeze = [&](Script& p, uint64_t ns) {
     p.freezes_at = 1 + random() % Pick(random, {60u, 600u, 6000u});
     p.freezes_for = ns;
     p.freezes_rank = Chance(random, 70);
@@ -188,55 +188,55 @@ void RunFaults() {
   const auto share = [&](int least, int most) { return timeout * (least + random() % (most - least)) / 100; };
   switch (fault) {
     case kShort:
-      freeze(plan, share(5, 40));
+      freeze(script, share(5, 40));
       break;
     case kLong:
-      freeze(plan, share(50, 600));
+      freeze(script, share(50, 600));
       break;
     case kGone:
-      freeze(plan, 0);
-      plan.gone_after = random() % 1'800'000'000;
-      plan.freezes_for = 1'000'000'000'000;
-      plan.freezes_rank = true;
-      allowed += plan.gone_after;
+      freeze(script, 0);
+      script.gone_after = random() % 1'800'000'000;
+      script.freezes_for = 1'000'000'000'000;
+      script.freezes_rank = true;
+      allowed += script.gone_after;
       break;
     case kLate:
-      plan.late_by = share(130, 400);
-      allowed += plan.late_by;
+      script.late_by = share(130, 400);
+      allowed += script.late_by;
       break;
     case kNever:
       world.CutAfter(f, at);
       break;
     case kOtherCall:
-      (Chance(random, 50) ? plan.work.call.hash : plan.work.call.site) += Chance(random, 50) ? 8 : 16;
-      plan.work.number += 1000;
+      (Chance(random, 50) ? script.work.call.hash : script.work.call.site) += Chance(random, 50) ? 8 : 16;
+      script.work.number += 1000;
       break;
     case kWrongRank:
-      plan.wrong_rank = true;
+      script.wrong_rank = true;
       break;
     case kWrongList:
-      plan.list = 1 + random() % 3;
+      script.list = 1 + random() % 3;
       break;
     case kStray:
-      world.AddStray(f, MakeWork(random, 5000, plan.work.call.site + 800), random() % 300'000);
+      world.AddStray(f, MakeWork(random, 5000, script.work.call.site + 800), random() % 300'000);
       break;
     case kClash: {
-      const Work stray = MakeWork(random, 5000, plan.work.call.site + 800);
+      const Work stray = MakeWork(random, 5000, script.work.call.site + 800);
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % 300'000);
       break;
     }
     case kTail: {
       // A block is held up in the first op while others of its rank end it, and the rank begins another op.
       // Then one fails.
-      Plan& first = world.plan(f, 0);
+      Script& first = world.script(f, 0);
       for (int r = 0; r < world.num_ranks(); ++r) {
-        Work& work = world.plan(r, 0).work;
+        Work& work = world.script(r, 0).work;
         work.pushes = work.in_waves = true;
-        world.plan(r, ops - 1).work.call.site = work.call.site;
+        world.script(r, ops - 1).work.call.site = work.call.site;
       }
       first.freezes_at = 1 + random() % 3000;
       first.freezes_for = share(30, 60);
-      world.plan(f, ops - 1).late_by = share(130, 200);
+      world.script(f, ops - 1).late_by = share(130, 200);
       allowed += first.freezes_for + 2 * timeout;
       const Work stray = MakeWork(random, 5000, first.work.call.site + 801);
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % first.freezes_for);
@@ -249,10 +249,10 @@ void RunFaults() {
       world.overlaps = true;
       break;
     default:
-      freeze(plan, share(50, 300));
-      freeze(world.plan(random() % world.num_ranks(), random() % ops), share(50, 300));
+      freeze(script, share(50, 300));
+      freeze(world.script(random() % world.num_ranks(), random() % ops), share(50, 300));
       if (Chance(random, 50))
-        world.plan(random() % world.num_ranks(), random() % ops).late_by = share(50, 300);
+        world.script(random() % world.num_ranks(), random() % ops).late_by = share(50, 300);
       allowed += 4 * timeout;
   }
   Outcome outcome = world.RunAll([&](int rank) {
@@ -263,7 +263,7 @@ void RunFaults() {
     if (fault != kLong) Die("rank %d was stopped", rank);
     if (report.missing != 1u << f)
       Die("rank %d was stopped by %x, but %d was held up", rank, report.missing, f);
-    if (plan.freezes_for < timeout * 17 / 10) Die("rank %d was stopped too early", rank);
+    if (script.freezes_for < timeout * 17 / 10) Die("rank %d was stopped too early", rank);
   });
   const uint64_t bound = 3 * timeout + allowed + 40'000'000 + (outcome.traps > 0 ? 3'100'000'000 : 0);
   if (outcome.longest_ns > bound) Die("an op took %.1f ms", outcome.longest_ns / 1e6);
@@ -301,7 +301,7 @@ uint64_t RunSlow(uint64_t look) {
   World world(random, 2 + random() % 2, FirstEpoch(random), timeout);
   SetManner(random);
   world.SetProgram(MakeProgram(random, 1, 100));
-  Plan &held = world.plan(0, 0), &slow = world.plan(1, 0);
+  Script &held = world.script(0, 0), &slow = world.script(1, 0);
   slow.freezes_at = 1 + random() % 600;
   slow.freezes_for = timeout * (40 + random() % 40) / 100;
   held.freezes_rank = slow.freezes_rank = true;

@@ -13,7 +13,7 @@ using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
 
 // One op of one rank's program and its faults.
-struct ArenaPlan {
+struct ArenaScript {
   ArenaWork work;
   uint64_t late_by = 0;  // nanoseconds from the end of the op before to the beginning of this one
   // If not 0, the op begins this many nanoseconds after the first other rank has begun it.
@@ -72,16 +72,16 @@ class ArenaWorld {
   uint64_t timeout_ns() const { return timeout_ns_; }
   const Report& report(int r) const { return ranks_[r].report; }
   int num_ops() const { return static_cast<int>(ranks_[0].ends.size()); }
-  ArenaPlan& plan(int r, int op) { return ranks_[r].plans[op]; }
+  ArenaScript& script(int r, int op) { return ranks_[r].scripts[op]; }
   const ArenaEnd& end(int r, int op) const { return ranks_[r].ends[op]; }
   void SetProgram(const std::vector<ArenaWork>& program) {
     for (Rank& rank : ranks_) {
-      rank.plans.assign(program.size(), {});
+      rank.scripts.assign(program.size(), {});
       rank.ends.assign(program.size(), {});
-      for (size_t i = 0; i < program.size(); ++i) rank.plans[i].work = program[i];
+      for (size_t i = 0; i < program.size(); ++i) rank.scripts[i].work = program[i];
     }
   }
-  void CutAfter(int r, int op) { ranks_[r].plans.resize(op); }
+  void CutAfter(int r, int op) { ranks_[r].scripts.resize(op); }
   // Adds an op that begins `after` nanoseconds from the start if another op of the rank is in flight then.
   void SetStray(int r, const ArenaWork& work, uint64_t after) {
     ranks_[r].stray.work = work;
@@ -133,15 +133,15 @@ class ArenaWorld {
     machine.Abandon();
     uint64_t last = machine.now + 40 * timeout_ns_;
     for (const Rank& rank : ranks_) {
-      for (const ArenaPlan& plan : rank.plans)
-        last += 3 * timeout_ns_ + plan.late_by + plan.freezes_for % kForEver;
+      for (const ArenaScript& script : rank.scripts)
+        last += 3 * timeout_ns_ + script.late_by + script.freezes_for % kForEver;
     }
     while (true) {
       bool done = true;
       for (int r = 0; r < num_ranks(); ++r) {
         BeginWhatIsDue(r);
         Rank& rank = ranks_[r];
-        done = done && (rank.has_died || (rank.runs.empty() && rank.next == rank.plans.size()));
+        done = done && (rank.has_died || (rank.runs.empty() && rank.next == rank.scripts.size()));
       }
       if (done) break;
       CloseGates();
@@ -154,7 +154,8 @@ class ArenaWorld {
         runs.erase(run);
       }
       for (Rank& rank : ranks_) {
-        rank.has_died |= !rank.runs.empty() && rank.runs[0]->launch.frozen && rank.plans[rank.next - 1].dies;
+        rank.has_died |=
+            !rank.runs.empty() && rank.runs[0]->launch.frozen && rank.scripts[rank.next - 1].dies;
       }
       if (has_disagreed) break;
       if (machine.now > last) {
@@ -179,9 +180,9 @@ class ArenaWorld {
   struct Rank {
     std::byte* memory = nullptr;
     Report report{};
-    std::vector<ArenaPlan> plans;
+    std::vector<ArenaScript> scripts;
     std::vector<ArenaEnd> ends;
-    ArenaPlan stray;
+    ArenaScript stray;
     bool has_stray = false, has_died = false;
     size_t next = 0;
     uint64_t since = 0;  // when its last op ended
@@ -211,11 +212,11 @@ class ArenaWorld {
   }
 
   uint64_t DueAt(const Rank& rank) const {
-    const ArenaPlan& plan = rank.plans[rank.next];
-    if (plan.after_others == 0) return rank.since + plan.late_by;
+    const ArenaScript& script = rank.scripts[rank.next];
+    if (script.after_others == 0) return rank.since + script.late_by;
     const uint64_t begun = first_begun_[rank.next];
     // It may be that no other rank begins this op.
-    return begun == 0 ? rank.since + 20 * timeout_ns_ : std::max(rank.since, begun + plan.after_others);
+    return begun == 0 ? rank.since + 20 * timeout_ns_ : std::max(rank.since, begun + script.after_others);
   }
 
   void BeginWhatIsDue(int r) {
@@ -229,9 +230,9 @@ class ArenaWorld {
     }
     const bool is_busy =
         std::any_of(rank.runs.begin(), rank.runs.end(), [](const auto& run) { return !run->is_stray; });
-    if (is_busy || rank.next == rank.plans.size() || machine.now < DueAt(rank)) return;
+    if (is_busy || rank.next == rank.scripts.size() || machine.now < DueAt(rank)) return;
     if (first_begun_[rank.next] == 0) first_begun_[rank.next] = machine.now;
-    rank.runs.insert(rank.runs.begin(), Begin(r, rank.plans[rank.next]));
+    rank.runs.insert(rank.runs.begin(), Begin(r, rank.scripts[rank.next]));
     ++rank.next;
   }
 
@@ -256,23 +257,23 @@ class ArenaWorld {
       if (machine.next_event == 0 || from < machine.next_event) machine.next_event = from;
     };
     for (const Rank& rank : ranks_) {
-      if (rank.has_died || rank.next > rank.plans.size()) continue;
-      if (rank.next < rank.plans.size() && rank.runs.empty() && rank.plans[rank.next].after_others != 0) {
+      if (rank.has_died || rank.next > rank.scripts.size()) continue;
+      if (rank.next < rank.scripts.size() && rank.runs.empty() && rank.scripts[rank.next].after_others != 0) {
         consider(DueAt(rank));
       }
-      if (rank.next > 0 && !rank.runs.empty() && rank.plans[rank.next - 1].after_others != 0) {
+      if (rank.next > 0 && !rank.runs.empty() && rank.scripts[rank.next - 1].after_others != 0) {
         consider(rank.runs[0]->launch.began);
       }
     }
     if (gates_close_at != 0) consider(began_ + gates_close_at);
   }
 
-  std::unique_ptr<ArenaRun> Begin(int r, const ArenaPlan& plan) {
+  std::unique_ptr<ArenaRun> Begin(int r, const ArenaScript& script) {
     auto run = std::make_unique<ArenaRun>();
-    const ArenaWork& work = plan.work;
+    const ArenaWork& work = script.work;
     const int R = num_ranks();
     run->work = work;
-    run->position_operand = {plan.wrong_rank ? (r + 1) % R : r, plan.list};
+    run->position_operand = {script.wrong_rank ? (r + 1) % R : r, script.list};
     run->must_fail = has_failed_ || static_cast<uint32_t>(ranks_[r].channel().gate) != 0;
     PushArgs& args = run->args;
     args = {};
@@ -312,10 +313,10 @@ class ArenaWorld {
     launch.grid = {static_cast<unsigned>(blocks)};
     launch.block = {kArenaThreads};
     launch.body = [run = run.get()] { run->work.pushes ? ArenaPushKernel(*run) : ArenaPullKernel(*run); };
-    launch.freezes_at = plan.freezes_at;
-    launch.freezes_at_look = plan.freezes_at_look;
-    launch.freezes_for = plan.freezes_for;
-    launch.freezes_rank = plan.freezes_rank;
+    launch.freezes_at = script.freezes_at;
+    launch.freezes_at_look = script.freezes_at_look;
+    launch.freezes_for = script.freezes_for;
+    launch.freezes_rank = script.freezes_rank;
     Machine::Get().Start(launch);
     Trace(*run, "begins");
     return run;

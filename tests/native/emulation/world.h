@@ -9,7 +9,7 @@
 namespace jax_ep::cuda {
 
 // One op of one rank's program, and what goes wrong with it.
-struct Plan {
+struct Script {
   Work work;
   uint64_t late_by = 0;
   uint64_t freezes_at = 0, freezes_at_look = 0, freezes_for = 0;
@@ -55,7 +55,7 @@ class World {
 
   int num_ranks() const { return num_ranks_; }
   const Report& report(int r) const { return reports_[r]; }
-  Plan& plan(int r, int op) { return programs_[r][op]; }
+  Script& script(int r, int op) { return programs_[r][op]; }
   // Of a rank's op that ended last: when it ended, until when it was held up, and how often it had looked at
   // the clock.
   struct Ended {
@@ -64,11 +64,11 @@ class World {
   const Ended& ended(int r) const { return ended_[r]; }
 
   void SetProgram(const std::vector<Work>& program) {
-    for (auto& plans : programs_) {
-      plans.clear();
+    for (auto& scripts : programs_) {
+      scripts.clear();
       for (const Work& work : program) {
-        plans.emplace_back();
-        plans.back().work = work;
+        scripts.emplace_back();
+        scripts.back().work = work;
       }
     }
   }
@@ -114,7 +114,7 @@ class World {
     next_gate_ = 0;
     const uint64_t began = machine.now;
     struct Lane {
-      std::deque<const Plan*> waiting;
+      std::deque<const Script*> waiting;
       bool busy = false;
       uint64_t since = 0;
       Run* last = nullptr;  // while it is in flight
@@ -139,10 +139,10 @@ class World {
     };
     size_t left = 0;
     for (int r = 0; r < num_ranks_; ++r) {
-      for (auto& plan : programs_[r]) {
-        lanes[r * (kChannels + 2) + plan.work.call.site % kChannels].waiting.push_back(&plan);
+      for (auto& script : programs_[r]) {
+        lanes[r * (kChannels + 2) + script.work.call.site % kChannels].waiting.push_back(&script);
       }
-      for (auto& plan : strays_[r]) lanes[r * (kChannels + 2) + kChannels].waiting.push_back(&plan);
+      for (auto& script : strays_[r]) lanes[r * (kChannels + 2) + kChannels].waiting.push_back(&script);
     }
     for (Lane& lane : lanes) {
       lane.since = machine.now;
@@ -207,52 +207,52 @@ class World {
   }
 
  private:
-  std::unique_ptr<Run> Begin(int r, const Plan& plan, int lane) {
+  std::unique_ptr<Run> Begin(int r, const Script& script, int lane) {
     auto run = std::make_unique<Run>();
-    run->work = plan.work;
+    run->work = script.work;
     run->lane = lane;
     Peers& peers = run->peers;
     peers = {};
     peers.rank = r;
     peers.num_ranks = num_ranks_;
-    peers.call = plan.work.call;
+    peers.call = script.work.call;
     peers.report = &reports_[r];
     peers.stress_ns = stress_ns;
     peers.channel_number = static_cast<int>(peers.call.site % kChannels);
     for (int p = 0; p < num_ranks_; ++p) peers.channel[p] = &controls_[p]->channels[peers.channel_number];
-    run->position_operand = {plan.wrong_rank ? (r + 1) % num_ranks_ : r, plan.list};
-    run->gone_after = plan.gone_after;
+    run->position_operand = {script.wrong_rank ? (r + 1) % num_ranks_ : r, script.list};
+    run->gone_after = script.gone_after;
     run->epoch_before = peers.own().epoch;
     run->must_fail = has_failed_;
     // Each call site has a grid of its own.
-    const int blocks = 1 + static_cast<int>((blocks_[r] + plan.work.call.site * 7 / 3) % 4);
-    run->batches = Batches::Of(plan.work.waves, 1 + (r * 3 + static_cast<int>(plan.work.call.site)) % 5);
-    run->active =
-        plan.work.pushes || !plan.work.in_waves ? std::max(1, blocks - blocks / 2) : std::max(1, blocks / 2);
-    if (!plan.work.pushes && plan.work.in_waves && blocks == 1) run->grid = 2;  // some must fold
-    const int rows = num_ranks_ * plan.work.tokens;
+    const int blocks = 1 + static_cast<int>((blocks_[r] + script.work.call.site * 7 / 3) % 4);
+    run->batches = Batches::Of(script.work.waves, 1 + (r * 3 + static_cast<int>(script.work.call.site)) % 5);
+    run->active = script.work.pushes || !script.work.in_waves ? std::max(1, blocks - blocks / 2)
+                                                              : std::max(1, blocks / 2);
+    if (!script.work.pushes && script.work.in_waves && blocks == 1) run->grid = 2;  // some must fold
+    const int rows = num_ranks_ * script.work.tokens;
     for (auto* array : {&run->out, &run->copies, &run->partials, &run->rows})
       array->assign(rows * kWords, 0x7ddddddd);
     run->cleared.assign(rows, 0);
     for (int i = 0; i < rows * kWords; ++i) {
       run->rows[i] =
-          plan.work.Value(r, i / kWords / plan.work.tokens, i / kWords % plan.work.tokens, i % kWords);
+          script.work.Value(r, i / kWords / script.work.tokens, i / kWords % script.work.tokens, i % kWords);
     }
-    if (plan.work.by_ring && plan.work.pushes) {
-      run->ring.InitPush(run->numbers(), peers, plan.work.waves);
-    } else if (plan.work.by_ring) {
-      run->ring.InitPull(run->numbers(), peers, plan.work.waves, plan.work.in_waves, run->active,
-                         1 + static_cast<int>(plan.work.number % 4));
+    if (script.work.by_ring && script.work.pushes) {
+      run->ring.InitPush(run->numbers(), peers, script.work.waves);
+    } else if (script.work.by_ring) {
+      run->ring.InitPull(run->numbers(), peers, script.work.waves, script.work.in_waves, run->active,
+                         1 + static_cast<int>(script.work.number % 4));
     }
     emulation::Launch& launch = run->launch;
     launch.rank = r;
     launch.grid = {static_cast<unsigned>(run->grid != 0 ? run->grid : blocks)};
     launch.block = {static_cast<unsigned>(threads_[r])};
     launch.body = [run = run.get()] { run->work.pushes ? PushKernel(*run) : PullKernel(*run); };
-    launch.freezes_at = plan.freezes_at;
-    launch.freezes_for = plan.freezes_for;
-    launch.freezes_rank = plan.freezes_rank;
-    launch.freezes_at_look = plan.freezes_at_look;
+    launch.freezes_at = script.freezes_at;
+    launch.freezes_for = script.freezes_for;
+    launch.freezes_rank = script.freezes_rank;
+    launch.freezes_at_look = script.freezes_at_look;
     run->is_inside = true;
     emulation::Machine::Get().Start(launch);
     Trace(*run, "begins");
@@ -333,7 +333,7 @@ class World {
   int num_ranks_;
   std::vector<Control*> controls_;
   std::vector<Report> reports_;
-  std::vector<std::vector<Plan>> programs_, strays_;
+  std::vector<std::vector<Script>> programs_, strays_;
   std::vector<int> blocks_, threads_;
   std::vector<Ended> ended_;
   bool has_failed_ = false;
