@@ -6,15 +6,14 @@
 set(JAX_EP_KERNELS_SM90
   "kRows kF16, kRows kBF16"
   "kRowsTransposed kF16, kRowsTransposed kBF16"
-  "kWeights kF16, kWeights kBF16"
-  "kWeights kFp8")
+  "kWeights kF16, kWeights kBF16")
 set(JAX_EP_KERNELS_SM100
   "kRows kF16, kRows kBF16, kRowsTransposed kF16, kRowsTransposed kBF16, kWeights kF16, kWeights kBF16"
   "kRowsTransposed kFp8, kWeights kFp8")
 set(JAX_EP_KERNELS_SM120
   "kRowsTransposed kFp8, kWeights kFp8")
 # Kernels of this project, in the engine's folder.
-set(JAX_EP_FILES_SM90 rows_fp8.cu tensor_map.cu)
+set(JAX_EP_FILES_SM90 fp8.cu tensor_map.cu)
 
 # Writes a file that instantiates kernels of an engine, and sets `file` to its name.
 function(jax_ep_write_instances engine number kernels file)

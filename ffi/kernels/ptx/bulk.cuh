@@ -79,6 +79,13 @@ __device__ inline void CopyFloat(float* to, const float* from) {
 #endif
 }
 
+// Starts a copy of four numbers, whose addresses are multiples of 16, as CopyFloat does.
+__device__ inline void CopyFloats(float* to, const float* from) {
+#if JAX_EP_HAS_SM_90
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)), "l"(from) : "memory");
+#endif
+}
+
 // Keeps a barrier's phase open until this thread's earlier CopyFloats are complete. A thread that sees the
 // phase complete also sees the numbers. Called before the thread arrives at the barrier.
 __device__ inline void HoldForCopies(uint64_t* barrier) {

@@ -63,17 +63,24 @@ __device__ inline void ArriveAfterCopies(uint64_t* barrier) {
                : "memory");
 }
 
-// Stores 16 bytes in a block of the cluster. They complete a phase of the barrier there.
-__device__ inline void SendToBlock(int4* to, int4 value, uint64_t* barrier, int rank) {
+// Copies a value, of a multiple of 16 bytes, into a block of the cluster. Its bytes complete a phase of the
+// barrier there.
+template <typename T>
+__device__ void SendToBlock(T* to, const T& value, uint64_t* barrier, int rank) {
   const uint32_t remote = AddressInBlock(barrier, rank);
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(remote),
-               "r"(static_cast<uint32_t>(sizeof(int4)))
+               "r"(static_cast<uint32_t>(sizeof(T)))
                : "memory");
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          AddressInBlock(to, rank)),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(remote)
-      : "memory");
+  const uint32_t address = AddressInBlock(to, rank);
+  const auto* const parts = reinterpret_cast<const int4*>(&value);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / sizeof(int4)); ++i) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            address + i * static_cast<uint32_t>(sizeof(int4))),
+        "r"(parts[i].x), "r"(parts[i].y), "r"(parts[i].z), "r"(parts[i].w), "r"(remote)
+        : "memory");
+  }
 }
 
 // Starts a load of a box of a matrix, from (column, row) on. With `blocks`, a mask, it goes to the same

@@ -21,13 +21,6 @@ struct Cooperative {
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
 
-// Two warpgroups share a tile of FP8 operands. The sums are scaled after each 128 elements, for which a
-// thread needs two copies of its part of the tile. Therefore the tiles are smaller.
-struct Fp8Cooperative {
-  using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise;
-  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
-};
-
 // Each of two warpgroups has a tile of its own, and stores it while the other one multiplies.
 struct Pingpong {
   using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
@@ -85,50 +78,28 @@ struct TilingFor<GroupedDot::kWeights, kOperands> {
   using Type = Tiling<Pingpong, 128, 192, 64, 2, 1, 64, 64>;
 };
 
-template <>
-struct TilingFor<GroupedDot::kRowsTransposed, Operands::kFp8> {
-  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 1, 2, 128, 64>;
-};
-
-template <>
-struct TilingFor<GroupedDot::kWeights, Operands::kFp8> {
-  using Type = Tiling<Fp8Cooperative, 128, 128, 128, 2, 1, 128, 64>;
-};
-
 template <GroupedDot kProduct, Operands kOperands, typename Tiles_>
 struct ProductTypes {
-  static constexpr bool kScales = kOperands == Operands::kFp8;
-  static constexpr bool kHasScaleLayouts = false;  // CUTLASS derives them from each group's shape
+  static constexpr bool kScales = false, kHasScaleLayouts = false;  // fp8.cu has the products of FP8
   using Tiles = Tiles_;
   using Out = std::conditional_t<kOperands == Operands::kF16, cutlass::half_t, cutlass::bfloat16_t>;
-  using In = std::conditional_t<kScales, cutlass::float_e4m3_t, Out>;
-  static constexpr int kInVector = kProductAlignment / sizeof(In),
-                       kOutVector = kProductAlignment / sizeof(Out);
+  using In = Out;
+  static constexpr int kVector = kProductAlignment / sizeof(In);
 
   using Row = cutlass::layout::RowMajor*;
   using Column = cutlass::layout::ColumnMajor*;
-  static constexpr bool kOfWeights = kProduct == GroupedDot::kWeights;
-  using LayoutA = std::conditional_t<kOfWeights && !kScales, Column, Row>;
-  using LayoutB = std::conditional_t<kProduct == GroupedDot::kRowsTransposed || kScales, Column, Row>;
-  // Of rows and matrices, or of two arrays of columns.
-  using ScaleLayouts =
-      std::conditional_t<kOfWeights,
-                         cutlass::detail::Sm90BlockwiseScaleConfig<1, 1, kFp8Block, cute::GMMA::Major::MN,
-                                                                   cute::GMMA::Major::MN>,
-                         cutlass::detail::Sm90BlockwiseScaleConfig<
-                             1, kFp8Block, kFp8Block, cute::GMMA::Major::K, cute::GMMA::Major::K>>;
-  using ScaledA = cute::tuple<LayoutA, decltype(ScaleLayouts::deduce_layoutSFA())*>;
-  using ScaledB = cute::tuple<LayoutB, decltype(ScaleLayouts::deduce_layoutSFB())*>;
+  using LayoutA = std::conditional_t<kProduct == GroupedDot::kWeights, Column, Row>;
+  using LayoutB = std::conditional_t<kProduct == GroupedDot::kRowsTransposed, Column, Row>;
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Tiles::Tile, typename Tiles::Cluster,
-      typename Tiles::StoredTile, float, float, void, Row, kOutVector, Out, Row, kOutVector,
+      typename Tiles::StoredTile, float, float, void, Row, kVector, Out, Row, kVector,
       typename Tiles::Schedule::Epilogue>::CollectiveOp;
   static constexpr int kEpilogueBytes = sizeof(typename Epilogue::SharedStorage);
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, In, std::conditional_t<kScales, ScaledA, LayoutA>,
-      kInVector, In, std::conditional_t<kScales, ScaledB, LayoutB>, kInVector, float, typename Tiles::Tile,
-      typename Tiles::Cluster, cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, In, LayoutA, kVector, In, LayoutB, kVector, float,
+      typename Tiles::Tile, typename Tiles::Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>,
       typename Tiles::Schedule::Mainloop>::CollectiveOp;
   using Kernel =
       cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<CuteShape>, Mainloop, Epilogue>;
