@@ -61,30 +61,27 @@ def updated_bias(bias, counts, speed=1e-3):
 
 
 def plan_placement(mesh, counts, num_redundant_experts):
-    """Returns where experts are placed, int32 [P]: hot ones also in redundant slots of other ranks.
+    """Returns the `jax_ep.Placement` of all experts: hot ones are also in redundant slots of other ranks.
 
     counts [R, E] is the number of choices of each rank for each expert, summed over past steps. Zeros give
-    the initial placement, with empty slots. P = E + R * num_redundant_experts.
+    the initial placement, with empty slots.
     """
-    plan = jax_ep.plan_redundant_experts(counts, num_redundant_experts=num_redundant_experts)
+    placement = jax_ep.plan_redundant_experts(counts, num_redundant_experts=num_redundant_experts)
     # Placements that are sharded alike share a compiled program.
-    return jax.device_put(plan.physical_to_logical, NamedSharding(mesh, P()))
+    return jax.device_put(placement, NamedSharding(mesh, P()))
 
 
 def replicate_experts(mesh, group, parameters, placement):
-    """Sends the weights [E, ...] to where `placement` [P] needs them, once. Returns weights [P, ...]."""
-    num_experts = parameters["up"].shape[0]
+    """Sends the weights [E, ...] to where `placement` needs them, once. Returns what `replicate` returns."""
 
     @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P()), out_specs=P("ep"))
     def place(parameters, placement):
-        no_tokens = jnp.zeros((0, 1), jnp.int32)
-        plan = jax_ep.balance(no_tokens, group=group, num_experts=num_experts, physical_to_logical=placement)
-        return jax_ep.replicate(parameters, plan)
+        return jax_ep.replicate(parameters, placement, group=group)
 
     return place(parameters, placement)
 
 
-def placed_experts(mesh, group, placed, placement, num_experts, x, topk_idx, topk_weights):
+def placed_experts(mesh, group, placed, placement, x, topk_idx, topk_weights):
     """Serves a step with the weights of `replicate_experts`. No weights are sent.
 
     Returns the layer's result [N, H] and the number of choices of each rank for each expert [R, E].
@@ -92,16 +89,12 @@ def placed_experts(mesh, group, placed, placement, num_experts, x, topk_idx, top
 
     @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
     def layer(placed, placement, x, topk_idx, topk_weights):
-        plan = jax_ep.balance(
-            topk_idx,
-            group=group,
-            num_experts=num_experts,
-            physical_to_logical=placement,
-            instances="local",
-        )
-        sent = jax_ep.dispatch(x, plan.topk_idx, topk_weights, group=group, num_experts=plan.num_experts)
+        step = jax_ep.balance(topk_idx, group=group, placement=placement, instances="local")
+        sent = jax_ep.dispatch(x, step.topk_idx, topk_weights, group=group, num_experts=step.num_experts)
         y = feed_forward(placed, sent.x, sent.group_sizes)
-        layout = jax_ep.get_dispatch_layout(topk_idx, num_experts=num_experts, num_ranks=group.size)
+        layout = jax_ep.get_dispatch_layout(
+            topk_idx, num_experts=placement.num_logical_experts, num_ranks=group.size
+        )
         counts = layout.num_tokens_per_expert[None]  # by logical expert, for the next placement
         return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights), counts
 

@@ -11,10 +11,7 @@ from jax_ep._experts.fp8_operands import QuantizedWeights as QuantizedWeights
 from jax_ep._group.group import Group as Group
 from jax_ep._group.group import GroupInfo as GroupInfo
 from jax_ep._group.group import PeerTimeoutError as PeerTimeoutError
-from jax_ep._ops.balance import RedundantExperts as RedundantExperts
 from jax_ep._ops.balance import balance as balance
-from jax_ep._ops.balance import balanced_capacity as balanced_capacity
-from jax_ep._ops.balance import check_placement as check_placement
 from jax_ep._ops.balance import plan_redundant_experts as plan_redundant_experts
 from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import dispatch as dispatch
@@ -37,7 +34,7 @@ from jax_ep._ops.quantize import quantize_weights as quantize_weights
 from jax_ep._ops.redispatch import redispatch as redispatch
 from jax_ep._ops.replicate import replicate as replicate
 from jax_ep._ops.statistics import DispatchStatistics as DispatchStatistics
-from jax_ep._placement.plan import BalancePlan as BalancePlan
+from jax_ep._placement.placement import Placement as Placement
 from jax_ep._rows.checkpoint import save_ep_residuals as save_ep_residuals
 from jax_ep._rows.fp8 import QuantizedArray as QuantizedArray
 from jax_ep._rows.fp8 import dequantize_fp8 as dequantize_fp8
@@ -45,7 +42,6 @@ from jax_ep._rows.weights import PhysicalWeights as PhysicalWeights
 from jax_ep._transport.routing import Handle as Handle
 
 __all__ = [
-    "BalancePlan",
     "DispatchLayout",
     "DispatchStatistics",
     "DispatchedByExpert",
@@ -57,12 +53,10 @@ __all__ = [
     "PeerTimeoutError",
     "Pending",
     "PhysicalWeights",
+    "Placement",
     "QuantizedArray",
     "QuantizedWeights",
-    "RedundantExperts",
     "balance",
-    "balanced_capacity",
-    "check_placement",
     "checkpoint_names",
     "combine",
     "combine_start",

@@ -82,18 +82,18 @@ class Arguments:
             raise ValueError(f"{self.op}: num_sms must be between 2 and {MOST_SMS} (or None), got {number}")
         return number
 
-    def num_experts(self, experts: Any, num_ranks: int) -> int:
+    def num_experts(self, experts: Any, num_ranks: int, name: str = "num_experts") -> int:
         """Checks that the number of experts is a multiple of the number of ranks, and returns it."""
         number = integer(experts)
         if number is None:
-            raise ValueError(f"{self.op}: num_experts must be an int, got {experts!r}")
+            raise ValueError(f"{self.op}: {name} must be an int, got {experts!r}")
         if number < 1 or number % num_ranks != 0:
             raise ValueError(
-                f"{self.op}: num_experts counts the experts of all ranks, so it must be a positive multiple "
-                f"of the {num_ranks} ranks, got {number}"
+                f"{self.op}: {name} counts the experts of all ranks, so it must be a positive multiple of "
+                f"the {num_ranks} ranks, got {number}"
             )
         if number > MOST_EXPERTS:
-            raise ValueError(f"{self.op}: num_experts must be at most {MOST_EXPERTS}, got {number}")
+            raise ValueError(f"{self.op}: {name} must be at most {MOST_EXPERTS}, got {number}")
         return number
 
     def capacity(self, value: Any, worst: int, alignment: int) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax_ep._checks import Arguments, clamped, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group, ranks_of, require_open
+from jax_ep._placement.placement import Placement
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport import debug
 from jax_ep._transport.backend import Backend
@@ -123,6 +124,20 @@ class OpArguments(Arguments):
                 "along them anyway"
             )
 
+    def placement(self, value: object, group: Group) -> Placement:
+        """Checks that a placement is one of the group's number of ranks, and returns it."""
+        if not isinstance(value, Placement):
+            raise TypeError(
+                f"{self.op}: placement must be a Placement, which jax_ep.balance, plan_redundant_experts and "
+                f"Placement.from_map return, got {type(value).__name__}"
+            )
+        if value.num_ranks != group.size:
+            raise ValueError(
+                f"{self.op}: placement must be of the {group.size} ranks of the group, got one of "
+                f"{value.num_ranks}; make it with num_ranks=group.size"
+            )
+        return value
+
     def open_handle(self, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
         """Returns the handle that an op goes along, checked, and the op's backend."""
         checked = self.handle(value)
@@ -147,9 +162,9 @@ class OpArguments(Arguments):
             raise ValueError(
                 f"{self.op}: there must be a matrix for each of the {group_sizes.shape[0]} experts of this "
                 f"rank, got {num_matrices}; check that shard_map's in_specs shard the experts' axis over the "
-                "group, that num_experts counts the experts of all ranks (with a plan: plan.num_experts), "
-                "and that weights of redundant experts are those that replicate returned, or moe passed to "
-                "expert_fn"
+                "group, that num_experts counts the experts of all ranks (with redundant experts: that of "
+                "the Placement), and that weights of redundant experts are those that replicate returned, or "
+                "moe passed to expert_fn"
             )
         if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""balance: a step's plan of redundant experts, so that every rank gets about as many rows."""
+"""balance: a step's placement of experts, so that every rank gets about as many rows."""
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,11 @@ from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops.arguments import OpArguments, count_invalid, wrong_valid_tokens
+from jax_ep._placement.placement import Loads, Placement, StepIds
 from jax_ep._placement.plan import (
-    BalancePlan,
     ExpertPlan,
     Instances,
     as_thousandths,
-    is_first,
     loads,
     physical_ids,
     plan_experts,
@@ -35,61 +33,45 @@ from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RedundantExperts:
-    """A plan of redundant experts, made from counts. Physical experts are numbered as in `BalancePlan`.
-
-    Attributes:
-      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty slot.
-      rows_per_expert: int32 [P] rows that each physical expert gets.
-      loads_before: int32 [R] rows that each rank would get if all were computed at home.
-      loads_after: int32 [R] rows that each rank gets.
-    """
-
-    physical_to_logical: jax.Array
-    rows_per_expert: jax.Array
-    loads_before: jax.Array
-    loads_after: jax.Array
+@overload
+def balance(
+    topk_idx: ArrayLike,
+    *,
+    group: Group,
+    num_experts: int,
+    num_redundant_experts: int,
+    tolerance: float = 0.02,
+    min_rows: int = 1,
+    num_valid_tokens: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> Placement: ...
 
 
-def balanced_capacity(
-    num_choices: int, num_local_experts: int, expert_alignment: int = 1, slack: float = 0.05
-) -> int:
-    """Returns a capacity for balanced rows: (1 + slack) times the mean, and the padding of every expert.
-
-    At least expert_alignment.
-
-    Args:
-      num_choices: T * K of a rank, the mean of the rows of the ranks.
-      num_local_experts: N = L + S, the physical experts of a rank.
-      expert_alignment: that of the dispatch.
-      slack: a fraction of the mean, at least 0.
-
-    Raises:
-      ValueError: slack is negative.
-    """
-    if not slack >= 0:
-        raise ValueError(
-            f"balanced_capacity: slack must be a fraction of the mean, at least 0, got {slack!r}"
-        )
-    rows = math.ceil(num_choices * (1 + slack)) + num_local_experts * (expert_alignment - 1)
-    return max(-(-rows // expert_alignment), 1) * expert_alignment
+@overload
+def balance(
+    topk_idx: ArrayLike,
+    *,
+    group: Group,
+    placement: Placement,
+    instances: Instances = "even",
+    num_valid_tokens: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> Placement: ...
 
 
 def balance(
     topk_idx: ArrayLike,
     *,
     group: Group,
-    num_experts: int,
+    num_experts: int | None = None,
     num_redundant_experts: int | None = None,
     tolerance: float = 0.02,
     min_rows: int = 1,
-    num_valid_tokens: ArrayLike | None = None,
-    physical_to_logical: ArrayLike | None = None,
+    placement: Placement | None = None,
     instances: Instances = "even",
+    num_valid_tokens: ArrayLike | None = None,
     implementation: Implementation | None = None,
-) -> BalancePlan:
+) -> Placement:
     """Plans which rows of overloaded ranks other ranks compute. Call it inside `jax.shard_map`.
 
     From the counts of all ranks it chooses which hot experts get a redundant instance on which ranks, and how
@@ -98,8 +80,8 @@ def balance(
     backend and every repetition computes the same bits. (Slots and quotas as in UltraEP, exact filling as in
     MoonEP: docs/balance.md.)
 
-    With `physical_to_logical` nothing is planned: the instances of a given placement, as EPLB computes them,
-    divide the rows of their expert.
+    With `placement` nothing is planned: the instances of that placement, such as one from EPLB, divide the
+    rows of their expert.
 
     Args:
       topk_idx: int32 or int64 [T, K] logical experts of this rank's tokens; -1 and ids out of range are
@@ -112,19 +94,16 @@ def balance(
         It is rounded to thousandths.
       min_rows: the fewest rows for which an expert is replicated, at least 1. With S = L, the fewest rows
         that a rank must have above the target for any to move.
-      num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
-      physical_to_logical: int32 [P], a given placement, the same on all ranks, P a multiple of R; -1 for
-        empty slots. Every expert has an instance, and a rank at most one of it, which is checked if the
-        values are known when traced. Otherwise ids out of range and further instances on a rank are empty
-        slots, and choices of an expert without an instance count as unused (`num_unplaced`). Excludes
-        num_redundant_experts.
-      instances: how the instances of a given placement divide rows. "even": each gets the same number.
+      placement: a `Placement`, the same on all ranks, in place of num_experts and num_redundant_experts.
+        Choices of an expert without an instance count as unused (`num_unplaced`).
+      instances: how the instances of `placement` divide rows. "even": each gets the same number.
         "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
         "least_loaded": instances on ranks with fewer rows get more, so that ranks get about the same number.
+      num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       implementation: None, "ffi" or "xla".
 
     Returns:
-      `BalancePlan`.
+      `Placement` with the ids of this step.
 
     Raises:
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the group's
@@ -138,9 +117,9 @@ def balance(
         num_redundant_experts=num_redundant_experts,
         tolerance=tolerance,
         min_rows=min_rows,
-        num_valid_tokens=num_valid_tokens,
-        physical_to_logical=physical_to_logical,
+        placement=placement,
         instances=instances,
+        num_valid_tokens=num_valid_tokens,
         implementation=implementation,
     )
 
@@ -150,81 +129,111 @@ def balance_as(
     topk_idx: ArrayLike,
     *,
     group: Group,
-    num_experts: int,
+    num_experts: int | None,
     num_redundant_experts: int | None,
     tolerance: float = 0.02,
     min_rows: int = 1,
-    num_valid_tokens: ArrayLike | None = None,
-    physical_to_logical: ArrayLike | None = None,
+    placement: Placement | None = None,
     instances: Instances = "even",
+    num_valid_tokens: ArrayLike | None = None,
     implementation: Implementation | None,
-) -> BalancePlan:
+) -> Placement:
     """Does what `balance` does. Errors in its arguments name the op of `check`."""
     check.require_manual(group)
     local = choose_local(resolve_implementation(group, implementation))
     ids = check.topk_idx(topk_idx)
-    num_experts = check.num_experts(num_experts, group.size)
-    if (num_redundant_experts is None) == (physical_to_logical is None):
-        raise ValueError(
-            f"{check.op}: pass either num_redundant_experts, to plan for these tokens, or "
-            "physical_to_logical, for a given placement; got "
-            f"{'neither' if physical_to_logical is None else 'both'}"
+    options, hosted = None, None
+    if placement is None:
+        num_experts = check.num_experts(num_experts, group.size)
+        options = _options_of_step(
+            check, num_redundant_experts, tolerance, min_rows, instances, num_experts, group.size
         )
-    slots = num_redundant_experts or 0
-    options = _PlanOptions.check(check, slots, tolerance, min_rows, num_experts, group.size)
-    if physical_to_logical is None and instances != "even":
-        raise ValueError(
-            f"{check.op}: instances divides the rows of a given placement, so it needs physical_to_logical; "
-            f"with num_redundant_experts the plan divides them, got {instances!r}"
-        )
-    placement = None
-    if physical_to_logical is not None:
-        placement = _placement(check, physical_to_logical, num_experts, group.size)
-        if instances not in ("even", "local", "least_loaded"):
-            raise ValueError(
-                f"{check.op}: instances must be 'even', 'local' or 'least_loaded', got {instances!r}"
-            )
+        slots = options.num_slots
+    else:
+        _check_given(check, placement, group, num_experts, num_redundant_experts, instances)
+        num_experts, hosted = placement.num_logical_experts, placement.physical_to_logical
+        slots = placement.num_redundant_experts
     if num_valid_tokens is not None:
         ids = check.valid_tokens(num_valid_tokens, ids)
     given = ids
-    ids, placement = align_axes((ids, placement), ranks_of(group).axes)
+    ids, hosted = align_axes((ids, hosted), ranks_of(group).axes)
     num_invalid = count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
     num_unplaced = jnp.zeros_like(num_invalid)
-    if placement is not None:
-        is_unplaced = (ids >= 0) & ~_has_instance(ids, placement, num_experts)
+    if hosted is not None:
+        is_unplaced = (ids >= 0) & ~_has_instance(ids, hosted, num_experts)
         num_unplaced = jnp.sum(is_unplaced, dtype=jnp.int32).reshape(1)
         ids = jnp.where(is_unplaced, -1, ids)
     with jax.named_scope("jax_ep.balance"):
         source = rank(ranks_of(group)).astype(jnp.int32)
         counts = _counts_of_all(group, ids, num_experts, implementation)
-        if placement is None:
-            plan = options.plan(counts, source, resolve_implementation(group, implementation))
+        if hosted is not None:
+            plan = plan_of_map(counts, source, hosted, instances)
         else:
-            plan = plan_of_map(counts, source, placement, instances)
+            assert options is not None
+            plan = options.plan(counts, source, resolve_implementation(group, implementation))
         plan = name_all(plan, checkpoint_names.handle)
         positions = local.permute((), ids, None, num_experts, 1, max(ids.size, 1)).row_map
         physical = name_all(physical_ids(plan, positions), checkpoint_names.handle)
 
     def find() -> list[debug.Finding]:
-        value = physical_to_logical
-        wrong = [] if value is None else [debug.holes(jnp.asarray(value), num_experts, group.size)]
-        valid = wrong_valid_tokens(num_valid_tokens, ids)
-        return [debug.invalid_ids(given, num_experts), *wrong, *valid]
+        return [debug.invalid_ids(given, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
     plan, physical = debug.check("balance", (plan, physical), find, ranks_of(group))
-    return BalancePlan(
-        topk_idx=physical,
+    before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
+    return Placement(
         physical_to_logical=plan.physical_to_logical,
-        rows_per_expert=plan.quotas,
-        loads_before=loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size),
-        loads_after=loads(plan.quotas, group.size),
-        num_invalid=num_invalid,
-        num_unplaced=num_unplaced,
-        group=group,
+        num_experts=plan.physical_to_logical.shape[0],
         num_logical_experts=num_experts,
-        num_redundant_experts=options.num_slots if placement is None else None,
+        num_ranks=group.size,
+        num_redundant_experts=slots,
+        _loads=Loads(plan.quotas, before, loads(plan.quotas, group.size)),
+        _step_ids=StepIds(physical, num_invalid, num_unplaced),
     )
+
+
+def _options_of_step(
+    check: OpArguments,
+    num_redundant_experts: int | None,
+    tolerance: float,
+    min_rows: int,
+    instances: Instances,
+    num_experts: int,
+    num_ranks: int,
+) -> "_PlanOptions":
+    """Checks the arguments of a plan for the tokens of a step."""
+    if num_redundant_experts is None:
+        raise ValueError(
+            f"{check.op}: pass either num_redundant_experts, to plan for these tokens, or placement; "
+            "got neither"
+        )
+    if instances != "even":
+        raise ValueError(
+            f"{check.op}: instances divides the rows of a given placement, so it needs placement; with "
+            f"num_redundant_experts the plan divides them, got {instances!r}"
+        )
+    return _PlanOptions.check(check, num_redundant_experts, tolerance, min_rows, num_experts, num_ranks)
+
+
+def _check_given(
+    check: OpArguments,
+    placement: Placement,
+    group: Group,
+    num_experts: int | None,
+    num_redundant_experts: int | None,
+    instances: Instances,
+) -> None:
+    """Checks a given placement, and the arguments that go with it."""
+    check.placement(placement, group)
+    if num_experts is not None or num_redundant_experts is not None:
+        raise ValueError(
+            f"{check.op}: pass either num_experts and num_redundant_experts, to plan for these tokens, or "
+            "placement, which has both; got both"
+        )
+    if instances not in ("even", "local", "least_loaded"):
+        raise ValueError(
+            f"{check.op}: instances must be 'even', 'local' or 'least_loaded', got {instances!r}"
+        )
 
 
 def plan_redundant_experts(
@@ -234,11 +243,11 @@ def plan_redundant_experts(
     tolerance: float = 0.02,
     min_rows: int = 1,
     implementation: Implementation | None = None,
-) -> RedundantExperts:
+) -> Placement:
     """Plans redundant experts from counts that are known already. Local: no communication, no shard_map.
 
     `balance` makes the same plan from the ids of a step. From counts of past steps it is a placement for
-    steps to come: pass its `physical_to_logical` to `balance`.
+    steps to come: pass it to `balance` and `replicate`.
 
     Args:
       counts: int32 [R, E] rows that each rank has for each logical expert; negative ones count as 0. Their
@@ -250,7 +259,7 @@ def plan_redundant_experts(
       implementation: None, "ffi" or "xla".
 
     Returns:
-      `RedundantExperts`.
+      `Placement` with the rows of experts and ranks, without tokens.
 
     Raises:
       ValueError: an argument is out of range or does not fit the others.
@@ -277,11 +286,13 @@ def plan_redundant_experts(
     at_home = sum_of_counts(counts, axis=0)
     rows = at_home if options.num_slots == 0 else plan.quotas
     of_ranks = lambda rows: sum_of_counts(rows.reshape(ranks, -1), axis=1)
-    return RedundantExperts(
+    return Placement(
         physical_to_logical=plan.physical_to_logical,
-        rows_per_expert=rows,
-        loads_before=of_ranks(at_home),
-        loads_after=of_ranks(rows),
+        num_experts=plan.physical_to_logical.shape[0],
+        num_logical_experts=experts,
+        num_ranks=ranks,
+        num_redundant_experts=options.num_slots,
+        _loads=Loads(rows, of_ranks(at_home), of_ranks(rows)),
     )
 
 
@@ -326,59 +337,6 @@ def _counts_of_all(
     local = choose_local(resolve_implementation(group, implementation))
     counts = local.layout(ids, num_experts, group.size, 1)
     return choose(group, implementation).gather(counts.num_tokens_per_expert)
-
-
-def _placement(check: Arguments, value: Any, num_experts: int, num_ranks: int) -> jax.Array:
-    """Checks a given placement, and returns it as int32 [P]."""
-    placement = check.array("physical_to_logical", value)
-    is_list = placement.ndim == 1 and placement.dtype == jnp.int32
-    if not is_list or placement.shape[0] % num_ranks or placement.shape[0] < num_experts:
-        raise ValueError(
-            f"{check.op}: physical_to_logical must be int32 [P], the whole placement on each rank, P a "
-            f"multiple of the {num_ranks} ranks and at least num_experts = {num_experts}, got "
-            f"{_checks.shape_text(placement)}"
-        )
-    if not isinstance(value, Tracer):
-        _check_placement(check, np.asarray(value), num_experts, num_ranks)
-        return placement
-    hosted = jnp.where((placement >= 0) & (placement < num_experts), placement, -1).reshape(num_ranks, -1)
-    return jnp.where(is_first(hosted), hosted, -1).reshape(-1)
-
-
-def check_placement(physical_to_logical: np.typing.ArrayLike, *, num_experts: int, num_ranks: int) -> None:
-    """Checks a placement on the host, before a program that `balance`s along it gets it as an argument.
-
-    Programs cannot check their arguments: choices of an expert without an instance would be dropped, and of
-    an expert that is twice on a rank all would go to the first instance.
-
-    Args:
-      physical_to_logical: int32 [P] logical expert of each physical one, -1 for empty slots, as for
-        `balance`. EPLB calls it `phy2log`.
-      num_experts: E, logical experts.
-      num_ranks: R.
-
-    Raises:
-      ValueError: an expert has no instance, a rank has an expert twice, an id is not below E, or P is no
-        multiple of R.
-    """
-    placement = np.asarray(physical_to_logical)
-    _placement(Arguments("check_placement"), placement, num_experts, num_ranks)
-
-
-def _check_placement(check: Arguments, placement: np.ndarray, num_experts: int, num_ranks: int) -> None:
-    missing = np.setdiff1d(np.arange(num_experts), placement)
-    if missing.size:
-        raise ValueError(
-            f"{check.op}: every logical expert needs an instance in physical_to_logical, but "
-            f"{missing[:8].tolist()} have none"
-        )
-    for number, hosted in enumerate(placement.reshape(num_ranks, -1)):
-        used = hosted[hosted >= 0]
-        if used.size != np.unique(used).size or used.max(initial=0) >= num_experts:
-            raise ValueError(
-                f"{check.op}: physical_to_logical must give each rank distinct logical experts below "
-                f"{num_experts}, and -1 for empty slots; rank {number} has {hosted.tolist()}"
-            )
 
 
 def _has_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:

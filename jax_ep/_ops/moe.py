@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
-from jax_ep._ops.balance import balance_as, balanced_capacity
+from jax_ep._ops.balance import balance_as
 from jax_ep._ops.combine import combine_as
 from jax_ep._ops.dispatch import dispatch_as
 from jax_ep._ops.dispatched import DispatchedByExpert
@@ -151,7 +151,7 @@ def moe(
       num_experts: E, in all.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
         `dispatch`. With redundant experts None means 1.05 * T * K and the padding of each expert
-        (`balanced_capacity`). Further rows are dropped and counted: their experts add nothing to the token.
+        (`Placement.capacity`). Further rows are dropped and counted: their experts add nothing to the token.
         At least expert_alignment.
       capacity_factor: in place of a capacity, a multiple of T * K, the rows of a uniform routing, rounded up
         to a multiple of expert_alignment.
@@ -214,11 +214,11 @@ def moe(
         )
     _check_signature(expert_fn, ("sent",) if expert_params is None else ("sent", "params"))
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
-    plan = None
+    placement = None
     if num_redundant_experts:
         if num_valid_tokens is not None:
             topk_idx = check.valid_tokens(num_valid_tokens, topk_idx)
-        plan = balance_as(
+        placement = balance_as(
             check,
             topk_idx,
             group=group,
@@ -226,11 +226,11 @@ def moe(
             num_redundant_experts=num_redundant_experts,
             implementation=implementation,
         )
-        topk_idx, num_experts = plan.topk_idx, plan.num_experts
-        expert_params = replicate_as(check, "expert_params", expert_params, plan, implementation)
+        topk_idx, num_experts = placement.topk_idx, placement.num_experts
+        expert_params = replicate_as(check, "expert_params", expert_params, placement, group, implementation)
         if capacity is None and capacity_factor is None:
             alignment = check.at_least_one("expert_alignment", expert_alignment)
-            capacity = balanced_capacity(topk_idx.size, plan.num_local_experts, alignment)
+            capacity = placement.capacity(alignment)
     sent = dispatch_as(
         check,
         x,
@@ -270,15 +270,15 @@ def moe(
         num_tokens=sent.num_tokens,
         num_dropped=sent.num_dropped,
         dropped_per_expert=sent.dropped_per_expert(),
-        num_invalid=sent.num_invalid if plan is None else plan.num_invalid,
+        num_invalid=sent.num_invalid if placement is None else placement.num_invalid,
     )
-    if plan is not None:
+    if placement is not None:
         stats = dataclasses.replace(
             stats,
-            loads_before=plan.loads_before,
-            loads_after=plan.loads_after,
-            num_moved=plan.num_moved,
-            num_replicas=plan.num_replicas,
+            loads_before=placement.loads_before,
+            loads_after=placement.loads_after,
+            num_moved=placement.num_moved,
+            num_replicas=placement.num_replicas,
         )
     return out, stats
 

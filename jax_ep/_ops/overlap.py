@@ -19,7 +19,7 @@ from jax_ep._ops.dispatch import dispatch_as
 from jax_ep._ops.dispatched import DispatchedByExpert, DispatchedByRank
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._ops.statistics import DispatchStatistics
-from jax_ep._placement.plan import BalancePlan
+from jax_ep._placement.placement import Placement
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import OnTimeout
 from jax_ep._transport.choice import Asynchronous
@@ -261,7 +261,7 @@ def combine_start(
 
 
 def replicate_start(
-    w: Any, plan: BalancePlan, *, implementation: Implementation | None = None
+    w: Any, placement: Placement, *, group: Group, implementation: Implementation | None = None
 ) -> Pending[Any]:
     """Starts a `replicate`, beside which other work can run until `Pending.done`.
 
@@ -271,7 +271,8 @@ def replicate_start(
 
     Args:
       w: as for `replicate`.
-      plan: as for `replicate`.
+      placement: as for `replicate`.
+      group: the ranks.
       implementation: None, "ffi" or "xla".
 
     Returns:
@@ -280,4 +281,5 @@ def replicate_start(
     Raises:
       ValueError, TypeError: as `replicate`.
     """
-    return Pending(replicate_as(OpArguments("replicate_start"), "w", w, plan, Asynchronous(implementation)))
+    check = OpArguments("replicate_start")
+    return Pending(replicate_as(check, "w", w, placement, group, Asynchronous(implementation)))

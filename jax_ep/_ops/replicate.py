@@ -7,26 +7,28 @@ import jax
 
 from jax_ep import checkpoint_names
 from jax_ep._extension import Implementation
-from jax_ep._group.group import ranks_of
+from jax_ep._group.group import Group, ranks_of
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._placement.pieces import (
     can_cut,
+    destinations_of,
     num_pieces,
-    place,
     routing_of,
     send_placed,
     send_replicas,
 )
-from jax_ep._placement.plan import BalancePlan
+from jax_ep._placement.placement import Placement
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.weights import PhysicalWeights
 from jax_ep._transport.choice import Asynchronous, choose
 from jax_ep._transport.payload import Payload
 
 
-def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | None = None) -> Any:
-    """Returns the weights of all experts that a plan places on this rank. Call it inside `jax.shard_map`.
+def replicate(
+    w: Any, placement: Placement, *, group: Group, implementation: Implementation | None = None
+) -> Any:
+    """Returns the weights of all experts that a placement has on this rank. Call it inside `jax.shard_map`.
 
     Weights travel bit for bit from their home to the ranks that need them. In the backward pass, the
     home rank of an expert adds the gradients of all its instances in float32, in the order of the ranks. With
@@ -36,49 +38,54 @@ def replicate(w: Any, plan: BalancePlan, *, implementation: Implementation | Non
     Args:
       w: array [L, ...], or pytree of such arrays, of this rank's home experts, such as a `QuantizedArray`.
         Floating leaves of 16 bits or more are differentiable.
-      plan: from `balance`, the same on all ranks.
+      placement: a `Placement`, the same on all ranks.
+      group: the ranks.
       implementation: None, "ffi" or "xla".
 
     Returns:
       With redundant experts, w with `PhysicalWeights` in place of each array: the array itself, and that of
-      the slots [S, ...], zero in empty ones; with S = 0 just w. With a given placement, an array [N, ...] in
-      place of each: of the rank's physical experts, in the order of the placement, zero in empty slots.
+      the slots [S, ...], zero in empty ones; with S = 0 just w. With the placement of a map, an
+      array [N, ...] in place of each: of the rank's physical experts, in the order of the map, zero in empty
+      slots.
 
     Raises:
-      ValueError: a leaf does not begin with L, or no shard_map binds the group's axis.
-      TypeError: a leaf is of a kind that cannot be sent, or plan is no `BalancePlan`.
+      ValueError: a leaf does not begin with L, the placement is of another number of ranks, or no shard_map
+        binds the group's axis.
+      TypeError: a leaf is of a kind that cannot be sent, or placement is no `Placement`.
     """
-    return replicate_as(OpArguments("replicate"), "w", w, plan, implementation)
+    return replicate_as(OpArguments("replicate"), "w", w, placement, group, implementation)
 
 
 def replicate_as(
-    check: OpArguments, name: str, w: Any, plan: Any, implementation: str | Asynchronous | None
+    check: OpArguments,
+    name: str,
+    w: Any,
+    placement: Placement,
+    group: Group,
+    implementation: str | Asynchronous | None,
 ) -> Any:
     """Does what `replicate` does. Errors in w name the op of `check` and the argument `name`."""
-    if not isinstance(plan, BalancePlan):
-        raise TypeError(
-            f"{check.op}: plan must be the BalancePlan that balance returned, got {type(plan).__name__}"
-        )
-    group, num_experts = plan.group, plan.num_logical_experts
     check.require_manual(group)
+    check.placement(placement, group)
+    num_experts = placement.num_logical_experts
     local = num_experts // group.size
     payload = Payload.check(check, name, w, (local,), "L", "the experts of a rank")
-    payload, physical_to_logical = align_axes((payload, plan.physical_to_logical), ranks_of(group).axes)
-    slots = plan.num_redundant_experts
+    payload, physical_to_logical = align_axes((payload, placement.physical_to_logical), ranks_of(group).axes)
+    slots = placement.num_redundant_experts
     if slots == 0:
         return payload.rebuild("replicate", payload.leaves)
     if slots is None:
-        send, num_instances = send_placed, plan.num_experts
+        send, num_instances = send_placed, placement.num_experts
     else:
         send, num_instances = send_replicas, group.size * slots
         physical_to_logical = physical_to_logical.reshape(group.size, -1)[:, local:]
     with jax.named_scope("jax_ep.replicate"):
-        placement = place(group, physical_to_logical, num_experts)
+        destinations = destinations_of(group, physical_to_logical, num_experts)
         weights: list[Any] = list(payload.leaves)
         for pieces, alike in _by_pieces(payload.leaves).items():
             routing = routing_of(group, num_experts, num_instances, pieces)
             backend = choose(group, implementation, is_empty=routing.is_empty)
-            moved = send(backend, routing, placement, pieces, tuple(payload.leaves[i] for i in alike))
+            moved = send(backend, routing, destinations, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):
                 weights[i] = leaf
         return payload.rebuild("replicate", tuple(weights), _named)

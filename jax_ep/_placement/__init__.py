@@ -1,4 +1,4 @@
-"""The placement of experts on ranks: the plan of a step, and the weights that it sends.
+"""The placement of experts on ranks: how it is planned, and the weights that it sends.
 
 A plan is made from the counts of all ranks, which the op gathers; the weights travel as rows of `_transport`,
 along a handle that this room makes. May import `_transport` and `_experts`, and what these may import. Words:

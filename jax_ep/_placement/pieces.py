@@ -48,14 +48,14 @@ def can_cut(elements: int, bits: int, pieces: int) -> bool:
     return elements % pieces == 0 and (elements // pieces * bits) % (8 * PIECE_ALIGNMENT) == 0
 
 
-class Placement(NamedTuple):
+class Destinations(NamedTuple):
     """Destinations of this rank's experts. L home experts, N physical experts a rank."""
 
     instance: jax.Array  # [L, R] index, among the N experts of a rank, of its instance of an expert; or -1
     is_filled: jax.Array  # bool [N] an expert arrives in this slot of this rank
 
 
-def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Placement:
+def destinations_of(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Destinations:
     """Returns where the instances of this rank's experts are. physical_to_logical [P]."""
     num_ranks, local, me = group.size, num_experts // group.size, rank(ranks_of(group)).astype(jnp.int32)
     hosted = physical_to_logical.reshape(num_ranks, -1)
@@ -64,7 +64,7 @@ def place(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Pla
     found = jnp.argmax(is_mine, axis=2).astype(jnp.int32)
     here = jnp.take(hosted, me, axis=0)
     is_filled = (here >= 0) & (here < num_experts) & is_first(here)
-    return Placement(jnp.where(jnp.any(is_mine, axis=2), found, -1), is_filled)
+    return Destinations(jnp.where(jnp.any(is_mine, axis=2), found, -1), is_filled)
 
 
 def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) -> Routing:
@@ -84,22 +84,22 @@ def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) 
 
 
 def send_placed(
-    backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
+    backend: Backend, routing: Routing, destinations: Destinations, pieces: int, leaves: Leaves
 ) -> Leaves:
-    """Sends arrays [L, ...] of this rank's experts to all their instances of a given placement.
+    """Sends arrays [L, ...] of this rank's experts to all their instances of a given map.
 
     Returns those here: [N, ...].
     """
-    handle = _handle(backend, routing, placement, pieces)
+    handle = _handle(backend, routing, destinations, pieces)
     moved, _ = push(backend, handle, Push(_cut(routing, leaves)))
     return _whole(routing, moved, leaves)
 
 
 def send_replicas(
-    backend: Backend, routing: Routing, placement: Placement, pieces: int, leaves: Leaves
+    backend: Backend, routing: Routing, destinations: Destinations, pieces: int, leaves: Leaves
 ) -> list[PhysicalWeights]:
     """Sends arrays [L, ...] of this rank's experts to slots of other ranks. Returns them, and those here."""
-    handle = _handle(backend, routing, placement, pieces)
+    handle = _handle(backend, routing, destinations, pieces)
     push_all = with_vmap_rule(
         functools.partial(_push_replicas, backend), functools.partial(_push_replicas_of_batch, backend)
     )
@@ -172,12 +172,12 @@ def _pull_replicas_backward(backend: Backend, handle: Handle, cotangent: jax.Arr
 _pull_replicas.defvjp(_pull_replicas_forward, _pull_replicas_backward)
 
 
-def _handle(backend: Backend, routing: Routing, placement: Placement, pieces: int) -> Handle:
-    instance = placement.instance[:, None]
+def _handle(backend: Backend, routing: Routing, destinations: Destinations, pieces: int) -> Handle:
+    instance = destinations.instance[:, None]
     piece = jnp.arange(pieces, dtype=jnp.int32)[None, :, None]
     rows = jnp.where(instance < 0, -1, instance * pieces + piece).reshape(-1, routing.num_ranks)
     hosts = jnp.any(rows.reshape(rows.shape[0], routing.num_hosts, -1) >= 0, axis=2)
-    return backend.place(routing, hosts, rows, jnp.where(placement.is_filled, pieces, 0).astype(jnp.int32))
+    return backend.place(routing, hosts, rows, jnp.where(destinations.is_filled, pieces, 0).astype(jnp.int32))
 
 
 def _cut(routing: Routing, leaves: Leaves) -> Leaves:

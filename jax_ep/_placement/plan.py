@@ -5,7 +5,6 @@ is a function of the counts of all ranks, so every rank computes the same one. d
 method and its sources.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._extension import Implementation
-from jax_ep._group.group import Group
 from jax_ep._jax.ffi_call import Result, call
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import MOST, sum_of_counts
@@ -33,67 +31,6 @@ class ExpertPlan(NamedTuple):
     quotas: jax.Array  # [P] rows that each physical expert computes
     order: jax.Array  # [P] physical experts by logical expert, then rank; empty slots last
     ends: jax.Array  # [P] this rank's choices, sorted by logical expert, that go to order[: i + 1]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BalancePlan:
-    """Placement of experts, and of the rows of this step's tokens. A pytree, made by `balance`.
-
-    R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
-    hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
-    S slots. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. Use the
-    properties inside the shard_map, because outside of it the arrays hold those of all ranks.
-
-    Attributes:
-      topk_idx: int32 [T, K] physical expert of each choice, -1 where it is unused. Pass it to `dispatch`.
-      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty slot.
-      rows_per_expert: int32 [P] rows that each physical expert gets.
-      loads_before: int32 [R] rows that each rank would get if all were computed at home.
-      loads_after: int32 [R] rows that each rank gets.
-      num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert. They count as -1.
-      num_unplaced: int32 [1] choices of this rank's tokens whose expert has no instance in a given placement.
-        They count as -1.
-      num_redundant_experts: S; None for a given placement.
-    """
-
-    topk_idx: jax.Array
-    physical_to_logical: jax.Array
-    rows_per_expert: jax.Array
-    loads_before: jax.Array
-    loads_after: jax.Array
-    num_invalid: jax.Array
-    num_unplaced: jax.Array
-    group: Group = dataclasses.field(metadata={"static": True})
-    num_logical_experts: int = dataclasses.field(metadata={"static": True})
-    num_redundant_experts: int | None = dataclasses.field(metadata={"static": True})
-
-    @property
-    def num_experts(self) -> int:
-        """P, the number of physical experts: `num_experts` of `dispatch`."""
-        return self.physical_to_logical.shape[0]
-
-    @property
-    def num_local_experts(self) -> int:
-        """N, the physical experts of a rank."""
-        return self.num_experts // self.group.size
-
-    @property
-    def num_moved(self) -> jax.Array:
-        """int32 [1] rows of all ranks that are not computed at their expert's home."""
-        at_home = jnp.where(self._is_at_home(), self.rows_per_expert, 0)
-        total = jnp.sum(self.rows_per_expert, keepdims=True, dtype=jnp.int32)
-        return total - jnp.sum(at_home, keepdims=True, dtype=jnp.int32)
-
-    @property
-    def num_replicas(self) -> jax.Array:
-        """int32 [1] physical experts of all ranks that are not at their home: weights that are sent."""
-        away = (self.physical_to_logical >= 0) & ~self._is_at_home()
-        return jnp.sum(away, keepdims=True, dtype=jnp.int32)
-
-    def _is_at_home(self) -> jax.Array:
-        host = jnp.arange(self.num_experts, dtype=jnp.int32) // self.num_local_experts
-        return self.physical_to_logical // (self.num_logical_experts // self.group.size) == host
 
 
 class _State(NamedTuple):

@@ -78,20 +78,20 @@ def invalid_ids(ids: jax.Array, num_experts: int) -> Finding:
     return Finding("ids", text, (jnp.sum(invalid, dtype=jnp.int32), least, most))
 
 
-def holes(placement: jax.Array, num_experts: int, num_ranks: int) -> Finding:
-    """Counts what is wrong with a given placement [P]."""
+def holes(hosted: jax.Array, num_experts: int, num_ranks: int) -> Finding:
+    """Counts what is wrong with a given map [P] of a placement."""
     text = (
         "physical_to_logical has {1} experts without an instance, {2} experts twice on a rank, and {3} "
-        f"numbers above {num_experts - 1}; check it on the host by jax_ep.check_placement"
+        f"numbers above {num_experts - 1}; make the Placement outside of jit, where this is an error"
     )
-    by_rank = placement.reshape(num_ranks, -1)
-    is_expert = (placement >= 0) & (placement < num_experts)
-    number = jnp.zeros((num_experts,), jnp.int32).at[jnp.where(is_expert, placement, num_experts)].add(1)
+    by_rank = hosted.reshape(num_ranks, -1)
+    is_expert = (hosted >= 0) & (hosted < num_experts)
+    number = jnp.zeros((num_experts,), jnp.int32).at[jnp.where(is_expert, hosted, num_experts)].add(1)
     ordered = jnp.sort(by_rank, axis=1)
     wrong = (
         number == 0,
         (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0),
-        placement >= num_experts,
+        hosted >= num_experts,
     )
     counts = [jnp.sum(places, dtype=jnp.int32) for places in wrong]
     return Finding("holes", text, (sum(counts[1:], counts[0]), *counts))

@@ -15,6 +15,7 @@ device can measure: plans of many ranks, and the rate of `replicate` next to tha
 import argparse
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from jax_ep.bench.routings import capacity_of, route
 from jax_ep.bench.shapes import Shape
 
 DROPPING_CAPACITY = 1.25
+BALANCED_CAPACITY = 1.05
 PLANNED_RANKS, PLANNED_EXPERTS, PLANNED_SLOTS = (8, 64), 256, 2
 PLANNED_TOKENS = 32768  # of all ranks
 COPIED_EXPERTS = 2
@@ -128,7 +130,7 @@ def variants(shape: Shape, ranks: int, options: argparse.Namespace) -> Iterator[
         yield 0, dropping
     for slots in options.redundant_experts:
         if 0 < slots <= local:
-            yield slots, jax_ep.balanced_capacity(choices, local + slots)
+            yield slots, math.ceil(BALANCED_CAPACITY * choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,17 +142,17 @@ class Ops:
     capacity: int
     shared: dict[str, Any]  # arguments of all ops: group and implementation
 
-    def plan(self, ids: jax.Array) -> jax_ep.BalancePlan:
+    def plan(self, ids: jax.Array) -> jax_ep.Placement:
         numbers = {"num_experts": self.shape.experts, "num_redundant_experts": self.num_slots}
         return jax_ep.balance(ids, **numbers, **self.shared)
 
-    def replicate(self, up: jax.Array, down: jax.Array, plan: jax_ep.BalancePlan) -> Any:
-        weights = jax_ep.replicate((up, down), plan, implementation=self.shared["implementation"])
+    def replicate(self, up: jax.Array, down: jax.Array, placement: jax_ep.Placement) -> Any:
+        weights = jax_ep.replicate((up, down), placement, **self.shared)
         return [w.redundant for w in weights]  # a program that returned the others would copy them
 
-    def round_trip(self, x: jax.Array, plan: jax_ep.BalancePlan, weights: jax.Array) -> jax.Array:
-        numbers = {"num_experts": plan.num_experts, "capacity": self.capacity}
-        return jax_ep.moe(x, plan.topk_idx, weights, lambda sent: sent.x, **numbers, **self.shared)
+    def round_trip(self, x: jax.Array, placement: jax_ep.Placement, weights: jax.Array) -> jax.Array:
+        numbers = {"num_experts": placement.num_experts, "capacity": self.capacity}
+        return jax_ep.moe(x, placement.topk_idx, weights, lambda sent: sent.x, **numbers, **self.shared)
 
     def layer(
         self, x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array
@@ -167,15 +169,15 @@ class Ops:
             **self.shared,
         )
 
-    def count(self, x: jax.Array, plan: jax_ep.BalancePlan) -> dict[str, jax.Array]:
+    def count(self, x: jax.Array, placement: jax_ep.Placement) -> dict[str, jax.Array]:
         """Returns the numbers of rows and replicas, the same on every rank."""
-        numbers = {"num_experts": plan.num_experts, "capacity": self.capacity}
-        sent = jax_ep.dispatch(x, plan.topk_idx, **numbers, **self.shared)
+        numbers = {"num_experts": placement.num_experts, "capacity": self.capacity}
+        sent = jax_ep.dispatch(x, placement.topk_idx, **numbers, **self.shared)
         return {
-            "rows_before": plan.loads_before,
-            "rows_after": plan.loads_after,
-            "replicas": plan.num_replicas,
-            "moved_rows": plan.num_moved,
+            "rows_before": placement.loads_before,
+            "rows_after": placement.loads_after,
+            "replicas": placement.num_replicas,
+            "moved_rows": placement.num_moved,
             "dropped_rows": jax.lax.psum(sent.num_dropped, "ep"),
         }
 
@@ -281,27 +283,23 @@ def copy_programs(
     """Yields a copy of experts' weights, and their `replicate` to where they are, with its gradient."""
     up = normal(mesh, 1, (COPIED_EXPERTS, shape.hidden, 2 * shape.inner))
     down = normal(mesh, 2, (COPIED_EXPERTS, shape.inner, shape.hidden))
-    home = np.arange(COPIED_EXPERTS, dtype=np.int32)
+    home = jax_ep.Placement.from_map(
+        np.arange(COPIED_EXPERTS), num_logical_experts=COPIED_EXPERTS, num_ranks=group.size
+    )
 
-    def plan(ids: jax.Array) -> jax_ep.BalancePlan:
-        return jax_ep.balance(
-            ids, group=group, num_experts=COPIED_EXPERTS, physical_to_logical=home, implementation=by
-        )
+    def replicate(weights: Any) -> Any:
+        return jax_ep.replicate(weights, home, group=group, implementation=by)
 
-    def replicate(weights: Any, plan: jax_ep.BalancePlan) -> Any:
-        return jax_ep.replicate(weights, plan, implementation=by)
-
-    def gradient(weights: Any, plan: jax_ep.BalancePlan) -> Any:
+    def gradient(weights: Any) -> Any:
         # The gradient does not depend on the weights, so they also serve as its cotangents.
-        return jax.vjp(lambda weights: replicate(weights, plan), weights)[1](weights)
+        return jax.vjp(replicate, weights)[1](weights)
 
     def copy(weights: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf + 1, weights)  # XLA could drop a mere copy
 
-    planned = on_ranks(mesh, plan)(home[:, None])
     yield Program("copy", "XLA", 0.0, on_ranks(mesh, copy), ((up, down),))
     for op, function in (("replicate", replicate), ("gradient of replicate", gradient)):
-        yield Program(op, by, 0.0, on_ranks(mesh, function), ((up, down), planned), (("copy", "XLA"),))
+        yield Program(op, by, 0.0, on_ranks(mesh, function), ((up, down),), (("copy", "XLA"),))
 
 
 def local_results(

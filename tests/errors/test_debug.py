@@ -51,8 +51,8 @@ def all_checks(given):
     x = padded(x, ids, given["keeps_padding"], given["num_valid"][0])
     x = jax_ep.permute(x, given["local_ids"], num_local_experts=E).x
     ids = jnp.where(jnp.isnan(x[0, 0]), -1, ids)
-    options = {"num_experts": E, "physical_to_logical": given["placement"]}
-    return jax_ep.balance(ids, group=ranks(R).group, **options).topk_idx
+    placement = jax_ep.Placement.from_map(given["placement"], num_logical_experts=E, num_ranks=R)
+    return jax_ep.balance(ids, group=ranks(R).group, placement=placement).topk_idx
 
 
 @functools.cache
@@ -82,7 +82,7 @@ WRONG = {
     "permuted ids": ({"local_ids": BAD}, r"permute at ep=1: 1 of 8 ids"),
     "holes": (
         {"placement": np.tile(np.array([0, 1, 0, 2, 3, 2], np.int32), R)},
-        r"balance on ranks 0, 1: .* 2 experts twice on a rank",
+        r"Placement.from_map at ep=0 and at ep=1: .* 2 experts twice on a rank",
     ),
 }
 

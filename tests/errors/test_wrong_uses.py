@@ -250,15 +250,17 @@ def balance(x, **options):
 IGNORED = {
     "instances with slots": (
         lambda x: balance(x, num_redundant_experts=1, instances="local"),
-        "balance: instances .* needs physical_to_logical",
+        "balance: instances .* needs placement",
     ),
     "min_rows": (
         lambda x: balance(x, num_redundant_experts=1, min_rows=0),
         "balance: min_rows must be an int of at least 1, got 0",
     ),
     "slack": (
-        lambda x: jax_ep.balanced_capacity(8, 2, slack=-1),
-        "balanced_capacity: slack must be .* got -1",
+        lambda x: jax_ep.Placement.from_map(np.arange(E), num_logical_experts=E, num_ranks=R).capacity(
+            slack=-1
+        ),
+        "Placement.capacity: slack must be .* got -1",
     ),
     "negative counts": (
         lambda x: jax_ep.plan_redundant_experts(np.full((R, E), -1, np.int32), num_redundant_experts=1),

@@ -115,8 +115,14 @@ def test_a_slot_for_every_expert_balances_any_router():
 def shard_balance(ids, weights=None, **options):
     """Runs balance on all ranks. Returns the plans, arrays [R, ...]."""
     on = ranks(R)
-    run = lambda ids: jax_ep.balance(ids, group=on.group, num_experts=E, **options)
-    return on.run(run, ids)
+    if "placement" not in options:
+        options["num_experts"] = E
+    return on.run(lambda ids: jax_ep.balance(ids, group=on.group, **options), ids)
+
+
+def placement_of(physical_to_logical):
+    flat = np.reshape(physical_to_logical, -1)
+    return jax_ep.Placement.from_map(flat, num_logical_experts=E, num_ranks=R)
 
 
 @pytest.mark.one_jax
@@ -158,9 +164,8 @@ def test_given_placement(instances, implementation):
     placement = np.concatenate([home, np.roll(home[:, ::2], 1, axis=0)], axis=1)
     if R == 1:
         placement = np.concatenate([home, np.full((1, 2), -1, np.int32)], axis=1)
-    plan = shard_balance(
-        ids, physical_to_logical=placement.reshape(-1), instances=instances, implementation=implementation
-    )
+    given = placement_of(placement)
+    plan = shard_balance(ids, placement=given, instances=instances, implementation=implementation)
     logical = np.append(placement.reshape(-1), -1)[plan.topk_idx]
     np.testing.assert_array_equal(logical, ids)
     got = np.bincount(plan.topk_idx.reshape(-1), minlength=placement.size).reshape(R, -1)
@@ -172,7 +177,7 @@ def test_given_placement(instances, implementation):
     elif instances == "even":
         assert all(np.ptp(got[placement == e]) <= 1 for e in range(E))
     elif R == 8:
-        even = shard_balance(ids, physical_to_logical=placement.reshape(-1)).loads_after[0]
+        even = shard_balance(ids, placement=given).loads_after[0]
         assert plan.loads_after[0].max() < 0.8 * even.max()
 
 
@@ -191,36 +196,88 @@ def test_valid_tokens_and_vmap():
 
 
 def test_capacity_holds_the_padding_of_each_expert():
-    assert jax_ep.balanced_capacity(1000, 6) == 1050
-    assert jax_ep.balanced_capacity(1000, 6, 8, slack=0.0) == 1048  # 1000 + 6 * 7 in blocks of 8
-    assert jax_ep.balanced_capacity(0, 6, 8, slack=0.0) == 48
-    assert jax_ep.balanced_capacity(0, 6) == 1
+    def capacity(num_tokens, *arguments, **options):
+        """Returns that of six physical experts a rank, top-1."""
+        found = []
+
+        def run(ids):
+            plan = jax_ep.balance(ids, group=ranks(R).group, num_experts=E, num_redundant_experts=2)
+            found.append(plan.capacity(*arguments, **options))
+            return plan
+
+        jax.eval_shape(ranks(R).map(run), jax.ShapeDtypeStruct((R * num_tokens, 1), np.int32))
+        return found[0]
+
+    assert capacity(1000) == 1050
+    assert capacity(1000, 8, slack=0.0) == 1048  # 1000 + 6 * 7 in blocks of 8
+    assert capacity(0, 8, slack=0.0) == 48
+    assert capacity(0) == 1
 
 
-def test_a_placement_is_checked_on_the_host():
-    jax_ep.check_placement(np.arange(E), num_experts=E, num_ranks=R)
-    with pytest.raises(ValueError, match=r"check_placement: .*each rank distinct logical experts"):
-        jax_ep.check_placement(np.repeat(np.arange(E), 2), num_experts=E, num_ranks=R)
-    with pytest.raises(ValueError, match="check_placement: every logical expert needs an instance"):
-        jax_ep.check_placement(np.zeros(E, np.int32), num_experts=E, num_ranks=R)
+@pytest.mark.parametrize(
+    ("physical_to_logical", "text"),
+    [
+        (np.repeat(np.arange(E), 2), "each rank distinct logical experts"),
+        (np.zeros(E, np.int32), "every logical expert needs an instance"),
+        (np.arange(E, dtype=np.float32), r"must be int32 \[P\]"),
+        (np.arange(E - R, dtype=np.int32), "at least num_logical_experts"),
+    ],
+)
+def test_rejects_wrong_maps(physical_to_logical, text):
+    with pytest.raises(ValueError, match=f"Placement.from_map: .*{text}"):
+        placement_of(physical_to_logical)
+
+
+def test_placement_is_a_pytree_with_static_numbers():
+    placement = jax.jit(lambda placement: placement)(placement_of([*range(E), *[-7] * R]))
+    assert placement.physical_to_logical.tolist() == [*range(E), *[-1] * R]
+    numbers = placement.num_experts, placement.num_local_experts, placement.num_logical_experts
+    assert (*numbers, placement.num_ranks, placement.num_redundant_experts) == (E + R, L + 1, E, R, None)
+
+
+def test_placement_names_what_it_lacks():
+    placement = placement_of(np.arange(E))
+    for name in ("topk_idx", "num_invalid", "num_unplaced"):
+        with pytest.raises(
+            AttributeError, match=r"has no tokens; jax_ep.balance\(topk_idx, placement=...\) adds"
+        ):
+            getattr(placement, name)
+    for name in ("rows_per_expert", "loads_before", "loads_after", "num_moved"):
+        with pytest.raises(AttributeError, match=r"without numbers of rows; jax_ep.balance"):
+            getattr(placement, name)
+
+
+def test_balance_and_replicate_take_a_plan_from_counts():
+    """The plan of a step's own counts gives its placement and its weights."""
+    ids = routing("zipf", R, T, K, E)
+    counts = np.stack([np.bincount(one.reshape(-1), minlength=E) for one in ids]).astype(np.int32)
+    from_counts = planned(counts, num_redundant_experts=2)
+    w, group = np.arange(E, dtype=np.float32).reshape(R, L), ranks(R).group
+    got, step = ranks(R).run(
+        lambda ids, w: (
+            jax_ep.replicate(w, from_counts, group=group),
+            jax_ep.balance(ids, group=group, placement=from_counts),
+        ),
+        ids,
+        w,
+    )
+    logical = np.asarray(from_counts.physical_to_logical).reshape(R, -1)
+    np.testing.assert_array_equal(step.physical_to_logical, np.tile(logical.reshape(-1), (R, 1)))
+    np.testing.assert_array_equal(np.append(logical, -1)[step.topk_idx], ids)
+    np.testing.assert_array_equal(got.home, w)
+    np.testing.assert_array_equal(got.redundant, np.maximum(logical[:, L:], 0))
 
 
 GOOD = {"num_redundant_experts": 1}
 REJECTED = [
     ({}, "pass either num_redundant_experts"),
-    (GOOD | {"physical_to_logical": np.arange(E, dtype=np.int32)}, "pass either num_redundant_experts"),
+    ({"num_redundant_experts": 1, "placement": placement_of(np.arange(E))}, "pass either num_experts and"),
+    ({"placement": np.arange(E)}, "placement must be a Placement, .* got ndarray"),
     ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),
     (GOOD | {"tolerance": 2.0}, "a fraction of the mean load, from 0 to 1, got 2.0"),
     (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 1, got -1"),
-    ({"physical_to_logical": np.arange(E, dtype=np.float32)}, r"must be int32 \[P\]"),
-    ({"physical_to_logical": np.arange(E - R, dtype=np.int32)}, "at least num_experts"),
-    ({"physical_to_logical": np.zeros(E, np.int32)}, "every logical expert needs an instance"),
     (
-        {"physical_to_logical": np.repeat(np.arange(E, dtype=np.int32), 2)},
-        "each rank distinct logical experts",
-    ),
-    (
-        {"physical_to_logical": np.arange(E, dtype=np.int32), "instances": "least"},
+        {"placement": placement_of(np.arange(E)), "instances": "least"},
         "must be 'even', 'local' or 'least_loaded'",
     ),
 ]
@@ -228,7 +285,7 @@ REJECTED = [
 
 @pytest.mark.parametrize(("options", "text"), REJECTED)
 def test_rejects_wrong_options(options, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         shard_balance(routing("uniform", R, T, K, E), **options)
 
 

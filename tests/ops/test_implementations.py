@@ -58,9 +58,9 @@ def balance(x, ids, weights, by):
 def replicate(x, ids, weights, by, start=False):
     plan = balance(x, ids, weights, None)
     if start:
-        w = jax_ep.replicate_start(x[:L], plan, implementation=by).done()
+        w = jax_ep.replicate_start(x[:L], plan, group=ranks(R).group, implementation=by).done()
     else:
-        w = jax_ep.replicate(x[:L], plan, implementation=by)
+        w = jax_ep.replicate(x[:L], plan, group=ranks(R).group, implementation=by)
     return jnp.asarray(w)
 
 

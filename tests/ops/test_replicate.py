@@ -37,7 +37,7 @@ def replicated(on, w, ids, function=jax_ep.replicate, **options):
 
     def shard(w, ids):
         plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
-        return function(w, plan, **options)
+        return function(w, plan, group=on.group, **options)
 
     whole = lambda w: np.concatenate([w.home, w.redundant], axis=1)
     return jax.tree.map(whole, on.run(shard, w, ids), is_leaf=lambda w: isinstance(w, jax_ep.PhysicalWeights))
@@ -102,7 +102,7 @@ def test_gradients_are_summed_at_home(dtype, hosts, implementation):
 
     def shard(w, ids, cotangent):
         plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
-        run = lambda w: jnp.asarray(jax_ep.replicate(w, plan, implementation=implementation))
+        run = lambda w: jnp.asarray(jax_ep.replicate(w, plan, group=on.group, implementation=implementation))
         return jax.vjp(run, w)[1](cotangent)[0]
 
     got = on.run(shard, w, ids, cotangent)
@@ -215,7 +215,7 @@ def test_other_orders_take_the_ids_of_a_plan(order, implementation):
 
     def shard(x, ids, scale):
         plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=S)
-        scale = jnp.asarray(jax_ep.replicate(scale, plan))
+        scale = jnp.asarray(jax_ep.replicate(scale, plan, group=on.group))
         sent = jax_ep.dispatch(x, plan.topk_idx, group=on.group, num_experts=plan.num_experts, order=order)
         if order == "rank":
             here = jnp.where(sent.topk_idx >= 0, jnp.take(scale, sent.topk_idx, mode="clip"), 0)
@@ -273,7 +273,7 @@ def test_a_scan_stores_no_home_weights():
 def test_start_and_done_give_the_same_bits(annotated):
     ids, _ = skewed()
     w = floats((R, L, 7))
-    apart = lambda w, plan: jax_ep.replicate_start(w, plan).done()
+    apart = lambda w, plan, group: jax_ep.replicate_start(w, plan, group=group).done()
     assert same_bits(replicated(ranks(R), w, ids, apart), replicated(ranks(R), w, ids))
 
 
@@ -282,7 +282,7 @@ def test_weights_stay_as_they_are_without_slots():
 
     def shard(w, ids):
         plan = jax_ep.balance(ids, group=on.group, num_experts=E, num_redundant_experts=0)
-        return jax_ep.replicate(w, plan)
+        return jax_ep.replicate(w, plan, group=on.group)
 
     assert same_bits(on.run(shard, w, ids), w)
 
@@ -292,8 +292,13 @@ def test_rejects_wrong_weights_and_plans():
     ids, _ = skewed()
     with pytest.raises(ValueError, match=rf"every array of w must be \[L, ...\] with L = {L}"):
         replicated(on, np.zeros((R, L + 1, 2), np.float32), ids)
-    with pytest.raises(TypeError, match="plan must be the BalancePlan that balance returned, got dict"):
-        on.run(lambda w: jax_ep.replicate(w, {}), np.zeros((R, L), np.float32))
+    send = lambda placement: on.run(
+        lambda w: jax_ep.replicate(w, placement, group=on.group), np.zeros((R, L), np.float32)
+    )
+    with pytest.raises(TypeError, match=r"replicate: placement must be a Placement, .* got dict"):
+        send({})
+    with pytest.raises(ValueError, match=f"placement must be of the {R} ranks of the group, got one of {E}"):
+        send(jax_ep.Placement.from_map(np.arange(E), num_logical_experts=E, num_ranks=E))
     x, _, weights, _ = inputs()
     with pytest.raises(ValueError, match="num_redundant_experts needs expert_params"):
         layer(x, ids.reshape(-1, K), weights, None, S)

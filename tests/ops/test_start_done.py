@@ -229,7 +229,7 @@ def test_what_is_apart(gpu_group):
 def weights_apart(group, w, ids, other, square):
     """Sends the weights of redundant experts beside other work."""
     plan = jax_ep.balance(ids, group=group, num_experts=E, num_redundant_experts=1)
-    pending = jax_ep.replicate_start(w, plan)
+    pending = jax_ep.replicate_start(w, plan, group=group)
     other = beside(other, square)
     return pending.done(), other
 

@@ -223,9 +223,10 @@ def test_every_placement_has_its_weights(hosts, implementation):
 
     def shard(placement, ids, *arrays):
         placement = jax.lax.all_gather(placement, "ep", tiled=True).reshape(-1)
-        options = {"physical_to_logical": placement, "implementation": implementation}
-        plan = jax_ep.balance(ids, group=on.group, num_experts=EXPERTS, **options)
-        replicate = lambda *w: jax_ep.replicate(w, plan, implementation=implementation)
+        placement = jax_ep.Placement.from_map(placement, num_logical_experts=EXPERTS, num_ranks=R)
+        options = {"group": on.group, "implementation": implementation}
+        plan = jax_ep.balance(ids, placement=placement, **options)
+        replicate = lambda *w: jax_ep.replicate(w, plan, **options)
         floating, transposed = jax.vjp(replicate, *arrays[:2])
         counts = plan.topk_idx, plan.physical_to_logical, plan.num_unplaced
         return counts, (*floating, *replicate(arrays[2])), transposed(tuple(arrays[3:]))

@@ -87,13 +87,14 @@ def moe(options, x, ids, weights, matrices, **more):
 
 
 def replicate(options, ids, w, **more):
-    plan = jax_ep.balance(ids, group=ranks(R).group, num_experts=E, **options, **more)
-    physical = jax_ep.replicate(w, plan, **options)
+    plan = jax_ep.balance(ids, group=ranks(R).group, **options, **more)
+    physical = jax_ep.replicate(w, plan, group=ranks(R).group, **options)
     return jax.tree.leaves(physical), plan.physical_to_logical
 
 
 def placed(options, placement, ids, w):
-    return replicate(options, ids, w, physical_to_logical=placement)
+    placement = jax_ep.Placement.from_map(placement, num_logical_experts=E, num_ranks=R)
+    return replicate(options, ids, w, placement=placement)
 
 
 def permute(options, x, ids, weights):
@@ -297,7 +298,7 @@ def test_vmap_copies_no_weights_of_home_experts():
     def home(ids, w):
         def one(ids):
             plan = jax_ep.balance(ids, group=ranks(R).group, num_experts=E, num_redundant_experts=1)
-            return jax_ep.replicate(w, plan).home
+            return jax_ep.replicate(w, plan, group=ranks(R).group).home
 
         return jax.vmap(one, out_axes=None)(ids)
 
