@@ -144,11 +144,10 @@ def balance_as(
     ids = check.topk_idx(topk_idx)
     options, hosted = None, None
     if placement is None:
-        num_experts = check.num_experts(num_experts, group.size)
         options = _options_of_step(
-            check, num_redundant_experts, tolerance, min_rows, instances, num_experts, group.size
+            check, num_experts, num_redundant_experts, tolerance, min_rows, instances, group.size
         )
-        slots = options.num_slots
+        num_experts, slots = options.num_experts, options.num_slots
     else:
         _check_given(check, placement, group, num_experts, num_redundant_experts, instances)
         num_experts, hosted = placement.num_logical_experts, placement.physical_to_logical
@@ -194,25 +193,25 @@ def balance_as(
 
 def _options_of_step(
     check: OpArguments,
+    num_experts: int | None,
     num_redundant_experts: int | None,
     tolerance: float,
     min_rows: int,
     instances: Instances,
-    num_experts: int,
     num_ranks: int,
 ) -> "_PlanOptions":
     """Checks the arguments of a plan for the tokens of a step."""
     if num_redundant_experts is None:
         raise ValueError(
-            f"{check.op}: pass either num_redundant_experts, to plan for these tokens, or placement; "
-            "got neither"
+            f"{check.op}: pass either num_experts and num_redundant_experts, to plan for these tokens, or "
+            "placement; got neither"
         )
     if instances != "even":
         raise ValueError(
             f"{check.op}: instances divides the rows of a given placement, so it needs placement; with "
             f"num_redundant_experts the plan divides them, got {instances!r}"
         )
-    return _PlanOptions.check(check, num_redundant_experts, tolerance, min_rows, num_experts, num_ranks)
+    return _PlanOptions.check(check, num_experts, num_redundant_experts, tolerance, min_rows, num_ranks)
 
 
 def _check_given(
@@ -269,8 +268,7 @@ def plan_redundant_experts(
     if counts.ndim != 2 or counts.dtype != jnp.int32 or counts.shape[0] < 1:
         raise ValueError(f"{check.op}: counts must be int32 [R, E], got {_checks.shape_text(counts)}")
     ranks, experts = counts.shape
-    check.num_experts(experts, ranks)
-    options = _PlanOptions.check(check, num_redundant_experts, tolerance, min_rows, experts, ranks)
+    options = _PlanOptions.check(check, experts, num_redundant_experts, tolerance, min_rows, ranks)
     if not isinstance(passed, Tracer):
         known = np.asarray(passed)
         if (total := known.sum(dtype=np.int64)) >= 2**31:
@@ -298,14 +296,16 @@ def plan_redundant_experts(
 
 @dataclasses.dataclass(frozen=True)
 class _PlanOptions:
+    num_experts: int  # E
     num_slots: int  # S
     tolerance: int  # thousandths of the mean
     min_rows: int
 
     @classmethod
     def check(
-        cls, check: Arguments, num_slots: Any, tolerance: Any, min_rows: Any, num_experts: int, num_ranks: int
+        cls, check: Arguments, num_experts: Any, num_slots: Any, tolerance: Any, min_rows: Any, num_ranks: int
     ) -> "_PlanOptions":
+        num_experts = check.num_experts(num_experts, num_ranks)
         slots, least, local = _checks.integer(num_slots), _checks.integer(min_rows), num_experts // num_ranks
         if slots is None or not 0 <= slots <= local:
             raise ValueError(
@@ -319,7 +319,7 @@ class _PlanOptions:
             )
         if least is None or not 1 <= least <= _checks.MOST_ROWS:
             raise ValueError(f"{check.op}: min_rows must be an int of at least 1, got {min_rows!r}")
-        return cls(slots, as_thousandths(tolerance), least)
+        return cls(num_experts, slots, as_thousandths(tolerance), least)
 
     def plan(self, counts: jax.Array, source: jax.Array, implementation: Implementation | None) -> ExpertPlan:
         """Plans from counts int32 [R, E]. Without slots every row stays at home."""

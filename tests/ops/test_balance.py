@@ -270,7 +270,7 @@ def test_balance_and_replicate_take_a_plan_from_counts():
 
 GOOD = {"num_redundant_experts": 1}
 REJECTED = [
-    ({}, "pass either num_redundant_experts"),
+    ({}, "pass either num_experts and num_redundant_experts, .* got neither"),
     ({"num_redundant_experts": 1, "placement": placement_of(np.arange(E))}, "pass either num_experts and"),
     ({"placement": np.arange(E)}, "placement must be a Placement, .* got ndarray"),
     ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),

@@ -145,7 +145,7 @@ OPS = {
         ROUTED | {"matrices": numbers(L, H, F)},
     ),
     "replicate": (
-        functools.partial(replicate, num_redundant_experts=1),
+        functools.partial(replicate, num_experts=E, num_redundant_experts=1),
         {"ids": np.minimum(choices(), 1), "w": numbers(L, F)},
     ),
     "replicate to a placement": (
