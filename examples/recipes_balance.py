@@ -61,10 +61,10 @@ def updated_bias(bias, counts, speed=1e-3):
 
 
 def plan_placement(mesh, counts, num_redundant_experts):
-    """Returns the `jax_ep.Placement` of all experts: hot ones are also in redundant slots of other ranks.
+    """Returns the `jax_ep.Placement` of all experts: hot ones are also in redundant places of other ranks.
 
     counts [R, E] is the number of choices of each rank for each expert, summed over past steps. Zeros give
-    the initial placement, with empty slots.
+    the initial placement, with empty places.
     """
     placement = jax_ep.plan_redundant_experts(counts, num_redundant_experts=num_redundant_experts)
     # Placements that are sharded alike share a compiled program.

@@ -20,7 +20,7 @@ CHOICES = {"a0": (0, 2), "a1": (1, 3), "a2": (0, 3), "b0": (0, 1), "b1": (2, 3),
 RANKS, EXPERTS_PER_RANK = 2, 2
 
 # The example of `skew`: rows of 4096 tokens of each rank, which choose eight experts each.
-SKEW_RANKS, SKEW_EXPERTS, SKEW_SLOTS, SKEW_ROWS = 8, 256, 2, 32768
+SKEW_RANKS, SKEW_EXPERTS, SKEW_PLACES, SKEW_ROWS = 8, 256, 2, 32768
 
 STYLE = """
 .figure {
@@ -249,15 +249,15 @@ def skewed_counts() -> np.ndarray:
 
 def skew() -> str:
     """Draws rows of eight ranks before and after a plan of redundant experts, and the moves."""
-    plan = jax_ep.plan_redundant_experts(skewed_counts(), num_redundant_experts=SKEW_SLOTS)
+    plan = jax_ep.plan_redundant_experts(skewed_counts(), num_redundant_experts=SKEW_PLACES)
     local = SKEW_EXPERTS // SKEW_RANKS
     logical = np.asarray(plan.physical_to_logical).reshape(SKEW_RANKS, -1)[:, local:]
     rows = np.asarray(plan.rows_per_expert).reshape(SKEW_RANKS, -1)
     before, after = (np.asarray(loads) / SKEW_ROWS for loads in (plan.loads_before, plan.loads_after))
     moves = [  # expert, its home, the rank that computes the rows, their number
-        (int(expert), int(expert) // local, rank, rows[rank, local + slot] / SKEW_ROWS)
+        (int(expert), int(expert) // local, rank, rows[rank, local + place] / SKEW_ROWS)
         for rank in range(SKEW_RANKS)
-        for slot, expert in enumerate(logical[rank])
+        for place, expert in enumerate(logical[rank])
         if expert >= 0
     ]
     left, right, top, step, height, mean = 116, 444, 76, 40, 22, 140

@@ -56,7 +56,7 @@ def route(router, bias, x):
 
 
 def layer(num_redundant_experts, capacity=None):
-    def experts(sent, w):  # w holds this rank's experts, and copies of hot ones in its slots
+    def experts(sent, w):  # w holds this rank's experts, and copies of hot ones in its places
         hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, w["up"], sent.group_sizes))
         return jax_ep.grouped_dot(hidden, w["down"], sent.group_sizes)
 
@@ -82,17 +82,17 @@ def layer(num_redundant_experts, capacity=None):
 # %% [markdown]
 # ## The rows of each rank
 #
-# With two slots a rank, the layer returns the same result, and its buffers are much smaller than those of the
-# worst case. The plan is made anew in every step, from the counts of this step.
+# With two places a rank, the layer returns the same result, and its buffers are much smaller than those of
+# the worst case. The plan is made anew in every step, from the counts of this step.
 
 # %%
 bias = popularity(1.5)
 y, stats = layer(2)(parameters, bias, x)
-everything, _ = layer(0)(parameters, bias, x)  # without slots, and with room for the worst case
+everything, _ = layer(0)(parameters, bias, x)  # without places, and with room for the worst case
 before, after = np.asarray(stats.loads_before[:RANKS]), np.asarray(stats.loads_after[:RANKS])
 assert jnp.allclose(y, everything, atol=1e-4)
 assert stats.num_dropped.sum() == 0
-print(f"fullest rank: {before.max() / MEAN:.2f} x the mean, with two slots a rank {after.max() / MEAN:.2f} x")
+print(f"fullest rank: {before.max() / MEAN:.2f} x the mean, with two places {after.max() / MEAN:.2f} x")
 print(f"{stats.num_replicas[0]} experts were copied, and {stats.num_moved[0]} of {RANKS * MEAN} rows moved")
 
 # %%
@@ -110,10 +110,10 @@ axes.legend(loc="upper right")
 plt.show()
 
 # %% [markdown]
-# ## More skew, more slots
+# ## More skew, more places
 #
 # A plan depends only on the counts, so it can be computed without a layer: `plan_redundant_experts` takes the
-# rows of each rank for each expert. Here it shows how many slots a layer would need in a hard case. The
+# rows of each rank for each expert. Here it shows how many places a layer would need in a hard case. The
 # experts are sorted by popularity, so the hottest ones share a home.
 
 # %%
@@ -130,13 +130,13 @@ def count(sigma):
 
 sigmas = np.linspace(0, 3, 13)
 figure, axes = plt.subplots()
-for slots in (0, 1, 2, 4):
+for places in (0, 1, 2, 4):
     fullest = []
     for sigma in sigmas:
-        redundant = plan(count(sigma), num_redundant_experts=max(slots, 1))
-        loads = redundant.loads_after if slots else redundant.loads_before
+        redundant = plan(count(sigma), num_redundant_experts=max(places, 1))
+        loads = redundant.loads_after if places else redundant.loads_before
         fullest.append(jnp.max(loads) / MEAN)
-    axes.plot(sigmas, fullest, "o-", markersize=3, label=f"S = {slots}")
+    axes.plot(sigmas, fullest, "o-", markersize=3, label=f"S = {places}")
 axes.set(xlabel="skew, sigma of the lognormal popularity", ylabel="fullest rank, rows / mean rows")
 axes.set_ylim(0, None)
 axes.legend()
@@ -151,13 +151,13 @@ plt.show()
 # %%
 factors = (1.05, 1.25, 1.5, 2.0)
 figure, axes = plt.subplots()
-for slots in (0, 2):
+for places in (0, 2):
     dropped = []
     for factor in factors:
-        _, stats = layer(slots, capacity=int(factor * MEAN))(parameters, bias, x)
+        _, stats = layer(places, capacity=int(factor * MEAN))(parameters, bias, x)
         dropped.append(100 * float(stats.num_dropped.sum()) / (RANKS * MEAN))
-    axes.plot(factors, dropped, "o-", label=f"S = {slots}")
-    print(f"S = {slots}:", ", ".join(f"{percent:.1f} %" for percent in dropped), "dropped")
+    axes.plot(factors, dropped, "o-", label=f"S = {places}")
+    print(f"S = {places}:", ", ".join(f"{percent:.1f} %" for percent in dropped), "dropped")
 axes.set(xlabel="capacity, rows / mean rows", ylabel="dropped rows, %")
 axes.legend()
 plt.show()

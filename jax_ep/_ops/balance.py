@@ -1,7 +1,7 @@
 """balance: a step's placement of experts, so that every rank gets about as many rows."""
 
 import dataclasses
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,32 +33,6 @@ from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
 
 
-@overload
-def balance(
-    topk_idx: ArrayLike,
-    *,
-    group: Group,
-    num_experts: int,
-    num_redundant_experts: int,
-    tolerance: float = 0.02,
-    min_rows: int = 1,
-    num_valid_tokens: ArrayLike | None = None,
-    implementation: Implementation | None = None,
-) -> Placement: ...
-
-
-@overload
-def balance(
-    topk_idx: ArrayLike,
-    *,
-    group: Group,
-    placement: Placement,
-    instances: Instances = "even",
-    num_valid_tokens: ArrayLike | None = None,
-    implementation: Implementation | None = None,
-) -> Placement: ...
-
-
 def balance(
     topk_idx: ArrayLike,
     *,
@@ -77,7 +51,7 @@ def balance(
     From the counts of all ranks it chooses which hot experts get a redundant instance on which ranks, and how
     many rows each instance gets, those of its own rank first. `replicate` brings the weights there, and a
     `dispatch` of the plan's ids the rows. The plan depends on nothing but the counts: every rank, every
-    backend and every repetition computes the same bits. (Slots and quotas as in UltraEP, exact filling as in
+    backend and every repetition computes the same bits. (Places and quotas as in UltraEP, exact filling as in
     MoonEP: docs/balance.md.)
 
     With `placement` nothing is planned: the instances of that placement, such as one from EPLB, divide the
@@ -88,7 +62,7 @@ def balance(
         unused.
       group: the ranks.
       num_experts: E, logical experts in all.
-      num_redundant_experts: S, slots a rank for instances of other ranks' experts, from 0 to L. With S = L
+      num_redundant_experts: S, places a rank for instances of other ranks' experts, from 0 to L. With S = L
         every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
       tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
         It is rounded to thousandths.
@@ -147,11 +121,11 @@ def balance_as(
         options = _options_of_step(
             check, num_experts, num_redundant_experts, tolerance, min_rows, instances, group.size
         )
-        num_experts, slots = options.num_experts, options.num_slots
+        num_experts, places = options.num_experts, options.num_places
     else:
         _check_given(check, placement, group, num_experts, num_redundant_experts, instances)
         num_experts, hosted = placement.num_logical_experts, placement.physical_to_logical
-        slots = placement.num_redundant_experts
+        places = placement.num_redundant_experts
     if num_valid_tokens is not None:
         ids = check.valid_tokens(num_valid_tokens, ids)
     given = ids
@@ -185,7 +159,7 @@ def balance_as(
         num_experts=plan.physical_to_logical.shape[0],
         num_logical_experts=num_experts,
         num_ranks=group.size,
-        num_redundant_experts=slots,
+        num_redundant_experts=places,
         _loads=Loads(plan.quotas, before, loads(plan.quotas, group.size)),
         _step_ids=StepIds(physical, num_invalid, num_unplaced),
     )
@@ -282,14 +256,14 @@ def plan_redundant_experts(
     counts = jnp.maximum(counts, 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     at_home = sum_of_counts(counts, axis=0)
-    rows = at_home if options.num_slots == 0 else plan.quotas
+    rows = at_home if options.num_places == 0 else plan.quotas
     of_ranks = lambda rows: sum_of_counts(rows.reshape(ranks, -1), axis=1)
     return Placement(
         physical_to_logical=plan.physical_to_logical,
         num_experts=plan.physical_to_logical.shape[0],
         num_logical_experts=experts,
         num_ranks=ranks,
-        num_redundant_experts=options.num_slots,
+        num_redundant_experts=options.num_places,
         _loads=Loads(rows, of_ranks(at_home), of_ranks(rows)),
     )
 
@@ -297,20 +271,27 @@ def plan_redundant_experts(
 @dataclasses.dataclass(frozen=True)
 class _PlanOptions:
     num_experts: int  # E
-    num_slots: int  # S
+    num_places: int  # S
     tolerance: int  # thousandths of the mean
     min_rows: int
 
     @classmethod
     def check(
-        cls, check: Arguments, num_experts: Any, num_slots: Any, tolerance: Any, min_rows: Any, num_ranks: int
+        cls,
+        check: Arguments,
+        num_experts: Any,
+        num_places: Any,
+        tolerance: Any,
+        min_rows: Any,
+        num_ranks: int,
     ) -> "_PlanOptions":
         num_experts = check.num_experts(num_experts, num_ranks)
-        slots, least, local = _checks.integer(num_slots), _checks.integer(min_rows), num_experts // num_ranks
-        if slots is None or not 0 <= slots <= local:
+        places, least = _checks.integer(num_places), _checks.integer(min_rows)
+        local = num_experts // num_ranks
+        if places is None or not 0 <= places <= local:
             raise ValueError(
                 f"{check.op}: num_redundant_experts must be an int from 0 to the {local} experts of a rank, "
-                f"got {num_slots!r}"
+                f"got {num_places!r}"
             )
         is_number = isinstance(tolerance, int | float | np.floating) and not isinstance(tolerance, bool)
         if not is_number or not 0 <= tolerance <= 1:
@@ -319,15 +300,15 @@ class _PlanOptions:
             )
         if least is None or not 1 <= least <= _checks.MOST_ROWS:
             raise ValueError(f"{check.op}: min_rows must be an int of at least 1, got {min_rows!r}")
-        return cls(num_experts, slots, as_thousandths(tolerance), least)
+        return cls(num_experts, places, as_thousandths(tolerance), least)
 
     def plan(self, counts: jax.Array, source: jax.Array, implementation: Implementation | None) -> ExpertPlan:
-        """Plans from counts int32 [R, E]. Without slots every row stays at home."""
-        if self.num_slots == 0:
+        """Plans from counts int32 [R, E]. Without places every row stays at home."""
+        if self.num_places == 0:
             home = jnp.arange(counts.shape[1], dtype=jnp.int32) + jnp.zeros_like(counts[0])
             return plan_of_map(counts, source, home, "even")
         resolved = _extension.local_implementation(implementation)
-        return plan_experts(resolved, counts, source, self.num_slots, self.tolerance, self.min_rows)
+        return plan_experts(resolved, counts, source, self.num_places, self.tolerance, self.min_rows)
 
 
 def _counts_of_all(

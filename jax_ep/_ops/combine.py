@@ -73,16 +73,16 @@ def combine(
     rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
     rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows. Where ranks span
     hosts, a host's part of any sum is rounded to y's dtype before it travels, and hosts are added in order.)
-    Padding, tail, empty slots and dropped rows are never read and get zero gradient.
+    Padding, tail, empty rows and dropped rows are never read and get zero gradient.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. By rank,
     multiply y by the weights before.
 
     Args:
       y: floating [C, ...] array or pytree of such arrays, of 16 bits or more, C the capacity of the dispatch;
-        [L, S, ...] of padded experts.
+        [L, C, ...] of padded experts.
       handle: the handle of the dispatch. The group is part of it.
-      row_weights: floating [C] or [L, S] of 16 bits or more, as `DispatchedByExpert` has them: each row
+      row_weights: floating [C] or [L, C] of 16 bits or more, as `DispatchedByExpert` has them: each row
         of every leaf is multiplied by its weight in float32. Differentiable. None sums without weights. It
         must be passed, None or not, if weights were dispatched by expert.
       bias: floating [T, ...], or a tuple of such arrays, added in float32 before the rounding. If y is a
@@ -182,7 +182,7 @@ def combine_as(
         else:  # an op adds biases to one array
             pulls = [Pull((row,), weights, added) for row, added in zip(rows, biases, strict=True)]
             sums = tuple(pull(backend, handle, pulled)[0][0] for pulled in pulls)
-    if routing.slots is not None:
+    if routing.padded_rows is not None:
         find = lambda: [debug.nan_rows(handle, rows)]
         sums = debug.check("combine", sums, find, routing.ranks, alone=attendance.may_miss)
     result = payload.rebuild("combine", sums)

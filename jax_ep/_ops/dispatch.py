@@ -24,7 +24,7 @@ from jax_ep._transport.push_pull import send
 from jax_ep._transport.routing import (
     Order,
     Routing,
-    in_slots,
+    in_buffers,
     uniform_rows,
     worst_case_capacity,
 )
@@ -160,13 +160,13 @@ def dispatch(
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
-        in an array [L, S, ...] with S slots for each expert. Use it for batched products over all slots. On
-        GPUs empty slots are not cleared: what x holds there may be NaN.
+        in an array [L, C, ...] with C rows for each expert. Use it for batched products over all rows. On
+        GPUs empty rows are not cleared: what x holds there may be NaN.
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. Must be at least a. With padded experts
-        it is S, slots of each expert (GShard's expert capacity), and None means R * T; an expert's further
-        rows are dropped.
+        it is that of each expert (GShard's expert capacity), and None means R * T; an expert's further rows
+        are dropped.
       capacity_factor: in place of a capacity, a multiple of the rows of a uniform routing: by expert T * K,
         by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a. It is
         at most the worst case.
@@ -267,7 +267,7 @@ def dispatch_as(
         raise ValueError(f"{check.op}: expert_alignment needs order='expert'; rows by rank are not padded")
     if order == "expert_padded" and alignment != 1:
         raise ValueError(
-            f"{check.op}: order='expert_padded' has `capacity` slots for each expert, so it takes no "
+            f"{check.op}: order='expert_padded' has `capacity` rows for each expert, so it takes no "
             f"expert_alignment, got {alignment}"
         )
     check_quantize(check, quantize, round_scale, x, payload.leaves)
@@ -292,7 +292,7 @@ def dispatch_as(
             rows, out = send(backend, routing, payload, ids, weights, attendance)
         else:
             rows, out = send_fp8(backend, routing, payload, ids, weights, attendance, quantize, round_scale)
-        arrived_weights = in_slots(routing, name_all(out.weights, checkpoint_names.weights))
+        arrived_weights = in_buffers(routing, name_all(out.weights, checkpoint_names.weights))
     if statistics is not None:
         statistics = add_to(statistics, out)
     checked = {
@@ -346,5 +346,5 @@ def _capacity_and_alignment(
     if capacity is None:
         return check.capacity(None, worst, alignment), max(all_tokens, 1)
     most = _checks.MOST_ROWS // local_experts
-    slots = check.at_least_one("capacity, of each expert,", capacity, most)
-    return slots * local_experts, slots
+    rows = check.at_least_one("capacity, of each expert,", capacity, most)
+    return rows * local_experts, rows

@@ -14,13 +14,13 @@ from jax_ep._rows.indexing import invert
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Pull, Push
 from jax_ep._transport.push_pull import pull, push, push_attended
-from jax_ep._transport.routing import Handle, in_slots, row_experts
+from jax_ep._transport.routing import Handle, in_buffers, row_experts
 
 Rows = TypeVar("Rows")
 
 
 class RowSources(NamedTuple):
-    """Source ranks and tokens of rows. C rows of capacity, or [L, S] of padded experts.
+    """Source ranks and tokens of rows. C rows of capacity, or [L, C] of padded experts.
 
     Attributes:
       rank: int32 [C] source rank of each row, -1 in padding and tail.
@@ -89,19 +89,19 @@ class DispatchedByRank(Generic[Rows]):
 class DispatchedByExpert(Generic[Rows]):
     """Rows that arrived at this rank, one per choice. C rows of capacity, L local experts.
 
-    With order="expert_padded" buffers are [L, S, ...] instead of [C, ...]: S slots for each expert.
-    On GPUs empty slots of x may hold anything, including NaN. A dispatch clears them only if x or
-    topk_weights are differentiated, and never with quantize="fp8". `is_row` is the mask of the other slots,
+    With order="expert_padded" buffers are [L, C, ...] instead of [C, ...]: C rows for each expert.
+    On GPUs empty rows of x may hold anything, including NaN. A dispatch clears them only if x or
+    topk_weights are differentiated, and never with quantize="fp8". `is_row` is the mask of the other rows,
     and `row_weights` are 0 in empty ones.
 
     Attributes:
       x: [C, ...] rows: an array, or a pytree of the same structure as the x that was passed. They are sorted
-        by local expert, then source rank, then token, then k. Padding and tail are zero (empty slots of
+        by local expert, then source rank, then token, then k. Padding and tail are zero (empty rows of
         padded experts: see above). A `QuantizedArray` with quantize="fp8".
       row_weights: float32 [C] weight of each row's choice, 0 in padding and tail; None if no weights were
         passed.
       group_sizes: int32 [L] rows of each expert's block, padding included, as `jax.lax.ragged_dot` takes
-        them; of padded experts the slots that are filled, which come first.
+        them; of padded experts the rows that are filled, which come first.
       tokens_per_expert: int32 [L] kept rows of each expert, without padding.
       num_tokens: int32 [1] rows kept at this rank, without padding: a token counts once for each of its
         choices.
@@ -126,15 +126,15 @@ class DispatchedByExpert(Generic[Rows]):
     statistics: DispatchStatistics | None
 
     def row_experts(self) -> jax.Array:
-        """Returns int32 [C] or [L, S]: the local expert of each row, -1 in padding and tail.
+        """Returns int32 [C] or [L, C]: the local expert of each row, -1 in padding and tail.
 
         Each call computes it, from one rank's shard. Call it inside the shard_map of the dispatch.
         """
         handle = OpArguments("row_experts").handle(self.handle)
-        return in_slots(handle.routing, row_experts(handle))
+        return in_buffers(handle.routing, row_experts(handle))
 
     def is_row(self) -> jax.Array:
-        """Returns bool [C] or [L, S]: which rows hold a token, not padding or tail."""
+        """Returns bool [C] or [L, C]: which rows hold a token, not padding or tail."""
         return self.row_experts() >= 0
 
     def row_sources(self) -> RowSources:
@@ -148,13 +148,13 @@ class DispatchedByExpert(Generic[Rows]):
         per_rank = max(handle.routing.num_tokens * handle.routing.top_k, 1)
         rank = jnp.where(choice < 0, -1, choice // per_rank)
         token = jnp.where(choice < 0, -1, choice % per_rank // handle.routing.top_k)
-        return RowSources(*in_slots(handle.routing, (rank, token)))
+        return RowSources(*in_buffers(handle.routing, (rank, token)))
 
     def to_topk(self, values: ArrayLike) -> jax.Array:
         """Sends a value of each row back to the choice that the row stands for.
 
         Args:
-          values: floating [C] or [L, S], such as weights that the experts computed. Differentiable.
+          values: floating [C] or [L, C], such as weights that the experts computed. Differentiable.
 
         Returns:
           float32 [T, K], 0 where a choice is unused or was dropped. It communicates with all ranks, as a

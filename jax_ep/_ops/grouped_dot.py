@@ -173,8 +173,8 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
     if rows.ndim == 3:
         raise ValueError(
             f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape "
-            "rows of padded experts [L, S, M] to [L * S, M], and pass group_sizes = jnp.full(L, S), because "
-            "sent.group_sizes counts their filled slots"
+            "rows of padded experts [L, C, M] to [L * C, M], and pass group_sizes = jnp.full(L, C), because "
+            "sent.group_sizes counts the filled ones"
         )
     if rows.ndim != 2:
         raise ValueError(

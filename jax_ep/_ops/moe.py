@@ -133,7 +133,7 @@ def moe(
     ranks that may be missing, statistics, rounded scales.
 
     With `num_redundant_experts` it first calls `balance` and `replicate`: ranks with few rows compute rows of
-    hot experts. If the slots suffice, every rank then gets about T * K rows (docs/balance.md).
+    hot experts. If the places suffice, every rank then gets about T * K rows (docs/balance.md).
 
     Args:
       x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
@@ -163,7 +163,7 @@ def moe(
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.
-      num_redundant_experts: S, slots a rank for instances of other ranks' hot experts, from 0 to L; needs
+      num_redundant_experts: S, places a rank for instances of other ranks' hot experts, from 0 to L; needs
         expert_params. `balance` has more options.
       expert_params: array or pytree of arrays [L, ...], the weights of this rank's home experts.
         Differentiable.

@@ -14,7 +14,7 @@ from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
 from jax_ep._transport.backend import Push
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push, push_attended
-from jax_ep._transport.routing import Handle, in_slots
+from jax_ep._transport.routing import Handle, in_buffers
 
 Rows = TypeVar("Rows")
 
@@ -79,7 +79,7 @@ def redispatch(
     """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
 
     Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
-    and empty slots are zero. It is the transpose of an unweighted `combine`.
+    and empty rows are zero. It is the transpose of an unweighted `combine`.
 
     Args:
       x: [T, ...] array or pytree of such arrays, as for `dispatch`; it may be empty where weights are given.
@@ -91,8 +91,8 @@ def redispatch(
       implementation: None, "ffi" or "xla".
 
     Returns:
-      The rows [C, ...], or [L, S, ...] with padded experts, in the structure of x. With topk_weights:
-      `(rows, weights)`, where the weights are [C, K] by rank, and [C] or [L, S] by expert, as from
+      The rows [C, ...], or [L, C, ...] with padded experts, in the structure of x. With topk_weights:
+      `(rows, weights)`, where the weights are [C, K] by rank, and [C] or [L, C] by expert, as from
       `dispatch`. With active_ranks, or on_timeout="mask", the resulting `active_ranks`, int32 [R], come last
       in the tuple.
 
@@ -123,7 +123,7 @@ def redispatch(
             moved, arrived_weights = push(backend, handle, sent)
         results = [arrived("redispatch", routing, payload, moved)]
     if topk_weights is not None:
-        results.append(in_slots(routing, name_all(arrived_weights, checkpoint_names.weights)))
+        results.append(in_buffers(routing, name_all(arrived_weights, checkpoint_names.weights)))
     if attendance.may_miss:
         results.append(attended.active_ranks)
     return results[0] if len(results) == 1 else tuple(results)

@@ -44,9 +44,9 @@ def replicate(
 
     Returns:
       With redundant experts, w with `PhysicalWeights` in place of each array: the array itself, and that of
-      the slots [S, ...], zero in empty ones; with S = 0 just w. With the placement of a map, an
+      the places [S, ...], zero in empty ones; with S = 0 just w. With the placement of a map, an
       array [N, ...] in place of each: of the rank's physical experts, in the order of the map, zero in empty
-      slots.
+      places.
 
     Raises:
       ValueError: a leaf does not begin with L, the placement is of another number of ranks, or no shard_map
@@ -71,13 +71,13 @@ def replicate_as(
     local = num_experts // group.size
     payload = Payload.check(check, name, w, (local,), "L", "the experts of a rank")
     payload, physical_to_logical = align_axes((payload, placement.physical_to_logical), ranks_of(group).axes)
-    slots = placement.num_redundant_experts
-    if slots == 0:
+    places = placement.num_redundant_experts
+    if places == 0:
         return payload.rebuild("replicate", payload.leaves)
-    if slots is None:
+    if places is None:
         send, num_instances = send_placed, placement.num_experts
     else:
-        send, num_instances = send_replicas, group.size * slots
+        send, num_instances = send_replicas, group.size * places
         physical_to_logical = physical_to_logical.reshape(group.size, -1)[:, local:]
     with jax.named_scope("jax_ep.replicate"):
         destinations = destinations_of(group, physical_to_logical, num_experts)

@@ -52,7 +52,7 @@ class Destinations(NamedTuple):
     """Destinations of this rank's experts. L home experts, N physical experts a rank."""
 
     instance: jax.Array  # [L, R] index, among the N experts of a rank, of its instance of an expert; or -1
-    is_filled: jax.Array  # bool [N] an expert arrives in this slot of this rank
+    is_filled: jax.Array  # bool [N] an expert arrives in this place of this rank
 
 
 def destinations_of(group: Group, physical_to_logical: jax.Array, num_experts: int) -> Destinations:
@@ -98,7 +98,7 @@ def send_placed(
 def send_replicas(
     backend: Backend, routing: Routing, destinations: Destinations, pieces: int, leaves: Leaves
 ) -> list[PhysicalWeights]:
-    """Sends arrays [L, ...] of this rank's experts to slots of other ranks. Returns them, and those here."""
+    """Sends arrays [L, ...] of this rank's experts to places of other ranks. Returns them, and those here."""
     handle = _handle(backend, routing, destinations, pieces)
     push_all = with_vmap_rule(
         functools.partial(_push_replicas, backend), functools.partial(_push_replicas_of_batch, backend)
@@ -108,7 +108,7 @@ def send_replicas(
 
 @custom_vjp(0)
 def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Leaves, Leaves]:
-    """Returns arrays [L, ...] and those of the slots [S, ...]. One pull sums the gradients of both."""
+    """Returns arrays [L, ...] and those of the places [S, ...]. One pull sums the gradients of both."""
     moved, _ = push(backend, handle, Push(_cut(handle.routing, leaves)))
     return leaves, _whole(handle.routing, moved, leaves)
 

@@ -43,11 +43,11 @@ class Placement:
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
-    S slots. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. Outside
+    S places. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. Outside
     of the shard_map of `balance` the arrays hold those of all ranks.
 
     Attributes:
-      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty slot.
+      physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty place.
       num_experts: P, the number of physical experts: `num_experts` of `dispatch`.
       num_logical_experts: E.
       num_ranks: R.
@@ -72,8 +72,8 @@ class Placement:
 
         Args:
           physical_to_logical: int32 [P] logical expert of each physical one, the same on all ranks, P a
-            multiple of R; -1 for empty slots. Every expert has an instance, and a rank at most one of it.
-            If the map is traced, ids out of range and further instances on a rank are empty slots.
+            multiple of R; -1 for empty places. Every expert has an instance, and a rank at most one of it.
+            If the map is traced, ids out of range and further instances on a rank are empty places.
           num_logical_experts: E.
           num_ranks: R.
 
@@ -206,5 +206,5 @@ def _check_instances(check: Arguments, known: np.ndarray, num_experts: int, num_
         if used.size != np.unique(used).size or used.max(initial=0) >= num_experts:
             raise ValueError(
                 f"{check.op}: physical_to_logical must give each rank distinct logical experts below "
-                f"{num_experts}, and -1 for empty slots; rank {number} has {hosted.tolist()}"
+                f"{num_experts}, and -1 for empty places; rank {number} has {hosted.tolist()}"
             )

@@ -27,9 +27,9 @@ LOAD_ROUNDS = 8
 class ExpertPlan(NamedTuple):
     """Instances of the experts and the rows that each computes: the same on every rank."""
 
-    physical_to_logical: jax.Array  # [P] logical expert of each physical one, -1 an empty slot
+    physical_to_logical: jax.Array  # [P] logical expert of each physical one, -1 an empty place
     quotas: jax.Array  # [P] rows that each physical expert computes
-    order: jax.Array  # [P] physical experts by logical expert, then rank; empty slots last
+    order: jax.Array  # [P] physical experts by logical expert, then rank; empty places last
     ends: jax.Array  # [P] this rank's choices, sorted by logical expert, that go to order[: i + 1]
 
 
@@ -38,8 +38,8 @@ class _State(NamedTuple):
 
     rows: jax.Array  # [E] rows that stay at home
     load: jax.Array  # [R]
-    experts: jax.Array  # [R, S] of the slots in use, in the order of their first rows; otherwise -1
-    slot_rows: jax.Array  # [R, S]
+    experts: jax.Array  # [R, S] of the places in use, in the order of their first rows; otherwise -1
+    place_rows: jax.Array  # [R, S]
     blocked: jax.Array  # bool [E] no rank can take rows of this expert
     donor: jax.Array  # the rank that fills `receiver`, which still needs `need` rows
     receiver: jax.Array
@@ -50,7 +50,7 @@ def plan_experts(
     implementation: Implementation,
     counts: jax.Array,
     source: jax.Array,
-    num_slots: int,
+    num_places: int,
     tolerance: int,
     min_rows: int,
 ) -> ExpertPlan:
@@ -60,29 +60,29 @@ def plan_experts(
       implementation: "ffi" or "xla".
       counts: int32 [R, E] rows that each rank has for each logical expert.
       source: int32 scalar, the rank of `ends`.
-      num_slots: S redundant experts a rank. With S = L every rank can be filled exactly.
+      num_places: S redundant experts a rank. With S = L every rank can be filled exactly.
       tolerance: thousandths of the mean by which a rank may exceed it.
       min_rows: the fewest rows that are worth a move.
     """
     plan = _plan_by_handler if implementation == "ffi" else _plan_by_xla
-    return plan(counts, source, num_slots, tolerance, min_rows)
+    return plan(counts, source, num_places, tolerance, min_rows)
 
 
 def _plan_by_handler(
-    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    counts: jax.Array, source: jax.Array, num_places: int, tolerance: int, min_rows: int
 ) -> ExpertPlan:
     ranks, experts = counts.shape
     attributes: dict[str, Any] = {
-        "num_redundant_experts": np.int64(num_slots),
+        "num_redundant_experts": np.int64(num_places),
         "tolerance": np.int64(tolerance),
         "min_rows": np.int64(min_rows),
     }
-    results: list[Result] = [((experts + ranks * num_slots,), INT)] * len(ExpertPlan._fields)
+    results: list[Result] = [((experts + ranks * num_places,), INT)] * len(ExpertPlan._fields)
     return ExpertPlan(*call("balance", [counts, source[None]], results, **attributes))
 
 
 def _plan_by_xla(
-    counts: jax.Array, source: jax.Array, num_slots: int, tolerance: int, min_rows: int
+    counts: jax.Array, source: jax.Array, num_places: int, tolerance: int, min_rows: int
 ) -> ExpertPlan:
     """Plans in `jax.lax`, as ffi/core/balance.h does."""
     ranks, experts = counts.shape
@@ -98,8 +98,8 @@ def _plan_by_xla(
     state = _State(
         rows=rows,
         load=sum_of_counts(rows.reshape(ranks, local), axis=1),
-        experts=jnp.full((ranks, num_slots), -1, INT),
-        slot_rows=jnp.zeros((ranks, num_slots), INT),
+        experts=jnp.full((ranks, num_places), -1, INT),
+        place_rows=jnp.zeros((ranks, num_places), INT),
         blocked=jnp.zeros((experts,), jnp.bool_),
         donor=jnp.zeros((), INT),
         receiver=jnp.zeros((), INT),
@@ -107,7 +107,7 @@ def _plan_by_xla(
     )
     state, target, source = vary_alike((state, target, source))
     least = max(min_rows, 1)
-    if num_slots == local:
+    if num_places == local:
         goes_on = lambda now: (now.need > 0) | (jnp.max(now.load) - target >= least)
         step = lambda now: _fill(now, target)
     else:
@@ -116,28 +116,28 @@ def _plan_by_xla(
     state = jax.lax.while_loop(goes_on, step, state)
     key = jnp.where(state.experts < 0, experts, state.experts)
     by_expert = jnp.argsort(key, axis=1, stable=True)
-    slots, slot_rows = (
-        jnp.take_along_axis(array, by_expert, axis=1) for array in (state.experts, state.slot_rows)
+    places, place_rows = (
+        jnp.take_along_axis(array, by_expert, axis=1) for array in (state.experts, state.place_rows)
     )
     home = jnp.arange(experts, dtype=INT).reshape(ranks, local)
-    physical_to_logical = jnp.concatenate([home + jnp.zeros_like(slots[:, :1]), slots], axis=1).reshape(-1)
-    quotas = jnp.concatenate([state.rows.reshape(ranks, local), slot_rows], axis=1).reshape(-1)
+    physical_to_logical = jnp.concatenate([home + jnp.zeros_like(places[:, :1]), places], axis=1).reshape(-1)
+    quotas = jnp.concatenate([state.rows.reshape(ranks, local), place_rows], axis=1).reshape(-1)
     order = _by_logical_expert(physical_to_logical, experts)
     ends = _divide(counts, source, physical_to_logical, quotas, order)
     return ExpertPlan(physical_to_logical, quotas, order, ends)
 
 
 def _move(state: _State, expert: jax.Array, receiver: jax.Array, number: jax.Array) -> _State:
-    """Moves rows of an expert, if any, from its home to a slot of another rank."""
+    """Moves rows of an expert, if any, from its home to a place of another rank."""
     home = expert // (state.rows.shape[0] // state.load.shape[0])
     held = state.experts[receiver] == expert
-    slot = jnp.where(jnp.any(held), jnp.argmax(held), jnp.argmax(state.experts[receiver] < 0))
-    named = jnp.where(number > 0, expert, state.experts[receiver, slot])
+    place = jnp.where(jnp.any(held), jnp.argmax(held), jnp.argmax(state.experts[receiver] < 0))
+    named = jnp.where(number > 0, expert, state.experts[receiver, place])
     return state._replace(
         rows=state.rows.at[expert].add(-number),
         load=state.load.at[home].add(-number).at[receiver].add(number),
-        experts=state.experts.at[receiver, slot].set(named),
-        slot_rows=state.slot_rows.at[receiver, slot].add(number),
+        experts=state.experts.at[receiver, place].set(named),
+        place_rows=state.place_rows.at[receiver, place].add(number),
     )
 
 
@@ -162,10 +162,10 @@ def _is_donor(state: _State, target: jax.Array) -> jax.Array:
 
 
 def _spread(state: _State, target: jax.Array, least: int) -> _State:
-    """Moves rows of the largest expert of the fullest rank to the emptiest rank that has a slot for them.
+    """Moves rows of the largest expert of the fullest rank to the emptiest rank that has a place for them.
 
     Otherwise by a relay: a rank without room takes them, and as many rows of one of its own experts go to a
-    slot that holds that expert already. Otherwise blocks the expert.
+    place that holds that expert already. Otherwise blocks the expert.
     """
     local = state.rows.shape[0] // state.load.shape[0]
     donor = jnp.argmax(jnp.where(_is_donor(state, target), state.load, -1)).astype(INT)
@@ -187,8 +187,8 @@ def _spread(state: _State, target: jax.Array, least: int) -> _State:
     passed = relayed.reshape(-1)[best]
     relays = (number == 0) & (passed >= least)
     other = others.reshape(-1)[best]
-    slots = state.experts.shape[1]
-    state = _move(state, other, (best // slots).astype(INT), jnp.where(relays, passed, 0))
+    places = state.experts.shape[1]
+    state = _move(state, other, (best // places).astype(INT), jnp.where(relays, passed, 0))
     number = jnp.where(relays, passed, number)
     receiver = jnp.where(relays, other // local, receiver)
     state = _move(state, expert, receiver, number)
@@ -210,8 +210,8 @@ def plan_of_map(
     logical = jnp.where(is_used, physical_to_logical, experts)
     number = jnp.zeros_like(logical, shape=(experts + 1,)).at[logical].add(1)  # instances of each expert
     first = jnp.cumsum(number, dtype=INT) - number
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=INT))
-    index = place - first[logical]  # of each physical expert among those of its expert
+    position = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=INT))
+    index = position - first[logical]  # of each physical expert among those of its expert
     divisor = jnp.maximum(number, 1)[logical]
     if instances != "local":
         if instances == "even":
@@ -268,7 +268,7 @@ def _by_load(rows: jax.Array, has_instance: jax.Array) -> jax.Array:
 
 
 def _of_experts(counts: jax.Array, logical: jax.Array) -> jax.Array:
-    """Returns the counts [..., E] of each physical expert's logical one, 0 for an empty slot."""
+    """Returns the counts [..., E] of each physical expert's logical one, 0 for an empty place."""
     padded = jnp.concatenate([counts, jnp.zeros_like(counts[..., :1])], axis=-1)
     return jnp.take(padded, logical, axis=-1)
 

@@ -20,7 +20,7 @@ class PhysicalWeights:
 
     Attributes:
       home: [L, ...] of the home experts, which `replicate` got.
-      redundant: [S, ...] of the redundant experts, zero in empty slots.
+      redundant: [S, ...] of the redundant experts, zero in empty places.
     """
 
     home: jax.Array

@@ -119,11 +119,13 @@ class Backend(Protocol):
         """Returns the int32 numbers [n] of all ranks: [R, n]."""
         ...
 
-    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+    ) -> Handle:
         """Makes the handle of a routing of order "placed", along which rows go where `sent_rows` [T, R] says.
 
         `hosts` bool [T, hosts]: the token goes to the host. If a token has no row at rank d, its entry is -1.
-        `slot_rows` [slots]: how many rows arrive in each slot of this rank, the first ones of the slot. A
+        `place_rows` [places]: how many rows arrive in each place of this rank, the first ones of the place. A
         push clears the others.
         """
         ...

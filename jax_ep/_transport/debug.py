@@ -22,7 +22,7 @@ from jax_ep._transport.routing import Handle, Routing, row_experts
 
 Tree = TypeVar("Tree")
 
-KINDS = ("drops", "holes", "ids", "sizes", "slots")
+KINDS = ("drops", "holes", "ids", "nan", "sizes")
 
 
 class Finding(NamedTuple):
@@ -48,9 +48,9 @@ def requested() -> frozenset[str]:
 
 def dropped_rows(routing: Routing, num_dropped: jax.Array, num_kept: jax.Array) -> Finding:
     """Counts the rows that a dispatch dropped at this rank."""
-    of_each = "" if routing.slots is None else " of each expert"
+    of_each = "" if routing.padded_rows is None else " of each expert"
     host = " or host_capacity" if routing.num_hosts > 1 else ""
-    return _dropped(f"{routing.slots or routing.capacity}{of_each}", host, num_dropped, num_kept)
+    return _dropped(f"{routing.padded_rows or routing.capacity}{of_each}", host, num_dropped, num_kept)
 
 
 def dropped_choices(capacity: int, num_dropped: jax.Array, tokens_per_expert: jax.Array) -> Finding:
@@ -136,22 +136,22 @@ def _most(numbers: jax.Array) -> jax.Array:
 
 
 def nan_rows(handle: Handle, leaves: Sequence[jax.Array]) -> Finding:
-    """Counts the rows with NaN that hold a token, if there are empty slots that they can come from."""
+    """Counts the rows with NaN that hold a token, if there are empty rows that they can come from."""
     text = (
-        "{0} of {1} rows that hold tokens are NaN; empty slots of order='expert_padded' are not cleared, and "
-        "debug mode fills them with NaN: select by is_row() before rows are summed or normalized over slots"
+        "{0} of {1} rows that hold tokens are NaN; empty rows of order='expert_padded' are not cleared, and "
+        "debug mode fills them with NaN: select by is_row() before rows are summed or normalized over them"
     )
     is_row = row_experts(handle) >= 0
     is_nan = jnp.zeros_like(is_row)
-    for leaf in leaves if handle.routing.slots is not None else ():
+    for leaf in leaves if handle.routing.padded_rows is not None else ():
         is_nan |= jnp.any(jnp.isnan(leaf.reshape(leaf.shape[0], -1)), axis=1)
     counts = (jnp.sum(is_row & is_nan, dtype=jnp.int32), jnp.sum(is_row, dtype=jnp.int32))
-    return Finding("slots", text, counts)
+    return Finding("nan", text, counts)
 
 
-def poison_empty_slots(handle: Handle, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Fills the empty slots of floating rows [C, ...] with NaN in debug mode, as GPUs may leave them."""
-    if handle.routing.slots is None or "slots" not in requested():
+def poison_empty_rows(handle: Handle, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Fills the empty ones of floating rows [C, ...] with NaN in debug mode, as GPUs may leave them."""
+    if handle.routing.padded_rows is None or "nan" not in requested():
         return rows
     is_row = row_experts(handle) >= 0
 

@@ -191,8 +191,10 @@ class Ffi:
         ids = jnp.arange(size, dtype=INT)[None]
         return self.route(row_to_each, ids, Push((numbers[None],))).rows[0]
 
-    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, slot_rows)
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+    ) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is None:

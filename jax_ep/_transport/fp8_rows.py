@@ -18,7 +18,7 @@ from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import attach, pull, pull_forward, push, route
-from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_slots
+from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_buffers
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
@@ -97,12 +97,12 @@ def send_fp8(
         carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
         out = attach(backend, routed._replace(rows=(carrier,)), sent)
         packed = without_gradient(NO_GRADIENT, x, packed)
-        return in_slots(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
+        return in_buffers(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = routed._replace(rows=(wide,), weights=name_all(routed.weights, checkpoint_names.weights))
     out = attach(backend, named, sent)
-    return in_slots(routing, out.rows[0]), out
+    return in_buffers(routing, out.rows[0]), out
 
 
 def _route_as_fp8(

@@ -26,7 +26,7 @@ from jax_ep._transport.routing import (
     Routing,
     flat_real_rows,
     for_backward,
-    in_slots,
+    in_buffers,
     row_experts,
 )
 from jax_ep._transport.xla import Xla
@@ -48,7 +48,7 @@ def send(
 
 def arrived(op: str, routing: Routing, payload: Payload, rows: Leaves) -> Any:
     """Returns rows [C, ...] as users get them, each with its name for `jax.checkpoint`."""
-    return payload.rebuild(op, rows, lambda row: in_slots(routing, name_all(row, checkpoint_names.rows)))
+    return payload.rebuild(op, rows, lambda row: in_buffers(routing, name_all(row, checkpoint_names.rows)))
 
 
 def route(
@@ -64,7 +64,7 @@ def route(
     move = lambda bits: backend.route(routing, topk_idx, dataclasses.replace(fixed, leaves=bits), attendance)
     rows, weights, *indices = move_bits(backend, move, fixed.leaves)
     routed = Routed(rows, weights, *name_all(indices, checkpoint_names.handle))
-    return routed._replace(rows=debug.poison_empty_slots(routed.handle, routed.rows))
+    return routed._replace(rows=debug.poison_empty_rows(routed.handle, routed.rows))
 
 
 def attach(backend: Backend, routed: Routed, sent: Push) -> Routed:
@@ -90,8 +90,8 @@ def _attach(
 def _attach_forward(
     backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
 ) -> Any:
-    if handle.routing.slots is not None:
-        # Empty slots may hold NaN, and NaN times zero would spoil a gradient of weights.
+    if handle.routing.padded_rows is not None:
+        # Empty rows may hold NaN, and NaN times zero would spoil a gradient of weights.
         real = row_experts(handle) >= 0
         rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
     return _attach(backend, handle, sent, rows, weights), for_backward(handle)

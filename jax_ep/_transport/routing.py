@@ -13,7 +13,7 @@ from jax_ep._group.ranks import Ranks
 Order = Literal["rank", "expert", "expert_padded"]
 ORDERS = ("rank", "expert", "expert_padded", "placed")
 """The orders of Order in ffi/core/index.h. "placed": a token has one row for each rank, as by rank, but the
-program makes the handle and puts the row anywhere. The buffer is divided into slots of `expert_alignment`
+program makes the handle and puts the row anywhere. The buffer is divided into places of `expert_alignment`
 rows."""
 
 
@@ -27,7 +27,7 @@ class Routing:
     top_k: int  # K
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
-    expert_alignment: int  # by padded experts S, the rows of each expert's block; placed: of each slot
+    expert_alignment: int  # by padded experts, the rows of each expert; placed: of each place
     host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
 
     @property
@@ -75,19 +75,19 @@ class Routing:
         return self.order in ("expert", "expert_padded")
 
     @property
-    def slots(self) -> int | None:
-        """Rows per expert in the padded order, whose buffers are [L, slots, ...]. Otherwise None."""
+    def padded_rows(self) -> int | None:
+        """Rows per expert in the padded order, whose buffers are [L, rows, ...]. Otherwise None."""
         return self.capacity // self.num_local_experts if self.order == "expert_padded" else None
 
     @property
     def buffer(self) -> tuple[int, ...]:
         """The first dimensions of the buffers that a dispatch returns."""
-        return (self.capacity,) if self.slots is None else (self.num_local_experts, self.slots)
+        return (self.capacity,) if self.padded_rows is None else (self.num_local_experts, self.padded_rows)
 
     @property
     def axes(self) -> str:
         """The names of these dimensions, for messages."""
-        return "C" if self.slots is None else "L, S"
+        return "C" if self.padded_rows is None else "L, C"
 
     @property
     def rows_per_token(self) -> int:
@@ -130,12 +130,12 @@ class Handle:
     has_weights: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def placed_handle(routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+def placed_handle(routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array) -> Handle:
     """Makes the handle of rows that the program places: `Backend.place` within a host."""
     del hosts
     no_ids = jnp.full_like(sent_rows, -1, shape=(routing.num_tokens, routing.top_k))
     no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
-    return Handle(no_ids, sent_rows, no_counts, slot_rows, None, None, routing)
+    return Handle(no_ids, sent_rows, no_counts, place_rows, None, None, routing)
 
 
 def for_backward(handle: Handle) -> Handle:
@@ -148,8 +148,8 @@ def for_backward(handle: Handle) -> Handle:
 
 def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:
     """Returns the rows of the blocks of experts that have `counts` rows."""
-    if routing.slots is not None:
-        return jnp.full(counts.shape, routing.slots, counts.dtype)
+    if routing.padded_rows is not None:
+        return jnp.full(counts.shape, routing.padded_rows, counts.dtype)
     return -(-counts // routing.expert_alignment) * routing.expert_alignment
 
 
@@ -158,15 +158,15 @@ def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Arra
     blocks = block_sizes(routing, expert_counts)
     begin = jnp.cumsum(blocks) - blocks
     clipped = jnp.minimum(begin, routing.capacity)
-    end = begin + blocks if routing.slots is not None else routing.capacity
+    end = begin + blocks if routing.padded_rows is not None else routing.capacity
     kept = jnp.minimum(begin + expert_counts, end) - clipped
-    if routing.slots is not None:
+    if routing.padded_rows is not None:
         return kept, kept
     return kept, jnp.minimum(begin + blocks, routing.capacity) - clipped
 
 
-def in_slots(routing: Routing, arrays: Any) -> Any:
-    """Reshapes buffers [C, ...] to what users see: [L, slots, ...] in the padded order."""
+def in_buffers(routing: Routing, arrays: Any) -> Any:
+    """Reshapes buffers [C, ...] to what users see: [L, rows, ...] in the padded order."""
     return jax.tree.map(lambda array: array.reshape(*routing.buffer, *array.shape[1:]), arrays)
 
 

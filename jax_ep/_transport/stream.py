@@ -51,7 +51,7 @@ class Stream:
         for one other op only.
         """
         few = sent.packing is not Packing.NONE or ffi.goes_through_arena(routing, sent.leaves)
-        if few or routing.slots is not None or attendance.may_miss:
+        if few or routing.padded_rows is not None or attendance.may_miss:
             return self.inner.route(routing, topk_idx, sent, attendance)
         routed = self.inner.route(routing, topk_idx, dataclasses.replace(sent, leaves=()), attendance)
         return routed._replace(rows=self.push(routed.handle, Push(sent.leaves))[0])
@@ -59,8 +59,10 @@ class Stream:
     def gather(self, numbers: jax.Array) -> jax.Array:
         return self.inner.gather(numbers)
 
-    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
-        return self.inner.place(routing, hosts, sent_rows, slot_rows)
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+    ) -> Handle:
+        return self.inner.place(routing, hosts, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is not None:  # rows and dot products are two results

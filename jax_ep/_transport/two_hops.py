@@ -101,8 +101,8 @@ def _rows_by_expert(local: LocalBackend, routing: Routing, ids: jax.Array, first
     shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
     rows = alone.row_map + jnp.take(shift, jnp.maximum(ids, 0))
     end = routing.capacity
-    if routing.slots is not None:
-        end = (ids % routing.num_local_experts + 1) * routing.slots
+    if routing.padded_rows is not None:
+        end = (ids % routing.num_local_experts + 1) * routing.padded_rows
     return jnp.where((ids >= 0) & (rows < end), rows, -1)
 
 
@@ -189,14 +189,16 @@ class TwoHops:
         received = all_to_all_within(self.inner, received.swapaxes(0, 1).reshape(per_host, -1))
         return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
 
-    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+    ) -> Handle:
         # A choice of a token stands for a host: an expert there.
         per_host = routing.num_experts // routing.num_hosts
         first = per_host * jnp.arange(routing.num_hosts, dtype=jnp.int32)
         ids = jnp.where(hosts, jnp.broadcast_to(first[None], hosts.shape), -1)
         no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
         none = no_counts[0, :1]
-        destinations = Destinations(sent_rows, no_counts, slot_rows, None, None, none, none)
+        destinations = Destinations(sent_rows, no_counts, place_rows, None, None, none, none)
         metadata = _send_metadata(self.outer, routing, ids, destinations, None)
         return _make_handle(self, routing, ids, destinations, metadata)[0]
 

@@ -92,7 +92,7 @@ class Xla:
         else:
             num_sent = jnp.sum(pairs.reshape(-1, ranks, experts), axis=-1, dtype=jnp.int32)
             blocks = block_sizes(routing, jnp.sum(pairs, axis=0, dtype=jnp.int32))
-            rows, _ = rows_by_expert(pairs, ids, ranks, capacity, blocks, routing.slots)
+            rows, _ = rows_by_expert(pairs, ids, ranks, capacity, blocks, routing.padded_rows)
             tokens_per_expert, group_sizes = fill_of_blocks(routing, expert_counts)
         prefix = jnp.cumsum(jnp.sum(num_sent.reshape(ranks, -1, ranks), axis=1), axis=0, dtype=jnp.int32)
         arrived = jax.lax.dynamic_slice_in_dim(prefix[-1], me, 1)
@@ -119,8 +119,10 @@ class Xla:
     def gather(self, numbers: jax.Array) -> jax.Array:
         return gather(self.ranks, numbers)
 
-    def place(self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, slot_rows: jax.Array) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, slot_rows)
+    def place(
+        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+    ) -> Handle:
+        return placed_handle(routing, hosts, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is not None:

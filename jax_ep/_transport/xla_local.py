@@ -22,12 +22,17 @@ def count_pairs(ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def rows_by_expert(
-    pairs: jax.Array, ids: jax.Array, num_ranks: int, capacity: int, blocks: jax.Array, slots: int | None
+    pairs: jax.Array,
+    ids: jax.Array,
+    num_ranks: int,
+    capacity: int,
+    blocks: jax.Array,
+    padded_rows: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the row of each choice [N, K] at its receiver, and the start of each expert's block [E].
 
     pairs [N, E] and ids [N, K] are those of all ranks' tokens, by source rank. `blocks` [E] are the rows of
-    each expert's block, which all equal `slots` if that is given.
+    each expert's block, which all equal `padded_rows` if that is given.
     """
     blocks = blocks.reshape(num_ranks, -1)
     starts = (jnp.cumsum(blocks, axis=1) - blocks).reshape(-1).astype(jnp.int32)
@@ -35,7 +40,7 @@ def rows_by_expert(
     rows = jnp.take_along_axis(rows, jnp.maximum(ids, 0), axis=1)
     earlier = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool), k=-1)  # choices of the same token
     rows += jnp.sum((ids[:, :, None] == ids[:, None, :]) & earlier[None], axis=-1, dtype=jnp.int32)
-    end = capacity if slots is None else (ids % blocks.shape[1] + 1) * slots
+    end = capacity if padded_rows is None else (ids % blocks.shape[1] + 1) * padded_rows
     return jnp.where((ids >= 0) & (rows < end), rows, -1), starts
 
 

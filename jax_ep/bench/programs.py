@@ -7,7 +7,7 @@ nothing.
 
 A chained pair is a layer's communication at inference, as in a real model: the weights travel with the rows,
 and combine applies them. By rank the experts would apply them. The programs contain no experts, because an
-op on the rows would measure memory, above all for padded experts, whose slots are mostly empty.
+op on the rows would measure memory, above all for padded experts, whose rows are mostly empty.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ class Shape:
     inner: int  # hidden size of an expert
 
 
-# A padded expert has a slot for each token of all ranks. With more tokens the buffers do not fit into a GPU.
+# A padded expert has a row for each token of all ranks. With more tokens the buffers do not fit into a GPU.
 MOST_PADDED_TOKENS = 128
 DECODE_TOKENS = 128
 

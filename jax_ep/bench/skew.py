@@ -32,7 +32,7 @@ from jax_ep.bench.shapes import Shape
 
 DROPPING_CAPACITY = 1.25
 BALANCED_CAPACITY = 1.05
-PLANNED_RANKS, PLANNED_EXPERTS, PLANNED_SLOTS = (8, 64), 256, 2
+PLANNED_RANKS, PLANNED_EXPERTS, PLANNED_PLACES = (8, 64), 256, 2
 PLANNED_TOKENS = 32768  # of all ranks
 COPIED_EXPERTS = 2
 MOST_CPU_FLOP = 1e9  # of a layer's products on a rank
@@ -128,9 +128,9 @@ def variants(shape: Shape, ranks: int, options: argparse.Namespace) -> Iterator[
     dropping = capacity_of(options.capacity or DROPPING_CAPACITY, shape, ranks, "expert")
     if dropping is not None and dropping < worst:
         yield 0, dropping
-    for slots in options.redundant_experts:
-        if 0 < slots <= local:
-            yield slots, math.ceil(BALANCED_CAPACITY * choices)
+    for places in options.redundant_experts:
+        if 0 < places <= local:
+            yield places, math.ceil(BALANCED_CAPACITY * choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +138,12 @@ class Ops:
     """The functions to time, for one variant. Each runs on one rank."""
 
     shape: Shape
-    num_slots: int
+    num_places: int
     capacity: int
     shared: dict[str, Any]  # arguments of all ops: group and implementation
 
     def plan(self, ids: jax.Array) -> jax_ep.Placement:
-        numbers = {"num_experts": self.shape.experts, "num_redundant_experts": self.num_slots}
+        numbers = {"num_experts": self.shape.experts, "num_redundant_experts": self.num_places}
         return jax_ep.balance(ids, **numbers, **self.shared)
 
     def replicate(self, up: jax.Array, down: jax.Array, placement: jax_ep.Placement) -> Any:
@@ -164,7 +164,7 @@ class Ops:
             lambda sent, params: swiglu(params[0], params[1], sent.x, sent.group_sizes),
             num_experts=self.shape.experts,
             capacity=self.capacity,
-            num_redundant_experts=self.num_slots,
+            num_redundant_experts=self.num_places,
             expert_params=(up, down),
             **self.shared,
         )
@@ -201,8 +201,8 @@ def results(
         "down": normal(mesh, 2, (experts, inner, width)),
     }
     with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
-        for num_slots, capacity in variants(shape, mesh.size, options):
-            ops = Ops(shape, num_slots, capacity, {"group": group, "implementation": implementation})
+        for num_places, capacity in variants(shape, mesh.size, options):
+            ops = Ops(shape, num_places, capacity, {"group": group, "implementation": implementation})
             count = on_ranks(mesh, ops.count)
             plan = on_ranks(mesh, ops.plan).lower(next(iter(ids_of.values()))).compile()
             compiled: dict[str, Any] = {"plan": plan}  # by op, for all routings
@@ -220,7 +220,7 @@ def results(
                     ranks=mesh.size,
                     by=implementation,
                     routing=routing,
-                    num_redundant_experts=num_slots,
+                    num_redundant_experts=num_places,
                     capacity=capacity,
                     capacity_ratio=capacity / (shape.tokens * shape.top_k),
                     rows_before=counts["rows_before"].tolist(),
@@ -245,7 +245,7 @@ def programs_of(
         "layer forward + backward": (with_gradients(ops.layer), layer),
     }
     for op, (function, names) in functions.items():
-        if ops.num_slots == 0 and op in ("plan", "replicate"):
+        if ops.num_places == 0 and op in ("plan", "replicate"):
             continue
         if op.startswith("layer") and not can_time_layers(ops.shape):
             continue
@@ -264,7 +264,7 @@ def times_of(programs: list[Program], options: argparse.Namespace) -> dict[str, 
 def plan_programs(implementation: Implementation) -> Iterator[Program]:
     """Yields plans from the counts of more ranks than there are devices, without communication."""
     plan = functools.partial(
-        jax_ep.plan_redundant_experts, num_redundant_experts=PLANNED_SLOTS, implementation=implementation
+        jax_ep.plan_redundant_experts, num_redundant_experts=PLANNED_PLACES, implementation=implementation
     )
     for ranks in PLANNED_RANKS:
         shape = Shape(PLANNED_TOKENS // ranks, hidden=0, top_k=8, experts=PLANNED_EXPERTS, inner=0)
@@ -273,7 +273,7 @@ def plan_programs(implementation: Implementation) -> Iterator[Program]:
             if routing != "equal counts":
                 ids = route(routing, shape, ranks).reshape(ranks, -1)
                 counts = np.stack([np.bincount(row, minlength=PLANNED_EXPERTS) for row in ids])
-            op = f"plan, {ranks} ranks, {PLANNED_EXPERTS} experts, S = {PLANNED_SLOTS}, {routing}"
+            op = f"plan, {ranks} ranks, {PLANNED_EXPERTS} experts, S = {PLANNED_PLACES}, {routing}"
             yield Program(op, implementation, 0.0, jax.jit(plan), (jnp.asarray(counts, jnp.int32),))
 
 

@@ -24,7 +24,7 @@ class Config:
     implementation: Implementation | None
     quantize: Literal["fp8", "fp8_dequantize"] | None = None  # format of tokens on the way to their experts
     quantize_products: Literal["fp8"] | None = None  # format of the experts' products
-    num_redundant_experts: int = 0  # slots of a device for instances of hot experts
+    num_redundant_experts: int = 0  # places of a device for instances of hot experts
     layers: int = 2
     width: int = 128
     heads: int = 4

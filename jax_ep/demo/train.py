@@ -83,9 +83,9 @@ def make_config(
     mean_rows = SEQUENCES * model.Config.window * options.top_k  # per device
     capacity = math.ceil(mean_rows * options.capacity) if options.capacity else None
     quantize = "fp8" if options.fp8 else "fp8_dequantize" if options.quantize else None
-    slots = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
+    places = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
     products = "fp8" if options.fp8 else None
-    shared = {"quantize": quantize, "quantize_products": products, "num_redundant_experts": slots}
+    shared = {"quantize": quantize, "quantize_products": products, "num_redundant_experts": places}
     return model.Config(group, options.experts, options.top_k, capacity, implementation, **shared)
 
 

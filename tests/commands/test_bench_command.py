@@ -142,12 +142,12 @@ def test_skew_compares_layers_with_and_without_redundant_experts(tmp_path, bench
     timed = {(r["routing"], r["num_redundant_experts"], r["capacity"]): r for r in report["skew"]}
     worst, dropping, balanced = (0, 256), (0, 80), (2, 68)  # of 64 rows; a rank has no 5 experts to replicate
     assert set(timed) == {(skew, *variant) for skew in skews for variant in (worst, dropping, balanced)}
-    for (_, num_slots, capacity), r in timed.items():
+    for (_, num_places, capacity), r in timed.items():
         excess = sum(max(rows - capacity, 0) for rows in r["rows_after"])
         assert r["dropped_rows"] == excess
         assert sum(r["rows_after"]) == sum(r["rows_before"]) == 4 * 64
-        assert (r["replicas"] > 0) == (r["moved_rows"] > 0) == (num_slots > 0)
-        ops = ["plan", "replicate"] if num_slots else []
+        assert (r["replicas"] > 0) == (r["moved_rows"] > 0) == (num_places > 0)
+        ops = ["plan", "replicate"] if num_places else []
         assert list(r["times"]) == [*ops, "round trip", "layer forward", "layer forward + backward"]
         assert all(time["end_to_end_us"] > 0 for time in r["times"].values())
         assert r["temp_bytes"] > 0

@@ -195,13 +195,13 @@ def test_figure_of_full_buffers():
 
 
 def test_figure_of_skew():
-    counts, ranks, slots = DRAW["skewed_counts"](), DRAW["SKEW_RANKS"], DRAW["SKEW_SLOTS"]
-    plan = balance_oracle.plan(counts, slots, tolerance=20)
+    counts, ranks, places = DRAW["skewed_counts"](), DRAW["SKEW_RANKS"], DRAW["SKEW_PLACES"]
+    plan = balance_oracle.plan(counts, places, tolerance=20)
     before, after = counts.sum(axis=0).reshape(ranks, -1).sum(axis=1), plan.loads(ranks)
     drawn = re.findall(r">(\d\.\d\d)<", DRAW["skew"]())
     shown = [f"{rows / DRAW['SKEW_ROWS']:.2f}" for pair in zip(before, after, strict=True) for rows in pair]
     assert drawn == shown
-    redundant = plan.physical_to_logical.reshape(ranks, -1)[:, -slots:]
+    redundant = plan.physical_to_logical.reshape(ranks, -1)[:, -places:]
     named = [
         name for names in re.findall(r">experts? ([\d, ]+)<", DRAW["skew"]()) for name in names.split(", ")
     ]

@@ -37,7 +37,7 @@ def layer(x, ids, weights, extra_rows=0):
 
 
 def padded(x, ids, keeps_padding, num_valid=None):
-    """Subtracts means over all slots; the empty ones are NaN or, as it should be, zeros."""
+    """Subtracts means over all rows; the empty ones are NaN or, as it should be, zeros."""
     options = {"order": "expert_padded", "num_valid_tokens": num_valid}
     sent = jax_ep.dispatch(x, ids, group=ranks(R).group, num_experts=E, **options)
     rows = jnp.where(sent.is_row()[..., None] | keeps_padding[0], sent.x, 0)
@@ -75,7 +75,7 @@ WRONG = {
         {"num_valid": np.array([T, 50], np.int32)},
         r"dispatch on rank 1: num_valid_tokens must be from 0 to 4, got 50",
     ),
-    "slots": (
+    "nan": (
         {"keeps_padding": np.array([True, True])},
         r"combine on ranks 0, 1: 8 of 8 rows that hold tokens are NaN",
     ),
@@ -126,7 +126,7 @@ def test_debug_mode_under_transformations(name, monkeypatch):
 
 def test_debug_mode_checks_what_it_is_asked_for(monkeypatch):
     given = RIGHT["x"], IDS % (E // R), RIGHT["weights"]  # drops rows
-    monkeypatch.setenv("JAX_EP_DEBUG", "ids,slots")
+    monkeypatch.setenv("JAX_EP_DEBUG", "ids,nan")
     jax.block_until_ready(jax.jit(ranks(R).map(layer))(*given))
     monkeypatch.setenv("JAX_EP_DEBUG", "everything")
     with pytest.raises(ValueError, match="JAX_EP_DEBUG must be 1, 0, or some of drops"):

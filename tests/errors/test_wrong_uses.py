@@ -248,7 +248,7 @@ def balance(x, **options):
 
 
 IGNORED = {
-    "instances with slots": (
+    "instances with a plan": (
         lambda x: balance(x, num_redundant_experts=1, instances="local"),
         "balance: instances .* needs placement",
     ),

@@ -45,12 +45,12 @@ def test_layout(changed, text):
         layout(**changed)
 
 
-def balance(counts=None, slots=1, tolerance=20, min_rows=1, source=None, **shapes):
+def balance(counts=None, places=1, tolerance=20, min_rows=1, source=None, **shapes):
     counts = jnp.ones((2, 4), jnp.int32) if counts is None else counts
     source = jnp.zeros((1,), jnp.int32) if source is None else source
     names = ("physical_to_logical", "quotas", "order", "ends")
     expected = dict.fromkeys(names, (6,)) | shapes
-    attributes = {"num_redundant_experts": slots, "tolerance": tolerance, "min_rows": min_rows}
+    attributes = {"num_redundant_experts": places, "tolerance": tolerance, "min_rows": min_rows}
     attributes = {name: np.int64(value) for name, value in attributes.items()}
     return call("balance", [(expected[name], jnp.int32) for name in names], counts, source, **attributes)
 
@@ -61,8 +61,8 @@ def balance(counts=None, slots=1, tolerance=20, min_rows=1, source=None, **shape
         ({"counts": jnp.ones((8,), jnp.int32)}, "balance: counts must have two dimensions"),
         ({"counts": jnp.ones((2, 5), jnp.int32)}, "balance: the 2 ranks must divide the 5 experts"),
         ({"counts": jnp.ones((0, 4), jnp.int32)}, "balance: the 0 ranks must divide the 4 experts"),
-        ({"slots": 0}, "num_redundant_experts must be between 1 and the 2 home experts of a rank, got 0"),
-        ({"slots": 3}, "num_redundant_experts must be between 1 and the 2 home experts of a rank, got 3"),
+        ({"places": 0}, "num_redundant_experts must be between 1 and the 2 home experts of a rank, got 0"),
+        ({"places": 3}, "num_redundant_experts must be between 1 and the 2 home experts of a rank, got 3"),
         ({"tolerance": 1001}, "tolerance must be between 0 and 1000, got 1001"),
         ({"min_rows": -1}, "min_rows out of range: -1"),
         ({"physical_to_logical": (4,)}, r"physical_to_logical: expected shape \[6\], got \[4\]"),

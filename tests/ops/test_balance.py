@@ -42,23 +42,23 @@ def popular(kind, num_ranks, num_experts, rows, seed=0):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("num_ranks", "local", "slots"),
+    ("num_ranks", "local", "places"),
     [(1, 4, 1), (3, 1, 1), (4, 4, 4), (8, 4, 2), (16, 8, 3)],
 )
-def test_plan_equals_that_of_the_oracle(num_ranks, local, slots, implementation):
+def test_plan_equals_that_of_the_oracle(num_ranks, local, places, implementation):
     for seed, kind in enumerate([0.6, 1.5, 1.5, 2.5, "hot", "incast", "nothing"]):
         counts = popular(kind, num_ranks, num_ranks * local, 37 * 10 ** (seed % 3), seed)
         for tolerance, min_rows in ((0.02, 1), (0, 20)):
-            options = {"num_redundant_experts": slots, "tolerance": tolerance, "min_rows": min_rows}
+            options = {"num_redundant_experts": places, "tolerance": tolerance, "min_rows": min_rows}
             got = planned(counts, **options, implementation=implementation)
-            want = balance_oracle.plan(counts, slots, round(1000 * tolerance), min_rows)
+            want = balance_oracle.plan(counts, places, round(1000 * tolerance), min_rows)
             np.testing.assert_array_equal(got.physical_to_logical, want.physical_to_logical)
             np.testing.assert_array_equal(got.rows_per_expert, want.quotas)
             np.testing.assert_array_equal(got.loads_after, want.loads(num_ranks))
 
 
 @st.composite
-def counts_and_slots(draw):
+def counts_and_places(draw):
     num_ranks, local = draw(st.sampled_from([(2, 2), (3, 4), (8, 2)]))
     number = st.integers(0, 400) | st.just(0)
     rows = draw(st.lists(number, min_size=num_ranks**2 * local, max_size=num_ranks**2 * local))
@@ -66,13 +66,13 @@ def counts_and_slots(draw):
 
 
 @settings(max_examples=60)
-@given(counts_and_slots(), st.sampled_from([0.0, 0.02]))
+@given(counts_and_places(), st.sampled_from([0.0, 0.02]))
 @example((np.full((2, 4), 2**27, np.int32), 1), 0.02)
 def test_every_plan_is_valid(drawn, tolerance):
-    counts, slots = drawn
+    counts, places = drawn
     num_ranks, num_experts = counts.shape
     local, total = num_experts // num_ranks, counts.sum(axis=0)
-    plan = planned(counts, num_redundant_experts=slots, tolerance=tolerance)
+    plan = planned(counts, num_redundant_experts=places, tolerance=tolerance)
     logical = np.asarray(plan.physical_to_logical).reshape(num_ranks, -1)
     rows = np.asarray(plan.rows_per_expert).reshape(num_ranks, -1)
     assert (rows >= 0).all()
@@ -89,7 +89,7 @@ def test_every_plan_is_valid(drawn, tolerance):
     mean = -(-int(total.sum()) // num_ranks)
     most = mean + int(mean * 1000) * round(1000 * tolerance) // 10**6
     assert after.max() <= max(most, before.max())
-    if slots == local:
+    if places == local:
         assert after.max() <= most
     if before.max() <= most:
         np.testing.assert_array_equal(rows[:, :local].reshape(-1), total)
@@ -97,7 +97,7 @@ def test_every_plan_is_valid(drawn, tolerance):
 
 @pytest.mark.parametrize("sigma", [0.6, 1.5])
 @pytest.mark.parametrize("num_ranks", [4, 8, 64])
-def test_two_slots_balance_a_skewed_router(num_ranks, sigma):
+def test_two_places_balance_a_skewed_router(num_ranks, sigma):
     """At most 3 % above the mean, so nothing is dropped at a capacity of 1.05 T K."""
     for seed in range(10):
         counts = popular(sigma, num_ranks, 256, 4096 * 8, seed)
@@ -105,7 +105,7 @@ def test_two_slots_balance_a_skewed_router(num_ranks, sigma):
         assert after.max() <= 1.03 * after.mean()
 
 
-def test_a_slot_for_every_expert_balances_any_router():
+def test_a_place_for_every_expert_balances_any_router():
     for kind in ("hot", "incast", 2.5):
         counts = popular(kind, 8, 32, 1000)
         after = planned(counts, num_redundant_experts=4, tolerance=0.0).loads_after
@@ -128,23 +128,23 @@ def placement_of(physical_to_logical):
 @pytest.mark.one_jax
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "slots"),
+    ("kind", "places"),
     [("zipf", 0), ("zipf", 1), ("zipf", L), ("sprinkled", L), ("one_rank", L), ("unused", 1)],
 )
-def test_ids_follow_the_plan(kind, slots, implementation):
+def test_ids_follow_the_plan(kind, places, implementation):
     """Each choice goes to an instance of its expert, as many as the plan says, in the order of the ranks."""
     ids = routing(kind, R, T, K, E)
-    plan = shard_balance(ids, num_redundant_experts=slots, tolerance=0.0, implementation=implementation)
+    plan = shard_balance(ids, num_redundant_experts=places, tolerance=0.0, implementation=implementation)
     used = (ids >= 0) & (ids < E)
     counts = np.stack([np.bincount(ids[r][used[r]], minlength=E) for r in range(R)]).astype(np.int32)
-    want = balance_oracle.plan(counts, slots)
+    want = balance_oracle.plan(counts, places)
     for r in range(R):
         np.testing.assert_array_equal(plan.physical_to_logical[r], want.physical_to_logical)
         np.testing.assert_array_equal(plan.rows_per_expert[r], want.quotas)
         np.testing.assert_array_equal(plan.loads_after[r], want.loads(R))
-        used_slots = want.physical_to_logical.reshape(R, -1)[:, L:] >= 0
+        used_places = want.physical_to_logical.reshape(R, -1)[:, L:] >= 0
         one = jax.tree.map(lambda array, r=r: jnp.asarray(array[r]), plan)
-        assert one.num_replicas == used_slots.sum()
+        assert one.num_replicas == used_places.sum()
         assert one.num_moved == want.quotas.reshape(R, -1)[:, L:].sum()
         assert (plan.topk_idx[r][~used[r]] == -1).all()
         by_expert = np.argsort(np.where(used[r], ids[r], E).reshape(-1), kind="stable")[: used[r].sum()]
@@ -297,8 +297,8 @@ def test_rejects_wrong_counts():
         jax_ep.plan_redundant_experts(many, num_redundant_experts=1)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_nothing_moves_if_the_total_is_too_large(slots, implementation):
+@pytest.mark.parametrize("places", [1, 2])
+def test_nothing_moves_if_the_total_is_too_large(places, implementation):
     counts = np.full((2, 4), 2**28, np.int32) + np.arange(4, dtype=np.int32) * 10**7
-    plan = planned(counts, num_redundant_experts=slots, implementation=implementation)
+    plan = planned(counts, num_redundant_experts=places, implementation=implementation)
     np.testing.assert_array_equal(plan.loads_after, plan.loads_before)

@@ -199,7 +199,7 @@ def test_rejects_an_alignment():
 @pytest.mark.parametrize(
     ("y", "row_weights", "text"),
     [
-        ((L * SLOTS, H), None, rf"L, S = \[{L}, {SLOTS}\].*got float32\[{L * SLOTS}, 16\]"),
+        ((L * SLOTS, H), None, rf"L, C = \[{L}, {SLOTS}\].*got float32\[{L * SLOTS}, 16\]"),
         ((L, SLOTS, H), (L * SLOTS,), rf"be floating .* = \[{L}, {SLOTS}\], got float32\[{L * SLOTS}\]"),
     ],
 )
@@ -213,7 +213,7 @@ def test_shapes_that_combine_does_not_take(y, row_weights, text):
         mapped(shard)(*routing())
 
 
-def poison_empty_slots(monkeypatch):
+def poison_empty_rows(monkeypatch):
     """What GPUs may leave in slots that no row fills, on every platform."""
     route = ffi.Ffi.route
 
@@ -234,7 +234,7 @@ def poison_empty_slots(monkeypatch):
 @pytest.mark.parametrize("rematerialised", [False, True])
 @pytest.mark.parametrize("through", ["rows", "weights"])
 def test_empty_slots_are_zero_where_a_gradient_goes_through_them(through, rematerialised, monkeypatch):
-    poison_empty_slots(monkeypatch)
+    poison_empty_rows(monkeypatch)
     x, ids, weights = routing()
     w = floats((E, H, H), seed=3)
 

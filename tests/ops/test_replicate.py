@@ -94,7 +94,7 @@ def test_pieces_are_short_and_aligned():
 @pytest.mark.parametrize("hosts", per_host())
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_gradients_are_summed_at_home(dtype, hosts, implementation):
-    """In float32: slots in the order of the ranks, then the home expert. An empty slot adds nothing."""
+    """In float32: places in the order of the ranks, then the home expert. An empty place adds nothing."""
     ids, placement = skewed()
     on = ranks(R, hosts)
     width = LONG if dtype == np.float32 else 5
@@ -121,7 +121,7 @@ def test_gradients_are_summed_at_home(dtype, hosts, implementation):
         )
 
 
-def layer(x, ids, weights, w, slots, **options):
+def layer(x, ids, weights, w, places, **options):
     """A layer whose experts take their weights as an argument."""
     on = ranks(R, options.pop("hosts", None))
 
@@ -142,7 +142,7 @@ def layer(x, ids, weights, w, slots, **options):
             experts,
             group=on.group,
             num_experts=E,
-            num_redundant_experts=slots,
+            num_redundant_experts=places,
             expert_params=w,
             return_stats=True,
             **options,
@@ -174,13 +174,13 @@ def test_layer_is_that_without_redundant_experts(options, implementation):
     x, ids, weights, w = inputs(128 if "quantize" in options else H)
     options = options | {"implementation": implementation}
 
-    def loss(slots, x, weights, w):
-        out, stats = layer(x, ids, weights, w, slots, **options)
+    def loss(places, x, weights, w):
+        out, stats = layer(x, ids, weights, w, places, **options)
         return jnp.sum(jnp.sin(out)), (out, stats)
 
-    def run(slots):
-        options.pop("capacity", None) if slots == 0 else None
-        gradient = jax.grad(functools.partial(loss, slots), argnums=(0, 1, 2), has_aux=True)
+    def run(places):
+        options.pop("capacity", None) if places == 0 else None
+        gradient = jax.grad(functools.partial(loss, places), argnums=(0, 1, 2), has_aux=True)
 
         def curvature(x, weights, w):
             first, aux = gradient(x, weights, w)
@@ -277,7 +277,7 @@ def test_start_and_done_give_the_same_bits(annotated):
     assert same_bits(replicated(ranks(R), w, ids, apart), replicated(ranks(R), w, ids))
 
 
-def test_weights_stay_as_they_are_without_slots():
+def test_weights_stay_as_they_are_without_places():
     on, (ids, _), w = ranks(R), skewed(), floats((R, L, 7))
 
     def shard(w, ids):

@@ -134,11 +134,11 @@ def test_permute_counts_ids_that_are_no_expert(implementation):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
-@pytest.mark.parametrize("slots", [0, 2])
-def test_plans_of_counts_that_are_none(slots, implementation):
+@pytest.mark.parametrize("places", [0, 2])
+def test_plans_of_counts_that_are_none(places, implementation):
     plan = jax.jit(
         lambda counts: jax_ep.plan_redundant_experts(
-            counts, num_redundant_experts=slots, implementation=implementation
+            counts, num_redundant_experts=places, implementation=implementation
         )
     )
     broken = np.array([[40, -3, LEAST, 5], [2, 1, 9, -1]], np.int32)
@@ -178,7 +178,7 @@ def test_active_ranks_other_than_0_and_1_take_part():
 
 
 R = min(most_ranks(), 4)
-EXPERTS, SLOTS, T, K = 2 * R, 4, 12, 2
+EXPERTS, PLACES, T, K = 2 * R, 4, 12, 2
 BOTH = np.arange(EXPERTS).reshape(R, 2)
 
 
@@ -188,12 +188,12 @@ def placement_of(*columns):
 
 NEXT = np.roll(BOTH, 1, axis=0)  # the experts of another rank, if there is one
 OTHER = NEXT[:, 0] if R > 1 else np.full(R, -1)
-# Each with the placement that stands for it. The first one fills every slot, and the others run after it.
+# Each with the placement that stands for it. The first one fills every place, and the others run after it.
 PLACEMENTS = {
     "full": (placement_of(*BOTH.T, *NEXT.T), None if R > 1 else placement_of(0, 1, -1, -1)),
     "a hole": (placement_of(BOTH[:, 0], -1, BOTH[:, 1], OTHER), None),
     "holes": (placement_of(-1, BOTH[:, 1], -1, BOTH[:, 0]), None),
-    "the last slots": (placement_of(-1, -1, *BOTH.T), None),
+    "the last places": (placement_of(-1, -1, *BOTH.T), None),
     "out of range": (
         placement_of(EXPERTS, BOTH[:, 0], MOST, BOTH[:, 1]),
         placement_of(-1, BOTH[:, 0], -1, BOTH[:, 1]),
@@ -219,7 +219,7 @@ def test_every_placement_has_its_weights(hosts, implementation):
     ids = routing("uniform", R, T, K, EXPERTS)
     # Of several dtypes, and one that is sent in pieces.
     w = [floats((R, 2, 33, 1024)), floats((R, 2, 5), seed=2), floats((R, 2, 3), seed=3).view(np.int32)]
-    cotangent = [floats((R, SLOTS, *leaf.shape[2:]), seed=4) for leaf in w[:2]]
+    cotangent = [floats((R, PLACES, *leaf.shape[2:]), seed=4) for leaf in w[:2]]
 
     def shard(placement, ids, *arrays):
         placement = jax.lax.all_gather(placement, "ep", tiled=True).reshape(-1)
@@ -244,7 +244,7 @@ def test_every_placement_has_its_weights(hosts, implementation):
         assert is_placed.all() == (name != "without an instance")
         for got, leaf in zip(weights, w, strict=True):
             want = leaf.reshape(EXPERTS, *leaf.shape[2:])[right]
-            assert same_bits(got, np.where((right >= 0).reshape(R, SLOTS, *[1] * (leaf.ndim - 2)), want, 0))
+            assert same_bits(got, np.where((right >= 0).reshape(R, PLACES, *[1] * (leaf.ndim - 2)), want, 0))
         for got, one in zip(gradients, cotangent, strict=True):
             want = np.zeros((EXPERTS, *one.shape[2:]), np.float32)
             np.add.at(want, right[right >= 0], one[right >= 0])

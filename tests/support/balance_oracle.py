@@ -6,11 +6,11 @@ import numpy as np
 
 
 class Plan(NamedTuple):
-    """R ranks, E logical experts, L = E / R home experts and S slots a rank, P = R * (L + S)."""
+    """R ranks, E logical experts, L = E / R home experts and S places a rank, P = R * (L + S)."""
 
-    physical_to_logical: np.ndarray  # [P] -1 empty slot
+    physical_to_logical: np.ndarray  # [P] -1 empty place
     quotas: np.ndarray  # [P] rows that each physical expert gets
-    order: np.ndarray  # [P] physical experts by logical expert, then rank; empty slots last
+    order: np.ndarray  # [P] physical experts by logical expert, then rank; empty places last
     ends: np.ndarray  # [R, P] choices of rank s, sorted by logical expert, that go to order[: i + 1]
 
     def loads(self, num_ranks: int) -> np.ndarray:
@@ -18,7 +18,7 @@ class Plan(NamedTuple):
         return self.quotas.reshape(num_ranks, -1).sum(axis=1)
 
 
-def plan(counts: np.ndarray, num_slots: int, tolerance: int = 0, min_rows: int = 1) -> Plan:
+def plan(counts: np.ndarray, num_places: int, tolerance: int = 0, min_rows: int = 1) -> Plan:
     """Plans where rows go. `counts` [R, E]; `tolerance` in thousandths of the mean."""
     ranks, experts = counts.shape
     local = experts // ranks
@@ -26,23 +26,23 @@ def plan(counts: np.ndarray, num_slots: int, tolerance: int = 0, min_rows: int =
     load = np.asarray(rows).reshape(ranks, local).sum(axis=1).tolist()
     mean = -(-sum(load) // ranks)
     target = mean + mean // 1000 * tolerance + mean % 1000 * tolerance // 1000
-    slots: list[dict[int, int]] = [{} for _ in range(ranks)]  # expert -> rows, in the order of their moves
+    places: list[dict[int, int]] = [{} for _ in range(ranks)]  # expert -> rows, in the order of their moves
 
     def move(expert: int, receiver: int, number: int) -> None:
-        slots[receiver][expert] = slots[receiver].get(expert, 0) + number
+        places[receiver][expert] = places[receiver].get(expert, 0) + number
         rows[expert] -= number
         load[receiver] += number
         load[expert // local] -= number
 
-    if num_slots == local:
+    if num_places == local:
         fill(rows, load, target, min_rows, local, move)
-    elif num_slots > 0:
-        spread(rows, load, target, min_rows, local, num_slots, slots, move)
-    return divide(counts, rows, slots, num_slots)
+    elif num_places > 0:
+        spread(rows, load, target, min_rows, local, num_places, places, move)
+    return divide(counts, rows, places, num_places)
 
 
 def fill(rows, load, target, min_rows, local, move) -> None:
-    """With a slot for every expert, fills the emptiest rank from the fullest one."""
+    """With a place for every expert, fills the emptiest rank from the fullest one."""
     while True:
         donor = max(range(len(load)), key=lambda rank: (load[rank], -rank))
         receiver = min(range(len(load)), key=lambda rank: (load[rank], rank))
@@ -57,8 +57,8 @@ def fill(rows, load, target, min_rows, local, move) -> None:
             need -= number
 
 
-def spread(rows, load, target, min_rows, local, num_slots, slots, move) -> None:
-    """Moves rows of the largest expert of the fullest rank, as long as there is a slot for them."""
+def spread(rows, load, target, min_rows, local, num_places, places, move) -> None:
+    """Moves rows of the largest expert of the fullest rank, as long as there is a place for them."""
     ranks = range(len(load))
     blocked: set[int] = set()
     while True:
@@ -76,7 +76,7 @@ def spread(rows, load, target, min_rows, local, num_slots, slots, move) -> None:
         amount = min(load[donor] - target, rows[expert])
 
         def takes(rank: int, expert: int = expert) -> bool:
-            return expert in slots[rank] or len(slots[rank]) < num_slots
+            return expert in places[rank] or len(places[rank]) < num_places
 
         receivers = [rank for rank in ranks if load[rank] < target and takes(rank)]
         if receivers:
@@ -85,10 +85,10 @@ def spread(rows, load, target, min_rows, local, num_slots, slots, move) -> None:
             if number >= max(min_rows, 1):
                 move(expert, receiver, number)
                 continue
-        # A relay: a rank without room takes the rows, and passes as many of its own to a slot that has them.
+        # A relay: a rank without room takes the rows, and passes as many of its own to a place that has them.
         best, relayed, receiver = 0, -1, -1
         for rank in ranks:
-            for other, _ in slots[rank].items():
+            for other, _ in places[rank].items():
                 home_of_other = other // local
                 if home_of_other == donor or not takes(home_of_other):
                     continue
@@ -102,7 +102,7 @@ def spread(rows, load, target, min_rows, local, num_slots, slots, move) -> None:
             blocked.add(expert)
 
 
-def divide(counts: np.ndarray, rows: list[int], slots: list[dict[int, int]], num_slots: int) -> Plan:
+def divide(counts: np.ndarray, rows: list[int], places: list[dict[int, int]], num_places: int) -> Plan:
     """Divides each source's rows among the instances of their expert, those at the source itself first."""
     ranks, experts = counts.shape
     local = experts // ranks
@@ -110,10 +110,10 @@ def divide(counts: np.ndarray, rows: list[int], slots: list[dict[int, int]], num
     for rank in range(ranks):
         home = range(rank * local, rank * local + local)
         physical += [(expert, rows[expert]) for expert in home]
-        used = sorted(slots[rank].items())
-        physical += used + [(-1, 0)] * (num_slots - len(used))
+        used = sorted(places[rank].items())
+        physical += used + [(-1, 0)] * (num_places - len(used))
     order = sorted(range(len(physical)), key=lambda p: (physical[p][0] % (experts + 1), p))  # -1 last
-    per_rank = local + num_slots
+    per_rank = local + num_places
     sends = np.zeros((ranks, len(physical)), int)
     for expert in range(experts):
         instances = [p for p in order if physical[p][0] == expert]
