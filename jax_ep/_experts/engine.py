@@ -1,21 +1,24 @@
 """The protocol of engines, which compute the products of experts and convert their operands to FP8.
 
 `KernelEngine` (kernel_engine.py) calls this package's kernels, and `XlaEngine` (xla_engine.py) uses `jax.lax`
-alone. `choose_engine` (choice.py) chooses the engine of an op, once. All engines convert to the same bits.
+alone. `choose_engine` (choice.py) chooses the engine of an op, once. All engines convert to the same bits. A
+new option of an op is a field of `Options`, and a new operand one of `Factors` or `Gated`.
 """
 
+import dataclasses
 import enum
-from typing import Any, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts.activations import Activation, activation_gradients
+from jax_ep._experts.activations import Gated, activation_gradients
 from jax_ep._experts.fp8_operands import Columns
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
-from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._rows.weights import Matrices, PhysicalWeights
 
-Matrices = jax.Array | PhysicalWeights
+Left_co = TypeVar("Left_co", covariant=True)
+Right_co = TypeVar("Right_co", covariant=True)
 
 
 class Product(enum.IntEnum):
@@ -26,77 +29,84 @@ class Product(enum.IntEnum):
     WEIGHTS = 2  # for each group, its rows [C, M], transposed, times others [C, N]: [L, M, N]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factors(Generic[Left_co, Right_co]):
+    """The operands of a product. Rows lie group by group, and `group_sizes` may be any numbers."""
+
+    rows: Left_co
+    others: Right_co  # matrices, or for a product WEIGHTS rows
+    group_sizes: jax.Array  # [L]
+    first_row: jax.Array | None = None  # where the groups begin; None: at row 0
+    kind: Product = dataclasses.field(default=Product.ROWS, metadata={"static": True})
+    num_redundant: int = dataclasses.field(default=0, metadata={"static": True})
+    """So many of the matrices that a product WEIGHTS returns, the last ones, are of redundant experts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of an op's products and conversions."""
+
+    num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT  # of products of float32 operands
+    round_scale: bool = False  # scales are rounded up to powers of two
+
+
 class Gradients(NamedTuple):
     """The operands of a backward pass after the activation's gradient."""
 
-    hidden: Any  # as `weight_gradient` takes rows
-    d_z: Any  # as `times_transposed` takes rows
-    d_z_columns: Any  # as `weight_gradient` takes the others
+    hidden: jax.Array | Columns  # as `weight_gradient` takes rows
+    d_z: jax.Array | QuantizedArray  # as `times_transposed` takes rows
+    d_z_columns: jax.Array | Columns  # as `weight_gradient` takes the others
     d_z_wide: jax.Array | None  # may be None, unless it is needed
     d_row_weights: jax.Array | None
 
 
 class Engine(Protocol):
-    """Products and conversions of one op, with the op's options. It is hashable.
+    """Products and conversions of one op. It is hashable.
 
-    Rows [C, M] lie group by group, and `group_sizes` [L] may be any numbers. Results in rows past the groups
-    are undefined, except those of `grouped_dot`, which are zero.
+    Results in rows past the groups are undefined, except those of `grouped_dot`, which are zero.
     """
+
+    @property
+    def options(self) -> Options: ...
 
     def with_precision(self, precision: jax.lax.Precision) -> "Engine":
         """Returns the engine with another precision of products of float32 operands."""
         ...
 
-    def grouped_dot(
-        self,
-        product: Product,
-        num_redundant: int,
-        rows: jax.Array,
-        others: Any,
-        group_sizes: jax.Array,
-        first_row: jax.Array | None = None,
-    ) -> Any:
-        """Computes a product. The groups begin at `first_row`, or at row 0 if it is None.
-
-        Others are matrices [L, M, N] or `PhysicalWeights`, or for a product WEIGHTS rows. The last
-        `num_redundant` matrices that a product WEIGHTS returns are those of redundant experts.
-        """
+    def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
+        """Computes a product."""
         ...
 
-    def grouped_dot_fp8(self, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
-        """Multiplies FP8 rows, with scales [C, M / 128], by FP8 matrices. Returns bfloat16 [C, N]."""
+    def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
+        """Computes a product ROWS of rows with scales [C, M / 128]. Returns bfloat16 [C, N]."""
         ...
 
-    def grouped_dot_fp8_weights(
-        self, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
-    ) -> Any:
-        """Multiplies, for each group, rows [C, M], transposed, by rows [C, N]. Returns bfloat16 [L, M, N]."""
+    def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
+        """Computes a product WEIGHTS. Returns bfloat16 [L, M, N]."""
         ...
 
-    def quantize(self, x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
+    def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
         """Returns x [..., M, N] in FP8 with a scale for each block, which has no gradient."""
         ...
 
-    def quantize_rows(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
-    ) -> QuantizedArray:
+    def quantize_rows(self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR) -> QuantizedArray:
         """Returns rows in FP8, with scales of 128 elements."""
         ...
 
-    def quantize_columns(
-        self, x: jax.Array | QuantizedArray, group_sizes: jax.Array, round_scale: bool
-    ) -> Columns:
+    def quantize_columns(self, x: jax.Array | QuantizedArray, group_sizes: jax.Array) -> Columns:
         """Returns rows transposed. Rows in FP8 have scales of 128 elements, and are quantized again."""
         ...
 
     def quantize_both(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+        self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR
     ) -> tuple[QuantizedArray, Columns]:
         """Returns rows in FP8, with scales of 128 elements, and the same transposed."""
         ...
 
     def quantize_matrices(
-        self, w: jax.Array, round_scale: bool, kept: bool, transposed: bool
+        self, w: jax.Array, kept: bool, transposed: bool
     ) -> tuple[QuantizedArray, QuantizedArray]:
         """Returns matrices [L, M, N] in FP8, with scales of 128 x 128 elements, as they lie and transposed.
 
@@ -104,76 +114,46 @@ class Engine(Protocol):
         """
         ...
 
-    def activate_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        group_sizes: jax.Array,
-        round_scale: bool,
-    ) -> QuantizedArray:
-        """Returns the activation of z [C, 2F], times the row weights, in FP8."""
+    def activate_fp8(self, gated: Gated) -> QuantizedArray:
+        """Returns the activation, times the row weights, in FP8."""
         ...
 
-    def activation_gradients_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        group_sizes: jax.Array,
-        round_scale: bool,
-        needs_wide_d_z: bool,
-    ) -> Gradients:
+    def activation_gradients_fp8(self, gated: Gated, d_hidden: jax.Array) -> Gradients:
         """Returns the operands of a backward pass whose products are all in FP8."""
         ...
 
 
 def quantize_physical(
-    engine: Engine, w: Matrices, round_scale: bool, *, kept: bool = True, transposed: bool = True
-) -> tuple[Any, Any]:
+    engine: Engine, w: Matrices, *, kept: bool = True, transposed: bool = True
+) -> tuple[QuantizedArray, QuantizedArray]:
     """Returns `Engine.quantize_matrices` of matrices, or of both parts of `PhysicalWeights`."""
     if isinstance(w, PhysicalWeights):
-        parts = (
-            engine.quantize_matrices(part, round_scale, kept, transposed) for part in (w.home, w.redundant)
-        )
+        parts = (engine.quantize_matrices(part, kept, transposed) for part in (w.home, w.redundant))
         return jax.tree.map(PhysicalWeights, *parts)
-    return engine.quantize_matrices(w, round_scale, kept, transposed)
+    return engine.quantize_matrices(w, kept, transposed)
 
 
-def dequantized_dot(
-    engine: Engine, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array
-) -> jax.Array:
+def dequantized_dot(engine: Engine, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
     """Computes `grouped_dot_fp8` of operands that are converted to float32."""
-    wide_rows, wide_matrices = (
+    rows, matrices = (
         dequantize_fp8(QuantizedArray(jnp.asarray(q.values), jnp.asarray(q.scales)), jnp.float32)
-        for q in (rows, w)
+        for q in (factors.rows, factors.others)
     )
-    out: jax.Array = engine.grouped_dot(Product.ROWS, 0, wide_rows, wide_matrices, group_sizes)
-    return out.astype(jnp.bfloat16)
+    out = engine.grouped_dot(Factors(rows, matrices, factors.group_sizes))
+    return jnp.asarray(out).astype(jnp.bfloat16)
 
 
-def dequantized_dot_weights(
-    engine: Engine, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
-) -> Any:
+def dequantized_dot_weights(engine: Engine, factors: Factors[Columns, Columns]) -> Matrices:
     """Computes `grouped_dot_fp8_weights` of operands that are converted to float32."""
-    left, right = rows.dequantized(), others.dequantized()
-    padded = Columns.padded_sizes(group_sizes, rows.values.shape[1])
-    out = engine.grouped_dot(Product.WEIGHTS, num_redundant, left, right, padded)
-    return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), out)
+    rows, others = factors.rows.dequantized(), factors.others.dequantized()
+    padded = Columns.padded_sizes(factors.group_sizes, factors.rows.values.shape[1])
+    wide = Factors(rows, others, padded, kind=Product.WEIGHTS, num_redundant=factors.num_redundant)
+    return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), engine.grouped_dot(wide))
 
 
-def quantized_gradients(
-    engine: Engine,
-    activation: Activation,
-    z: jax.Array,
-    row_weights: jax.Array | None,
-    d_hidden: jax.Array,
-    group_sizes: jax.Array,
-    round_scale: bool,
-) -> Gradients:
+def quantized_gradients(engine: Engine, gated: Gated, d_hidden: jax.Array) -> Gradients:
     """Computes `activation_gradients_fp8` in a pass for the activation, and one for each conversion."""
-    hidden, d_z, d_row_weights = activation_gradients(activation, z, row_weights, d_hidden)
-    rows, columns = engine.quantize_both(d_z, group_sizes, round_scale, COTANGENT_FLOOR)
-    hidden = engine.quantize_columns(hidden, group_sizes, round_scale)
+    hidden, d_z, d_row_weights = activation_gradients(gated, d_hidden)
+    rows, columns = engine.quantize_both(d_z, gated.group_sizes, COTANGENT_FLOOR)
+    hidden = engine.quantize_columns(hidden, gated.group_sizes)
     return Gradients(hidden, rows, columns, d_z, d_row_weights)

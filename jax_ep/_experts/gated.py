@@ -7,52 +7,49 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts.activations import Activation, activate, activation_gradients
-from jax_ep._experts.engine import Engine, Gradients, Product, quantize_physical
-from jax_ep._experts.fp8_operands import QuantizedWeights
-from jax_ep._experts.products import fp8_product, fp8_weight_gradient, product
+from jax_ep._experts.activations import Gated, activate, activation_gradients
+from jax_ep._experts.engine import Engine, Factors, Gradients, Product, quantize_physical
+from jax_ep._experts.fp8_operands import Columns, QuantizedWeights
+from jax_ep._experts.products import fp8_product, fp8_weight_gradient, times, times_rows
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
-from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
+
+Weights = Matrices | QuantizedWeights
+"""Matrices of experts, in FP8 or not."""
+Rows = jax.Array | QuantizedArray
+"""Rows as products with matrices take them."""
+Kept = jax.Array | QuantizedArray | Columns
+"""Rows as they are kept for the gradient of matrices."""
 
 
 class Products(Protocol):
     """The products of gated experts, and how their operands are prepared. Hashable."""
 
-    def times(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array:
+    def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         """Multiplies rows as they are, or as `prepare` or `activate` returns them."""
         ...
 
-    def times_transposed(self, rows: Any, w: Any, sizes: jax.Array) -> jax.Array: ...
+    def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array: ...
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_redundant: int) -> Any:
+    def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
         """Returns the matrices' gradients as a `product` WEIGHTS does."""
         ...
 
-    def prepare(self, rows: Any, sizes: jax.Array) -> tuple[Any, Any]:
+    def prepare(self, rows: Rows, sizes: jax.Array) -> tuple[Rows, Kept]:
         """Returns rows as `times` takes them, and as they are kept for `weight_gradient`."""
         ...
 
-    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[Any, Any]:
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[Rows, Kept]:
         """Returns cotangents as `times_transposed`, and as `weight_gradient` takes them."""
         ...
 
-    def activate(
-        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
-    ) -> Any:
-        """Returns the activation of z [C, 2F], times the row weights, as `times` takes it."""
+    def activate(self, gated: Gated) -> Rows:
+        """Returns the activation, times the row weights, as `times` takes it."""
         ...
 
-    def gradients(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        sizes: jax.Array,
-        needs_wide_d_z: bool,
-    ) -> Gradients: ...
+    def gradients(self, gated: Gated, d_hidden: jax.Array) -> Gradients: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,38 +58,26 @@ class Wide:
 
     engine: Engine
 
-    def times(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS, self.engine, 0, rows, w, sizes)
+    def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+        return times(self.engine, as_array(rows), wide_of(w), sizes)
 
-    def times_transposed(self, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        return product(Product.ROWS_TRANSPOSED, self.engine, 0, rows, w, sizes)
+    def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+        return times(self.engine, as_array(rows), wide_of(w), sizes, transposed=True)
 
-    def weight_gradient(
-        self, rows: jax.Array, d_rows: jax.Array, sizes: jax.Array, num_redundant: int
-    ) -> Any:
-        return product(Product.WEIGHTS, self.engine, num_redundant, rows, d_rows, sizes)
+    def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
+        return times_rows(self.engine, as_array(rows), as_array(d_rows), sizes, num_redundant)
 
-    def prepare(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def prepare(self, rows: Rows, sizes: jax.Array) -> tuple[Rows, Kept]:
         return rows, rows
 
-    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[Rows, Kept]:
         return d, d
 
-    def activate(
-        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
-    ) -> jax.Array:
-        return activate(activation, z, row_weights)
+    def activate(self, gated: Gated) -> Rows:
+        return activate(gated)
 
-    def gradients(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        sizes: jax.Array,
-        needs_wide_d_z: bool,
-    ) -> Gradients:
-        hidden, d_z, d_row_weights = activation_gradients(activation, z, row_weights, d_hidden)
+    def gradients(self, gated: Gated, d_hidden: jax.Array) -> Gradients:
+        hidden, d_z, d_row_weights = activation_gradients(gated, d_hidden)
         return Gradients(hidden, d_z, d_z, d_z, d_row_weights)
 
 
@@ -101,69 +86,62 @@ class Fp8:
     """Products of FP8 operands. Weights are quantized in each product, unless they come quantized."""
 
     engine: Engine
-    rounds: bool
     weight_gradients: bool  # in FP8, too; otherwise they have bfloat16 operands
 
-    def times(self, rows: jax.Array | QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+    def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         if not isinstance(rows, QuantizedArray):
-            rows = self.engine.quantize_rows(rows, sizes, self.rounds)
+            rows = self.engine.quantize_rows(rows, sizes)
         is_ready = isinstance(w, QuantizedWeights)
-        transposed = w.transposed if is_ready else self._quantize(w, kept=False)[1]
+        transposed = w.transposed if is_ready else quantize_physical(self.engine, w, kept=False)[1]
         return self._product(rows, transposed, sizes)
 
-    def times_transposed(self, rows: QuantizedArray, w: Any, sizes: jax.Array) -> jax.Array:
+    def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+        assert isinstance(rows, QuantizedArray)
         is_ready = isinstance(w, QuantizedWeights)
-        kept = w.kept if is_ready else self._quantize(w, transposed=False)[0]
+        kept = w.kept if is_ready else quantize_physical(self.engine, w, transposed=False)[0]
         return self._product(rows, kept, sizes)
 
-    def weight_gradient(self, rows: Any, d_rows: Any, sizes: jax.Array, num_redundant: int) -> Any:
+    def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
         if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
-                rows = self.engine.quantize_columns(rows, sizes, self.rounds)
-            return fp8_weight_gradient(self.engine, num_redundant, rows, d_rows, sizes)
-        rows = dequantize_fp8(rows) if isinstance(rows, QuantizedArray) else rows.astype(jnp.bfloat16)
-        return product(Product.WEIGHTS, self.engine, num_redundant, rows, d_rows, sizes)
+                rows = self.engine.quantize_columns(rows, sizes)
+            assert isinstance(rows, Columns)
+            assert isinstance(d_rows, Columns)
+            factors = Factors(rows, d_rows, sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
+            return fp8_weight_gradient(self.engine, factors)
+        is_fp8 = isinstance(rows, QuantizedArray)
+        rows = dequantize_fp8(rows) if is_fp8 else as_array(rows).astype(jnp.bfloat16)
+        return times_rows(self.engine, rows, as_array(d_rows), sizes, num_redundant)
 
-    def prepare(self, rows: jax.Array | QuantizedArray, sizes: jax.Array) -> tuple[Any, Any]:
+    def prepare(self, rows: Rows, sizes: jax.Array) -> tuple[Rows, Kept]:
         if isinstance(rows, QuantizedArray):
             return rows, dataclasses.replace(rows, carrier=None)
         if self.weight_gradients:
-            return self.engine.quantize_both(rows, sizes, self.rounds)
+            return self.engine.quantize_both(rows, sizes)
         return rows, rows
 
-    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, Any]:
+    def cotangents(self, d: jax.Array, sizes: jax.Array) -> tuple[QuantizedArray, jax.Array | Columns]:
         if self.weight_gradients:
-            return self.engine.quantize_both(d, sizes, self.rounds, COTANGENT_FLOOR)
-        return self.engine.quantize_rows(d, sizes, self.rounds, COTANGENT_FLOOR), d
+            return self.engine.quantize_both(d, sizes, COTANGENT_FLOOR)
+        return self.engine.quantize_rows(d, sizes, COTANGENT_FLOOR), d
 
-    def activate(
-        self, activation: Activation, z: jax.Array, row_weights: jax.Array | None, sizes: jax.Array
-    ) -> QuantizedArray:
-        return self.engine.activate_fp8(activation, z, row_weights, sizes, self.rounds)
+    def activate(self, gated: Gated) -> Rows:
+        return self.engine.activate_fp8(gated)
 
-    def gradients(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        sizes: jax.Array,
-        needs_wide_d_z: bool,
-    ) -> Gradients:
+    def gradients(self, gated: Gated, d_hidden: jax.Array) -> Gradients:
         if self.weight_gradients:
-            return self.engine.activation_gradients_fp8(
-                activation, z, row_weights, d_hidden, sizes, self.rounds, needs_wide_d_z
-            )
-        hidden, d_z, d_row_weights = activation_gradients(activation, z, row_weights, d_hidden)
-        rows, columns = self.cotangents(d_z, sizes)
-        return Gradients(hidden, rows, columns, d_z, d_row_weights)
-
-    def _quantize(self, w: Any, *, kept: bool = True, transposed: bool = True) -> tuple[Any, Any]:
-        return quantize_physical(self.engine, w, self.rounds, kept=kept, transposed=transposed)
+            return self.engine.activation_gradients_fp8(gated, d_hidden)
+        hidden, d_z, d_row_weights = activation_gradients(gated, d_hidden)
+        return Gradients(hidden, *self.cotangents(d_z, gated.group_sizes), d_z, d_row_weights)
 
     def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
         w = jax.tree.map(lambda part: part.swapaxes(1, 2), transposed)
-        return fp8_product(self.engine, rows, w, sizes)
+        return fp8_product(self.engine, Factors(rows, w, sizes))
+
+
+def wide_of(w: Weights) -> Matrices:
+    """Returns matrices that are not quantized."""
+    return w.w if isinstance(w, QuantizedWeights) else w
 
 
 def cotangent_of(primal: Any, gradient: Any) -> Any:

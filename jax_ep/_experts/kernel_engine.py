@@ -1,16 +1,17 @@
 """Engine "ffi": calls of the handlers of products and of conversions to FP8. GPUs only."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _extension
-from jax_ep._experts.activations import OF_KERNELS, Activation, activate
+from jax_ep._experts.activations import OF_KERNELS, Gated, activate
 from jax_ep._experts.engine import (
+    Factors,
     Gradients,
+    Options,
     Product,
     dequantized_dot,
     dequantized_dot_weights,
@@ -21,162 +22,146 @@ from jax_ep._experts.xla_engine import XlaEngine
 from jax_ep._jax.ffi_call import Result, call, or_scalar
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, FP8, QuantizedArray
 from jax_ep._rows.quantize import KERNEL_DTYPES, matrices_by_kernel, quantize_by_kernel, rows_by_kernel
-from jax_ep._rows.weights import PhysicalWeights, home_of, redundant_of
+from jax_ep._rows.weights import Matrices, PhysicalWeights, home_of, redundant_of
+
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelEngine:
     """Engine "ffi": this package's kernels. What they do not take, XLA computes."""
 
-    num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    options: Options
 
     def with_precision(self, precision: jax.lax.Precision) -> "KernelEngine":
-        return dataclasses.replace(self, precision=precision)
+        return KernelEngine(dataclasses.replace(self.options, precision=precision))
 
-    def grouped_dot(
-        self,
-        product: Product,
-        num_redundant: int,
-        rows: jax.Array,
-        others: Any,
-        group_sizes: jax.Array,
-        first_row: jax.Array | None = None,
-    ) -> Any:
+    def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
+        rows, others = factors.rows, factors.others
         if rows.dtype not in KERNEL_DTYPES:
-            xla = XlaEngine(self.precision)
-            return xla.grouped_dot(product, num_redundant, rows, others, group_sizes, first_row)
-        if product is Product.WEIGHTS:
-            shapes = _matrices(group_sizes, num_redundant, (rows.shape[1], others.shape[1]))
+            return XlaEngine(self.options).grouped_dot(factors)
+        if factors.kind is Product.WEIGHTS:
+            shapes = _matrices(factors, rows.shape[1], others.shape[1])
         else:
-            shapes = [(rows.shape[0], others.shape[2 if product is Product.ROWS else 1]), (0,)]
+            shapes = [(rows.shape[0], others.shape[2 if factors.kind is Product.ROWS else 1]), (0,)]
         redundant = or_scalar(redundant_of(others), rows.dtype)
+        first_row = or_scalar(factors.first_row, jnp.int32)
         *matrices, _ = call(
             "grouped_dot",
-            [rows, home_of(others), redundant, group_sizes, or_scalar(first_row, jnp.int32)],
-            [*((shape, rows.dtype) for shape in shapes), _scratch(group_sizes)],
-            product=np.int64(product),
-            allow_tf32=np.int64(self.precision is not jax.lax.Precision.HIGHEST),
-            num_sms=np.int64(self.num_sms),
+            [rows, home_of(others), redundant, factors.group_sizes, first_row],
+            [*((shape, rows.dtype) for shape in shapes), _scratch(factors.group_sizes)],
+            product=np.int64(factors.kind),
+            allow_tf32=np.int64(self.options.precision is not jax.lax.Precision.HIGHEST),
+            num_sms=np.int64(self.options.num_sms),
         )
-        return PhysicalWeights(*matrices) if num_redundant else matrices[0]
+        return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
 
-    def grouped_dot_fp8(self, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
+    def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
         if not _extension.has_fp8_products():
-            return dequantized_dot(self, rows, w, group_sizes)
+            return dequantized_dot(self, factors)
+        rows, w = factors.rows, factors.others
         # Tensor cores read matrices [L, N, M].
         values, scales = (
             jax.tree.map(lambda array: array.swapaxes(1, 2), part) for part in (w.values, w.scales)
         )
         home = [home_of(values), home_of(scales)]
         redundant = [or_scalar(redundant_of(values), FP8), or_scalar(redundant_of(scales))]
-        operands = [rows.values, rows.scales, *home, *redundant, group_sizes]
+        operands = [rows.values, rows.scales, *home, *redundant, factors.group_sizes]
         return self._product("grouped_dot_fp8", operands, [(rows.shape[0], values.shape[1])])[0]
 
-    def grouped_dot_fp8_weights(
-        self, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
-    ) -> Any:
+    def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
         if not _extension.has_fp8_products():
-            return dequantized_dot_weights(self, num_redundant, rows, others, group_sizes)
-        operands = [*rows, *others, group_sizes]
-        shapes = _matrices(group_sizes, num_redundant, (rows.values.shape[0], others.values.shape[0]))
+            return dequantized_dot_weights(self, factors)
+        rows, others = factors.rows, factors.others
+        operands = [*rows, *others, factors.group_sizes]
+        shapes = _matrices(factors, rows.values.shape[0], others.values.shape[0])
         matrices = self._product("grouped_dot_fp8_weights", operands, shapes)
-        return PhysicalWeights(*matrices) if num_redundant else matrices[0]
+        return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
 
-    def _product(
-        self, target: str, operands: list[jax.Array], shapes: list[tuple[int, ...]]
-    ) -> list[jax.Array]:
+    def _product(self, target: str, operands: list[jax.Array], shapes: list[Shape]) -> list[jax.Array]:
         results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), _scratch(operands[-1])]
-        return call(target, operands, results, num_sms=np.int64(self.num_sms))[:-1]
+        return call(target, operands, results, num_sms=np.int64(self.options.num_sms))[:-1]
 
-    def quantize(self, x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
-        return quantize_by_kernel(x, block, round_scale)
+    def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
+        return quantize_by_kernel(x, block, self.options.round_scale)
 
-    def quantize_rows(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
-    ) -> QuantizedArray:
-        values, scales, *_ = rows_by_kernel(x, None, group_sizes, round_scale, floor, True, 0)
+    def quantize_rows(self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR) -> QuantizedArray:
+        values, scales, *_ = self._convert(x, None, group_sizes, floor, keeps=True, columns=0)
         return QuantizedArray(values, scales)
 
-    def quantize_columns(
-        self, x: jax.Array | QuantizedArray, group_sizes: jax.Array, round_scale: bool
-    ) -> Columns:
+    def quantize_columns(self, x: jax.Array | QuantizedArray, group_sizes: jax.Array) -> Columns:
         rows, scales = (x.values, x.scales) if isinstance(x, QuantizedArray) else (x, None)
-        count = Columns.num_columns(rows.shape[0], group_sizes.shape[0])
-        return Columns(*rows_by_kernel(rows, scales, group_sizes, round_scale, FLOOR, False, count)[2:])
+        columns = Columns.num_columns(rows.shape[0], group_sizes.shape[0])
+        return Columns(*self._convert(rows, scales, group_sizes, FLOOR, keeps=False, columns=columns)[2:])
 
     def quantize_both(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+        self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR
     ) -> tuple[QuantizedArray, Columns]:
-        count = Columns.num_columns(x.shape[0], group_sizes.shape[0])
-        values, scales, *columns = rows_by_kernel(x, None, group_sizes, round_scale, floor, True, count)
-        return QuantizedArray(values, scales), Columns(*columns)
+        columns = Columns.num_columns(x.shape[0], group_sizes.shape[0])
+        values, scales, *transposed = self._convert(x, None, group_sizes, floor, keeps=True, columns=columns)
+        return QuantizedArray(values, scales), Columns(*transposed)
+
+    def _convert(
+        self,
+        x: jax.Array,
+        scales: jax.Array | None,
+        group_sizes: jax.Array,
+        floor: float,
+        keeps: bool,
+        columns: int,
+    ) -> list[jax.Array]:
+        return rows_by_kernel(x, scales, group_sizes, self.options.round_scale, floor, keeps, columns)
 
     def quantize_matrices(
-        self, w: jax.Array, round_scale: bool, kept: bool, transposed: bool
+        self, w: jax.Array, kept: bool, transposed: bool
     ) -> tuple[QuantizedArray, QuantizedArray]:
-        values, scales, turned = matrices_by_kernel(w, round_scale, kept, transposed)
+        values, scales, turned = matrices_by_kernel(w, self.options.round_scale, kept, transposed)
         return QuantizedArray(values, scales), QuantizedArray(turned, scales.swapaxes(1, 2))
 
-    def activate_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        group_sizes: jax.Array,
-        round_scale: bool,
-    ) -> QuantizedArray:
-        if not _is_fused(activation, z, row_weights):
-            return self.quantize_rows(activate(activation, z, row_weights), group_sizes, round_scale)
+    def activate_fp8(self, gated: Gated) -> QuantizedArray:
+        z = gated.z
+        if not _is_fused(gated):
+            return self.quantize_rows(activate(gated), gated.group_sizes)
         results = _scaled((z.shape[0], z.shape[1] // 2))
-        operands = [z, or_scalar(None), group_sizes]
-        return QuantizedArray(*_quantize_gated(activation, operands, results, round_scale, FLOOR))
+        return QuantizedArray(*self._quantize_gated(gated, None, results, FLOOR))
 
-    def activation_gradients_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        group_sizes: jax.Array,
-        round_scale: bool,
-        needs_wide_d_z: bool,
-    ) -> Gradients:
-        if needs_wide_d_z or not _is_fused(activation, z, row_weights):
-            return quantized_gradients(self, activation, z, row_weights, d_hidden, group_sizes, round_scale)
-        width, columns = d_hidden.shape[1], Columns.num_columns(z.shape[0], group_sizes.shape[0])
+    def activation_gradients_fp8(self, gated: Gated, d_hidden: jax.Array) -> Gradients:
+        if gated.needs_wide_d_z or not _is_fused(gated):
+            return quantized_gradients(self, gated, d_hidden)
+        width = d_hidden.shape[1]
+        columns = Columns.num_columns(gated.z.shape[0], gated.group_sizes.shape[0])
         results = [
             *_scaled_columns(width, columns),
-            *_scaled(z.shape),
+            *_scaled(gated.z.shape),
             *_scaled_columns(2 * width, columns),
         ]
-        operands = [z, d_hidden, group_sizes]
-        converted = _quantize_gated(activation, operands, results, round_scale, COTANGENT_FLOOR)
+        converted = self._quantize_gated(gated, d_hidden, results, COTANGENT_FLOOR)
         hidden, d_z, d_z_columns = converted[:2], converted[2:4], converted[4:]
         return Gradients(Columns(*hidden), QuantizedArray(*d_z), Columns(*d_z_columns), None, None)
 
+    def _quantize_gated(
+        self, gated: Gated, d_hidden: jax.Array | None, results: list[Result], floor: float
+    ) -> list[jax.Array]:
+        return call(
+            "quantize_gated",
+            [gated.z, or_scalar(d_hidden), gated.group_sizes],
+            results,
+            activation=np.int64(OF_KERNELS.index(gated.activation)),
+            round_scale=np.int64(self.options.round_scale),
+            floor=np.float32(floor),
+        )
 
-def _is_fused(activation: Activation, z: jax.Array, row_weights: jax.Array | None) -> bool:
+
+def _is_fused(gated: Gated) -> bool:
     """Returns whether a kernel computes the activation and quantizes it in one pass."""
-    is_known = any(activation is known for known in OF_KERNELS) and z.dtype == jnp.bfloat16
-    return is_known and row_weights is None
+    is_known = any(gated.activation is known for known in OF_KERNELS) and gated.z.dtype == jnp.bfloat16
+    return is_known and gated.row_weights is None
 
 
-def _quantize_gated(
-    activation: Activation,
-    operands: list[jax.Array],
-    results: list[Result],
-    round_scale: bool,
-    floor: float,
-) -> list[jax.Array]:
-    attributes = {"round_scale": np.int64(round_scale), "floor": np.float32(floor)}
-    index = np.int64(OF_KERNELS.index(activation))
-    return call("quantize_gated", operands, results, activation=index, **attributes)
-
-
-def _matrices(group_sizes: jax.Array, num_redundant: int, shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Returns the shapes of the matrices of home experts, and of redundant ones."""
-    return [(group_sizes.size - num_redundant, *shape), (num_redundant, *shape) if num_redundant else (0,)]
+def _matrices(factors: Factors[jax.Array, Matrices] | Factors[Columns, Columns], *shape: int) -> list[Shape]:
+    """Returns the shapes of the matrices [M, N] of home experts, and of redundant ones."""
+    redundant = factors.num_redundant
+    return [(factors.group_sizes.size - redundant, *shape), (redundant, *shape) if redundant else (0,)]
 
 
 def _scaled(shape: tuple[int, ...]) -> list[Result]:

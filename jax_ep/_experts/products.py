@@ -1,52 +1,51 @@
 """The grouped products of a rank's rows, with their gradients."""
 
-import functools
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._checks import Arguments
-from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.engine import Engine, Factors, Product
 from jax_ep._experts.fp8_operands import Columns
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray
-from jax_ep._rows.weights import home_of, num_redundant_of
+from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array, home_of, num_redundant_of
+
+Given = TypeVar(
+    "Given", Factors[jax.Array, Matrices], Factors[QuantizedArray, QuantizedArray], Factors[Columns, Columns]
+)
+Result = TypeVar("Result", jax.Array, Matrices)
 
 PrecisionName = Literal[
     "default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"
 ]
 
 
-@custom_vjp(0, 1, 2)
-def product(
-    kind: Product,
-    engine: Engine,
-    num_redundant: int,
-    rows: jax.Array,
-    others: Any,
-    group_sizes: jax.Array,
-    first_row: jax.Array | None = None,
-) -> Any:
+@custom_vjp(0)
+def product(engine: Engine, factors: Factors[jax.Array, Matrices]) -> Matrices:
     """Computes `Engine.grouped_dot`.
 
     Each product is linear in both operands, and its gradients are the two others, so gradients of any order
     are products of these kinds.
     """
-    compute = functools.partial(engine.grouped_dot, kind, num_redundant)
-    return _sharded(kind, compute, rows, others, group_sizes, *(() if first_row is None else (first_row,)))
+    return _sharded(factors, engine.grouped_dot)
 
 
-def _product_fwd(kind: Product, engine: Engine, num_redundant: int, *operands: Any) -> Any:
-    return product(kind, engine, num_redundant, *operands), operands
+def _product_fwd(
+    engine: Engine, factors: Factors[jax.Array, Matrices]
+) -> tuple[Matrices, Factors[jax.Array, Matrices]]:
+    return product(engine, factors), factors
 
 
 def _product_bwd(
-    kind: Product, engine: Engine, num_redundant: int, saved: tuple[Any, ...], cotangent: Any
-) -> Any:
-    rows, others, group_sizes, first_row = saved
+    engine: Engine, factors: Factors[jax.Array, Matrices], cotangent: Matrices
+) -> tuple[Factors[jax.Array, Matrices]]:
+    rows, others = factors.rows, factors.others
     # The product, and its operands, that is the gradient of each operand.
     gradients = {
         Product.ROWS: (
@@ -62,25 +61,36 @@ def _product_bwd(
             (Product.ROWS, rows, cotangent),
         ),
     }
-    d_rows, d_others = (
-        product(
-            gradient,
-            engine,
-            num_redundant_of(others) if gradient is Product.WEIGHTS else 0,
-            left,
-            right,
-            group_sizes,
-            first_row,
-        )
-        for gradient, left, right in gradients[kind]
-    )
+
+    def gradient(kind: Product, left: Matrices, right: Matrices) -> Matrices:
+        assert not isinstance(left, PhysicalWeights)  # these are rows
+        redundant = num_redundant_of(others) if kind is Product.WEIGHTS else 0
+        return product(engine, Factors(left, right, factors.group_sizes, factors.first_row, kind, redundant))
+
+    d_rows, d_others = (gradient(*operands) for operands in gradients[factors.kind])
     if jax.sharding.get_abstract_mesh().explicit_axes:
         reshard = lambda d, primal: jax.sharding.reshard(d, jax.typeof(primal).sharding.spec)
         d_rows, d_others = jax.tree.map(reshard, (d_rows, d_others), (rows, others))
-    return d_rows, d_others, None, None
+    return (dataclasses.replace(factors, rows=d_rows, others=d_others, group_sizes=None, first_row=None),)
 
 
 product.defvjp(_product_fwd, _product_bwd)
+
+
+def times(
+    engine: Engine, rows: jax.Array, w: Matrices, group_sizes: jax.Array, *, transposed: bool = False
+) -> jax.Array:
+    """Returns rows times the matrices of their groups, or times the transposes of these."""
+    kind = Product.ROWS_TRANSPOSED if transposed else Product.ROWS
+    return as_array(product(engine, Factors(rows, w, group_sizes, kind=kind)))
+
+
+def times_rows(
+    engine: Engine, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_redundant: int
+) -> Matrices:
+    """Returns for each group its rows, transposed, times its others: a gradient of matrices."""
+    factors = Factors(rows, others, group_sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
+    return product(engine, factors)
 
 
 def precision_of(check: Arguments, precision: Any, dtype: Any) -> jax.lax.Precision:
@@ -109,62 +119,48 @@ def precision_of(check: Arguments, precision: Any, dtype: Any) -> jax.lax.Precis
     return found if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def fp8_product(engine: Engine, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
+def fp8_product(engine: Engine, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
     """Computes `Engine.grouped_dot_fp8`."""
-
-    def compute(
-        rows: jax.Array, matrices: Any, scales: jax.Array, matrix_scales: Any, sizes: jax.Array
-    ) -> jax.Array:
-        operands = QuantizedArray(rows, scales), QuantizedArray(matrices, matrix_scales)
-        return engine.grouped_dot_fp8(*operands, sizes)
-
-    return _sharded(Product.ROWS, compute, rows.values, w.values, rows.scales, w.scales, group_sizes)
+    return _sharded(factors, engine.grouped_dot_fp8)
 
 
-def fp8_weight_gradient(
-    engine: Engine, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
-) -> Any:
+def fp8_weight_gradient(engine: Engine, factors: Factors[Columns, Columns]) -> Matrices:
     """Computes `Engine.grouped_dot_fp8_weights`."""
-
-    def compute(
-        rows: jax.Array, others: jax.Array, scales: jax.Array, other_scales: jax.Array, sizes: jax.Array
-    ) -> Any:
-        operands = Columns(rows, scales), Columns(others, other_scales)
-        return engine.grouped_dot_fp8_weights(num_redundant, *operands, sizes)
-
-    operands = rows.values, others.values, rows.scales, others.scales, group_sizes
-    return _sharded(Product.WEIGHTS, compute, *operands, is_transposed=True)
+    return _sharded(factors, engine.grouped_dot_fp8_weights)
 
 
-def _sharded(kind: Product, function: Any, *operands: Any, is_transposed: bool = False) -> Any:
-    """Returns function(*operands). The first two operands are those of the product.
-
-    With `is_transposed` both operands of a product WEIGHTS are stored transposed.
+def _sharded(factors: Given, compute: Callable[[Given], Result]) -> Result:
+    """Returns compute(factors).
 
     Under Explicit sharding JAX cannot infer how the result of a ragged dot or a custom call is sharded, so it
     gets the sharding of the operands' other dimensions. XLA's ragged dots have no rule for batches other than
     of rows.
     """
-    leaves, tree = jax.tree.flatten(operands)
+    leaves, tree = jax.tree.flatten(factors)
 
     @vmap_by_loop
-    def call(*leaves: jax.Array) -> Any:
-        operands = jax.tree.unflatten(tree, leaves)
+    def call(*leaves: jax.Array) -> Result:
+        factors: Given = jax.tree.unflatten(tree, leaves)
         explicit = jax.sharding.get_abstract_mesh().explicit_axes
         if not explicit:
-            return function(*operands)
-        arrays = map(home_of, operands[:2])
+            return compute(factors)
+        arrays = map(_array_of, (factors.rows, factors.others))
         own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in arrays)
-        width = 0 if is_transposed else 1
+        width = 0 if isinstance(factors.rows, Columns) else 1  # columns are stored transposed
         spec = {
             Product.ROWS: [own[0], other[2]],
             Product.ROWS_TRANSPOSED: [own[0], other[1]],
             Product.WEIGHTS: [None, own[width], other[width]],
-        }[kind]
+        }[factors.kind]
         if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
             spec[-1] = None
         result = jax.sharding.PartitionSpec(*spec)
-        automatic: Any = jax.sharding.auto_axes(function, axes=explicit, out_sharding=result)
-        return automatic(*operands)
+        automatic: Any = jax.sharding.auto_axes(compute, axes=explicit, out_sharding=result)
+        return automatic(factors)
 
     return call(*leaves)
+
+
+def _array_of(factor: Matrices | QuantizedArray | Columns) -> jax.Array:
+    """Returns the array whose dimensions are those of a factor."""
+    return home_of(factor.values if isinstance(factor, QuantizedArray | Columns) else factor)

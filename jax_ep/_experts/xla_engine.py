@@ -5,14 +5,15 @@ The time of a product grows with the rows of the groups, not with all rows.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts.activations import Activation, activate
+from jax_ep._experts.activations import Gated, activate
 from jax_ep._experts.engine import (
+    Factors,
     Gradients,
+    Options,
     Product,
     dequantized_dot,
     dequantized_dot_weights,
@@ -24,7 +25,7 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import group_begins, group_ends
 from jax_ep._rows.dtypes import bits_of, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quantize_blocks
-from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._rows.weights import Matrices, PhysicalWeights
 
 # Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
 # second. Tiles of `_times_rows` are larger because each of them reads and writes a whole sum [M, N].
@@ -40,97 +41,59 @@ _Step = Callable[[jax.Array, jax.Array, int, jax.Array | None], jax.Array]
 class XlaEngine:
     """Engine "xla": `jax.lax` alone."""
 
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    options: Options
 
     def with_precision(self, precision: jax.lax.Precision) -> "XlaEngine":
-        return XlaEngine(precision)
+        return XlaEngine(dataclasses.replace(self.options, precision=precision))
 
-    def grouped_dot(
-        self,
-        product: Product,
-        num_redundant: int,
-        rows: jax.Array,
-        others: Any,
-        group_sizes: jax.Array,
-        first_row: jax.Array | None = None,
-    ) -> Any:
-        matrices = _grouped_dot(product, self.precision, rows, jnp.asarray(others), group_sizes, first_row)
-        if num_redundant == 0:
+    def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
+        matrices = _grouped_dot(factors, self.options.precision)
+        if factors.num_redundant == 0:
             return matrices
-        num_home = matrices.shape[0] - num_redundant
+        num_home = matrices.shape[0] - factors.num_redundant
         return PhysicalWeights(matrices[:num_home], matrices[num_home:])
 
-    def grouped_dot_fp8(self, rows: QuantizedArray, w: QuantizedArray, group_sizes: jax.Array) -> jax.Array:
-        return dequantized_dot(self, rows, w, group_sizes)
+    def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
+        return dequantized_dot(self, factors)
 
-    def grouped_dot_fp8_weights(
-        self, num_redundant: int, rows: Columns, others: Columns, group_sizes: jax.Array
-    ) -> Any:
-        return dequantized_dot_weights(self, num_redundant, rows, others, group_sizes)
+    def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
+        return dequantized_dot_weights(self, factors)
 
-    def quantize(self, x: jax.Array, block: tuple[int, int], round_scale: bool) -> QuantizedArray:
-        return quantize_blocks(x, block, round_scale, FLOOR)
+    def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
+        return quantize_blocks(x, block, self.options.round_scale, FLOOR)
 
-    def quantize_rows(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
-    ) -> QuantizedArray:
-        return quantize_blocks(x, (1, BLOCK), round_scale, floor)
+    def quantize_rows(self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR) -> QuantizedArray:
+        return quantize_blocks(x, (1, BLOCK), self.options.round_scale, floor)
 
-    def quantize_columns(
-        self, x: jax.Array | QuantizedArray, group_sizes: jax.Array, round_scale: bool
-    ) -> Columns:
+    def quantize_columns(self, x: jax.Array | QuantizedArray, group_sizes: jax.Array) -> Columns:
         wide = dequantize_fp8(x, jnp.float32) if isinstance(x, QuantizedArray) else x
-        return _columns(wide, group_sizes, round_scale, FLOOR)
+        return _columns(wide, group_sizes, self.options.round_scale, FLOOR)
 
     def quantize_both(
-        self, x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float = FLOOR
+        self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR
     ) -> tuple[QuantizedArray, Columns]:
-        rows = self.quantize_rows(x, group_sizes, round_scale, floor)
-        return rows, _columns(x, group_sizes, round_scale, floor)
+        rows = self.quantize_rows(x, group_sizes, floor)
+        return rows, _columns(x, group_sizes, self.options.round_scale, floor)
 
     def quantize_matrices(
-        self, w: jax.Array, round_scale: bool, kept: bool, transposed: bool
+        self, w: jax.Array, kept: bool, transposed: bool
     ) -> tuple[QuantizedArray, QuantizedArray]:
-        q = quantize_blocks(w, (BLOCK, BLOCK), round_scale, FLOOR)
+        q = quantize_blocks(w, (BLOCK, BLOCK), self.options.round_scale, FLOOR)
         return q, QuantizedArray(q.values.swapaxes(1, 2), q.scales.swapaxes(1, 2))
 
-    def activate_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        group_sizes: jax.Array,
-        round_scale: bool,
-    ) -> QuantizedArray:
-        return self.quantize_rows(activate(activation, z, row_weights), group_sizes, round_scale)
+    def activate_fp8(self, gated: Gated) -> QuantizedArray:
+        return self.quantize_rows(activate(gated), gated.group_sizes)
 
-    def activation_gradients_fp8(
-        self,
-        activation: Activation,
-        z: jax.Array,
-        row_weights: jax.Array | None,
-        d_hidden: jax.Array,
-        group_sizes: jax.Array,
-        round_scale: bool,
-        needs_wide_d_z: bool,
-    ) -> Gradients:
-        return quantized_gradients(self, activation, z, row_weights, d_hidden, group_sizes, round_scale)
+    def activation_gradients_fp8(self, gated: Gated, d_hidden: jax.Array) -> Gradients:
+        return quantized_gradients(self, gated, d_hidden)
 
 
-def _grouped_dot(
-    product: Product,
-    precision: jax.lax.Precision,
-    rows: jax.Array,
-    others: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array | None = None,
-) -> jax.Array:
-    """Computes a product of rows that are stored group by group, from `first_row` (0 if None) on.
-
-    Rows before and after the groups do not matter. Sizes may be any numbers (counts.py).
-    """
-    is_transposed = product is Product.ROWS_TRANSPOSED
-    if current_platform() == "tpu" and product is not Product.WEIGHTS:
+def _grouped_dot(factors: Factors[jax.Array, Matrices], precision: jax.lax.Precision) -> jax.Array:
+    """Computes a product. Rows before and after the groups do not matter."""
+    rows, others = factors.rows, jnp.asarray(factors.others)
+    group_sizes, first_row = factors.group_sizes, factors.first_row
+    is_transposed = factors.kind is Product.ROWS_TRANSPOSED
+    if current_platform() == "tpu" and factors.kind is not Product.WEIGHTS:
         matrices = others.swapaxes(1, 2) if is_transposed else others
         ends = group_ends(group_sizes, rows.shape[0], first_row)
         begins = group_begins(ends, rows.shape[0], first_row)
@@ -141,7 +104,7 @@ def _grouped_dot(
         return jax.lax.ragged_dot(rows, matrices, group_sizes, precision=precision)
     if first_row is None:
         first_row = jnp.zeros((), jnp.int32)
-    if product is Product.WEIGHTS:
+    if factors.kind is Product.WEIGHTS:
         return _times_rows(precision, rows, others, group_sizes, first_row)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
     # that takes long, and a single matrix that is not finite would spoil all rows.

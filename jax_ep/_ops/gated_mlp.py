@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep._experts.activations import ACTIVATIONS, Activation, weighted
+from jax_ep._experts.activations import ACTIVATIONS, Activation, Gated, weighted
 from jax_ep._experts.choice import choose_engine
-from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.engine import Engine, Options
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
     Fp8,
@@ -21,11 +21,12 @@ from jax_ep._experts.gated import (
     cotangent_of,
     once_differentiable,
     sharded_like,
+    wide_of,
     without_carrier,
     without_gradient_of_values,
     without_values,
 )
-from jax_ep._experts.products import PrecisionName, precision_of, product
+from jax_ep._experts.products import PrecisionName, precision_of, times_rows
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
@@ -34,7 +35,7 @@ from jax_ep._rows.counts import group_ends, sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.quantize import KERNEL_DTYPES
-from jax_ep._rows.weights import num_redundant_of
+from jax_ep._rows.weights import as_array, num_redundant_of
 
 _CHECK = OpArguments("gated_mlp")
 
@@ -116,7 +117,8 @@ def gated_mlp(
       TypeError: dtypes do not fit each other, activation does not take and return such arrays, or a second
         derivative in FP8 was asked for.
     """
-    engine = choose_engine(implementation, _CHECK.most_sms(num_sms) or 0)
+    options = Options(num_sms=_CHECK.most_sms(num_sms) or 0, round_scale=bool(round_scale))
+    engine = choose_engine(implementation, options)
     if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
         raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
     if save not in ("preactivation", "inputs"):
@@ -128,16 +130,19 @@ def gated_mlp(
     if quantize is None:
         products: Products = Wide(engine.with_precision(found))
     else:
-        products = Fp8(engine, bool(round_scale), quantize == "fp8_all")
-    half = jax.ShapeDtypeStruct((given.rows.shape[0], _wide(given.w_down).shape[1]), sum_dtype(given.dtype()))
-    options = _Options(_activation(activation, half), engine, products, save == "preactivation", quantize)
+        products = Fp8(engine, quantize == "fp8_all")
+    half_shape = given.rows.shape[0], wide_of(given.w_down).shape[1]
+    half = jax.ShapeDtypeStruct(half_shape, sum_dtype(given.dtype()))
+    call = _Call(_activation(activation, half), engine, products, save == "preactivation", quantize)
     with jax.named_scope("jax_ep.gated_mlp"):
-        out = _gated_mlp(options, as_bits(vary_alike(given)))
+        out = _gated_mlp(call, as_bits(vary_alike(given)))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Call:
+    """The static part of a call."""
+
     activation: Activation
     engine: Engine
     products: Products
@@ -164,21 +169,21 @@ class _Given:
 
 
 @custom_vjp(0)
-def _gated_mlp(options: _Options, given: _Given) -> jax.Array:
+def _gated_mlp(call: _Call, given: _Given) -> jax.Array:
     given = _merged(from_bits(given))
-    return _from_preactivation(options, given, _preactivation(options, given, given.rows))
+    return _from_preactivation(call, given, _preactivation(call, given, given.rows))
 
 
-def _preactivation(options: _Options, given: _Given, rows: Any) -> jax.Array:
-    z = options.products.times(rows, given.w_up, given.group_sizes)
+def _preactivation(call: _Call, given: _Given, rows: Any) -> jax.Array:
+    z = call.products.times(rows, given.w_up, given.group_sizes)
     if given.b_up is None:
         return z
     return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, given.group_sizes, z)).astype(z.dtype)
 
 
-def _from_preactivation(options: _Options, given: _Given, z: jax.Array) -> jax.Array:
-    products, sizes = options.products, given.group_sizes
-    hidden = products.activate(options.activation, z, given.row_weights, sizes)
+def _from_preactivation(call: _Call, given: _Given, z: jax.Array) -> jax.Array:
+    products, sizes = call.products, given.group_sizes
+    hidden = products.activate(Gated(z, given.row_weights, sizes, call.activation))
     out = products.times(hidden, given.w_down, sizes)
     if given.b_down is not None:
         out = out.astype(sum_dtype(z.dtype)) + weighted(_per_row(given.b_down, sizes, z), given.row_weights)
@@ -192,60 +197,57 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
 
 
-def _gated_mlp_fwd(options: _Options, given: _Given) -> Any:
-    return _once_in_fp8(options, _forward, given)
+def _gated_mlp_fwd(call: _Call, given: _Given) -> Any:
+    return _once_in_fp8(call, _forward, given)
 
 
-def _once_in_fp8(options: _Options, function: Callable[..., Any], *operands: Any) -> Any:
-    """Returns function(options, *operands), half of a first derivative, which in FP8 has no derivative."""
-    if options.quantize is None:
-        return function(options, *operands)
-    error = _ONE_GRADIENT.format(options.quantize)
-    return once_differentiable(error, functools.partial(function, options), *operands)
+def _once_in_fp8(call: _Call, function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns function(call, *operands), half of a first derivative, which in FP8 has no derivative."""
+    if call.quantize is None:
+        return function(call, *operands)
+    error = _ONE_GRADIENT.format(call.quantize)
+    return once_differentiable(error, functools.partial(function, call), *operands)
 
 
-def _forward(options: _Options, given: _Given) -> Any:
-    if not options.saves_preactivation:
+def _forward(call: _Call, given: _Given) -> Any:
+    if not call.saves_preactivation:
         rows = without_carrier(given.rows)
-        return _gated_mlp(options, given), (dataclasses.replace(given, rows=rows), None, None)
+        return _gated_mlp(call, given), (dataclasses.replace(given, rows=rows), None, None)
     given = from_bits(given)
     merged = _merged(given)  # what is saved is what came, so that a scan does not store it again
-    rows, saved_rows = options.products.prepare(given.rows, given.group_sizes)
-    z = _preactivation(options, merged, rows)
-    out = _from_preactivation(options, merged, z)
+    rows, saved_rows = call.products.prepare(given.rows, given.group_sizes)
+    z = _preactivation(call, merged, rows)
+    out = _from_preactivation(call, merged, z)
     given = dataclasses.replace(given, rows=without_values(given.rows))
     return out, as_bits((given, saved_rows, z))
 
 
-def _gated_mlp_bwd(options: _Options, saved: Any, d_out: jax.Array) -> tuple[_Given]:
-    return _once_in_fp8(options, _backward, saved, d_out)
+def _gated_mlp_bwd(call: _Call, saved: Any, d_out: jax.Array) -> tuple[_Given]:
+    return _once_in_fp8(call, _backward, saved, d_out)
 
 
-def _backward(
-    options: _Options, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array
-) -> tuple[_Given]:
+def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array) -> tuple[_Given]:
     given, saved_rows, z = from_bits(saved)
-    products, sizes = options.products, given.group_sizes
+    products, sizes = call.products, given.group_sizes
     if z is None:
         # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
         given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, saved_rows = products.prepare(given.rows, sizes)
-        z = _preactivation(options, _merged(given), rows)
+        z = _preactivation(call, _merged(given), rows)
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
-    found = products.gradients(
-        options.activation, z, given.row_weights, d_hidden, sizes, needs_wide_d_z=given.b_up is not None
-    )
+    gated = Gated(z, given.row_weights, sizes, call.activation, needs_wide_d_z=given.b_up is not None)
+    found = products.gradients(gated, d_hidden)
     d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
     d_rows = products.times_transposed(found.d_z, _merged(given).w_up, sizes)
     d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
     d_row_weights: Any = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
-        d_b_up = _sum_of_groups(options.engine, found.d_z_wide, sizes).astype(given.b_up.dtype)
+        d_b_up = _sum_of_groups(call.engine, found.d_z_wide, sizes).astype(given.b_up.dtype)
         d_b_up = _split_like(given.b_up, d_b_up, 1)
     if given.b_down is not None:
-        d_b_down = _sum_of_groups(options.engine, weighted(d_out, given.row_weights), sizes)
+        d_b_down = _sum_of_groups(call.engine, weighted(d_out, given.row_weights), sizes)
         d_b_down = d_b_down.astype(given.b_down.dtype)
         if given.row_weights is not None:
             bias = _per_row(given.b_down, sizes, z)
@@ -253,7 +255,7 @@ def _backward(
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
     gradients = _Given(
         rows=cotangent_of(given.rows, sharded_like(saved_rows, d_rows)),
-        w_up=cotangent_of(given.w_up, _split_like(_wide(given.w_up), d_w_up, 2)),
+        w_up=cotangent_of(given.w_up, _split_like(wide_of(given.w_up), d_w_up, 2)),
         w_down=cotangent_of(given.w_down, d_w_down),
         group_sizes=None,
         b_up=d_b_up,
@@ -273,15 +275,16 @@ def _sum_of_groups(engine: Engine, rows: Any, sizes: jax.Array) -> jax.Array:
     """
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
     exact = engine.with_precision(jax.lax.Precision.HIGHEST)
-    return product(Product.WEIGHTS, exact, 0, ones, rows, sizes)[:, 0]
+    return as_array(times_rows(exact, ones, rows, sizes, 0))[:, 0]
 
 
-def _activation(activation: Any, half: jax.ShapeDtypeStruct) -> Activation:
-    if callable(activation):
+def _activation(activation: str | Activation, half: jax.ShapeDtypeStruct) -> Activation:
+    if isinstance(activation, str):
+        if activation in ACTIVATIONS:
+            return ACTIVATIONS[activation]
+    elif callable(activation):
         _check_activation(activation, half)
         return activation
-    if isinstance(activation, str) and activation in ACTIVATIONS:
-        return ACTIVATIONS[activation]
     raise ValueError(
         f"gated_mlp: activation must be one of {sorted(ACTIVATIONS)}, or a function of gate and up, got "
         f"{activation!r}"
@@ -342,7 +345,7 @@ def _check(
             matrices.append(QuantizedWeights(w.w, *fixed))
         else:
             matrices.append(_CHECK.matrices(name, w))
-    wide = [_wide(w) for w in matrices]
+    wide = [wide_of(w) for w in matrices]
     numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
     dtypes = {w.dtype for w in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
@@ -370,13 +373,8 @@ def _check(
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 
-def _wide(w: Any) -> Any:
-    """Returns matrices that are not quantized."""
-    return w.w if isinstance(w, QuantizedWeights) else w
-
-
 def _num_redundant(w: Any) -> int:
-    return num_redundant_of(_wide(w))
+    return num_redundant_of(wide_of(w))
 
 
 def _merged(given: _Given) -> _Given:
@@ -386,7 +384,7 @@ def _merged(given: _Given) -> _Given:
         return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
 
     w, b_up = given.w_up, given.b_up
-    if _wide(w).ndim == 4:
+    if wide_of(w).ndim == 4:
         if isinstance(w, QuantizedWeights):
             w = QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
         else:

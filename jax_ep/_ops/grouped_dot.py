@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._experts.choice import choose_engine
-from jax_ep._experts.engine import Engine, Product
+from jax_ep._experts.engine import Engine, Factors, Options
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
     Fp8,
@@ -27,7 +27,7 @@ from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
-from jax_ep._rows.weights import PhysicalWeights, num_redundant_of
+from jax_ep._rows.weights import PhysicalWeights, as_array, num_redundant_of
 from jax_ep._transport import debug
 
 _CHECK = OpArguments("grouped_dot")
@@ -95,7 +95,7 @@ def grouped_dot(
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
-    engine = choose_engine(implementation, _CHECK.most_sms(num_sms) or 0)
+    engine = choose_engine(implementation, Options(num_sms=_CHECK.most_sms(num_sms) or 0))
     precision_of(_CHECK, precision, jnp.float32)
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
@@ -118,10 +118,10 @@ def grouped_dot(
             nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
-        operands = vary_alike([rows.values, w.values, rows.scales, w.scales, group_sizes])
-        values, matrices, scales, matrix_scales, sizes = jax.lax.stop_gradient(operands)
-        quantized = QuantizedArray(values, scales), QuantizedArray(matrices, matrix_scales)
-        return without_gradient(_NO_GRADIENT, operands, fp8_product(engine, *quantized, sizes))
+        operands = QuantizedArray(rows.values, rows.scales), QuantizedArray(w.values, w.scales)
+        factors = vary_alike(Factors(*operands, group_sizes))
+        out = fp8_product(engine, jax.lax.stop_gradient(factors))
+        return without_gradient(_NO_GRADIENT, factors, out)
     rows, w = (
         _CHECK.array("rows", rows),
         _CHECK.matrices("w", w),
@@ -138,10 +138,10 @@ def grouped_dot(
     engine = engine.with_precision(precision_of(_CHECK, precision, rows.dtype))
     if group_offset is None:
         group_sizes = _check_shapes(rows, w, group_sizes)
-        return product(Product.ROWS, engine, 0, *vary_alike([rows, w, group_sizes]))
+        return as_array(product(engine, vary_alike(Factors(rows, w, group_sizes))))
     window, first_row = _window(w.shape[0], group_sizes, group_offset)
     window = _check_shapes(rows, w, window)
-    return product(Product.ROWS, engine, 0, *vary_alike([rows, w, window, first_row]))
+    return as_array(product(engine, vary_alike(Factors(rows, w, window, first_row))))
 
 
 def _window(
@@ -260,4 +260,4 @@ _times_quantized.defvjp(_times_quantized_fwd, _times_quantized_bwd)
 
 
 def _fp8(engine: Engine) -> Fp8:
-    return Fp8(engine, rounds=False, weight_gradients=False)
+    return Fp8(engine, weight_gradients=False)

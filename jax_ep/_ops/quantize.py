@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep._checks import Arguments, integer
 from jax_ep._experts.choice import choose_engine
-from jax_ep._experts.engine import quantize_physical
+from jax_ep._experts.engine import Options, quantize_physical
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
@@ -44,7 +44,7 @@ def quantize_fp8(
       ValueError: x has too few dimensions, or the blocks do not divide them.
       TypeError: x is not floating of 16 bits or more, or a gradient was asked for.
     """
-    engine = choose_engine(implementation)
+    engine = choose_engine(implementation, Options(round_scale=bool(round_scale)))
     check = Arguments("quantize_fp8")
     x = check.array("x", x)
     rows, columns = _pair(block)
@@ -61,7 +61,7 @@ def quantize_fp8(
             f"quantize_fp8: a block of {rows} x {columns} elements must divide the last dimensions of x, got "
             f"{_checks.shape_text(x)}; pad x with zeros, or choose another block"
         )
-    return engine.quantize(x, (rows, columns), bool(round_scale))
+    return engine.quantize(x, (rows, columns))
 
 
 def quantize_weights(
@@ -83,7 +83,7 @@ def quantize_weights(
       ValueError: 128 x 128 blocks do not divide the matrices.
       TypeError: w is not floating, or has 64 bits.
     """
-    engine = choose_engine(implementation)
+    engine = choose_engine(implementation, Options(round_scale=bool(round_scale)))
     check = OpArguments("quantize_weights")
     w = check.matrices("w", w)
     if w.dtype not in KERNEL_DTYPES:
@@ -98,10 +98,10 @@ def quantize_weights(
         )
     fixed = jax.lax.stop_gradient(w)
     if not is_gated:
-        kept, transposed = quantize_physical(engine, fixed, bool(round_scale))
+        kept, transposed = quantize_physical(engine, fixed)
         return QuantizedWeights(w, transposed, kept)
     merged = jax.tree.map(lambda array: merge_dimensions(array, 2), fixed)
-    kept, transposed = quantize_physical(engine, merged, bool(round_scale))
+    kept, transposed = quantize_physical(engine, merged)
     kept = jax.tree.map(lambda array: split_dimension(array, 2, 2), kept)
     transposed = jax.tree.map(lambda array: split_dimension(array, 1, 2), transposed)
     return QuantizedWeights(w, transposed, kept)

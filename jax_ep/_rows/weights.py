@@ -48,6 +48,9 @@ class PhysicalWeights:
         raise AttributeError(f"PhysicalWeights has no attribute {name!r}, {_REMEDY}")
 
 
+Matrices = jax.Array | PhysicalWeights
+"""[L, M, N] matrices of experts."""
+
 _REMEDY = (
     "because its weights lie in two arrays; use jnp.asarray(w), which copies them, or "
     "jax.tree.map(f, w) for each of the two"
@@ -65,14 +68,20 @@ for _name in ["neg", "abs", "lt", "le", "gt", "ge", "getitem"]:
     setattr(PhysicalWeights, f"__{_name}__", _reject_operator)
 
 
-def num_redundant_of(w: jax.Array | PhysicalWeights) -> int:
+def num_redundant_of(w: Matrices) -> int:
     """Returns S, 0 for an array."""
     return w.redundant.shape[0] if isinstance(w, PhysicalWeights) else 0
 
 
-def home_of(w: jax.Array | PhysicalWeights) -> jax.Array:
+def home_of(w: Matrices) -> jax.Array:
     return w.home if isinstance(w, PhysicalWeights) else w
 
 
-def redundant_of(w: jax.Array | PhysicalWeights) -> jax.Array | None:
+def as_array(w: object) -> jax.Array:
+    """Returns what is known to be an array, with its type."""
+    assert isinstance(w, jax.Array)
+    return w
+
+
+def redundant_of(w: Matrices) -> jax.Array | None:
     return w.redundant if isinstance(w, PhysicalWeights) else None

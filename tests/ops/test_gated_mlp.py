@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._experts.choice import choose_engine
+from jax_ep._experts.engine import Factors, Options, Product
 from jax_ep._experts.products import fp8_weight_gradient
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, quantize_blocks
 
@@ -175,23 +176,20 @@ def test_fused_activations_in_fp8_agree_with_functions(activation):
 @pytest.mark.one_jax
 @pytest.mark.parametrize(("dtype", "round_scale"), [(jnp.bfloat16, True), (jnp.float32, False)])
 def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
-    engine = choose_engine(None)
+    engine = choose_engine(None, Options(round_scale=round_scale))
     rows, up, *_ = arrays(dtype)
     rows = rows.at[3, 7].set(jnp.inf).at[131, 200].set(1e-30)
     first = jnp.asarray(rows[:USED])
-    both = jax.jit(engine.quantize_both, static_argnums=(2, 3))(rows, SIZES, round_scale, 1e-30)
+    both = jax.jit(engine.quantize_both, static_argnums=2)(rows, SIZES, 1e-30)
     again = jax_ep.quantize_fp8(first)
-    columns = [
-        jax.jit(engine.quantize_columns, static_argnums=2)(x, SIZES, round_scale)
-        for x in (rows, jax_ep.quantize_fp8(rows))
-    ]
+    columns = [jax.jit(engine.quantize_columns)(x, SIZES) for x in (rows, jax_ep.quantize_fp8(rows))]
     wide = [first.astype(jnp.float32), jax_ep.dequantize_fp8(again, jnp.float32)]
     floors = [COTANGENT_FLOOR, 1e-4, 1e-4]
     quantize = jax.jit(quantize_blocks, static_argnums=(1, 2, 3))
     want = quantize(first, (1, 128), round_scale, COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
-    alone = jax.jit(engine.quantize_rows, static_argnums=2)(rows, SIZES, round_scale)
+    alone = jax.jit(engine.quantize_rows)(rows, SIZES)
     want = quantize(first, (1, 128), round_scale, 1e-4)
     assert same_bits(alone.values[:USED], want.values)
     assert same_bits(alone.scales[:USED], want.scales)
@@ -221,10 +219,12 @@ def test_weight_gradients_of_fp8(sizes):
     """Against the float64 product of the same FP8 numbers."""
     sizes = np.asarray(sizes, np.int32)
     left, right = floats((C, H), jnp.bfloat16), floats((C, 384), jnp.bfloat16, seed=2)
-    convert = jax.jit(choose_engine(None).quantize_columns, static_argnums=2)
-    columns = [convert(jnp.asarray(x), sizes, False) for x in (left, right)]
-    multiply = jax.jit(fp8_weight_gradient, static_argnums=(0, 1))
-    got, again = (multiply(choose_engine(None, num_sms), 0, *columns, sizes) for num_sms in (0, 64))
+    engines = [choose_engine(None, Options(num_sms=num_sms)) for num_sms in (0, 64)]
+    convert = jax.jit(engines[0].quantize_columns)
+    columns = [convert(jnp.asarray(x), sizes) for x in (left, right)]
+    factors = Factors(*columns, jnp.asarray(sizes), kind=Product.WEIGHTS)
+    multiply = jax.jit(fp8_weight_gradient, static_argnums=0)
+    got, again = (multiply(engine, factors) for engine in engines)
     assert same_bits(got, again)
     wide = [np.asarray(one.dequantized(), np.float64) for one in columns]
     ends = np.cumsum(-(-sizes // 128) * 128)
