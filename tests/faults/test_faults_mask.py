@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import assert_close, floats, same_bits
+from cases import assert_close, dequantize, floats, quantize, same_bits
 from devices import make_mesh
 from jax.sharding import PartitionSpec as P
 from test_faults_cpu import sleep
@@ -81,8 +81,8 @@ class Program:
     def require(self, out, in_dispatch, in_combine):
         """Right rows and sums of each rank, where it met those ranks that `in_...` [R, R] say."""
         rows, after_dispatch, sums, after_combine, _, _, num_dropped = out
-        packed = None if self.quantize is None else jax_ep.quantize_fp8(self.x)
-        x = self.x if packed is None else np.asarray(jax_ep.dequantize_fp8(packed, self.x.dtype))
+        packed = None if self.quantize is None else quantize(self.x)
+        x = self.x if packed is None else np.asarray(dequantize(packed, dtype=self.x.dtype))
         np.testing.assert_array_equal(after_dispatch, in_dispatch)
         np.testing.assert_array_equal(after_combine, in_combine)
         for rank in range(R):

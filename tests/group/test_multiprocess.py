@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+from devices import flags_of_processes
 from processes import GPUS, run_all, shares
 
 from jax_ep.command.options import free_address
@@ -27,7 +28,7 @@ def run_processes(count, arguments, may_die=(), own=None, **more):
     address = free_address()
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+        "XLA_FLAGS": flags_of_processes(xla_force_host_platform_device_count=8 // count),
         "NPROC": "16",
         **more,
     }
@@ -118,7 +119,9 @@ def test_the_others_hear_of_a_host_that_dies(task, count):
     worker = str(SUPPORT / "host_fault_worker.py")
     arguments = lambda address, process: [worker, task, address, str(count), str(process)]
     # What stands still says nothing: how long XLA waits for it is an option of XLA's.
-    flags = f"--xla_force_host_platform_device_count={8 // count} --xla_cpu_collective_timeout_seconds=4"
+    flags = flags_of_processes(
+        xla_force_host_platform_device_count=8 // count, xla_cpu_collective_timeout_seconds=4
+    )
     outputs = run_processes(count, arguments, {count - 1}, XLA_FLAGS=flags)
     for output in outputs[:-1]:
         seconds, done, _ = re.search(r"after ([\d.]+) s and (\d+) ops: (.*)", output).groups()

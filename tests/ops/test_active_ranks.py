@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import assert_close, floats, ranks, routing, same_bits, weights_of
+from cases import assert_close, dequantize, floats, ranks, routing, same_bits, weights_of
+from cases import quantize as quantize_fp8
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -149,9 +150,9 @@ def check_dispatch(sent, want, ids, order, active, quantize):
         is_row = np.array([source is not None for source in expected.sources])
         # Empty slots of padded experts hold anything.
         told = is_row if order == "expert_padded" else slice(None)
-        packed = None if quantize is None else jax.device_get(jax_ep.quantize_fp8(rows))
+        packed = None if quantize is None else jax.device_get(quantize_fp8(rows))
         if quantize != "fp8":
-            wide = rows if packed is None else jax.device_get(jax_ep.dequantize_fp8(packed, rows.dtype))
+            wide = rows if packed is None else jax.device_get(dequantize(packed, dtype=rows.dtype))
             assert same_bits(sent.x[rank].reshape(rows.shape)[told], wide[told])
         else:
             scales = np.where(is_row[:, None], packed.scales, 0)

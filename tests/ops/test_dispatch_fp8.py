@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import count_calls, floats, ranks
+from cases import count_calls, dequantize, floats, quantize, ranks
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -221,8 +221,8 @@ def test_a_layer_of_fp8_products(implementation):
         )
 
     got = np.asarray(mapped(shard, 4)(x, ids, weights, w), np.float32)
-    rows = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(x), jnp.float32))
-    matrices = np.asarray(jax_ep.dequantize_fp8(jax_ep.quantize_fp8(w, block=(128, 128)), jnp.float32))
+    rows = np.asarray(dequantize(quantize(x), dtype=jnp.float32))
+    matrices = np.asarray(dequantize(quantize(w, block=(128, 128)), dtype=jnp.float32))
     want = np.zeros((R * T, 128))
     for t in range(R * T):
         for k in range(K):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import count_calls, floats, ranks
+from cases import count_calls, floats, quantize, ranks
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -160,7 +160,7 @@ def test_rows_of_fp8(implementation):
     x = floats((R * T, 256), seed=4)
     sent = mapped(lambda group, *a: sent_by(group, *a, quantize="fp8", implementation=implementation).x)
     got = jax.device_get(sent(x, ids, weights))
-    want = jax.device_get(jax_ep.quantize_fp8(x))
+    want = jax.device_get(quantize(x))
     values, *_ = oracle(want.values.view(np.uint8), ids, weights)
     scales, *_ = oracle(want.scales, ids, weights)
     assert_rows(got.values.view(np.uint8), values, ids)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats, ranks, routing, same_bits
+from cases import dequantize, floats, quantize, ranks, routing, same_bits
 from devices import make_mesh, most_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -34,7 +34,8 @@ def arrays(dtype):
     rows[USED:] = np.nan
     up, down = floats((L, H, 2, F), seed=2) / H**0.5, floats((L, F, H), seed=3) / F**0.5
     biases = floats((L, 2, F), seed=4) / 4, floats((L, H), seed=5) / 4
-    return *(jnp.asarray(a, dtype) for a in (rows, up, down, *biases)), floats((C,), seed=6)
+    dtype = jnp.dtype(dtype)
+    return *(jnp.asarray(a.astype(dtype)) for a in (rows, up, down, *biases)), floats((C,), seed=6)
 
 
 def reference(activation, rows, up, down, b_up, b_down, row_weights):
@@ -181,16 +182,16 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     rows = rows.at[3, 7].set(jnp.inf).at[131, 200].set(1e-30)
     first = jnp.asarray(rows[:USED])
     both = jax.jit(engine.quantize_both, static_argnums=2)(rows, SIZES, 1e-30)
-    again = jax_ep.quantize_fp8(first)
-    columns = [jax.jit(engine.quantize_columns)(x, SIZES) for x in (rows, jax_ep.quantize_fp8(rows))]
-    wide = [first.astype(jnp.float32), jax_ep.dequantize_fp8(again, jnp.float32)]
+    again = quantize(first)
+    columns = [jax.jit(engine.quantize_columns)(x, SIZES) for x in (rows, quantize(rows))]
+    wide = [first.astype(jnp.float32), dequantize(again, dtype=jnp.float32)]
     floors = [COTANGENT_FLOOR, 1e-4, 1e-4]
-    quantize = jax.jit(quantize_blocks, static_argnums=(1, 2, 3))
-    want = quantize(first, (1, 128), round_scale, COTANGENT_FLOOR)
+    in_blocks = jax.jit(quantize_blocks, static_argnums=(1, 2, 3))
+    want = in_blocks(first, (1, 128), round_scale, COTANGENT_FLOOR)
     assert same_bits(both[0].values[:USED], want.values)
     assert same_bits(both[0].scales[:USED], want.scales)
     alone = jax.jit(engine.quantize_rows)(rows, SIZES)
-    want = quantize(first, (1, 128), round_scale, 1e-4)
+    want = in_blocks(first, (1, 128), round_scale, 1e-4)
     assert same_bits(alone.values[:USED], want.values)
     assert same_bits(alone.scales[:USED], want.scales)
     ends = np.cumsum(SIZES)
@@ -198,12 +199,12 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
     for (values, scales), x, floor in zip([both[1], *columns], [wide[0], *wide], floors, strict=True):
         groups = np.split(np.asarray(x), ends[:-1])
         padded = [np.pad(g, ((0, n * 128 - len(g)), (0, 0))) for g, n in zip(groups, tiles, strict=True)]
-        q = quantize(np.concatenate(padded), (128, 1), round_scale, floor)
+        q = in_blocks(np.concatenate(padded), (128, 1), round_scale, floor)
         assert same_bits(values[:, : tiles.sum() * 128], q.values.T)
         assert same_bits(scales[: tiles.sum()], q.scales)
     up = up.reshape(L, H, 2 * F)
     w = jax.jit(functools.partial(jax_ep.quantize_weights, round_scale=round_scale))(up)
-    q = jax_ep.quantize_fp8(up, block=(128, 128), round_scale=round_scale)
+    q = quantize(up, block=(128, 128), round_scale=round_scale)
     for got, want in (
         (w.kept.values, q.values),
         (w.kept.scales, q.scales),
@@ -320,7 +321,7 @@ def test_a_policy_may_keep_fp8():
     rows, up, down, *_ = arrays(jnp.bfloat16)
     up = up.reshape(L, H, 2 * F)
     carrier = jnp.nan_to_num(rows)
-    q = jax_ep.quantize_fp8(carrier)
+    q = quantize(carrier)
 
     def layer(carrier, up, down):
         rows = jax_ep.QuantizedArray(q.values, q.scales, carrier)

@@ -27,6 +27,16 @@ C = 40
 TOLERANCE = 2e-3 if jax.default_backend() == "gpu" else 1e-6
 
 
+grouped_dot = jax.jit(jax_ep.grouped_dot)
+
+
+@jax.jit
+def with_gradients(rows, weights, sizes, cotangent):
+    """Returns the product, and its gradients in both operands."""
+    value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
+    return value, *transposed(cotangent)
+
+
 def loop(rows, weights, sizes):
     out = np.zeros((len(rows), weights.shape[2]))
     begin = 0
@@ -43,9 +53,8 @@ def test_products_and_gradients(sizes, inner, outer):
     sizes = np.array(SIZES[sizes], np.int32)
     rows, weights = floats((C, inner), seed=1), floats((4, inner, outer), seed=2)
     cotangent = floats((C, outer), seed=3)
-    value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
+    value, d_rows, d_weights = jax.device_get(with_gradients(rows, weights, sizes, cotangent))
     np.testing.assert_allclose(value, loop(rows, weights, sizes), rtol=TOLERANCE, atol=20 * TOLERANCE)
-    d_rows, d_weights = transposed(jnp.asarray(cotangent))
     want = loop(cotangent, weights.swapaxes(1, 2), sizes)
     np.testing.assert_allclose(d_rows, want, rtol=TOLERANCE, atol=20 * TOLERANCE)
     begin = 0
@@ -63,12 +72,10 @@ def test_products_and_gradients(sizes, inner, outer):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_products_of_width_0(num_rows, inner, outer, dtype):
     """Sums of nothing are zero, and results without elements are no launch of nothing."""
-    rows, weights = jnp.ones((num_rows, inner), dtype), jnp.ones((4, inner, outer), dtype)
-    sizes = jnp.full(4, num_rows // 4, jnp.int32)
-    value, transposed = jax.jit(lambda r, w: jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), r, w))(
-        rows, weights
-    )
-    d_rows, d_weights = transposed(jnp.ones_like(value))
+    dtype = jnp.dtype(dtype)
+    rows, weights = np.ones((num_rows, inner), dtype), np.ones((4, inner, outer), dtype)
+    sizes, cotangent = np.full(4, num_rows // 4, np.int32), np.ones((num_rows, outer), dtype)
+    value, d_rows, d_weights = with_gradients(rows, weights, sizes, cotangent)
     np.testing.assert_array_equal(value, np.zeros((num_rows, outer)))
     np.testing.assert_array_equal(d_rows, np.zeros((num_rows, inner)))
     np.testing.assert_array_equal(d_weights, np.zeros((4, inner, outer)))
@@ -78,8 +85,9 @@ def test_products_of_width_0(num_rows, inner, outer, dtype):
 def test_a_window_of_experts(dtype):
     """Has the bits of all experts where rows are its own; other rows are zero, and are not read."""
     sizes, C, M, N = np.array([130, 40, 0, 200, 9], np.int32), 400, 64, 24
-    rows, w = (jnp.asarray(floats(shape, seed=i), dtype) for i, shape in enumerate([(C, M), (5, M, N)]))
-    cotangent = jnp.asarray(floats((C, N), seed=3), dtype)
+    dtype = jnp.dtype(dtype)
+    rows, w = (floats(shape, dtype, seed=i) for i, shape in enumerate([(C, M), (5, M, N)]))
+    cotangent = floats((C, N), dtype, seed=3)
     expert = np.repeat(np.arange(6), [*sizes, C - sizes.sum()])
 
     @jax.jit
@@ -91,7 +99,7 @@ def test_a_window_of_experts(dtype):
     value, d_rows, d_w = run(None, rows, w, sizes)
     for offset in (0, 1, 3):
         is_row = ((expert >= offset) & (expert < offset + 2))[:, None]
-        given = jnp.where(is_row, rows, jnp.nan), w[offset : offset + 2]
+        given = np.where(is_row, rows, np.asarray(np.nan, rows.dtype)), w[offset : offset + 2]
         got = run(jnp.int32(offset), *given, sizes)
         wanted = np.where(is_row, value, 0), np.where(is_row, d_rows, 0), d_w[offset : offset + 2]
         for one, other in zip(got, wanted, strict=True):
@@ -104,13 +112,12 @@ def test_a_window_of_experts(dtype):
 def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt, dtype):
     """Expert 1 has none."""
     sizes = np.array([12, 0, 9, 7], np.int32)
-    rows, weights = (jnp.ones(shape, dtype) for shape in ((C, 16), (4, 16, 24)))
-    weights = weights.at[spoilt].set(jnp.inf)
+    rows, weights, ones = (np.ones(shape, jnp.dtype(dtype)) for shape in ((C, 16), (4, 16, 24), (C, 24)))
+    weights[spoilt] = np.inf
     of = np.append(np.repeat(np.arange(4), sizes), np.full(C - sizes.sum(), 4))
     want = np.append(np.where(np.arange(4) == spoilt, np.inf, 16), 0.0)[of]
-    got, transposed = jax.vjp(lambda rows: jax_ep.grouped_dot(rows, weights, sizes), rows)
+    got, d_rows, _ = with_gradients(rows, weights, sizes, ones)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.broadcast_to(want[:, None], (C, 24)))
-    (d_rows,) = transposed(jnp.ones_like(got))
     want = np.where(want == 16, 24, want)
     np.testing.assert_array_equal(np.asarray(d_rows, np.float32), np.broadcast_to(want[:, None], (C, 16)))
 
@@ -119,7 +126,7 @@ def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt,
 def test_sixteen_bits_are_summed_in_float32(dtype):
     sizes = np.array([300, 0, 212], np.int32)
     rows, weights = floats((600, 256)).astype(dtype), floats((3, 256, 64)).astype(dtype)
-    got = jax_ep.grouped_dot(rows, weights, sizes)
+    got = grouped_dot(rows, weights, sizes)
     assert got.dtype == dtype
     assert_close(got, loop(rows, weights, sizes), terms=256)
 
@@ -130,8 +137,7 @@ def test_where_numbers_have_64_bits(dtype):
     sizes = np.array([5, 0, 7], np.int32)
     with jax.enable_x64(True):
         rows, weights = floats((15, 8)).astype(dtype), floats((3, 8, 4)).astype(dtype)
-        value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
-        gradients = transposed(jnp.ones_like(value))
+        value, *gradients = with_gradients(rows, weights, sizes, np.ones((15, 4), dtype))
     assert [a.dtype for a in (value, *gradients)] == [dtype] * 3
     tolerance = TOLERANCE if dtype == np.float32 else 1e-13  # sums of eight products
     np.testing.assert_allclose(value, loop(rows, weights, sizes), rtol=tolerance, atol=20 * tolerance)
@@ -142,12 +148,13 @@ def test_rows_past_the_groups_do_not_matter():
     sizes = np.array([130, 0, 7, 129], np.int32)
     rows, weights = floats((500, 24)), floats((4, 24, 40))
     rows[266:] = 1e30
-    value, transposed = jax.vjp(lambda r, w: jax_ep.grouped_dot(r, w, sizes), rows, weights)
+    cotangent = np.ones((500, 40), np.float32)
+    cotangent[266:] = 1e30
+    value, d_rows, d_weights = with_gradients(rows, weights, sizes, cotangent)
     np.testing.assert_allclose(value, loop(rows, weights, sizes), rtol=TOLERANCE, atol=50 * TOLERANCE)
-    ones = jnp.ones_like(value)
-    d_rows, d_weights = transposed(ones.at[266:].set(1e30))
     assert not np.asarray(d_rows)[266:].any()
-    want_rows, want_weights = transposed(ones.at[266:].set(0))
+    cotangent[266:] = 0
+    _, want_rows, want_weights = with_gradients(rows, weights, sizes, cotangent)
     np.testing.assert_array_equal(d_rows, want_rows)
     np.testing.assert_array_equal(d_weights, want_weights)
     assert np.asarray(want_weights).any()
@@ -226,17 +233,18 @@ def assert_same(got, want):
 
 def test_vmap_twice_and_along_other_axes():
     (rows, weights, sizes), axes = batch(())
-    want = one_by_one(jax_ep.grouped_dot, (rows, weights, sizes), axes)
-    twice = jax.vmap(jax.vmap(jax_ep.grouped_dot), in_axes=(None, 0, None))
+    want = one_by_one(grouped_dot, (rows, weights, sizes), axes)
+    twice = jax.jit(jax.vmap(jax.vmap(jax_ep.grouped_dot), in_axes=(None, 0, None)))
     got = twice(rows, np.stack([weights, 2 * weights]), sizes)
     assert_same(got, np.stack([want, 2 * want]))
-    along = jax.vmap(jax_ep.grouped_dot, in_axes=(1, 3, 0), out_axes=2)
+    along = jax.jit(jax.vmap(jax_ep.grouped_dot, in_axes=(1, 3, 0), out_axes=2))
     assert_same(along(rows.swapaxes(0, 1), np.moveaxis(weights, 0, 3), sizes), np.moveaxis(want, 0, 2))
 
 
 def test_jacobian():
     (rows, weights, sizes), _ = batch(("rows", "weights", "sizes"))
-    of_rows, of_weights = jax.jacrev(jax_ep.grouped_dot, argnums=(0, 1))(rows, weights, sizes)
+    jacobian = jax.jit(jax.jacrev(jax_ep.grouped_dot, argnums=(0, 1)))
+    of_rows, of_weights = jacobian(rows, weights, sizes)
     groups = np.repeat([0, 2], [3, 9])
     want_rows, want_weights = np.zeros(of_rows.shape), np.zeros(of_weights.shape)
     for row, group in enumerate(groups):

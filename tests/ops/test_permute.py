@@ -12,6 +12,19 @@ import jax_ep
 
 pytestmark = pytest.mark.moves_rows
 
+# Compiled as a whole: op by op, each primitive would be a program of its own.
+permute = jax.jit(
+    jax_ep.permute, static_argnames=("num_local_experts", "expert_alignment", "capacity", "implementation")
+)
+unpermute = jax.jit(jax_ep.unpermute, static_argnames=("out_dtype", "implementation"))
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation"))
+def gradients(y, row_map, weights, cotangent, **options):
+    """Returns the gradients of unpermute in y and in the weights."""
+    sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, **options)
+    return jax.vjp(sums, y, weights)[1](cotangent)
+
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -20,7 +33,7 @@ def test_permute_equals_the_oracle(kind, capacity, alignment, implementation):
     rows, k, experts = 20, 3, 6
     ids = routing(kind, 1, rows, k, experts)[0]
     x, weights = tagged_rows(1, rows, 5, BF16)[0], floats((rows, k))
-    got = jax_ep.permute(
+    got = permute(
         x,
         ids,
         num_local_experts=experts,
@@ -46,7 +59,7 @@ def test_permute_moves_any_payload(dtype, implementation):
         "a": (np.arange(9 * 3).reshape(9, 3) % 7).astype(np.float32).astype(dtype),
         "b": tagged_rows(1, 9, 2, np.int32)[0],
     }
-    got = jax_ep.permute(x, ids, num_local_experts=4, implementation=implementation)
+    got = permute(x, ids, num_local_experts=4, implementation=implementation)
     want = oracle.dispatch(x["b"][None], ids[None], None, 4, "expert")[0]
     assert same_bits(got.x["b"], want.x)
     a = np.where(
@@ -61,7 +74,7 @@ def test_permute_moves_any_payload(dtype, implementation):
 def test_permute_moves_wide_rows(width):
     ids = routing("sprinkled", 1, 70, 3, 16)[0]
     x = tagged_rows(1, 70, width, BF16)
-    got = jax_ep.permute(x[0], ids, num_local_experts=16, expert_alignment=8)
+    got = permute(x[0], ids, num_local_experts=16, expert_alignment=8)
     assert same_bits(got.x, oracle.dispatch(x, ids[None], None, 16, "expert", alignment=8)[0].x)
 
 
@@ -82,7 +95,7 @@ def test_unpermute_equals_the_oracle(weighted, biased, dtype, out_dtype, impleme
         np.where(row_map >= 0, floats((rows, k), seed=3), np.nan).astype(np.float32) if weighted else None
     )
     bias = floats((experts, 7), dtype, seed=4) if biased else None
-    got = jax_ep.unpermute(
+    got = unpermute(
         y,
         row_map,
         topk_weights=weights,
@@ -99,7 +112,7 @@ def test_unpermute_equals_the_oracle(weighted, biased, dtype, out_dtype, impleme
 def test_unpermute_to_float8_rounds_once(implementation):
     row_map = np.array([[0, 1], [2, -1]], np.int32)
     y = floats((3, 4))
-    got = jax_ep.unpermute(y, row_map, out_dtype=FP8, implementation=implementation)
+    got = unpermute(y, row_map, out_dtype=FP8, implementation=implementation)
     np.testing.assert_array_equal(
         np.asarray(got, np.float32), oracle.unpermute(y, row_map).astype(FP8).astype(np.float32)
     )
@@ -152,7 +165,7 @@ def test_gradients_equal_jax_of_the_reference(biased, capacity):
         )
         return jnp.sum(y**2) + jnp.sum(p.row_weights**3)
 
-    want = jax.grad(plain, argnums=(0, 1, 2))(x, weights, bias)
+    want = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(x, weights, bias)
     for implementation in ("ffi", "xla"):
         got = jax.jit(jax.grad(ours, argnums=(0, 1, 2)), static_argnums=3)(x, weights, bias, implementation)
         for a, b in zip(got, want, strict=True):
@@ -161,10 +174,9 @@ def test_gradients_equal_jax_of_the_reference(biased, capacity):
 
 def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
     row_map = np.array([[0, -1], [2, -1]], np.int32)
-    y = jnp.array([[1.0], [jnp.nan], [3.0], [jnp.nan]])
-    weights = jnp.array([[2.0, jnp.nan], [3.0, jnp.nan]])
-    f = lambda y, w: jnp.sum(jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation))
-    d_y, d_w = jax.grad(f, argnums=(0, 1))(y, weights)
+    y = np.array([[1.0], [np.nan], [3.0], [np.nan]], np.float32)
+    weights = np.array([[2.0, np.nan], [3.0, np.nan]], np.float32)
+    d_y, d_w = gradients(y, row_map, weights, np.ones((2, 1), np.float32), implementation=implementation)
     np.testing.assert_array_equal(d_y, [[2.0], [0.0], [3.0], [0.0]])
     np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
 
@@ -185,11 +197,9 @@ def test_the_gradient_of_unpermute_equals_the_oracle(dtype, out_dtype, width, k,
     y, weights = floats((capacity, width), dtype), floats((rows, k), seed=3)
     y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
     weights[(row_map < 0) | (row_map >= capacity)] = np.nan
-    sums = lambda y, w: jax_ep.unpermute(
-        y, row_map, topk_weights=w, out_dtype=out_dtype, implementation=implementation
-    )
     cotangent = floats((rows, width), out_dtype or dtype, seed=5)
-    d_y, d_weights = jax.vjp(sums, jnp.asarray(y), jnp.asarray(weights))[1](jnp.asarray(cotangent))
+    options = {"out_dtype": out_dtype, "implementation": implementation}
+    d_y, d_weights = gradients(y, row_map, weights, cotangent, **options)
     want, dots = np.zeros((capacity, width), np.float32), np.zeros((rows, k), np.float32)
     for c, choice in choices:
         row = row_map[c, choice]
@@ -205,8 +215,7 @@ def test_the_gradient_of_unpermute_of_float64(width, implementation):
     row_map, weights = np.array([[2, 0], [-1, 3]], np.int32), floats((2, 2))
     with jax.enable_x64(True):
         y, cotangent = (np.random.default_rng(seed).normal(size=(n, width)) for seed, n in ((0, 4), (1, 2)))
-        sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, implementation=implementation)
-        d_y, d_weights = jax.vjp(sums, jnp.asarray(y), jnp.asarray(weights))[1](jnp.asarray(cotangent))
+        d_y, d_weights = gradients(y, row_map, weights, cotangent, implementation=implementation)
         of = lambda c, k: weights.astype(np.float64)[c, k] * cotangent[c]
         want = [of(0, 1), np.zeros(width), of(0, 0), of(1, 1)]
         np.testing.assert_allclose(d_y, want, rtol=1e-15)
@@ -254,7 +263,7 @@ def test_a_bias_that_is_not_finite_stays_with_its_expert(value, implementation):
     bias[1:] = value
     extra = {"bias": bias, "topk_idx": ids, "implementation": implementation}
     f = lambda w: jnp.sum(jax_ep.unpermute(y, row_map, topk_weights=w, **extra))
-    d_w = jax.grad(f)(np.array([[1], [1], [np.nan]], np.float32))
+    d_w = jax.jit(jax.grad(f))(np.array([[1], [1], [np.nan]], np.float32))
     np.testing.assert_array_equal(d_w, [[4], [2 + 2 * value], [0]])
 
 
@@ -262,8 +271,8 @@ def test_the_gradient_of_a_bias_reads_no_cotangent_of_a_sum_without_rows(impleme
     ids, row_map = np.array([[0], [1], [-1]], np.int32), np.array([[0], [1], [-1]], np.int32)
     extra = {"topk_idx": ids, "implementation": implementation}
     f = lambda bias: jax_ep.unpermute(np.ones((2, 2), np.float32), row_map, bias=bias, **extra)
-    _, pull = jax.vjp(f, jnp.zeros((3, 2)))
-    (d_bias,) = pull(jnp.array([[1.0, 2], [3, 4], [np.nan, np.inf]]))
+    cotangent = np.array([[1.0, 2], [3, 4], [np.nan, np.inf]], np.float32)
+    (d_bias,) = jax.jit(lambda bias, d: jax.vjp(f, bias)[1](d))(np.zeros((3, 2), np.float32), cotangent)
     np.testing.assert_array_equal(d_bias, [[1, 2], [3, 4], [0, 0]])
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats, same_bits
+from cases import floats, quantize, same_bits
 
 import jax_ep
 
@@ -84,13 +84,14 @@ def test_quantized_arrays_and_a_batch():
     """Matrices in FP8, and `jax.vmap` over the rows alone, and over the weights, too."""
     rows, w = floats((ROWS, H)), floats((L + S, H, F), seed=1)
     apart = jax_ep.PhysicalWeights(jnp.asarray(w[:L]), jnp.asarray(w[L:]))
-    quantize = functools.partial(jax_ep.quantize_fp8, block=(128, 128))
-    q = jax.tree.map(jax_ep.PhysicalWeights, quantize(apart.home), quantize(apart.redundant))
-    x = jax_ep.quantize_fp8(rows)
+    in_blocks = functools.partial(quantize, block=(128, 128))
+    q = jax.tree.map(jax_ep.PhysicalWeights, in_blocks(apart.home), in_blocks(apart.redundant))
+    x = quantize(rows)
     dot = jax.jit(lambda rows, w: jax_ep.grouped_dot(rows, w, SIZES))
-    assert same_bits(dot(x, q), dot(x, quantize(w)))
-    two = jnp.stack([rows, rows[::-1]])
+    assert same_bits(dot(x, q), dot(x, in_blocks(w)))
+    two = np.stack([rows, rows[::-1]])
     want = np.stack([dot(rows, w), dot(rows[::-1], w)])
-    assert same_bits(jax.vmap(dot, (0, None))(two, apart), want)
-    assert same_bits(jax.vmap(dot)(two, jax.tree.map(lambda a: jnp.stack([a, a]), apart)), want)
+    assert same_bits(jax.jit(jax.vmap(dot, (0, None)))(two, apart), want)
+    twice = jax.tree.map(lambda a: np.stack([a, a]), apart)
+    assert same_bits(jax.jit(jax.vmap(dot))(two, twice), want)
     np.testing.assert_array_equal(jnp.asarray(apart), w)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import dequantize, quantize
 from devices import make_mesh
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -57,7 +58,7 @@ def problem(shape, kind, dtype):
     rows, inner, outer, groups = shape
     rng = np.random.default_rng(rows + inner)
     arrays = [
-        np.array(jnp.asarray(rng.normal(size=s), dtype))
+        rng.normal(size=s).astype(jnp.dtype(dtype))
         for s in ((rows, inner), (groups, inner, outer), (rows, outer))
     ]
     sizes = KINDS[kind](groups, rows).astype(np.int32)
@@ -213,7 +214,15 @@ def test_sizes_that_are_not_those_of_any_rows(dtype, sizes):
 def quantised(shape, kind):
     rows, weights, _, sizes = problem(shape, kind, "bfloat16")
     rows[sizes.sum() :] = 1  # a NaN makes its row's scale NaN, which is read
-    return jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128)), sizes
+    return quantize(rows), quantize(weights, block=(128, 128)), sizes
+
+
+fp8_product = jax.jit(functools.partial(jax_ep.grouped_dot, num_sms=64))
+
+
+@jax.jit
+def fp8_product_of_transpose(rows, weights, sizes):
+    return jax_ep.grouped_dot(rows, jax.tree.map(lambda a: a.swapaxes(1, 2), weights), sizes)
 
 
 FP8_SHAPES = [
@@ -226,16 +235,14 @@ FP8_SHAPES = [
 @pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
 def test_products_of_fp8(shape, kind):
     rows, weights, sizes = quantised(shape, kind)
-    product = jax.jit(lambda r, w, s: jax_ep.grouped_dot(r, w, s, num_sms=64))
-    got = jax.device_get(product(rows, weights, sizes))
-    wide = [np.asarray(jax_ep.dequantize_fp8(q, jnp.float32)) for q in (rows, weights)]
+    got = jax.device_get(fp8_product(rows, weights, sizes))
+    wide = [np.asarray(dequantize(q, dtype=jnp.float32)) for q in (rows, weights)]
     want = reference(*wide, np.zeros((shape[0], shape[2])), sizes)[0]
     assert got.dtype == jnp.bfloat16
     # The tensor cores keep 14 bits of a sum of FP8 products within a block (arXiv:2412.19437, section 3.5.2).
     assert_near(got, want[..., :1] * [1, 0] + want[..., 1:] * [0, 20 if ON_GPU else 1], ULP["bfloat16"])
-    kept = jax.tree.map(lambda a: a.swapaxes(1, 2), weights)
-    of_kept = jax.jit(lambda r, w, s: jax_ep.grouped_dot(r, jax.tree.map(lambda a: a.swapaxes(1, 2), w), s))
-    assert np.asarray(of_kept(rows, kept, sizes)).tobytes() == got.tobytes()
+    kept = jax.tree.map(lambda a: np.asarray(a).swapaxes(1, 2), weights)
+    assert np.asarray(fp8_product_of_transpose(rows, kept, sizes)).tobytes() == got.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +262,7 @@ def test_nothing_of_fp8(rows, groups, inner, outer):
 def test_fp8_under_explicit_sharding():
     mesh = make_mesh((2, 2), ("a", "b"), AxisType.Explicit)
     rows, weights, sizes = quantised((40, 128, 256, 4), "uneven")
-    want = np.asarray(jax_ep.grouped_dot(rows, weights, sizes))
+    want = np.asarray(jax.jit(jax_ep.grouped_dot)(rows, weights, sizes))
     with jax.set_mesh(mesh):
         rows = jax.device_put(rows, P("a", None))
         weights = jax.device_put(weights, P(None, None, "b"))
@@ -266,8 +273,8 @@ def test_fp8_under_explicit_sharding():
 
 def test_a_batch_of_fp8():
     rows, weights, sizes = quantised((40, 128, 128, 4), "uneven")
-    twice = jax.tree.map(lambda a: jnp.stack([a, a]), rows)
-    got = jax.vmap(lambda r: jax_ep.grouped_dot(r, weights, sizes))(twice)
+    twice = jax.tree.map(lambda a: np.stack([a, a]), rows)
+    got = jax.jit(jax.vmap(jax_ep.grouped_dot, (0, None, None)))(twice, weights, sizes)
     want = np.asarray(jax_ep.grouped_dot(rows, weights, sizes))
     assert all(np.asarray(one).tobytes() == want.tobytes() for one in got)
 
@@ -277,9 +284,9 @@ def test_fp8_operands_that_cannot_be():
     with pytest.raises(TypeError, match="both be quantized, or neither; got QuantizedArray and"):
         jax_ep.grouped_dot(rows, weights.values, sizes)
     with pytest.raises(ValueError, match="w of 128 x 128, got 1 x 128 and 1 x 128; quantize"):
-        jax_ep.grouped_dot(rows, jax_ep.quantize_fp8(jnp.ones((4, 128, 128))), sizes)
+        jax_ep.grouped_dot(rows, quantize(np.ones((4, 128, 128), np.float32)), sizes)
     with pytest.raises(ValueError, match="1 x 128 elements and w of 128 x 128, got 1 x 64"):
-        jax_ep.grouped_dot(jax_ep.quantize_fp8(jnp.ones((40, 128)), block=64), weights, sizes)
+        jax_ep.grouped_dot(quantize(np.ones((40, 128), np.float32), block=64), weights, sizes)
     with pytest.raises(ValueError, match=r"group_sizes must be int32 \[4\], .* got float32\[4\]"):
         jax_ep.grouped_dot(rows, weights, sizes.astype(np.float32))
     with pytest.raises(TypeError, match="FP8 operands have no gradient"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, FP8, floats, ranks, same_bits, tagged_rows
+from cases import BF16, FP8, floats, quantize, ranks, same_bits, tagged_rows
 from devices import most_ranks
 
 import jax_ep
@@ -71,7 +71,7 @@ def test_large_arrays_travel_in_pieces(implementation):
     """Arrays of several lengths, of which some are cut, and quantized weights."""
     ids, placement = skewed()
     w = [floats((R, L, 96, 512)), floats((R, L, 512, 96), BF16), floats((R, L, 3))]
-    quantized = jax_ep.quantize_fp8(jnp.asarray(w[0]), block=(32, 128))
+    quantized = quantize(w[0], block=(32, 128))
     got, q = replicated(ranks(R), (w, quantized), ids, implementation=implementation)
     for have, array in zip([*got, q.values, q.scales], [*w, quantized.values, quantized.scales], strict=True):
         want = np.asarray(array).reshape(E, *array.shape[2:])[np.maximum(placement, 0)]

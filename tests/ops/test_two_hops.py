@@ -22,7 +22,7 @@ from cases import (
     tagged_rows,
     weights_of,
 )
-from devices import make_mesh, most_ranks
+from devices import flags_of_processes, make_mesh, most_ranks
 from processes import num_processes
 
 import jax_ep
@@ -48,10 +48,17 @@ def flat_in_slots(sent):
 
 
 def dispatch(on, x, ids, weights, experts, **options):
+    return on.apply(compiled(on, experts, **options), x, ids, weights)
+
+
+@functools.cache
+def compiled(on, experts, **options):
+    """Returns a dispatch that tests of other routings share."""
+
     def shard(x, ids, weights):
         return jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=experts, **options)
 
-    return on.run(shard, x, ids, weights)
+    return jax.jit(on.map(shard))
 
 
 def filled(sent):
@@ -274,7 +281,7 @@ def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
 def test_more_ranks_than_a_host_has(size, per_host, experts):
     """In a process of its own, which has as many devices."""
     worker = pathlib.Path(__file__).parents[1] / "support" / "many_ranks_worker.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags_of_processes()}
     command = [sys.executable, str(worker), str(size), str(per_host), str(experts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr

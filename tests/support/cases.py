@@ -24,6 +24,10 @@ TOLERANCE = {
     np.dtype(np.float64): 1e-14,
 }
 
+# Compiled as a whole: op by op, each primitive would be a program of its own.
+quantize = jax.jit(jax_ep.quantize_fp8, static_argnames=("block", "round_scale"))
+dequantize = jax.jit(jax_ep.dequantize_fp8, static_argnames="dtype")
+
 ROUTINGS = ("uniform", "random", "zipf", "one_rank", "empty_experts", "sprinkled", "unused")
 
 

@@ -6,11 +6,17 @@
 import os
 import pathlib
 
+import jaxlib.version
+
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
 flags = os.environ.get("XLA_FLAGS", "")
 if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in flags:
-    # Most of the time goes into compiling programs, and this halves it.
+    # Most of the time goes into compiling programs. Each of these halves it.
     os.environ["XLA_FLAGS"] = flags + " --xla_backend_optimization_level=0"
+    if jaxlib.version.__version_info__ < (0, 11):  # later versions do not have the flag
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    # Lines of Python in lowered programs, which only a profile of a GPU shows, take a quarter of the rest.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     # Several tests compile the same programs, and so does the next run.
     os.environ.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[2] / "build" / "test_programs")
@@ -30,6 +36,12 @@ def set_up() -> None:
     """
     if "xla_force_host_platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+def flags_of_processes(**more: int) -> str:
+    """Returns XLA_FLAGS for other processes: those here, but with their own number of devices, and `more`."""
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    return " ".join([*kept, *(f"--{name}={value}" for name, value in more.items())])
 
 
 def skip_or_fail(what: str, count: int, there: int) -> None:
