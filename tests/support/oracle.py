@@ -87,16 +87,11 @@ def row_list(ids: np.ndarray, order: str, local: int, rank: int, alignment: int)
     rows: list = []
     blocks: list = []
     if order == "rank":
-        for s, tokens in enumerate(ids):
-            for t, token in enumerate(tokens):
-                if any(e >= 0 and e // local == rank for e in token):
-                    rows.append((s, t, -1))
-        return rows, blocks
+        is_here = ((ids >= 0) & (ids // local == rank)).any(axis=-1)
+        return [(s, t, -1) for s, t in np.argwhere(is_here).tolist()], blocks
     for expert in range(rank * local, (rank + 1) * local):
         begin = len(rows)
-        for s, tokens in enumerate(ids):
-            for t, token in enumerate(tokens):
-                rows.extend((s, t, k) for k, e in enumerate(token) if e == expert)
+        rows.extend(map(tuple, np.argwhere(ids == expert).tolist()))
         end = len(rows)
         assert order != "expert_padded" or end - begin <= alignment
         rows.extend([None] * (begin + alignment - end if order == "expert_padded" else -end % alignment))
