@@ -58,10 +58,7 @@ def test_unpermute(name):
 LAYOUT = {
     "ids": ({"topk_idx": X}, "topk_idx must be int32 or int64"),
     "wide ids": ({"topk_idx": np.full((2, 1), 2**32)}, "JAX converts int64 to int32 unless"),
-    "a wide int": (
-        {"topk_idx": [[0], [2**32]]},
-        "topk_idx must hold integers that JAX can hold",
-    ),
+    "a wide int": ({"topk_idx": [[0], [2**32]]}, "topk_idx must hold integers that JAX can hold"),
     "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
     "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
     "nodes": ({"ranks_per_node": 3}, "ranks_per_node must divide num_ranks = 2, got 3"),

@@ -68,16 +68,16 @@ MISTAKES = {
             WAIT,
             "CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0))",
             "true",
-        ),
+        )
     ],
     "does not tell its host of another mesh": [
-        (WAIT, "is_on_other_mesh ? Phase::kRank : Phase::kHop", "Phase::kHop"),
+        (WAIT, "is_on_other_mesh ? Phase::kRank : Phase::kHop", "Phase::kHop")
     ],
     "looks not again when time is up": [
         (POLL, "if (gives_up()) return ready();", "if (gives_up()) return false;")
     ],
     "sends on what its host has failed of": [
-        (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp(hop.peers))", "false"),
+        (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp(hop.peers))", "false")
     ],
     "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "false ||")],
     "counts all waits together": [(WAIT, "  HopClock clock;", "  __shared__ HopClock clock;")],

@@ -76,7 +76,7 @@ ARENA_MISTAKES = {
                 "writable_ = state.writable;",
                 "writable_ = FindWritable(epoch_, ranks_, "
                 "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kMaxRanks]);",
-            ),
+            )
         ],
     ),
     "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[0]")]),

@@ -44,13 +44,7 @@ def compiled(num_ranks, per_host, num_experts, implementation, **options):
 
     def shard(x, ids, weights):
         return jax_ep.dispatch(
-            x,
-            ids,
-            weights,
-            group=on.group,
-            num_experts=num_experts,
-            implementation=implementation,
-            **options,
+            x, ids, weights, group=on.group, num_experts=num_experts, implementation=implementation, **options
         )
 
     return jax.jit(on.map(shard))

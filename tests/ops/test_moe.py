@@ -184,18 +184,8 @@ def test_shapes_that_do_not_fit(shapes):
     ("weights", "experts", "error", "text"),
     [
         (None, lambda sent: sent.x, TypeError, "moe: topk_weights must be an array .*, got NoneType"),
-        (
-            "right",
-            lambda sent: sent.x[1:],
-            ValueError,
-            r"expert_fn must return a row for each of the \d+",
-        ),
-        (
-            "right",
-            lambda sent: sent.x.astype(int),
-            TypeError,
-            "moe: what expert_fn returns .*floating",
-        ),
+        ("right", lambda sent: sent.x[1:], ValueError, r"expert_fn must return a row for each of the \d+"),
+        ("right", lambda sent: sent.x.astype(int), TypeError, "moe: what expert_fn returns .*floating"),
         ("right", lambda sent: None, TypeError, "moe: expert_fn must return the experts' rows, got None"),
         ("right", "experts", TypeError, "moe: expert_fn must be a function of the dispatched rows, got str"),
     ],

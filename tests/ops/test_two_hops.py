@@ -13,15 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import (
-    BF16,
-    floats,
-    ranks,
-    routing,
-    same_bits,
-    tagged_rows,
-    weights_of,
-)
+from cases import BF16, floats, ranks, routing, same_bits, tagged_rows, weights_of
 from devices import flags_of_processes, make_mesh, most_ranks
 from processes import num_processes
 

@@ -42,10 +42,7 @@ class Pair:
         self.tokens = tokens = FEW_ENOUGH_FOR_SLOTS if how.startswith(FEW_TOKENS) else FEW
         rows = ranks * tokens
         self.arguments = rig.put(
-            (
-                floats((rows, WIDTH), BF16, 3),
-                routing("uniform", ranks, tokens, K, EXPERTS, 3).reshape(-1, K),
-            )
+            (floats((rows, WIDTH), BF16, 3), routing("uniform", ranks, tokens, K, EXPERTS, 3).reshape(-1, K))
         )
 
         def dispatch(x: jax.Array, ids: jax.Array, capacity: int | None = None) -> jax_ep.DispatchedByRank:
