@@ -88,8 +88,14 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
     def experts(sent: jax_ep.DispatchedByExpert, params: Params) -> jax.Array:
-        matrices = params["up"], params["down"]
-        return jax_ep.gated_mlp(sent.x, *matrices, sent.group_sizes, quantize=config.quantize_products)
+        return jax_ep.gated_mlp(
+            sent.x,
+            params["up"],
+            params["down"],
+            sent.group_sizes,
+            quantize=config.quantize_products,
+            implementation=config.implementation,
+        )
 
     y, stats = jax_ep.moe(
         x,
