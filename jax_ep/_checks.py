@@ -3,12 +3,24 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+PyTree = Any
+"""A pytree of arrays, as users pass it."""
+
+
+class TreeDef(Protocol):
+    """The structure of a pytree, as `jax.tree.flatten` returns it."""
+
+    def unflatten(self, leaves: Iterable[object]) -> PyTree: ...
+    def flatten_up_to(self, xs: PyTree) -> list[PyTree]: ...
+
 
 # Row counts are int32.
 MOST_ROWS = 2**31 - 1
@@ -18,13 +30,13 @@ MOST_EXPERTS = 2**20
 MOST_SMS = 2**16
 
 
-def integer(value: Any) -> int | None:
+def integer(value: object) -> int | None:
     """Returns a Python or NumPy integer as an int, and None for everything else, including traced values."""
     if isinstance(value, bool | np.bool_):
         return None
     try:
-        return operator.index(value)
-    except TypeError:  # traced arrays raise this too
+        return operator.index(value) if isinstance(value, SupportsIndex) else None
+    except TypeError:  # traced arrays raise this
         return None
 
 
@@ -34,7 +46,7 @@ def clamped(numbers: jax.Array, least: int, most: int) -> jax.Array:
     return jnp.clip(numbers, max(least, limits.min), min(most, limits.max)).astype(jnp.int32)
 
 
-def timeout_seconds(value: Any) -> float | None:
+def timeout_seconds(value: object) -> float | None:
     """Checks a Group's `timeout_s`, a positive number of seconds, infinity or None, and returns it."""
     if value is None:
         return None
@@ -48,12 +60,21 @@ def timeout_seconds(value: Any) -> float | None:
         return float("inf")
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: DTypeLike) -> bool:
     """Returns whether a dtype is floating."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def shape_text(array: Any) -> str:
+class Shaped(Protocol):
+    """Anything with a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def shape_text(array: Shaped) -> str:
     """Returns an array's dtype and shape as text for an error message, such as `float32[4, 8]`."""
     return f"{array.dtype.name}{list(array.shape)}"
 
@@ -64,14 +85,14 @@ class Arguments:
 
     op: str
 
-    def at_least_one(self, name: str, value: Any, most: int = MOST_ROWS) -> int:
+    def at_least_one(self, name: str, value: object, most: int = MOST_ROWS) -> int:
         """Checks that an argument is an int between 1 and `most`, and returns it."""
         number = integer(value)
         if number is None or not 1 <= number <= most:
             raise ValueError(f"{self.op}: {name} must be an int between 1 and {most}, got {value!r}")
         return number
 
-    def most_sms(self, value: Any) -> int | None:
+    def most_sms(self, value: object) -> int | None:
         """Checks `num_sms`, the maximum number of SMs that an op may use (or None), and returns it."""
         if value is None:
             return None
@@ -82,7 +103,7 @@ class Arguments:
             raise ValueError(f"{self.op}: num_sms must be between 2 and {MOST_SMS} (or None), got {number}")
         return number
 
-    def num_experts(self, experts: Any, num_ranks: int, name: str = "num_experts") -> int:
+    def num_experts(self, experts: object, num_ranks: int, name: str = "num_experts") -> int:
         """Checks that the number of experts is a multiple of the number of ranks, and returns it."""
         number = integer(experts)
         if number is None:
@@ -96,7 +117,7 @@ class Arguments:
             raise ValueError(f"{self.op}: {name} must be at most {MOST_EXPERTS}, got {number}")
         return number
 
-    def capacity(self, value: Any, worst: int, alignment: int) -> int:
+    def capacity(self, value: object, worst: int, alignment: int) -> int:
         """Returns the number of rows of a result.
 
         None means `worst`, the worst case. At least one expert's block of `alignment` rows must fit.
@@ -133,7 +154,7 @@ class Arguments:
         return rows
 
     def rows_of_factor(
-        self, factor: Any, capacity: Any, uniform_rows: float, worst: int, alignment: int
+        self, factor: object, capacity: object, uniform_rows: float, worst: int, alignment: int
     ) -> int:
         """Returns the capacity that a `capacity_factor` means, rounded up to a multiple of the alignment.
 
@@ -151,7 +172,7 @@ class Arguments:
         rows = math.ceil(round(float(factor) * uniform_rows, 6))  # 1.1 * 10 is 11.000000000000002
         return min(max(-(-rows // alignment), 1) * alignment, max(worst, alignment))
 
-    def floating_dtype(self, name: str, value: Any) -> Any:
+    def floating_dtype(self, name: str, value: DTypeLike | None) -> np.dtype:
         """Checks that an argument names a floating dtype, and returns the dtype."""
         try:
             dtype = None if value is None else jnp.dtype(value)  # NumPy takes None for float64
@@ -161,7 +182,7 @@ class Arguments:
             raise TypeError(f"{self.op}: {name} must be floating, got {value if dtype is None else dtype}")
         return dtype
 
-    def array(self, name: str, value: Any) -> jax.Array:
+    def array(self, name: str, value: object) -> jax.Array:
         """Converts an argument to an array on the device.
 
         Raises TypeError if JAX cannot hold the value, and ValueError if it holds integers that do not fit.
@@ -184,7 +205,7 @@ class Arguments:
             f"{self.op}: {name} must be an array that JAX can hold, got {type(value).__name__}{kind}"
         )
 
-    def _require_same_integers(self, name: str, value: Any, dtype: Any) -> None:
+    def _require_same_integers(self, name: str, value: object, dtype: np.dtype) -> None:
         """Raises ValueError if NumPy integers do not fit into `dtype`, because JAX truncates them."""
         if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu" or not value.size:
             return
@@ -205,7 +226,7 @@ class Arguments:
             )
         return array
 
-    def topk_idx(self, ids: Any) -> jax.Array:
+    def topk_idx(self, ids: object) -> jax.Array:
         """Checks the expert ids, and returns them as an array [T, K] of int32 or int64."""
         ids = self.array("topk_idx", ids)
         if ids.dtype == jnp.bool_:
@@ -231,7 +252,7 @@ class Arguments:
             )
         return ids
 
-    def weights(self, name: str, value: Any, shape: tuple[int, ...], axes: str) -> jax.Array:
+    def weights(self, name: str, value: object, shape: tuple[int, ...], axes: str) -> jax.Array:
         """Checks that weights are floating and of the given shape, and returns them as float32."""
         values = self.array(name, value)
         if values.shape != shape or not is_float(values.dtype):
@@ -246,24 +267,24 @@ class Arguments:
             )
         return values.astype(jnp.float32)
 
-    def leaf(self, name: str, value: Any, first: tuple[int, ...], axes: str, source: str) -> jax.Array:
+    def leaf(self, name: str, value: object, first: tuple[int, ...], axes: str, source: str) -> jax.Array:
         """Checks a leaf of a payload, and returns it as an array.
 
         Its dimensions must begin with `first`. The error message calls these dimensions `axes`, and gives
         `source` as the place that they come from.
         """
-        result = self.array(f"every leaf of {name}", value)
-        if jnp.issubdtype(result.dtype, jax.dtypes.extended):
+        leaf = self.array(f"every leaf of {name}", value)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"{self.op}: {name} cannot hold {result.dtype}; for keys pass jax.random.key_data(...)"
+                f"{self.op}: {name} cannot hold {leaf.dtype}; for keys pass jax.random.key_data(...)"
             )
-        if result.shape[: len(first)] != first:
+        if leaf.shape[: len(first)] != first:
             sizes = first[0] if len(first) == 1 else list(first)
             raise ValueError(
                 f"{self.op}: every array of {name} must be [{axes}, ...] with {axes} = {sizes} ({source}), "
-                f"got {shape_text(result)}"
+                f"got {shape_text(leaf)}"
             )
-        return result
+        return leaf
 
     def floating(self, name: str, arrays: Sequence[jax.Array]) -> None:
         """Checks that arrays can be summed: they must be floating, of 16 bits or more."""

@@ -20,6 +20,16 @@ Implementation = Literal["ffi", "xla"]
 _PRODUCT_ENGINES = {"90": "sm90", "100": "sm100", "103": "sm100", "120": "sm120", "121": "sm120"}
 
 
+class Device(Protocol):
+    """A `jax.Device`, whose type JAX does not publish."""
+
+    id: int
+    process_index: int
+    local_hardware_id: int  # on GPUs
+    platform: str
+    client: object
+
+
 class Extension(Protocol):
     """The module `jax_ep._C`. It identifies groups by key, and devices by local hardware id."""
 
@@ -200,7 +210,7 @@ def has_fp8_products() -> bool:
     return product_engine(capability) != "any"
 
 
-def sample_addresses(devices: Sequence[Any]) -> list[int]:
+def sample_addresses(devices: Sequence[Device]) -> list[int]:
     """Returns the address of a small array on each device. It shows which allocator JAX uses there."""
     with jax.ensure_compile_time_eval():  # because a group may be made while a function is traced
         arrays = [jax.device_put(np.zeros(1, np.uint8), device) for device in devices]

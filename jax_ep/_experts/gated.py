@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._checks import PyTree
 from jax_ep._experts.activations import Gated, activate, activation_gradients
 from jax_ep._experts.engine import Engine, Factors, Gradients, Product, quantize_physical
 from jax_ep._experts.fp8_operands import Columns, QuantizedWeights
@@ -15,6 +16,8 @@ from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
+
+Result = TypeVar("Result")
 
 Weights = Matrices | QuantizedWeights
 """Matrices of experts, in FP8 or not."""
@@ -144,7 +147,7 @@ def wide_of(w: Weights) -> Matrices:
     return w.w if isinstance(w, QuantizedWeights) else w
 
 
-def cotangent_of(primal: Any, gradient: Any) -> Any:
+def cotangent_of(primal: PyTree, gradient: PyTree) -> PyTree:
     """Returns a gradient in the place where it belongs in an argument."""
     if isinstance(primal, PhysicalWeights):
         return jax.tree.map(cotangent_of, primal, gradient)
@@ -156,7 +159,7 @@ def cotangent_of(primal: Any, gradient: Any) -> Any:
     return sharded_like(primal, gradient).astype(primal.dtype)
 
 
-def once_differentiable(error: str, function: Callable[..., Any], *operands: Any) -> Any:
+def once_differentiable(error: str, function: Callable[..., Result], *operands: object) -> Result:
     """Returns function(*operands), whose gradient raises TypeError, because it would have to be FP8 too.
 
     Operands that the function returns stay what they are, so that a scan does not store them again.
@@ -169,7 +172,7 @@ def once_differentiable(error: str, function: Callable[..., Any], *operands: Any
     return tree.unflatten([returned[id(x)] if id(x) in returned else next(computed) for x in leaves])
 
 
-def sharded_like(primal: Any, gradient: jax.Array) -> jax.Array:
+def sharded_like(primal: object, gradient: jax.Array) -> jax.Array:
     """Returns a gradient with the Explicit sharding of an array of its shape, if the primal is one."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit and isinstance(primal, jax.Array) and primal.shape == gradient.shape:
@@ -177,22 +180,24 @@ def sharded_like(primal: Any, gradient: jax.Array) -> jax.Array:
     return gradient
 
 
-def without_gradient_of_values(error: str, rows: Any, out: jax.Array) -> jax.Array:
+def without_gradient_of_values(error: str, rows: object, out: jax.Array) -> jax.Array:
     """Returns out, whose gradient in FP8 rows without a carrier raises TypeError."""
     if isinstance(rows, QuantizedArray) and rows.carrier is None:
-        return without_gradient(error, *vary_alike([(rows.values, rows.scales), out]))
+        return without_gradient(error, *vary_alike(((rows.values, rows.scales), out)))
     return out
 
 
-def without_carrier(rows: Any) -> Any:
+def without_carrier(rows: Rows) -> Rows:
     """Drops the carrier of rows, except for its dtype, so that a scan does not store it."""
     if isinstance(rows, QuantizedArray) and rows.carrier is not None:
         return dataclasses.replace(rows, carrier=jnp.zeros((), rows.carrier.dtype))
     return rows
 
 
-def without_values(rows: Any) -> Any:
+def without_values(rows: Rows) -> Rows:
     """Drops rows, except for the dtype that `cotangent_of` needs."""
     if isinstance(rows, QuantizedArray):
-        return dataclasses.replace(without_carrier(rows), values=None, scales=None)
+        kept = without_carrier(rows)
+        assert isinstance(kept, QuantizedArray)
+        return dataclasses.replace(kept, values=None, scales=None)
     return jnp.zeros((), rows.dtype)

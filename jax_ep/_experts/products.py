@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ep._checks import Arguments
 from jax_ep._experts.engine import Engine, Factors, Product
@@ -93,7 +94,9 @@ def times_rows(
     return product(engine, factors)
 
 
-def precision_of(check: Arguments, precision: Any, dtype: Any) -> jax.lax.Precision:
+def precision_of(
+    check: Arguments, precision: PrecisionName | jax.lax.Precision | None, dtype: DTypeLike
+) -> jax.lax.Precision:
     """Returns the precision of products of operands of a dtype. None is JAX's `jax_default_matmul_precision`.
 
     It is DEFAULT for all dtypes except float32, because it has no effect on them.

@@ -3,11 +3,11 @@
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from jax_ep import _extension
+from jax_ep._extension import Device
 
 
 def _count() -> int:
@@ -19,7 +19,7 @@ def _count() -> int:
     return max(len(os.sched_getaffinity(0)), num_devices)
 
 
-def check(devices: Sequence[Any]) -> None:
+def check(devices: Sequence[Device]) -> None:
     """Warns once if XLA has fewer than two threads for each of these CPU devices of this process.
 
     Their programs can then hang, even those that only call JAX's own collectives (docs/sharp_bits.md). A

@@ -6,14 +6,14 @@ import functools
 import threading
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal, NoReturn, cast
 
 import jax
 import numpy as np
 
 from jax_ep import _checks, _extension
 from jax_ep._checks import Arguments
-from jax_ep._extension import Extension
+from jax_ep._extension import Device, Extension
 from jax_ep._group import cpu_threads, handshake, hosts, memory, nccl, options
 from jax_ep._group.options import Options
 from jax_ep._group.ranks import Ranks
@@ -22,7 +22,7 @@ from jax_ep._group.ranks import Ranks
 _locks: dict[str, threading.Lock] = {}
 
 
-def check_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
+def check_axes(mesh: object, axis_name: object) -> tuple[str, ...]:
     """Checks a group's mesh and axis names, and returns the names in their order."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise TypeError(
@@ -45,7 +45,7 @@ def check_axes(mesh: Any, axis_name: Any) -> tuple[Any, ...]:
             f"Group: axis_name must name axes of the mesh, each once; got {axis_name!r}, "
             f"the mesh has {mesh.axis_names}"
         )
-    return axes
+    return cast(tuple[str, ...], axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Group:
         return self._ranks.within or self._ranks
 
     @staticmethod
-    def _find_ranks_per_host(devices: np.ndarray, forced: Any, timeout_s: float) -> tuple[int, str]:
+    def _find_ranks_per_host(devices: np.ndarray, forced: object, timeout_s: float) -> tuple[int, str]:
         if forced is not None:
             return hosts.forced_ranks_per_host(forced, devices.shape[1]), ""
         try:
@@ -185,7 +185,7 @@ class Group:
                 raise PeerTimeoutError(str(error)) from None
             raise
 
-    def _open(self, module: Extension, devices: list[Any], given: Options) -> None:
+    def _open(self, module: Extension, devices: list[Device], given: Options) -> None:
         """Opens the group in the extension, which must happen before a kernel waits for a peer."""
         if self._opened.platform == "gpu" and not self._ffi_error():
             self._setup_error = self._open_on_gpus(module, devices)
@@ -214,7 +214,7 @@ class Group:
             options.drop_user(self._opened.key)
             module.close_group(self._opened.key)
 
-    def _open_on_gpus(self, module: Extension, devices: list[Any]) -> str:
+    def _open_on_gpus(self, module: Extension, devices: list[Device]) -> str:
         """Prepares the control blocks. Returns why the group's kernels cannot run, empty if they can."""
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
@@ -231,7 +231,7 @@ class Group:
         except handshake.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
-    def _open_in_one_process(self, module: Extension, devices: list[Any], local: list[Any]) -> str:
+    def _open_in_one_process(self, module: Extension, devices: list[Device], local: list[Device]) -> str:
         """Opens a group on GPUs if no ranks of this process communicate with those of another one."""
         controls = memory.control_blocks(module, self._opened.key, local, self._timeout_s)
         if module.has_expired(self._opened.key):
@@ -324,7 +324,7 @@ class Group:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled, because it refers to devices of this process. Instead make a Group "
             "from the mesh in each process"
@@ -333,10 +333,10 @@ class Group:
     def __copy__(self) -> "Group":
         return self
 
-    def __deepcopy__(self, _: Any) -> "Group":
+    def __deepcopy__(self, _: object) -> "Group":
         return self  # because a model that is copied refers to its group but does not own it
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return self._ranks == other._ranks if isinstance(other, Group) else NotImplemented
 
     def __hash__(self) -> int:

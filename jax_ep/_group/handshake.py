@@ -14,7 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ep._extension import Device
+
 T = TypeVar("T")
+# A JSON object: what a process reports to the others in a step.
+Message = dict[str, Any]
 
 # Size of the message that each process sends in a step.
 MESSAGE_BYTES = 8192
@@ -41,7 +45,7 @@ def host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def neighbors(devices: Sequence[Any], num_ranks: int) -> list[Any]:
+def neighbors(devices: Sequence[Device], num_ranks: int) -> list[Device]:
     """Returns the devices of the groups that this process belongs to, itself or through its peers.
 
     The processes of other groups take no part in the set-up. They may live on other hosts.
@@ -56,7 +60,7 @@ def neighbors(devices: Sequence[Any], num_ranks: int) -> list[Any]:
         processes = reached
 
 
-def has_peers_elsewhere(devices: Sequence[Any], num_ranks: int) -> bool:
+def has_peers_elsewhere(devices: Sequence[Device], num_ranks: int) -> bool:
     """Returns whether a neighbor of this process in these groups belongs to another process."""
     return any(d.process_index != jax.process_index() for d in neighbors(devices, num_ranks))
 
@@ -80,17 +84,17 @@ def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
 
     The work runs in a thread of its own, because XLA's waits have no time-out.
     """
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    outcome: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            outcome.put((work(), None))
+            outcome.put(work())
         except BaseException as error:
-            outcome.put((None, error))
+            outcome.put(error)
 
     threading.Thread(target=run, daemon=True, name=f"jax_ep: {step}").start()
     try:
-        value, error = outcome.get(timeout=limit_s)
+        result = outcome.get(timeout=limit_s)
     except queue.Empty:
         raise SetupTimeout(
             f"Group: {step} did not end within {limit_s:g} s in process {jax.process_index()}. Every process "
@@ -98,12 +102,12 @@ def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
             "stuck in an earlier program. This process should end: JAX still waits on its devices, and "
             "programs that are launched on them from now on would not run."
         ) from None
-    if error is not None:
-        raise error
-    return value
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
-def drain(devices: Sequence[Any], limit_s: float) -> None:
+def drain(devices: Sequence[Device], limit_s: float) -> None:
     """Waits until all programs that were launched on the devices have ended.
 
     This includes programs whose results nobody holds, because XLA runs a device's programs in launch order.
@@ -119,9 +123,7 @@ def drain(devices: Sequence[Any], limit_s: float) -> None:
     within(limit_s, "waiting for earlier programs", run)
 
 
-def exchange(
-    devices: Sequence[Any], message: dict[str, Any], limit_s: float, step: str
-) -> dict[int, dict[str, Any]]:
+def exchange(devices: Sequence[Device], message: Message, limit_s: float, step: str) -> dict[int, Message]:
     """Sends a message to all processes of the devices, and returns the message of each process.
 
     All these processes must call it.
@@ -152,26 +154,26 @@ def exchange(
 
 
 @functools.cache
-def _gather_over(devices: tuple[Any, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+def _gather_over(devices: tuple[Device, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Returns the sharding of an array with one row per device, and a function that gathers all rows."""
     mesh = Mesh(np.array(devices), ("all",))
     return NamedSharding(mesh, P("all")), jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
 
 def run_step(
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     step: str,
-    work: Callable[[], dict[str, Any] | None],
+    work: Callable[[], Message | None],
     limit_s: float,
     limit_factor: int = 1,
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, Message]:
     """Does this process's work of a step, and waits for the work of all other processes.
 
     The wait may last `limit_factor * limit_s`, because the other processes' work has time limits of its own.
     Returns the result of each process's work, by process. If the work of one process fails, all processes
     raise SetupError.
     """
-    message: dict[str, Any] = {"error": ""}
+    message: Message = {"error": ""}
     try:
         message |= work() or {}
     except SetupTimeout:
@@ -193,7 +195,7 @@ def raise_if_error(text: str) -> None:
         raise RuntimeError(text)
 
 
-def require_same(messages: dict[int, dict[str, Any]], name: str, error: str) -> None:
+def require_same(messages: dict[int, Message], name: str, error: str) -> None:
     """Raises SetupError, on all processes, if their messages have different values for `name`."""
     if len({message[name] for message in messages.values()}) > 1:
         raise SetupError(error)

@@ -1,7 +1,5 @@
 """Assignment of ranks to hosts."""
 
-from typing import Any
-
 import numpy as np
 
 from jax_ep import _extension
@@ -9,7 +7,7 @@ from jax_ep._checks import integer
 from jax_ep._group import handshake
 
 
-def forced_ranks_per_host(value: Any, num_ranks: int) -> int:
+def forced_ranks_per_host(value: object, num_ranks: int) -> int:
     """Checks that a Group's `ranks_per_node` divides its number of ranks, and returns it."""
     number = integer(value)
     if number is None:

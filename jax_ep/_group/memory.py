@@ -8,24 +8,24 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep._extension import Extension
+from jax_ep._extension import Device, Extension
 from jax_ep._group import descriptors, handshake
+from jax_ep._group.handshake import Message
 
 # Control blocks.
 
 # Group key -> device id -> address of the group's control block there.
 _controls: dict[str, dict[int, int]] = {}
 # The clients that own the memory of the control blocks. They must outlive it.
-_clients: list[Any] = []
+_clients: list[object] = []
 
 
 @functools.cache
-def _reserving(size: int) -> Callable[[Any], jax.Array]:
+def _reserving(size: int) -> Callable[[np.int32], jax.Array]:
     """Returns a program that reserves some of JAX's memory on its device.
 
     The program's result holds the lower and the upper half of the address.
@@ -36,7 +36,9 @@ def _reserving(size: int) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda x: reserve(x, bytes=np.int64(size)))
 
 
-def control_blocks(module: Extension, key: str, devices: Sequence[Any], timeout_s: float) -> dict[int, int]:
+def control_blocks(
+    module: Extension, key: str, devices: Sequence[Device], timeout_s: float
+) -> dict[int, int]:
     """Returns the address of the group's control block on each device, by device id.
 
     Reserves the control blocks at the first call. They are kept until the process ends, because peers and
@@ -82,7 +84,9 @@ class _Setup:
     wait for each other before the first call of an op.
     """
 
-    def __init__(self, module: Extension, key: str, devices: Sequence[Any], num_ranks: int, limit_s: float):
+    def __init__(
+        self, module: Extension, key: str, devices: Sequence[Device], num_ranks: int, limit_s: float
+    ):
         self.module = module
         self.key = key
         self.num_ranks = num_ranks
@@ -95,15 +99,15 @@ class _Setup:
         self.leader = min(device.process_index for device in devices)
         self.cleanup = contextlib.ExitStack()
         self.controls: dict[int, int] = {}
-        self.messages: dict[int, dict[str, Any]] = {}
+        self.messages: dict[int, Message] = {}
         self.meeting = -1
 
     def run_step(
-        self, step: str, work: Callable[[], dict[str, Any] | None], limit_factor: int = 1
-    ) -> dict[int, dict[str, Any]]:
+        self, step: str, work: Callable[[], Message | None], limit_factor: int = 1
+    ) -> dict[int, Message]:
         return handshake.run_step(self.devices, step, work, self.limit_s, limit_factor)
 
-    def introduce(self) -> dict[str, Any]:
+    def introduce(self) -> Message:
         """Returns what the other processes need first: this process's host, and its state of the group."""
         return {
             "host": handshake.host_id(),
@@ -114,7 +118,7 @@ class _Setup:
             "calls": self.module.last_call(self.key),
         }
 
-    def offer(self, reserve_control_blocks: Callable[[], dict[int, int]]) -> dict[str, Any]:
+    def offer(self, reserve_control_blocks: Callable[[], dict[int, int]]) -> Message:
         """Exports this process's memory, and serves it to the other processes. Returns where it lies."""
         self.controls = reserve_control_blocks()
         served: list[int] = []
@@ -202,7 +206,7 @@ def _prepare(setup: _Setup, reserve_control_blocks: Callable[[], dict[int, int]]
 def open_group(
     module: Extension,
     key: str,
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     num_ranks: int,
     reserve_control_blocks: Callable[[], dict[int, int]],
     timeout_s: float,

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from jax_ep import _extension
 from jax_ep._extension import Extension
 from jax_ep._group import handshake
+from jax_ep._group.handshake import Message
 
 # Longest wait of each trial hop, in seconds.
 TRIAL_S = 20.0
@@ -67,7 +67,7 @@ class _Rails:
         """Makes the rails if they are new. Returns why hops cannot use them, empty if they can."""
         module = _extension.extension()
 
-        def report_state() -> dict[str, Any]:
+        def report_state() -> Message:
             return {"key": _digest(self.key), "state": self._state(module)}
 
         # This exchange uses JAX's own collectives between all processes, so it also makes JAX load NCCL.
@@ -131,10 +131,10 @@ class _Rails:
             place = f"within {self.limit_s:g} s in process {jax.process_index()}"
             raise handshake.SetupTimeout(f"Group: {step} did not end {place}. {STUCK}") from None
 
-    def _run_step(self, step: str, work: Callable[[], dict[str, Any] | None]) -> dict[int, dict[str, Any]]:
+    def _run_step(self, step: str, work: Callable[[], Message | None]) -> dict[int, Message]:
         return handshake.run_step(self.all_devices, step, work, self.limit_s, limit_factor=2)
 
-    def _introduce(self, module: Extension | None, reason: str) -> dict[str, Any]:
+    def _introduce(self, module: Extension | None, reason: str) -> Message:
         """Returns this process's versions, and the ids of the rails whose first host this process has."""
         version, error = _usable_nccl(module, reason)
         handshake.raise_if_error(error)

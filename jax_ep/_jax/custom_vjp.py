@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 
 P = ParamSpec("P")
+Tree = TypeVar("Tree")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -18,7 +19,7 @@ class CustomVjp(Protocol[P, R_co]):
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R_co: ...
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None: ...
+    def defvjp(self, fwd: Callable[..., object], bwd: Callable[..., object]) -> None: ...
 
 
 def custom_vjp(*static: int) -> Callable[[Callable[P, R_co]], CustomVjp[P, R_co]]:
@@ -26,18 +27,22 @@ def custom_vjp(*static: int) -> Callable[[Callable[P, R_co]], CustomVjp[P, R_co]
     return cast(Any, functools.partial(jax.custom_vjp, nondiff_argnums=static))
 
 
-@custom_vjp(0)
-def without_gradient(error: str, sources: Any, results: Any) -> Any:
+def without_gradient(error: str, sources: object, results: Tree) -> Tree:
     """Returns the results. Their gradient with respect to the sources raises TypeError."""
+    return cast(Tree, _without_gradient(error, sources, results))
+
+
+@custom_vjp(0)
+def _without_gradient(error: str, sources: object, results: object) -> object:
     return results
 
 
-def _without_gradient_forward(error: str, sources: Any, results: Any) -> Any:
+def _without_gradient_forward(error: str, sources: object, results: object) -> tuple[object, None]:
     return results, None
 
 
-def _without_gradient_backward(error: str, saved: None, cotangents: Any) -> Any:
+def _without_gradient_backward(error: str, saved: None, cotangents: object) -> NoReturn:
     raise TypeError(error)
 
 
-without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+_without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)

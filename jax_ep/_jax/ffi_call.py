@@ -10,11 +10,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jax_ep._jax.sharding import vary_alike, varying_axes, with_own_lists
 from jax_ep._jax.vmap import loop_over_batch
 
-Result = tuple[tuple[int, ...], Any]  # shape, dtype
+Result = tuple[tuple[int, ...], DTypeLike]  # shape, dtype
+Attribute = np.generic | str
 
 # Handler -> the op that profilers show, for handlers that are not named after an op. Such a handler does the
 # work of that op even when it computes the gradient of another op.
@@ -32,10 +34,10 @@ _OPS = {
 
 def call(
     target: str,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     results: Sequence[Result],
     aliases: Sequence[tuple[int, int]] = (),
-    **attributes: Any,
+    **attributes: Attribute,
 ) -> list[jax.Array]:
     """Calls the FFI handler `jax_ep_{target}`, and returns its results.
 
@@ -62,7 +64,7 @@ def call(
     return _primitive(target).bind(*operands, **parameters)
 
 
-def or_scalar(array: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array:
+def or_scalar(array: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Returns the array, or a scalar for an operand that is not given.
 
     The scalar is not an array of no elements: jaxlib 0.11.2 crashes if such an array crosses the boundary of
@@ -82,21 +84,29 @@ def _primitive(target: str) -> Primitive:
     primitive.multiple_results = True
     compiled = jax.jit(primitive.bind, static_argnames=("results", "aliases", "attributes"))
 
-    def run(*operands: Any, **parameters: Any) -> Any:
+    def run(*operands: jax.Array, **parameters: object) -> list[jax.Array]:
         with jax.disable_jit(False):  # a handler must be compiled, even if the user has disabled jit
             return compiled(*operands, **parameters)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(_result_types)
 
-    def lowering(context: Any, *operands: Any, results: Any, aliases: Any, attributes: Any) -> Any:
-        lower = jax.ffi.ffi_lowering(f"jax_ep_{target}", operand_output_aliases=dict(aliases))
+    def lowering(
+        context: Any,
+        *operands: object,
+        results: Sequence[Result],
+        aliases: Sequence[tuple[int, int]],
+        attributes: Sequence[tuple[str, Attribute]],
+    ) -> Any:
+        lower: Any = jax.ffi.ffi_lowering(f"jax_ep_{target}", operand_output_aliases=dict(aliases))
         named = dict(attributes)
         if "group" in named:
             named["program"] = context.module_context.module.operation.attributes["sym_name"].value
         return lower(context, *operands, **named)
 
-    def batch(operands: Any, axes: Any, **parameters: Any) -> Any:
+    def batch(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], **parameters: Any
+    ) -> tuple[list[jax.Array], list[int]]:
         is_batched = [axis is not None for axis in axes]
         batch_first = [
             operand if axis is None else jnp.moveaxis(operand, axis, 0)
@@ -119,7 +129,7 @@ def _primitive(target: str) -> Primitive:
     return primitive
 
 
-def _result_types(operand: Any, *_: Any, results: Sequence[Result], **parameters: Any) -> list[Any]:
+def _result_types(operand: Any, *_: object, results: Sequence[Result], **parameters: object) -> list[object]:
     """Returns the types of a handler's results, which vary over the same manual axes as its operands.
 
     The results also lie in the operands' memory. They are not sharded over other axes.

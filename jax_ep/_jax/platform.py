@@ -1,10 +1,12 @@
 """Programs that can be lowered for one platform only."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+Aval = TypeVar("Aval")
 
 
 def on_platform(x: jax.Array, platform: str, group: str) -> jax.Array:
@@ -12,16 +14,16 @@ def on_platform(x: jax.Array, platform: str, group: str) -> jax.Array:
     return _on_platform.bind(x, platform=platform, group=group)
 
 
-def _abstract_eval(x: Any, *, platform: str, group: str) -> Any:
+def _abstract_eval(x: Aval, *, platform: str, group: str) -> Aval:
     return x
 
 
-def _run_eagerly(x: Any, *, platform: str, group: str) -> Any:
+def _run_eagerly(x: jax.Array, *, platform: str, group: str) -> jax.Array:
     # Outside of jit nothing is lowered for another platform: the op itself runs on the group's devices.
     return x
 
 
-def _lower(ctx: Any, x: Any, *, platform: str, group: str) -> Any:
+def _lower(ctx: Any, x: Any, *, platform: str, group: str) -> list[Any]:
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
     names = ("cuda", "gpu") if platform == "gpu" else (platform,)
     if any(other not in names for other in platforms):

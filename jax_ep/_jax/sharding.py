@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jax_ep._jax.vmap import reject_sharded_batch
 
 Tree = TypeVar("Tree")
+# Of a PartitionSpec: the mesh axes that shard a dimension.
+Entry = str | tuple[str, ...] | None
 
 
 def vary_alike(arrays: Tree, axes: Iterable[str] = ()) -> Tree:
@@ -76,23 +78,23 @@ def split_dimension(array: jax.Array, dimension: int, count: int) -> jax.Array:
     return _reshape(array, shape, entries)
 
 
-def _axes_in_order(entry: Any) -> tuple[str, ...]:
+def _axes_in_order(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _reshape(array: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
+def _reshape(array: jax.Array, shape: tuple[int, ...], entries: list[Entry]) -> jax.Array:
     """Reshapes an array. JAX cannot infer how the result is sharded over Explicit axes."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return array.reshape(shape)
     return jax.lax.reshape(array, shape, out_sharding=P(*entries))
 
 
-def axes_of(entry: Any) -> set[str]:
+def axes_of(entry: Entry) -> set[str]:
     """Returns the mesh axes that one entry of a PartitionSpec names."""
     return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
-def varying_axes(arrays: Any) -> set[str]:
+def varying_axes(arrays: object) -> set[str]:
     """Returns the manual mesh axes along which `arrays`, and so an op's results, may differ."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in jax.tree.leaves(arrays)]
     # Under check_vma=False the arrays' types do not list the axes.

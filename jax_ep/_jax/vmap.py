@@ -1,35 +1,39 @@
 """Functions that `jax.vmap` calls once per batch element, or by a rule of their own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-Function = Callable[..., Any]  # takes arrays
+from jax_ep._checks import TreeDef
+
+Result = TypeVar("Result")
 
 
-def vmap_by_loop(function: Function) -> Function:
+def vmap_by_loop(function: Callable[..., Result]) -> Callable[..., Result]:
     """Returns the function such that `jax.vmap` calls it once per batch element."""
-    function = jax.custom_batching.custom_vmap(function)
+    batched = jax.custom_batching.custom_vmap(function)
 
-    @function.def_vmap
-    def _(size: int, is_batched: list[bool], *operands: Any) -> Any:
-        out = loop_over_batch(function, operands, is_batched)
+    @batched.def_vmap
+    def _(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Result, object]:
+        out = loop_over_batch(batched, operands, is_batched)
         return out, jax.tree.map(lambda _: True, out)
 
-    return function
+    return batched
 
 
-def loop_over_batch(function: Function, operands: Sequence[Any], is_batched: Sequence[bool]) -> Any:
+def loop_over_batch(
+    function: Callable[..., Result], operands: Sequence[jax.Array], is_batched: Sequence[bool]
+) -> Result:
     """Returns the results [B, ...] of function(*operands) for each element of the batched operands."""
     batches = [operand for operand, batched in zip(operands, is_batched, strict=True) if batched]
     for batch in batches:
         _check_batch(batch, 0)
 
-    def call(elements: Any) -> Any:
+    def call(elements: Sequence[jax.Array]) -> Result:
         remaining = iter(elements)
         pairs = zip(operands, is_batched, strict=True)
         return function(*(next(remaining) if batched else operand for operand, batched in pairs))
@@ -37,14 +41,16 @@ def loop_over_batch(function: Function, operands: Sequence[Any], is_batched: Seq
     return jax.lax.map(call, batches)
 
 
-def with_vmap_rule(function: Function, rule: Function) -> Function:
+def with_vmap_rule(
+    function: Callable[..., Result], rule: Callable[..., tuple[Result, object]]
+) -> Callable[..., Result]:
     """Returns the function such that `jax.vmap` calls rule(is_batched, *operands) in its place.
 
     In contrast to `jax.custom_batching.custom_vmap` it has the function's gradients. Batches come first.
     `is_batched` is a pytree like the operands. The rule returns the results, and a pytree of bools like them.
     """
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: object) -> Result:
         leaves, tree = jax.tree.flatten(operands)
         jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*operands)
         outs = _with_vmap_rule.bind(*leaves, jaxpr=jaxpr, tree=tree, rule=rule)
@@ -54,8 +60,13 @@ def with_vmap_rule(function: Function, rule: Function) -> Function:
 
 
 def _call_rule(
-    arrays: Sequence[Any], dimensions: Sequence[int | None], *, jaxpr: Any, tree: Any, rule: Any
-) -> Any:
+    arrays: Sequence[jax.Array],
+    dimensions: Sequence[int | None],
+    *,
+    jaxpr: ClosedJaxpr,
+    tree: TreeDef,
+    rule: Callable[..., tuple[object, object]],
+) -> tuple[list[jax.Array], list[int | None]]:
     is_batched = [dimension is not None for dimension in dimensions]
     pairs = zip(arrays, dimensions, strict=True)
     batch_first = [array if d is None else jnp.moveaxis(array, d, 0) for array, d in pairs]
@@ -63,7 +74,9 @@ def _call_rule(
     return jax.tree.leaves(results), [0 if is_one else None for is_one in jax.tree.leaves(batched)]
 
 
-def _differentiate(primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, rule: Any) -> Any:
+def _differentiate(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, **_: object
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     tangents = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
     return jax.jvp(jaxpr_as_fun(jaxpr), tuple(primals), tangents)
 
@@ -95,7 +108,7 @@ def _check_batch(array: jax.Array, dimension: int) -> None:
         )
 
 
-def _batch(arrays: Sequence[jax.Array], dimensions: Sequence[int]) -> Any:
+def _batch(arrays: Sequence[jax.Array], dimensions: Sequence[int]) -> tuple[jax.Array, int]:
     _check_batch(arrays[0], dimensions[0])
     return reject_sharded_batch(arrays[0]), dimensions[0]
 

@@ -1,18 +1,17 @@
 """Checks of arguments that need a Group, a Routing or a Handle."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from jax_ep._checks import Arguments, clamped, shape_text
 from jax_ep._extension import warn_once
 from jax_ep._group.group import Group, ranks_of, require_open
 from jax_ep._placement.placement import Placement
-from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._rows.weights import Matrices, PhysicalWeights
 from jax_ep._transport import debug
 from jax_ep._transport.backend import Backend
 from jax_ep._transport.choice import Asynchronous, choose
@@ -22,7 +21,7 @@ from jax_ep._transport.routing import Handle
 class OpArguments(Arguments):
     """Checks of arguments that need a Group, a Routing or a Handle, besides those of arrays and numbers."""
 
-    def valid_tokens(self, count: Any, ids: jax.Array) -> jax.Array:
+    def valid_tokens(self, count: ArrayLike, ids: jax.Array) -> jax.Array:
         """Returns the ids [T, K], -1 for tokens from `count` on."""
         given = self.array("num_valid_tokens", count)
         if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
@@ -40,7 +39,7 @@ class OpArguments(Arguments):
         number = clamped(given.reshape(()), 0, ids.shape[0])
         return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
 
-    def host_rows(self, host_capacity: Any, group: Group, num_tokens: int) -> int:
+    def host_rows(self, host_capacity: int | None, group: Group, num_tokens: int) -> int:
         """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
         hosts = group.size // group.ranks_per_node
         rows = hosts * num_tokens
@@ -55,7 +54,7 @@ class OpArguments(Arguments):
             )
         return min(rows // hosts, num_tokens)
 
-    def handle(self, value: Any) -> Handle:
+    def handle(self, value: object) -> Handle:
         """Checks that a handle's arrays fit its routing, and returns it."""
         if not isinstance(value, Handle):
             raise TypeError(
@@ -83,7 +82,7 @@ class OpArguments(Arguments):
             self.on_device(f"handle.{name}", array)
         return value
 
-    def require_group(self, group: Any) -> None:
+    def require_group(self, group: object) -> None:
         if not isinstance(group, Group):
             raise TypeError(
                 f"{self.op}: group must be a jax_ep.Group, made outside of jit from the mesh: "
@@ -138,7 +137,7 @@ class OpArguments(Arguments):
             )
         return value
 
-    def open_handle(self, value: Any, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
+    def open_handle(self, value: object, implementation: str | Asynchronous | None) -> tuple[Handle, Backend]:
         """Returns the handle that an op goes along, checked, and the op's backend."""
         checked = self.handle(value)
         if checked.routing.ranks.index_groups is not None:
@@ -149,7 +148,7 @@ class OpArguments(Arguments):
         self.require_manual(checked.routing.group)
         return checked, choose(checked.routing.group, implementation, is_empty=checked.routing.is_empty)
 
-    def matrices(self, name: str, w: Any) -> Any:
+    def matrices(self, name: str, w: ArrayLike | PhysicalWeights) -> Matrices:
         """Returns the experts' matrices as they come from `replicate`, or as an array."""
         return w if isinstance(w, PhysicalWeights) else self.array(name, w)
 
@@ -181,7 +180,7 @@ class OpArguments(Arguments):
         return debug.check(self.op, group_sizes, lambda: [debug.group_sizes(group_sizes, num_rows)])
 
 
-def wrong_valid_tokens(count: Any, ids: jax.Array) -> list[debug.Finding]:
+def wrong_valid_tokens(count: ArrayLike | None, ids: jax.Array) -> list[debug.Finding]:
     """Returns the finding of debug mode for a `num_valid_tokens`, if any."""
     return [] if count is None else [debug.in_range("num_valid_tokens", jnp.asarray(count), ids.shape[0])]
 

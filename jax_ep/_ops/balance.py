@@ -1,7 +1,6 @@
 """balance: a step's placement of experts, so that every rank gets about as many rows."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +151,7 @@ def balance_as(
     def find() -> list[debug.Finding]:
         return [debug.invalid_ids(given, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
-    plan, physical = debug.check("balance", (plan, physical), find, ranks_of(group))
+    plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group))
     before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
     return Placement(
         physical_to_logical=plan.physical_to_logical,
@@ -279,10 +278,10 @@ class _PlanOptions:
     def check(
         cls,
         check: Arguments,
-        num_experts: Any,
-        num_places: Any,
-        tolerance: Any,
-        min_rows: Any,
+        num_experts: int | None,
+        num_places: int,
+        tolerance: float,
+        min_rows: int,
         num_ranks: int,
     ) -> "_PlanOptions":
         num_experts = check.num_experts(num_experts, num_ranks)

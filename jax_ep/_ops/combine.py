@@ -1,12 +1,13 @@
 """combine: sums the experts' rows at their tokens."""
 
 import enum
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._checks import PyTree, TreeDef
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
@@ -34,7 +35,7 @@ def combine(  # pyright: ignore[reportOverlappingOverload]
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: None = None,
     on_timeout: Literal["raise"] = "raise",
@@ -48,7 +49,7 @@ def combine(
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
@@ -57,16 +58,16 @@ def combine(
 
 
 def combine(
-    y: Any,
+    y: PyTree,
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     implementation: Implementation | None = None,
-) -> Any:
+) -> PyTree:
     """Sums each token's rows and returns them to the token's rank. Call it inside `jax.shard_map`.
 
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
@@ -125,16 +126,16 @@ def combine(
 
 def combine_as(
     check: OpArguments,
-    y: Any,
+    y: PyTree,
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     implementation: str | Asynchronous | None,
-) -> Any:
+) -> PyTree:
     """Does what `combine` does. Errors in its arguments name the op of `check`."""
     handle, backend = check.open_handle(handle, implementation)
     routing = handle.routing
@@ -184,13 +185,13 @@ def combine_as(
             sums = tuple(pull(backend, handle, pulled)[0][0] for pulled in pulls)
     if routing.padded_rows is not None:
         find = lambda: [debug.nan_rows(handle, rows)]
-        sums = debug.check("combine", sums, find, routing.ranks, alone=attendance.may_miss)
-    result = payload.rebuild("combine", sums)
+        sums = debug.check(check.op, sums, find, routing.ranks, alone=attendance.may_miss)
+    result = payload.rebuild(sums)
     return (result, attended.active_ranks) if attendance.may_miss else result
 
 
 def _biases(
-    check: OpArguments, bias: Any, tree: Any, leaves: list[jax.Array], num_tokens: int
+    check: OpArguments, bias: PyTree, tree: TreeDef, leaves: list[jax.Array], num_tokens: int
 ) -> tuple[tuple[jax.Array, ...], ...]:
     """Returns the biases of each leaf of y."""
     if bias is None:
@@ -205,7 +206,7 @@ def _biases(
     return tuple(_biases_of(check, one, leaf, num_tokens) for one, leaf in zip(given, leaves, strict=True))
 
 
-def _biases_of(check: OpArguments, bias: Any, leaf: jax.Array, num_tokens: int) -> tuple[jax.Array, ...]:
+def _biases_of(check: OpArguments, bias: PyTree, leaf: jax.Array, num_tokens: int) -> tuple[jax.Array, ...]:
     if bias is None:
         return ()
     arrays = bias if isinstance(bias, tuple | list) else (bias,)

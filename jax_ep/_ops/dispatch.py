@@ -1,12 +1,13 @@
 """dispatch: tokens to their ranks or experts."""
 
 import dataclasses
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_ep import _checks, checkpoint_names
+from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
 from jax_ep._jax.sharding import align_axes, unshard
@@ -125,7 +126,7 @@ def dispatch(
 
 
 def dispatch(
-    x: Any,
+    x: PyTree,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike | None = None,
     *,
@@ -143,7 +144,7 @@ def dispatch(
     on_timeout: OnTimeout = "raise",
     statistics: DispatchStatistics | None = None,
     implementation: Implementation | None = None,
-) -> DispatchedByRank[Any] | DispatchedByExpert[Any]:
+) -> DispatchedByRank[PyTree] | DispatchedByExpert[PyTree]:
     """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
 
     Shapes are one rank's shard: T tokens on this rank, K choices a token, R ranks, E experts in all,
@@ -234,9 +235,9 @@ def dispatch(
 
 def dispatch_as(
     check: OpArguments,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
+    x: PyTree,
+    topk_idx: ArrayLike,
+    topk_weights: ArrayLike | None,
     *,
     group: Group,
     num_experts: int,
@@ -252,7 +253,7 @@ def dispatch_as(
     on_timeout: OnTimeout = "raise",
     statistics: DispatchStatistics | None = None,
     implementation: str | Asynchronous | None,
-) -> DispatchedByRank[Any] | DispatchedByExpert[Any]:
+) -> DispatchedByRank[PyTree] | DispatchedByExpert[PyTree]:
     """Does what `dispatch` does. Errors in its arguments name the op of `check`."""
     check.require_manual(group)
     resolve_implementation(group, requested_implementation(implementation))  # raises before the other checks
@@ -313,7 +314,7 @@ def dispatch_as(
             *wrong_valid_tokens(num_valid_tokens, ids),
         ]
 
-    checked = debug.check("dispatch", checked, find, routing.ranks, alone=out.attended.may_miss)
+    checked = debug.check(check.op, checked, find, routing.ranks, alone=out.attended.may_miss)
     common = {"x": rows, **checked}
     if out.topk_idx is not None:
         return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)

@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._experts.activations import ACTIVATIONS, Activation, Gated, weighted
@@ -16,7 +18,10 @@ from jax_ep._experts.engine import Engine, Options
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
     Fp8,
+    Kept,
     Products,
+    Rows,
+    Weights,
     Wide,
     cotangent_of,
     once_differentiable,
@@ -35,7 +40,11 @@ from jax_ep._rows.counts import group_ends, sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.quantize import KERNEL_DTYPES
-from jax_ep._rows.weights import as_array, num_redundant_of
+from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array, num_redundant_of
+
+Result = TypeVar("Result")
+Tree = TypeVar("Tree")
+Shape = tuple[int, ...]
 
 _CHECK = OpArguments("gated_mlp")
 
@@ -50,14 +59,14 @@ _ONE_GRADIENT = (
 
 
 def gated_mlp(
-    rows: Any,
-    w_up: Any,
-    w_down: Any,
-    group_sizes: Any,
+    rows: ArrayLike | QuantizedArray,
+    w_up: ArrayLike | PhysicalWeights | QuantizedWeights,
+    w_down: ArrayLike | PhysicalWeights | QuantizedWeights,
+    group_sizes: ArrayLike,
     *,
-    b_up: Any = None,
-    b_down: Any = None,
-    row_weights: Any = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    row_weights: ArrayLike | None = None,
     activation: str | Activation = "silu",
     precision: PrecisionName | jax.lax.Precision | None = None,
     quantize: Literal["fp8", "fp8_all"] | None = None,
@@ -155,17 +164,21 @@ class _Call:
 class _Given:
     """The arrays of a call, and in the backward pass their gradients."""
 
-    rows: Any  # [C, H], or a QuantizedArray
-    w_up: Any  # [L, H, 2F], or QuantizedWeights, with gate and up in one dimension
-    w_down: Any  # [L, F, H], or QuantizedWeights
-    group_sizes: Any  # [L]
+    rows: Rows  # [C, H], or a QuantizedArray
+    w_up: Weights  # [L, H, 2F], or QuantizedWeights, with gate and up in one dimension
+    w_down: Weights  # [L, F, H], or QuantizedWeights
+    group_sizes: jax.Array  # [L]
     b_up: jax.Array | None
     b_down: jax.Array | None
     row_weights: jax.Array | None
 
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Returns the dtype of the result."""
-        return jnp.bfloat16 if isinstance(self.rows, QuantizedArray) else self.rows.dtype
+        return jnp.dtype(jnp.bfloat16) if isinstance(self.rows, QuantizedArray) else self.rows.dtype
+
+
+_Saved = tuple[_Given, Kept | None, jax.Array | None]
+"""The arrays of a call, the rows as they are kept, and the preactivation."""
 
 
 @custom_vjp(0)
@@ -174,7 +187,7 @@ def _gated_mlp(call: _Call, given: _Given) -> jax.Array:
     return _from_preactivation(call, given, _preactivation(call, given, given.rows))
 
 
-def _preactivation(call: _Call, given: _Given, rows: Any) -> jax.Array:
+def _preactivation(call: _Call, given: _Given, rows: Rows) -> jax.Array:
     z = call.products.times(rows, given.w_up, given.group_sizes)
     if given.b_up is None:
         return z
@@ -197,11 +210,11 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
 
 
-def _gated_mlp_fwd(call: _Call, given: _Given) -> Any:
+def _gated_mlp_fwd(call: _Call, given: _Given) -> tuple[jax.Array, _Saved]:
     return _once_in_fp8(call, _forward, given)
 
 
-def _once_in_fp8(call: _Call, function: Callable[..., Any], *operands: Any) -> Any:
+def _once_in_fp8(call: _Call, function: Callable[..., Result], *operands: object) -> Result:
     """Returns function(call, *operands), half of a first derivative, which in FP8 has no derivative."""
     if call.quantize is None:
         return function(call, *operands)
@@ -209,7 +222,7 @@ def _once_in_fp8(call: _Call, function: Callable[..., Any], *operands: Any) -> A
     return once_differentiable(error, functools.partial(function, call), *operands)
 
 
-def _forward(call: _Call, given: _Given) -> Any:
+def _forward(call: _Call, given: _Given) -> tuple[jax.Array, _Saved]:
     if not call.saves_preactivation:
         rows = without_carrier(given.rows)
         return _gated_mlp(call, given), (dataclasses.replace(given, rows=rows), None, None)
@@ -222,11 +235,11 @@ def _forward(call: _Call, given: _Given) -> Any:
     return out, as_bits((given, saved_rows, z))
 
 
-def _gated_mlp_bwd(call: _Call, saved: Any, d_out: jax.Array) -> tuple[_Given]:
+def _gated_mlp_bwd(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Given]:
     return _once_in_fp8(call, _backward, saved, d_out)
 
 
-def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: jax.Array) -> tuple[_Given]:
+def _backward(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Given]:
     given, saved_rows, z = from_bits(saved)
     products, sizes = call.products, given.group_sizes
     if z is None:
@@ -234,6 +247,7 @@ def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: j
         given, d_out = jax.lax.optimization_barrier((given, d_out))
         rows, saved_rows = products.prepare(given.rows, sizes)
         z = _preactivation(call, _merged(given), rows)
+    assert saved_rows is not None
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
     gated = Gated(z, given.row_weights, sizes, call.activation, needs_wide_d_z=given.b_up is not None)
@@ -241,9 +255,10 @@ def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: j
     d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
     d_rows = products.times_transposed(found.d_z, _merged(given).w_up, sizes)
     d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
-    d_row_weights: Any = found.d_row_weights
+    d_row_weights = found.d_row_weights
     d_b_up, d_b_down = None, None
     if given.b_up is not None:
+        assert found.d_z_wide is not None
         d_b_up = _sum_of_groups(call.engine, found.d_z_wide, sizes).astype(given.b_up.dtype)
         d_b_up = _split_like(given.b_up, d_b_up, 1)
     if given.b_down is not None:
@@ -251,9 +266,11 @@ def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: j
         d_b_down = d_b_down.astype(given.b_down.dtype)
         if given.row_weights is not None:
             bias = _per_row(given.b_down, sizes, z)
+            assert d_row_weights is not None
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
-    gradients = _Given(
+    gradients = dataclasses.replace(
+        given,
         rows=cotangent_of(given.rows, sharded_like(saved_rows, d_rows)),
         w_up=cotangent_of(given.w_up, _split_like(wide_of(given.w_up), d_w_up, 2)),
         w_down=cotangent_of(given.w_down, d_w_down),
@@ -268,7 +285,7 @@ def _backward(call: _Call, saved: tuple[_Given, Any, jax.Array | None], d_out: j
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _sum_of_groups(engine: Engine, rows: Any, sizes: jax.Array) -> jax.Array:
+def _sum_of_groups(engine: Engine, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Returns each group's sum of rows [L, ...]: a product, which has the same bits when it is repeated.
 
     Its operands must not be rounded to tf32, as no other sum's are.
@@ -312,31 +329,31 @@ def _check_activation(activation: Activation, half: jax.ShapeDtypeStruct) -> Non
 
 def _check(
     quantize: str | None,
-    rows: Any,
-    w_up: Any,
-    w_down: Any,
-    group_sizes: Any,
-    b_up: Any,
-    b_down: Any,
-    row_weights: Any,
+    given_rows: ArrayLike | QuantizedArray,
+    w_up: ArrayLike | PhysicalWeights | QuantizedWeights,
+    w_down: ArrayLike | PhysicalWeights | QuantizedWeights,
+    group_sizes: ArrayLike,
+    b_up: ArrayLike | None,
+    b_down: ArrayLike | None,
+    row_weights: ArrayLike | None,
 ) -> _Given:
     """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
 
-    def array(name: str, value: Any) -> Any:
+    def array(name: str, value: ArrayLike | None) -> jax.Array | None:
         return None if value is None else _CHECK.array(name, value)
 
     is_fp8 = quantize is not None
-    if isinstance(rows, QuantizedArray):
-        if not is_fp8 or block_of(_CHECK, rows) != (1, BLOCK):
+    rows: Rows
+    if isinstance(given_rows, QuantizedArray):
+        if not is_fp8 or block_of(_CHECK, given_rows) != (1, BLOCK):
             raise TypeError(
                 "gated_mlp: a QuantizedArray of rows needs quantize='fp8', and scales of 1 x 128 elements"
             )
-        rows = dataclasses.replace(
-            rows, values=jax.lax.stop_gradient(rows.values), scales=jax.lax.stop_gradient(rows.scales)
-        )
+        values, scales = jax.lax.stop_gradient((given_rows.values, given_rows.scales))
+        rows = dataclasses.replace(given_rows, values=values, scales=scales)
     else:
-        rows = array("rows", rows)
-    matrices = []
+        rows = _CHECK.array("rows", given_rows)
+    matrices: list[Weights] = []
     for name, w in (("w_up", w_up), ("w_down", w_down)):
         if isinstance(w, QuantizedWeights):
             if not is_fp8:
@@ -358,7 +375,7 @@ def _check(
         rows=rows,
         w_up=matrices[0],
         w_down=matrices[1],
-        group_sizes=array("group_sizes", group_sizes),
+        group_sizes=_CHECK.array("group_sizes", group_sizes),
         b_up=array("b_up", b_up),
         b_down=array("b_down", b_down),
         row_weights=array("row_weights", row_weights),
@@ -373,14 +390,14 @@ def _check(
     return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
 
 
-def _num_redundant(w: Any) -> int:
+def _num_redundant(w: Weights) -> int:
     return num_redundant_of(wide_of(w))
 
 
 def _merged(given: _Given) -> _Given:
     """Returns the arrays with w_up [L, H, 2F] and b_up [L, 2F], which copies nothing on a device."""
 
-    def merge(tree: Any, dimension: int) -> Any:
+    def merge(tree: Tree, dimension: int) -> Tree:
         return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
 
     w, b_up = given.w_up, given.b_up
@@ -394,14 +411,14 @@ def _merged(given: _Given) -> _Given:
     return dataclasses.replace(given, w_up=w, b_up=b_up)
 
 
-def _split_like(primal: Any, gradient: Any, dimension: int) -> Any:
+def _split_like(primal: Matrices, gradient: Tree, dimension: int) -> Tree:
     """Returns the gradient of a merged array in the shape that it came in."""
     if primal.ndim == jax.tree.leaves(gradient)[0].ndim:
         return gradient
     return jax.tree.map(lambda array: split_dimension(array, dimension, 2), gradient)
 
 
-def _check_shapes(is_fp8: bool, rows: Any, up: Any, down: Any, given: _Given) -> None:
+def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, given: _Given) -> None:
     if len(rows) != 2 or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
             "gated_mlp: rows must be [C, H], w_up [L, H, 2, F] or [L, H, 2F], and w_down [L, F, H], got "

@@ -1,18 +1,20 @@
 """grouped_dot: each expert's rows times that expert's matrix."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
+from jax_ep._checks import PyTree
 from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import Engine, Factors, Options
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
     Fp8,
+    Kept,
+    Rows,
     cotangent_of,
     once_differentiable,
     sharded_like,
@@ -31,10 +33,13 @@ from jax_ep._rows.weights import PhysicalWeights, as_array, num_redundant_of
 from jax_ep._transport import debug
 
 _CHECK = OpArguments("grouped_dot")
+# The rows as they are kept, the rows without values, the matrices and the group sizes.
+Saved = tuple[Kept, Rows, QuantizedWeights, jax.Array]
 
 _NO_GRADIENT = (
-    "grouped_dot: FP8 operands have no gradient, for it would have to be FP8 too; differentiate a product of "
-    "bfloat16 operands, use gated_mlp(quantize='fp8'), or define the gradient yourself (jax.custom_vjp)"
+    "grouped_dot: FP8 operands have no gradient, because it would also have to be FP8; differentiate a "
+    "product of bfloat16 operands, use gated_mlp(quantize='fp8'), or define the gradient yourself "
+    "(jax.custom_vjp)"
 )
 _ONE_GRADIENT = (
     "grouped_dot: products of quantize_weights have no second derivative, because the first one is computed "
@@ -43,9 +48,9 @@ _ONE_GRADIENT = (
 
 
 def grouped_dot(
-    rows: Any,
-    w: Any,
-    group_sizes: Any,
+    rows: ArrayLike | QuantizedArray,
+    w: ArrayLike | PhysicalWeights | QuantizedArray | QuantizedWeights,
+    group_sizes: ArrayLike,
     *,
     group_offset: ArrayLike | None = None,
     precision: PrecisionName | jax.lax.Precision | None = None,
@@ -109,7 +114,7 @@ def grouped_dot(
         group_sizes = _check_shapes(
             rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes
         )
-        out = _times_quantized(engine, *as_bits(vary_alike([rows, w, group_sizes])))
+        out = _times_quantized(engine, *as_bits(vary_alike((rows, w, group_sizes))))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
@@ -197,7 +202,7 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
     return _CHECK.group_sizes(group_sizes, w.shape[0], rows.shape[0])
 
 
-def _both_quantized(rows: Any, w: Any) -> tuple[QuantizedArray, QuantizedArray]:
+def _both_quantized(rows: object, w: object) -> tuple[QuantizedArray, QuantizedArray]:
     if not (isinstance(rows, QuantizedArray) and isinstance(w, QuantizedArray)):
         raise TypeError(
             "grouped_dot: rows and w must both be quantized, or neither; got "
@@ -216,7 +221,7 @@ def _check_blocks(rows: QuantizedArray, w: QuantizedArray) -> None:
         )
 
 
-def _rows_of_quantized_weights(rows: Any) -> Any:
+def _rows_of_quantized_weights(rows: ArrayLike | QuantizedArray) -> Rows:
     if not isinstance(rows, QuantizedArray):
         return _CHECK.array("rows", rows)
     if block_of(_CHECK, rows) != (1, BLOCK):
@@ -225,27 +230,31 @@ def _rows_of_quantized_weights(rows: Any) -> Any:
 
 
 @custom_vjp(0)
-def _times_quantized(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
+def _times_quantized(engine: Engine, rows: Rows, w: QuantizedWeights, group_sizes: jax.Array) -> jax.Array:
     rows, w = from_bits((rows, w))
     out = _fp8(engine).times(rows, w, group_sizes)
     return out if isinstance(rows, QuantizedArray) else out.astype(rows.dtype)
 
 
-def _times_quantized_fwd(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+def _times_quantized_fwd(
+    engine: Engine, rows: Rows, w: QuantizedWeights, group_sizes: jax.Array
+) -> tuple[jax.Array, Saved]:
     return once_differentiable(_ONE_GRADIENT, functools.partial(_forward, engine), rows, w, group_sizes)
 
 
-def _forward(engine: Engine, rows: Any, w: QuantizedWeights, group_sizes: jax.Array) -> Any:
+def _forward(
+    engine: Engine, rows: Rows, w: QuantizedWeights, group_sizes: jax.Array
+) -> tuple[jax.Array, Saved]:
     out = _times_quantized(engine, rows, w, group_sizes)
     _, saved_rows = _fp8(engine).prepare(rows, group_sizes)
     return out, (saved_rows, without_values(rows), w, group_sizes)
 
 
-def _times_quantized_bwd(engine: Engine, saved: Any, d_out: jax.Array) -> Any:
+def _times_quantized_bwd(engine: Engine, saved: Saved, d_out: jax.Array) -> tuple[PyTree, PyTree, None]:
     return once_differentiable(_ONE_GRADIENT, functools.partial(_backward, engine), saved, d_out)
 
 
-def _backward(engine: Engine, saved: Any, d_out: jax.Array) -> Any:
+def _backward(engine: Engine, saved: Saved, d_out: jax.Array) -> tuple[PyTree, PyTree, None]:
     saved_rows, rows, w, group_sizes = from_bits(saved)
     fp8 = _fp8(engine)
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)

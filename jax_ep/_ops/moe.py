@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
@@ -22,7 +23,7 @@ from jax_ep._transport.fp8_rows import Quantize
 from jax_ep._transport.payload import Payload
 
 Sums = TypeVar("Sums")
-ExpertFn = Callable[[DispatchedByExpert[Any]], Sums] | Callable[[DispatchedByExpert[Any], Any], Sums]
+ExpertFn = Callable[[DispatchedByExpert[PyTree]], Sums] | Callable[[DispatchedByExpert[PyTree], PyTree], Sums]
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +75,7 @@ def moe(
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
-    expert_params: Any = None,
+    expert_params: PyTree = None,
     experts_apply_weights: bool = False,
     return_stats: Literal[False] = False,
     implementation: Implementation | None = None,
@@ -98,7 +99,7 @@ def moe(
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
-    expert_params: Any = None,
+    expert_params: PyTree = None,
     experts_apply_weights: bool = False,
     return_stats: Literal[True],
     implementation: Implementation | None = None,
@@ -121,7 +122,7 @@ def moe(
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
-    expert_params: Any = None,
+    expert_params: PyTree = None,
     experts_apply_weights: bool = False,
     return_stats: bool = False,
     implementation: Implementation | None = None,
@@ -172,7 +173,8 @@ def moe(
         before its last product, the backward pass does not need these rows, which saves memory, or under
         `jax.checkpoint` a product.
       return_stats: also return how many rows came, and how many were dropped.
-      implementation: None, "ffi" or "xla".
+      implementation: None, "ffi" or "xla": that of communication. The ops that expert_fn calls take their
+        own `implementation`.
 
     Returns:
       [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), or of expert_k(x) with
@@ -251,7 +253,7 @@ def moe(
         local = num_experts // group.size
         Payload.check(check, "expert_params", expert_params, (local,), "L", "the experts of a rank")
     with jax.named_scope("jax_ep.experts"):
-        run: Callable[..., Any] = expert_fn
+        run: Callable[..., Sums] = expert_fn
         y = run(sent) if expert_params is None else run(sent, expert_params)
     _check_result(check, y, sent.handle.routing.capacity)
     out = combine_as(
@@ -283,7 +285,7 @@ def moe(
     return out, stats
 
 
-def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+def _check_signature(expert_fn: Callable[..., object], arguments: tuple[str, ...]) -> None:
     """Raises TypeError if a function cannot be called with these arguments."""
     try:
         signature = inspect.signature(expert_fn, follow_wrapped=False)
@@ -299,7 +301,7 @@ def _check_signature(expert_fn: Callable[..., Any], arguments: tuple[str, ...]) 
         ) from None
 
 
-def _check_result(check: OpArguments, y: Any, rows: int) -> None:
+def _check_result(check: OpArguments, y: PyTree, rows: int) -> None:
     """Checks the result of expert_fn: a floating array with one row for each row that it was given."""
     returned = "what expert_fn returns"
     leaves = [check.array(returned, leaf) for leaf in jax.tree.leaves(y)]

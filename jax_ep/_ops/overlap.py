@@ -1,16 +1,17 @@
-"""dispatch, combine and replicate in two steps, a start and a done, with room for other work between them.
+"""Asynchronous dispatch, combine and replicate: a start, other work, and a done.
 
-On GPUs an op then runs on XLA's stream for communication: XLA splits it into a start and a done, and
-schedules ops that do not use its results in between. It is still one kernel, because no array of XLA can hold
-the rows of an unfinished op (docs/howto/overlap.md).
+On GPUs such an op runs on XLA's stream for communication. XLA splits it into a start and a done, and
+schedules ops that do not use its results in between. The op is still one kernel, because no array of XLA can
+hold the rows of an unfinished op (docs/howto/overlap.md).
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar, overload
 
 import jax
 from jax.typing import ArrayLike
 
+from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group
 from jax_ep._ops.arguments import OpArguments
@@ -33,17 +34,17 @@ Rows = TypeVar("Rows")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pending(Generic[Result]):
-    """An op that has been started: a dispatch, combine or replicate. `done` returns its result. A pytree."""
+    """Started op: a dispatch, combine or replicate. `done` returns its result. A pytree."""
 
     _result: Result
 
     def done(self) -> Result:
-        """Returns the result of the op, the same bits as from the op without start and done."""
+        """Returns the op's result. It has the same bits as the result of the synchronous op."""
         return self._result
 
     if not TYPE_CHECKING:  # type checkers still report names that do not exist
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             """Raises an error that names `done`, because users forget it and read the result's attributes."""
             raise AttributeError(f"Pending has no {name!r}; pending.done() returns the op's result")
 
@@ -141,7 +142,7 @@ def dispatch_start(
 
 
 def dispatch_start(
-    x: Any,
+    x: PyTree,
     topk_idx: ArrayLike,
     topk_weights: ArrayLike | None = None,
     *,
@@ -159,22 +160,22 @@ def dispatch_start(
     on_timeout: OnTimeout = "raise",
     statistics: DispatchStatistics | None = None,
     implementation: Implementation | None = None,
-) -> Pending[Any]:
-    """Starts a `dispatch`, beside which other work can run until `Pending.done`.
+) -> Pending[PyTree]:
+    """Starts a `dispatch`. Other work can overlap with it until `Pending.done`.
 
-    Its arguments are those of `dispatch`. On GPUs, ops that do not use its results may run meanwhile. Its
-    gradient, a combine, also has a start and a done. On other devices, with implementation="xla", between
-    hosts, and beside mesh axes that are not manual, it is an ordinary dispatch.
+    Its arguments are those of `dispatch`. On GPUs, ops that do not use its results may overlap with it. Its
+    gradient, a combine, is also asynchronous. The op is an ordinary dispatch on other devices, with
+    implementation="xla", between hosts, and if the mesh has axes that are not manual.
 
     Returns:
-      The started op. Its `done()` returns `DispatchedByExpert` or `DispatchedByRank`, as the order says.
+      The started op. Its `done()` returns `DispatchedByExpert` or `DispatchedByRank`, depending on `order`.
 
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
     return Pending(
         dispatch_as(
-            OpArguments("dispatch"),
+            OpArguments("dispatch_start"),
             x,
             topk_idx,
             topk_weights,
@@ -202,7 +203,7 @@ def combine_start(  # pyright: ignore[reportOverlappingOverload]
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: None = None,
     on_timeout: Literal["raise"] = "raise",
@@ -216,7 +217,7 @@ def combine_start(
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
@@ -225,17 +226,17 @@ def combine_start(
 
 
 def combine_start(
-    y: Any,
+    y: PyTree,
     handle: Handle,
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
-    bias: Any = None,
+    bias: PyTree = None,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     implementation: Implementation | None = None,
-) -> Pending[Any]:
-    """Starts a `combine`, beside which other work can run until `Pending.done`, as `dispatch_start` does.
+) -> Pending[PyTree]:
+    """Starts a `combine`. Other work can overlap with it until `Pending.done`, as with `dispatch_start`.
 
     Its arguments are those of `combine`.
 
@@ -247,7 +248,7 @@ def combine_start(
     """
     return Pending(
         combine_as(
-            OpArguments("combine"),
+            OpArguments("combine_start"),
             y,
             handle,
             row_weights=row_weights,
@@ -261,12 +262,12 @@ def combine_start(
 
 
 def replicate_start(
-    w: Any, placement: Placement, *, group: Group, implementation: Implementation | None = None
-) -> Pending[Any]:
-    """Starts a `replicate`, beside which other work can run until `Pending.done`.
+    w: PyTree, placement: Placement, *, group: Group, implementation: Implementation | None = None
+) -> Pending[PyTree]:
+    """Starts a `replicate`. Other work can overlap with it until `Pending.done`.
 
-    On GPUs, ops that do not use its results may run meanwhile: a shared expert, or the attention of the next
-    layer, but no other op of the group (docs/howto/overlap.md). Where `dispatch_start` is an ordinary
+    On GPUs, ops that do not use its results may overlap with it: a shared expert, or the attention of the
+    next layer, but no other op of the group (docs/howto/overlap.md). If `dispatch_start` would be an ordinary
     dispatch, this is an ordinary replicate.
 
     Args:

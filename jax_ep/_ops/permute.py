@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_ep import _checks
 from jax_ep._checks import Arguments
@@ -18,12 +19,16 @@ from jax_ep._ops.arguments import count_invalid
 from jax_ep._rows.dtypes import SUMMED, is_differentiable, sum_dtype
 from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
-from jax_ep._transport.backend import LocalBackend, Permutation
+from jax_ep._transport.backend import Leaves, LocalBackend, Permutation
 from jax_ep._transport.choice import choose_local
 from jax_ep._transport.payload import Payload, move_bits
 from jax_ep._transport.routing import worst_case_capacity
 
 Rows = TypeVar("Rows")
+# The backend, the experts, the alignment and the capacity of a permutation.
+How = tuple[LocalBackend, int, int, int]
+# The operands of an unpermute: y, row_map, weights, bias and ids.
+Operands = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +99,7 @@ def permute(
         backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
         how = (backend, experts, alignment, capacity)
         out = _permute(how, payload.leaves, ids, weights)
-        rows = payload.rebuild("permute", out.rows)
+        rows = payload.rebuild(out.rows)
 
     def find() -> list[debug.Finding]:
         dropped = debug.dropped_choices(capacity, out.num_dropped, out.tokens_per_expert)
@@ -114,8 +119,8 @@ def permute(
 
 @custom_vjp(0)
 def _permute(
-    how: tuple[LocalBackend, int, int, int],
-    leaves: tuple[jax.Array, ...],
+    how: How,
+    leaves: Leaves,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
 ) -> Permutation:
@@ -124,12 +129,16 @@ def _permute(
     return Permutation(*move_bits(backend, move, leaves))
 
 
-def _permute_forward(how: Any, leaves: Any, topk_idx: jax.Array, topk_weights: Any) -> Any:
+def _permute_forward(
+    how: How, leaves: Leaves, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> tuple[Permutation, jax.Array]:
     out = _permute(how, leaves, topk_idx, topk_weights)
     return out, out.row_map
 
 
-def _permute_backward(how: tuple[LocalBackend, int, int, int], row_map: jax.Array, cotangents: Any) -> Any:
+def _permute_backward(
+    how: How, row_map: jax.Array, cotangents: Permutation
+) -> tuple[tuple[jax.Array | None, ...], None, jax.Array | None]:
     gradients = tuple(
         _unpermute(how[0], row.dtype, row, row_map, None, None, None)
         if is_differentiable(row.dtype)
@@ -149,7 +158,7 @@ def _at_rows(values: jax.Array, row_map: jax.Array) -> jax.Array:
     return values.at[rows].get(mode="fill", fill_value=0)
 
 
-def _flat(rows: jax.Array, dtype: Any) -> jax.Array:
+def _flat(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Reshapes [n, ...] to [n, m] of another dtype."""
     return rows.reshape(rows.shape[0], math.prod(rows.shape[1:])).astype(dtype)
 
@@ -161,11 +170,15 @@ def _repermute(backend: LocalBackend, num_permuted: int, leaf: jax.Array, row_ma
     return moved
 
 
-def _repermute_forward(backend: LocalBackend, num_permuted: int, leaf: Any, row_map: Any) -> Any:
+def _repermute_forward(
+    backend: LocalBackend, num_permuted: int, leaf: jax.Array, row_map: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return _repermute(backend, num_permuted, leaf, row_map), row_map
 
 
-def _repermute_backward(backend: LocalBackend, num_permuted: int, row_map: Any, cotangent: Any) -> Any:
+def _repermute_backward(
+    backend: LocalBackend, num_permuted: int, row_map: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, None]:
     return _unpermute(backend, cotangent.dtype, cotangent, row_map, None, None, None), None
 
 
@@ -183,11 +196,16 @@ def _repermute_scaled(
     return backend.repermute_scaled(row_map, leaf, topk_weights, factors)
 
 
-def _repermute_scaled_forward(backend: LocalBackend, *operands: Any) -> Any:
+def _repermute_scaled_forward(
+    backend: LocalBackend, row_map: jax.Array, leaf: jax.Array, topk_weights: jax.Array, factors: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    operands = row_map, leaf, topk_weights, factors
     return _repermute_scaled(backend, *operands), operands
 
 
-def _repermute_scaled_backward(backend: LocalBackend, operands: Any, cotangents: Any) -> Any:
+def _repermute_scaled_backward(
+    backend: LocalBackend, operands: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[None, jax.Array, jax.Array, jax.Array]:
     """Uses the same two functions: scaled rows are linear in rows and weights, dot products in both rows."""
     row_map, leaf, weights, factors = operands
     scaled, dots = cotangents
@@ -207,7 +225,7 @@ def unpermute(
     topk_weights: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     topk_idx: ArrayLike | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Brings rows back from expert order: the weighted sum of each row's copies. Local.
@@ -280,7 +298,7 @@ def unpermute(
 @custom_vjp(0, 1)
 def _unpermute(
     backend: LocalBackend,
-    out_dtype: Any,
+    out_dtype: np.dtype,
     y: jax.Array,
     row_map: jax.Array,
     topk_weights: jax.Array | None,
@@ -291,15 +309,23 @@ def _unpermute(
 
 
 def _unpermute_forward(
-    backend: LocalBackend, out_dtype: Any, y: Any, row_map: Any, weights: Any, bias: Any, ids: Any
-) -> Any:
+    backend: LocalBackend,
+    out_dtype: np.dtype,
+    y: jax.Array,
+    row_map: jax.Array,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+    ids: jax.Array | None,
+) -> tuple[jax.Array, Operands]:
     out = _unpermute(backend, out_dtype, y, row_map, weights, bias, ids)
     # Only the gradient of the weights needs the rows. Otherwise their number and dtype suffice.
     kept = y if weights is not None or y.ndim == 1 else y[:, :0]
     return out, (kept, row_map, weights, bias, ids)
 
 
-def _unpermute_backward(backend: LocalBackend, out_dtype: Any, residuals: Any, cotangent: jax.Array) -> Any:
+def _unpermute_backward(
+    backend: LocalBackend, out_dtype: np.dtype, residuals: Operands, cotangent: jax.Array
+) -> tuple[jax.Array, None, jax.Array | None, jax.Array | None, None]:
     """Computes, for (row c, k) at row p: d y[p] = w * cotangent[c], d w = <y[p] + bias, cotangent[c]>."""
     y, row_map, weights, bias, ids = residuals
     wide = sum_dtype(y.dtype)
@@ -312,6 +338,7 @@ def _unpermute_backward(backend: LocalBackend, out_dtype: Any, residuals: Any, c
     d_y = d_y.astype(y.dtype)
     d_bias = None
     if bias is not None:
+        assert ids is not None
         experts = bias.shape[0]
         used = (row_map >= 0) & (row_map < num_permuted)
         chosen = jnp.where(used, routed_experts(ids, experts), -1)

@@ -1,9 +1,8 @@
 """quantize_fp8 and quantize_weights: conversions to FP8 before products."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._checks import Arguments, integer
@@ -15,10 +14,11 @@ from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray
 from jax_ep._rows.quantize import KERNEL_DTYPES
+from jax_ep._rows.weights import PhysicalWeights
 
 
 def quantize_fp8(
-    x: Any,
+    x: ArrayLike,
     *,
     block: int | tuple[int, int] = BLOCK,
     round_scale: bool = False,
@@ -65,7 +65,7 @@ def quantize_fp8(
 
 
 def quantize_weights(
-    w: Any, *, round_scale: bool = False, implementation: Implementation | None = None
+    w: ArrayLike | PhysicalWeights, *, round_scale: bool = False, implementation: Implementation | None = None
 ) -> QuantizedWeights:
     """Quantizes experts' matrices once for many products, as `gated_mlp(quantize="fp8")` takes them.
 
@@ -107,7 +107,7 @@ def quantize_weights(
     return QuantizedWeights(w, transposed, kept)
 
 
-def _pair(block: Any) -> tuple[int, int]:
+def _pair(block: int | tuple[int, int]) -> tuple[int, int]:
     sizes = block if isinstance(block, tuple) else (1, block)
     rows, columns = map(integer, sizes) if len(sizes) == 2 else (None, None)
     if rows is None or columns is None or rows < 1 or columns < 1:

@@ -1,11 +1,12 @@
 """redispatch: another payload along the routes of an earlier dispatch."""
 
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_ep import checkpoint_names
+from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
@@ -68,14 +69,14 @@ def redispatch(
 
 
 def redispatch(
-    x: Any,
+    x: PyTree,
     handle: Handle,
     *,
     topk_weights: ArrayLike | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
     implementation: Implementation | None = None,
-) -> Any:
+) -> PyTree:
     """Sends another payload along the routes of an earlier dispatch. Call it inside `jax.shard_map`.
 
     Each row lands where that dispatch put the token's row; what was dropped stays dropped, padding, tail
@@ -121,7 +122,7 @@ def redispatch(
             moved, arrived_weights, attended = push_attended(backend, handle, sent, attendance)
         else:
             moved, arrived_weights = push(backend, handle, sent)
-        results = [arrived("redispatch", routing, payload, moved)]
+        results = [arrived(routing, payload, moved)]
     if topk_weights is not None:
         results.append(in_buffers(routing, name_all(arrived_weights, checkpoint_names.weights)))
     if attendance.may_miss:

@@ -1,11 +1,11 @@
 """replicate: the weights of redundant experts."""
 
 import math
-from typing import Any
 
 import jax
 
 from jax_ep import checkpoint_names
+from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of
 from jax_ep._jax.sharding import align_axes
@@ -26,8 +26,8 @@ from jax_ep._transport.payload import Payload
 
 
 def replicate(
-    w: Any, placement: Placement, *, group: Group, implementation: Implementation | None = None
-) -> Any:
+    w: PyTree, placement: Placement, *, group: Group, implementation: Implementation | None = None
+) -> PyTree:
     """Returns the weights of all experts that a placement has on this rank. Call it inside `jax.shard_map`.
 
     Weights travel bit for bit from their home to the ranks that need them. In the backward pass, the
@@ -59,11 +59,11 @@ def replicate(
 def replicate_as(
     check: OpArguments,
     name: str,
-    w: Any,
+    w: PyTree,
     placement: Placement,
     group: Group,
     implementation: str | Asynchronous | None,
-) -> Any:
+) -> PyTree:
     """Does what `replicate` does. Errors in w name the op of `check` and the argument `name`."""
     check.require_manual(group)
     check.placement(placement, group)
@@ -73,7 +73,7 @@ def replicate_as(
     payload, physical_to_logical = align_axes((payload, placement.physical_to_logical), ranks_of(group).axes)
     places = placement.num_redundant_experts
     if places == 0:
-        return payload.rebuild("replicate", payload.leaves)
+        return payload.rebuild(payload.leaves)
     if places is None:
         send, num_instances = send_placed, placement.num_experts
     else:
@@ -81,17 +81,17 @@ def replicate_as(
         physical_to_logical = physical_to_logical.reshape(group.size, -1)[:, local:]
     with jax.named_scope("jax_ep.replicate"):
         destinations = destinations_of(group, physical_to_logical, num_experts)
-        weights: list[Any] = list(payload.leaves)
+        weights: list[jax.Array | PhysicalWeights] = list(payload.leaves)
         for pieces, alike in _by_pieces(payload.leaves).items():
             routing = routing_of(group, num_experts, num_instances, pieces)
             backend = choose(group, implementation, is_empty=routing.is_empty)
             moved = send(backend, routing, destinations, pieces, tuple(payload.leaves[i] for i in alike))
             for i, leaf in zip(alike, moved, strict=True):
                 weights[i] = leaf
-        return payload.rebuild("replicate", tuple(weights), _named)
+        return payload.rebuild(tuple(weights), _named)
 
 
-def _named(w: Any) -> Any:
+def _named(w: PyTree) -> PyTree:
     """Names what was sent for `jax.checkpoint`."""
     if isinstance(w, PhysicalWeights):
         return PhysicalWeights(w.home, name_all(w.redundant, checkpoint_names.replicas))

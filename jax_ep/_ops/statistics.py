@@ -1,7 +1,6 @@
 """Statistics over dispatches: which experts are busy, and which ranks are slow."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ class DispatchStatistics:
         return vary_alike(zeros, jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def check_statistics(check: OpArguments, value: Any, routing: Routing) -> None:
+def check_statistics(check: OpArguments, value: object, routing: Routing) -> None:
     if not isinstance(value, DispatchStatistics):
         raise TypeError(
             f"{check.op}: statistics must be the DispatchStatistics of an earlier dispatch, or "

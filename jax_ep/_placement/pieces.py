@@ -7,11 +7,12 @@ beside the home experts, which are not copied, and the gradients of home experts
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep._checks import PyTree
 from jax_ep._group.group import Group, ranks_of
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.vmap import with_vmap_rule
@@ -113,13 +114,17 @@ def _push_replicas(backend: Backend, handle: Handle, leaves: Leaves) -> tuple[Le
     return leaves, _whole(handle.routing, moved, leaves)
 
 
-def _push_replicas_forward(backend: Backend, handle: Handle, leaves: Leaves) -> Any:
+def _push_replicas_forward(
+    backend: Backend, handle: Handle, leaves: Leaves
+) -> tuple[tuple[Leaves, Leaves], Handle]:
     # Without a call of _push_replicas JAX sees that the leaves are returned, and a scan does not store them.
     moved, _ = push(backend, handle, Push(_cut(handle.routing, leaves)))
     return (leaves, _whole(handle.routing, moved, leaves)), for_backward(handle)
 
 
-def _push_replicas_backward(backend: Backend, handle: Handle, cotangents: tuple[Leaves, Leaves]) -> Any:
+def _push_replicas_backward(
+    backend: Backend, handle: Handle, cotangents: tuple[Leaves, Leaves]
+) -> tuple[None, tuple[jax.Array | None, ...]]:
     sums = [
         _pull_replicas(backend, handle, home, moved) if is_differentiable(home.dtype) else None
         for home, moved in zip(*cotangents, strict=True)
@@ -130,7 +135,9 @@ def _push_replicas_backward(backend: Backend, handle: Handle, cotangents: tuple[
 _push_replicas.defvjp(_push_replicas_forward, _push_replicas_backward)
 
 
-def _push_replicas_of_batch(backend: Backend, is_batched: Any, handle: Handle, leaves: Leaves) -> Any:
+def _push_replicas_of_batch(
+    backend: Backend, is_batched: tuple[PyTree, tuple[bool, ...]], handle: Handle, leaves: Leaves
+) -> tuple[tuple[Leaves, Leaves], object]:
     """Does what `_push_replicas` does for each element of a batch.
 
     Arrays that are the same for the whole batch stay so, and JAX adds the gradients of their replicas. A
@@ -160,11 +167,15 @@ def _pull_replicas(backend: Backend, handle: Handle, home: jax.Array, moved: jax
     return sums[0].reshape(home.shape)
 
 
-def _pull_replicas_forward(backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array) -> Any:
+def _pull_replicas_forward(
+    backend: Backend, handle: Handle, home: jax.Array, moved: jax.Array
+) -> tuple[jax.Array, Handle]:
     return _pull_replicas(backend, handle, home, moved), for_backward(handle)
 
 
-def _pull_replicas_backward(backend: Backend, handle: Handle, cotangent: jax.Array) -> Any:
+def _pull_replicas_backward(
+    backend: Backend, handle: Handle, cotangent: jax.Array
+) -> tuple[None, jax.Array, jax.Array]:
     (home,), (moved,) = _push_replicas(backend, handle, (cotangent,))
     return None, home, moved
 

@@ -5,14 +5,14 @@ is a function of the counts of all ranks, so every rank computes the same one. d
 method and its sources.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._extension import Implementation
-from jax_ep._jax.ffi_call import Result, call
+from jax_ep._jax.ffi_call import Attribute, Result, call
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.counts import MOST, sum_of_counts
 
@@ -72,13 +72,13 @@ def _plan_by_handler(
     counts: jax.Array, source: jax.Array, num_places: int, tolerance: int, min_rows: int
 ) -> ExpertPlan:
     ranks, experts = counts.shape
-    attributes: dict[str, Any] = {
+    attributes: dict[str, Attribute] = {
         "num_redundant_experts": np.int64(num_places),
         "tolerance": np.int64(tolerance),
         "min_rows": np.int64(min_rows),
     }
     results: list[Result] = [((experts + ranks * num_places,), INT)] * len(ExpertPlan._fields)
-    return ExpertPlan(*call("balance", [counts, source[None]], results, **attributes))
+    return ExpertPlan(*call("balance", [counts, source[None]], results, (), **attributes))
 
 
 def _plan_by_xla(
@@ -256,7 +256,7 @@ def _by_load(rows: jax.Array, has_instance: jax.Array) -> jax.Array:
     def normalized(share: jax.Array) -> jax.Array:
         return share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), np.float32(1e-30))
 
-    def shift(_: Any, share: jax.Array) -> jax.Array:
+    def shift(_: jax.Array, share: jax.Array) -> jax.Array:
         load = jnp.sum(rows[:, None].astype(jnp.float32) * share, axis=0, keepdims=True)
         return normalized(share * (mean / jnp.maximum(load, mean / 16)) ** 2)
 
@@ -327,6 +327,6 @@ def loads(quotas: jax.Array, num_ranks: int) -> jax.Array:
     return jnp.sum(quotas.reshape(num_ranks, -1), axis=1, dtype=INT)
 
 
-def as_thousandths(tolerance: Any) -> int:
+def as_thousandths(tolerance: float) -> int:
     """Returns a tolerance, a fraction of the mean, in the unit of the plan."""
     return round(float(tolerance) * 1000)

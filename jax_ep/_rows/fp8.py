@@ -2,16 +2,21 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep import _checks
 from jax_ep._checks import Arguments
-from jax_ep._jax.sharding import axes_of
+from jax_ep._jax.sharding import Entry, axes_of
 from jax_ep._rows.weights import home_of
+
+Arrays = TypeVar("Arrays", tuple[jax.Array], tuple[jax.Array, jax.Array])
+Tree = TypeVar("Tree")
 
 FP8 = jnp.float8_e4m3fn
 
@@ -82,7 +87,7 @@ def quantize_blocks(x: jax.Array, block: tuple[int, int], round_scale: bool, flo
     return QuantizedArray(*without_gradients("quantize_fp8", quantize, (x,), x, x.shape, blocks))
 
 
-def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
+def dequantize_fp8(q: QuantizedArray, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Returns the numbers of q in a floating dtype: value times scale in float32, rounded once.
 
     Args:
@@ -110,8 +115,12 @@ def dequantize_fp8(q: QuantizedArray, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def without_gradients(
-    name: str, function: Any, operands: Any, like: jax.Array, *shapes: tuple[int, ...]
-) -> Any:
+    name: str,
+    function: Callable[..., Arrays],
+    operands: tuple[jax.Array, ...],
+    like: jax.Array,
+    *shapes: tuple[int, ...],
+) -> Arrays:
     """Returns function(*operands). A gradient is an error, because it would pass through FP8.
 
     Under Explicit sharding JAX cannot infer how blocks are sharded, so they get the sharding of the elements
@@ -123,7 +132,7 @@ def without_gradients(
         "FP8, use quantize='fp8_dequantize' of jax_ep.dispatch or jax_ep.moe"
     )
 
-    def backward(saved: None, cotangents: Any) -> Any:
+    def backward(saved: None, cotangents: object) -> NoReturn:
         raise TypeError(error)
 
     fixed = jax.custom_vjp(function)
@@ -137,7 +146,7 @@ def without_gradients(
     return automatic(*operands)
 
 
-def _fitting(spec: Any, shape: tuple[int, ...]) -> list[Any]:
+def _fitting(spec: jax.sharding.PartitionSpec, shape: tuple[int, ...]) -> list[Entry]:
     """Returns a spec for an array of blocks, without axes that do not divide its dimensions."""
     mesh = jax.sharding.get_abstract_mesh()
     entries = [*spec, *[None] * len(shape)][: len(shape)]
@@ -200,7 +209,7 @@ def _in_blocks(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], height // rows, rows, x.shape[-1] // columns, columns)
 
 
-def as_bits(tree: Any) -> Any:
+def as_bits(tree: Tree) -> Tree:
     """Returns a pytree with uint8 in place of FP8.
 
     If a policy of `jax.checkpoint` keeps float8 arrays, JAX turns their largest numbers into NaN. So none
@@ -209,10 +218,10 @@ def as_bits(tree: Any) -> Any:
     return _bitcast(tree, FP8, jnp.dtype(jnp.uint8))
 
 
-def from_bits(tree: Any) -> Any:
+def from_bits(tree: Tree) -> Tree:
     """Returns a pytree of `as_bits` as it was."""
     return _bitcast(tree, jnp.dtype(jnp.uint8), FP8)
 
 
-def _bitcast(tree: Any, old: Any, new: Any) -> Any:
+def _bitcast(tree: Tree, old: DTypeLike, new: DTypeLike) -> Tree:
     return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, new) if a.dtype == old else a, tree)

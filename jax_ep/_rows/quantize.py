@@ -1,12 +1,10 @@
 """Conversion of arrays to FP8 by this package's kernel, to the same bits as `quantize_blocks`. GPUs only."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._jax.ffi_call import call, or_scalar
+from jax_ep._jax.ffi_call import Attribute, call, or_scalar
 from jax_ep._jax.sharding import is_per_device
 from jax_ep._rows.fp8 import BLOCK, FLOOR, FP8, QuantizedArray, quantize_blocks, without_gradients
 
@@ -61,7 +59,7 @@ def rows_by_kernel(
         ((columns // BLOCK, width) if columns else (0,), jnp.float32),
     ]
     operands = [x, or_scalar(x_scales), or_scalar(group_sizes, jnp.int32)]
-    return call("quantize", operands, results, **_attributes(False, round_scale, floor))
+    return call("quantize", operands, results, (), **_attributes(False, round_scale, floor))
 
 
 def matrices_by_kernel(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
@@ -77,10 +75,10 @@ def matrices_by_kernel(w: jax.Array, round_scale: bool, keeps: bool, transposes:
         ((0,), jnp.float32),
     ]
     operands = [w, or_scalar(None), or_scalar(None, jnp.int32)]
-    return call("quantize", operands, results, **_attributes(True, round_scale, FLOOR))[:3]
+    return call("quantize", operands, results, (), **_attributes(True, round_scale, FLOOR))[:3]
 
 
-def _attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Any]:
+def _attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Attribute]:
     return {
         "of_matrices": np.int64(of_matrices),
         "round_scale": np.int64(round_scale),

@@ -1,10 +1,11 @@
 """Weights of a rank's physical experts, of which the redundant ones lie in an array of their own."""
 
 import dataclasses
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,7 @@ class PhysicalWeights:
         return (self.home.shape[0] + self.redundant.shape[0], *self.home.shape[1:])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Dtype of both arrays."""
         return self.home.dtype
 
@@ -44,7 +45,7 @@ class PhysicalWeights:
     def __jax_array__(self) -> jax.Array:
         return jnp.concatenate([self.home, self.redundant])
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"PhysicalWeights has no attribute {name!r}, {_REMEDY}")
 
 
@@ -57,7 +58,7 @@ _REMEDY = (
 )
 
 
-def _reject_operator(*_: Any) -> Any:
+def _reject_operator(*_: object) -> NoReturn:
     raise TypeError(f"PhysicalWeights has no operators and indices, {_REMEDY}")
 
 

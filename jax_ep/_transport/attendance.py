@@ -1,17 +1,20 @@
 """Attendance: which ranks take part in an op that some may miss."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jax_ep import _checks
 from jax_ep._checks import Arguments
 from jax_ep._group.group import Group
 from jax_ep._jax.custom_vjp import without_gradient
+
+Tree = TypeVar("Tree")
 
 OnTimeout = Literal["raise", "mask"]
 
@@ -41,10 +44,17 @@ class Attendance:
     """A rank that does not come in time is left out. Otherwise the op fails."""
     measures: bool = dataclasses.field(default=False, metadata={"static": True})
     """Measure how long each rank is waited for."""
+    op: str = dataclasses.field(default="", metadata={"static": True})
+    """The name of the op, for errors."""
 
     @classmethod
     def check(
-        cls, check: Arguments, active_ranks: Any, on_timeout: Any, group: Group, measures: bool = False
+        cls,
+        check: Arguments,
+        active_ranks: ArrayLike | None,
+        on_timeout: object,
+        group: Group,
+        measures: bool = False,
     ) -> "Attendance":
         """Checks active_ranks and on_timeout of an op, and returns them as an Attendance."""
         if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
@@ -57,7 +67,7 @@ class Attendance:
                 "or choose ranks of one host"
             )
         if active_ranks is None:
-            return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures)
+            return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures, check.op)
         given = check.array("active_ranks", active_ranks)
         kinds = (jnp.integer, jnp.bool_)
         if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
@@ -71,7 +81,7 @@ class Attendance:
                 f"{check.op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each "
                 f"other one, not their numbers, got {np.asarray(active_ranks).tolist()}"
             )
-        return cls(given.astype(bool).astype(jnp.int32), masks, measures)
+        return cls(given.astype(bool).astype(jnp.int32), masks, measures, check.op)
 
     @property
     def may_miss(self) -> bool:
@@ -90,7 +100,7 @@ class Attendance:
 EVERYBODY = Attendance()
 
 
-def refuse_gradient(op: str, sources: Any, results: Any) -> Any:
+def refuse_gradient(op: str, sources: object, results: Tree) -> Tree:
     """Returns the results of an op that ranks may miss. Their gradient raises TypeError."""
     error = (
         f"{op}: with active_ranks or on_timeout='mask' it has no gradient, because other ranks may take part "

@@ -8,9 +8,10 @@ new option of an op is a field of `Push` or `Pull`.
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
+from jax.typing import DTypeLike
 
 from jax_ep._group.ranks import Ranks
 from jax_ep._rows.fp8 import QuantizedArray
@@ -180,7 +181,7 @@ class LocalBackend(Protocol):
         topk_weights: jax.Array | None,
         bias: jax.Array | None,
         topk_idx: jax.Array | None,
-        out_dtype: Any,
+        out_dtype: DTypeLike,
     ) -> jax.Array: ...
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ def rank(ranks: Ranks) -> jax.Array:
     return index if ranks.index_groups is None else index % ranks.size
 
 
-def mesh_position(ranks: Ranks, arrays: Any) -> jax.Array:
+def mesh_position(ranks: Ranks, arrays: object) -> jax.Array:
     """Returns the device's position in the mesh, int32 [2]: its rank, and the number of its list of ranks.
 
     A handler checks with it that the program runs on the group's mesh: the rank must be that of the device in

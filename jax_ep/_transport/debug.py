@@ -7,7 +7,7 @@ on all devices, because otherwise the others would wait for it in their next op.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +206,7 @@ def check(
     return jax.tree.map(lambda leaf: jax.lax.select(passed, leaf, jnp.zeros_like(leaf)), results)
 
 
-def _nothing(passed: Any) -> None:
+def _nothing(passed: np.ndarray) -> None:
     """Does nothing. `pure_callback` may be removed, but `debug.callback` may not."""
 
 
@@ -216,7 +216,7 @@ def _report(
     axes: tuple[str, ...],
     sizes: tuple[int, ...],
     group_axes: tuple[str, ...],
-    found: Any,
+    found: np.ndarray,
 ) -> np.ndarray:
     """Raises ValueError if there are findings. `found` has a row for each device: its number, then counts."""
     places: dict[str, list[tuple[int, str]]] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._group.ranks import Ranks
-from jax_ep._jax.ffi_call import Result, call, or_scalar
+from jax_ep._jax.ffi_call import Attribute, Result, call, or_scalar
 from jax_ep._jax.platform import on_platform
 from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
 from jax_ep._rows.quantize import quantize_by_kernel
@@ -29,7 +29,7 @@ from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 def _routing_attributes(
     routing: Routing, masks: bool = False, packing: Packing = Packing.NONE
-) -> dict[str, Any]:
+) -> dict[str, Attribute]:
     return {
         "group": routing.ranks.key,
         "order": np.int64(ORDERS.index(routing.order)),
@@ -42,7 +42,7 @@ def _routing_attributes(
     }
 
 
-def _position(ranks: Ranks, arrays: Any) -> jax.Array:
+def _position(ranks: Ranks, arrays: object) -> jax.Array:
     return on_platform(mesh_position(ranks, arrays), ranks.platform, ranks.name)
 
 
@@ -223,6 +223,7 @@ class Ffi:
             "push",
             [_position(self.ranks, operands), *operands],
             [_arrived_weights(routing, weighs), *rows_like(sent.leaves, routing.capacity)],
+            (),
             **_routing_attributes(routing),
         )
         return weights, moved

@@ -1,15 +1,16 @@
 """The handlers of ops without communication: implementation="ffi"."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep import _extension
-from jax_ep._jax.ffi_call import Result, call, or_scalar
+from jax_ep._jax.ffi_call import Attribute, Result, call, or_scalar
 from jax_ep._transport.backend import LayoutCounts, Permutation
 
 INT = jnp.int32
@@ -22,10 +23,10 @@ def rows_like(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: int) -> 
 
 def call_named(
     target: str,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     results: dict[str, Result],
     rows: Sequence[Result],
-    attributes: dict[str, Any],
+    attributes: Mapping[str, Attribute],
     aliases: Sequence[tuple[int, int]] = (),
 ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     """Calls a handler. Returns its results by name, and the rows, which come last."""
@@ -114,7 +115,7 @@ class FfiLocal:
         topk_weights: jax.Array | None,
         bias: jax.Array | None,
         topk_idx: jax.Array | None,
-        out_dtype: Any,
+        out_dtype: DTypeLike,
     ) -> jax.Array:
         operands = [
             y,

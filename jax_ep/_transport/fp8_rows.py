@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks, checkpoint_names
-from jax_ep._checks import Arguments
+from jax_ep._checks import Arguments, PyTree, TreeDef
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import name_all
@@ -17,19 +17,13 @@ from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequ
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import attach, pull, pull_forward, push, route
+from jax_ep._transport.push_pull import Moved, Pulled, attach, name_indices, pull, pull_forward, push, route
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_buffers
 
 Quantize = Literal["fp8", "fp8_dequantize"]
 
 
-NO_GRADIENT = (
-    "dispatch: rows of quantize='fp8' have a gradient only in gated_mlp(quantize='fp8'), for elsewhere it "
-    "would have to be FP8 too; use quantize='fp8_dequantize' to train, or pass jax.lax.stop_gradient(x)"
-)
-
-
-def check_quantize(check: Arguments, quantize: Any, round_scale: bool, x: Any, leaves: Leaves) -> None:
+def check_quantize(check: Arguments, quantize: object, round_scale: bool, x: PyTree, leaves: Leaves) -> None:
     """Checks how a dispatch of x, which has these leaves, is to quantize."""
     if quantize is None:
         if round_scale:
@@ -55,7 +49,9 @@ def check_quantize(check: Arguments, quantize: Any, round_scale: bool, x: Any, l
     _check_blocks(f"{check.op}: quantize={quantize!r}", x)
 
 
-def check_quantize_gradient(check: Arguments, quantize: Any, tree: Any, leaves: Sequence[jax.Array]) -> None:
+def check_quantize_gradient(
+    check: Arguments, quantize: object, tree: TreeDef, leaves: Sequence[jax.Array]
+) -> None:
     """Checks that the cotangents of a combine of these leaves can travel as FP8."""
     if not isinstance(quantize, str) or quantize != "fp8":
         raise ValueError(f"{check.op}: quantize_gradient must be None or 'fp8', got {quantize!r}")
@@ -81,7 +77,7 @@ def send_fp8(
     attendance: Attendance,
     quantize: Quantize,
     round_scale: bool,
-) -> tuple[Any, Routed]:
+) -> tuple[jax.Array | QuantizedArray, Routed]:
     """Does what `send` does, with rows that travel as FP8, and arrive as `quantize` specifies."""
     (x,) = payload.leaves
     if backend.packs_fp8(routing, x):
@@ -95,13 +91,18 @@ def send_fp8(
     packed = _unpack(name_all(routed.rows, checkpoint_names.rows))
     if quantize == "fp8":
         carrier, _ = vary_alike([jnp.zeros(packed.shape, x.dtype), x])
-        out = attach(backend, routed._replace(rows=(carrier,)), sent)
-        packed = without_gradient(NO_GRADIENT, x, packed)
+        out = attach(backend, routed._replace(rows=(carrier,)), sent, attendance)
+        error = (
+            f"{payload.op}: rows of quantize='fp8' have a gradient only in gated_mlp(quantize='fp8'), "
+            "because elsewhere the gradient would also have to be FP8; use quantize='fp8_dequantize' to "
+            "train, or pass jax.lax.stop_gradient(x)"
+        )
+        packed = without_gradient(error, x, packed)
         return in_buffers(routing, dataclasses.replace(packed, carrier=out.rows[0])), out
     # If the weights are also kept under their name, the rows are unpacked again without a route.
     wide = dequantize_fp8(packed, x.dtype)
     named = routed._replace(rows=(wide,), weights=name_all(routed.weights, checkpoint_names.weights))
-    out = attach(backend, named, sent)
+    out = attach(backend, named, sent, attendance)
     return in_buffers(routing, out.rows[0]), out
 
 
@@ -109,11 +110,10 @@ def _route_as_fp8(
     backend: Backend, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance
 ) -> Routed:
     """Routes rows that the kernel packs while it sends them."""
-    (values, scales), weights, *indices = backend.route(
-        routing, topk_idx, jax.lax.stop_gradient(sent), attendance
-    )
-    rows = (values, jax.lax.bitcast_convert_type(scales, jnp.int32))
-    return Routed(rows, weights, *name_all(indices, checkpoint_names.handle))
+    routed = backend.route(routing, topk_idx, jax.lax.stop_gradient(sent), attendance)
+    values, scales = routed.rows
+    scales = jax.lax.bitcast_convert_type(scales, jnp.int32)
+    return name_indices(routed)._replace(rows=(values, scales))
 
 
 def _pack(backend: Backend, x: jax.Array, round_scale: bool, floor: float = FLOOR) -> Leaves:
@@ -128,12 +128,12 @@ def _unpack(rows: Leaves) -> QuantizedArray:
 
 
 @custom_vjp(0)
-def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Leaves, jax.Array | None]:
+def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> Moved:
     """Does what `pull` does with one leaf, whose cotangent travels as FP8."""
     return pull(backend, handle, pulled)
 
 
-def _pull_with_fp8_gradient_backward(backend: Backend, saved: Any, cotangents: tuple[Leaves, None]) -> Any:
+def _pull_with_fp8_gradient_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     handle, scaled, biases = saved
     ((cotangent,), _) = cotangents
     sent, _ = push(backend, handle, Push(_pack(backend, cotangent, False, COTANGENT_FLOOR)))

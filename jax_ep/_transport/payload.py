@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_ep._checks import Arguments
+from jax_ep._checks import Arguments, PyTree, TreeDef
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._rows.dtypes import as_reals, bits_of, from_reals
 from jax_ep._transport.backend import Backend, Leaves, LocalBackend
+
+Row = TypeVar("Row")
+Rest = TypeVarTuple("Rest")
 
 
 @jax.tree_util.register_dataclass
@@ -19,29 +23,33 @@ class Payload:
     """The rows that an op moves. Between `check` and `rebuild` only its leaves are used."""
 
     leaves: Leaves
-    tree: Any = dataclasses.field(metadata={"static": True})
+    tree: TreeDef = dataclasses.field(metadata={"static": True})
+    op: str = dataclasses.field(metadata={"static": True})
+    """The name of the op, for errors."""
 
     @classmethod
     def check(
-        cls, check: Arguments, name: str, rows: Any, first: tuple[int, ...], axes: str, source: str
+        cls, check: Arguments, name: str, x: PyTree, first: tuple[int, ...], axes: str, source: str
     ) -> "Payload":
         """Checks the argument `name` of an op. Every array begins with the dimensions `first`.
 
         Error messages call these dimensions `axes`, and give `source` as the place that they come from.
         """
-        leaves, tree = jax.tree.flatten(rows)
-        return cls(tuple(check.leaf(name, leaf, first, axes, source) for leaf in leaves), tree)
+        leaves, tree = jax.tree.flatten(x)
+        return cls(tuple(check.leaf(name, leaf, first, axes, source) for leaf in leaves), tree, check.op)
 
-    def rebuild(self, op: str, rows: Sequence[Any], finish: Callable[[Any], Any] = lambda row: row) -> Any:
+    def rebuild(self, rows: Sequence[Row], finish: Callable[[Row], object] = lambda row: row) -> PyTree:
         """Returns finish(row) of each moved row, in the pytree that users passed.
 
         A gradient through rows of complex leaves raises TypeError.
         """
-        moved = [finish(_refuse_complex_gradient(op, *pair)) for pair in zip(self.leaves, rows, strict=True)]
+        moved = [
+            finish(_refuse_complex_gradient(self.op, *pair)) for pair in zip(self.leaves, rows, strict=True)
+        ]
         return jax.tree.unflatten(self.tree, moved)
 
 
-def _refuse_complex_gradient(op: str, leaf: jax.Array, row: Any) -> Any:
+def _refuse_complex_gradient(op: str, leaf: jax.Array, row: Row) -> Row:
     """Returns a row. If its leaf is complex, a gradient through it raises TypeError."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return row
@@ -54,8 +62,10 @@ def _refuse_complex_gradient(op: str, leaf: jax.Array, row: Any) -> Any:
 
 
 def move_bits(
-    backend: Backend | LocalBackend, move: Callable[[Leaves], Sequence[Any]], leaves: Leaves
-) -> Any:
+    backend: Backend | LocalBackend,
+    move: Callable[[Leaves], tuple[Sequence[jax.Array], *Rest]],
+    leaves: Leaves,
+) -> tuple[Leaves, *Rest]:
     """Calls move(leaves), whose first result is the moved leaves, so that they arrive bit for bit.
 
     Complex numbers travel as their two parts, and elements narrower than a byte as whole bytes. XLA may
@@ -63,7 +73,7 @@ def move_bits(
     """
     moved, *rest = move(tuple(_to_wire(backend, leaf) for leaf in leaves))
     rows = (_from_wire(backend, row, leaf.dtype) for row, leaf in zip(moved, leaves, strict=True))
-    return (tuple(rows), *rest)
+    return cast("tuple[Leaves, *Rest]", (tuple(rows), *rest))
 
 
 def _to_wire(backend: Backend | LocalBackend, leaf: jax.Array) -> jax.Array:
@@ -72,14 +82,14 @@ def _to_wire(backend: Backend | LocalBackend, leaf: jax.Array) -> jax.Array:
     return _with_bits(real, bits).astype(carrier)
 
 
-def _from_wire(backend: Backend | LocalBackend, row: jax.Array, dtype: Any) -> jax.Array:
+def _from_wire(backend: Backend | LocalBackend, row: jax.Array, dtype: np.dtype) -> jax.Array:
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     real = jnp.finfo(dtype).dtype if is_complex else dtype
     bits, _ = _carrier(not backend.keeps_bits, real)
     return from_reals(_with_bits(row.astype(bits), real), dtype)
 
 
-def _carrier(by_xla: bool, dtype: Any) -> tuple[Any, Any]:
+def _carrier(by_xla: bool, dtype: np.dtype) -> tuple[np.dtype, np.dtype]:
     """Returns a dtype with the bits of another one, and the dtype of whole bytes that carries these bits."""
     size, bits = jax.dtypes.itemsize_bits(dtype), dtype
     if jnp.issubdtype(dtype, jnp.floating) and (size < 8 or by_xla):
@@ -96,5 +106,5 @@ def keep_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
     return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)
 
 
-def _with_bits(array: jax.Array, dtype: Any) -> jax.Array:
+def _with_bits(array: jax.Array, dtype: np.dtype) -> jax.Array:
     return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)

@@ -1,17 +1,17 @@
-"""Push and pull with their gradients: rows to their experts and back.
+"""Push and pull, which send rows to their experts and back, and their gradients.
 
-Each is the other's transpose, so a push differentiates into a pull and a pull into a push. Both use the
-handle of the forward pass, so nothing is routed twice.
+Each is the transpose of the other, so the gradient of a push is a pull, and that of a pull a push. Both use
+the handle of the forward pass, so nothing is routed twice.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import checkpoint_names
+from jax_ep._checks import PyTree
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
@@ -31,6 +31,11 @@ from jax_ep._transport.routing import (
 )
 from jax_ep._transport.xla import Xla
 
+# Rows and weights that were moved.
+Moved = tuple[Leaves, jax.Array | None]
+# The handle, rows with their weights if these have a gradient, and arrays without rows of the biases' dtypes.
+Pulled = tuple[Handle, tuple[Leaves, jax.Array] | None, list[jax.Array]]
+
 
 def send(
     backend: Backend,
@@ -39,16 +44,16 @@ def send(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     attendance: Attendance,
-) -> tuple[Any, Routed]:
+) -> tuple[PyTree, Routed]:
     """Routes a payload. Returns the rows that arrive, as users get them, and the other results."""
     sent = Push(payload.leaves, topk_weights)
-    out = attach(backend, route(backend, routing, topk_idx, sent, attendance), sent)
-    return arrived("dispatch", routing, payload, out.rows), out
+    out = attach(backend, route(backend, routing, topk_idx, sent, attendance), sent, attendance)
+    return arrived(routing, payload, out.rows), out
 
 
-def arrived(op: str, routing: Routing, payload: Payload, rows: Leaves) -> Any:
+def arrived(routing: Routing, payload: Payload, rows: Leaves) -> PyTree:
     """Returns rows [C, ...] as users get them, each with its name for `jax.checkpoint`."""
-    return payload.rebuild(op, rows, lambda row: in_buffers(routing, name_all(row, checkpoint_names.rows)))
+    return payload.rebuild(rows, lambda row: in_buffers(routing, name_all(row, checkpoint_names.rows)))
 
 
 def route(
@@ -56,40 +61,43 @@ def route(
 ) -> Routed:
     """Computes a handle, and pushes along it, without gradients.
 
-    JAX runs a rule for gradients only if something is differentiated, but the experts' backward pass may need
-    the handle in any case. So the handle gets its checkpoint name here, before it becomes a residual of
-    `attach`. Rows and weights get theirs after it, because they are residuals of the next function.
+    The handle gets its checkpoint name here, before it becomes a residual of `attach`, because the experts'
+    backward pass may need it even if the push itself is not differentiated. Rows and weights get their names
+    after `attach`, because they are residuals of the functions that use its results.
     """
-    fixed = jax.lax.stop_gradient(sent)
-    move = lambda bits: backend.route(routing, topk_idx, dataclasses.replace(fixed, leaves=bits), attendance)
-    rows, weights, *indices = move_bits(backend, move, fixed.leaves)
-    routed = Routed(rows, weights, *name_all(indices, checkpoint_names.handle))
+    sent = jax.lax.stop_gradient(sent)
+    move = lambda bits: backend.route(routing, topk_idx, dataclasses.replace(sent, leaves=bits), attendance)
+    routed = name_indices(Routed(*move_bits(backend, move, sent.leaves)))
     return routed._replace(rows=debug.poison_empty_rows(routed.handle, routed.rows))
 
 
-def attach(backend: Backend, routed: Routed, sent: Push) -> Routed:
+def name_indices(routed: Routed) -> Routed:
+    """Names everything except the rows and weights for `jax.checkpoint`."""
+    named = name_all(routed._replace(rows=(), weights=None), checkpoint_names.handle)
+    return named._replace(rows=routed.rows, weights=routed.weights)
+
+
+def attach(backend: Backend, routed: Routed, sent: Push, attendance: Attendance) -> Routed:
     """Gives the rows and weights of `routed` the gradients of a push of `sent`.
 
     A push that ranks may miss has no gradient.
     """
-    if routed.attended.may_miss:
-        rows, weights = refuse_gradient("dispatch", sent, (routed.rows, routed.weights))
+    if attendance.may_miss:
+        rows, weights = refuse_gradient(attendance.op, sent, (routed.rows, routed.weights))
     else:
         rows, weights = _attach(backend, routed.handle, sent, routed.rows, routed.weights)
     return routed._replace(rows=rows, weights=weights)
 
 
 @custom_vjp(0)
-def _attach(
-    backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
-) -> tuple[Leaves, jax.Array | None]:
+def _attach(backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None) -> Moved:
     """Returns the rows and weights that were pushed, with the gradients of that push."""
     return rows, weights
 
 
 def _attach_forward(
     backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
-) -> Any:
+) -> tuple[Moved, Handle]:
     if handle.routing.padded_rows is not None:
         # Empty rows may hold NaN, and NaN times zero would spoil a gradient of weights.
         real = row_experts(handle) >= 0
@@ -97,7 +105,7 @@ def _attach_forward(
     return _attach(backend, handle, sent, rows, weights), for_backward(handle)
 
 
-def _attach_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
+def _attach_backward(backend: Backend, handle: Handle, cotangents: Moved) -> tuple[None, Push, None, None]:
     return None, _pull_cotangents(backend, handle, *cotangents), None, None
 
 
@@ -105,17 +113,17 @@ _attach.defvjp(_attach_forward, _attach_backward)
 
 
 @custom_vjp(0)
-def push(backend: Backend, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
+def push(backend: Backend, handle: Handle, sent: Push) -> Moved:
     """Sends rows [T, ...] to [C, ...], and weights [T, K] to [C, K] by rank, [C] by expert."""
     move = lambda bits: backend.push(handle, dataclasses.replace(sent, leaves=bits))
     return move_bits(backend, move, sent.leaves)
 
 
-def _push_forward(backend: Backend, handle: Handle, sent: Push) -> Any:
+def _push_forward(backend: Backend, handle: Handle, sent: Push) -> tuple[Moved, Handle]:
     return push(backend, handle, sent), for_backward(handle)
 
 
-def _push_backward(backend: Backend, handle: Handle, cotangents: Any) -> Any:
+def _push_backward(backend: Backend, handle: Handle, cotangents: Moved) -> tuple[None, Push]:
     return None, _pull_cotangents(backend, handle, *cotangents)
 
 
@@ -125,14 +133,14 @@ push.defvjp(_push_forward, _push_backward)
 def push_attended(
     backend: Backend, handle: Handle, sent: Push, attendance: Attendance
 ) -> tuple[Leaves, jax.Array | None, Attended]:
-    """Pushes as `push` if ranks may miss the op, without gradients. Also returns who took part.
+    """Pushes as `push` if ranks may miss the op, without gradients. Also returns which ranks took part.
 
-    The rows are routed anew, because rows of ranks that are missing leave no gap. Then each one moves to
-    where the handle has it.
+    The rows are routed again, because rows of missing ranks leave no gap. Then each row moves to its position
+    in the handle.
     """
     fixed = jax.lax.stop_gradient(sent)
 
-    def move(bits: Leaves) -> Any:
+    def move(bits: Leaves) -> tuple[Leaves, jax.Array | None, Attended]:
         again = dataclasses.replace(fixed, leaves=bits)
         routed = backend.route(handle.routing, handle.topk_idx, again, attendance)
         rows = _rows_along(handle, routed.handle)
@@ -140,13 +148,13 @@ def push_attended(
         return tuple(take(row, rows) for row in routed.rows), arrived, routed.attended
 
     moved, weights, attended = move_bits(Xla(handle.routing.ranks), move, fixed.leaves)  # `take` is XLA's
-    return *refuse_gradient("redispatch", sent, (moved, weights)), attended
+    return *refuse_gradient(attendance.op, sent, (moved, weights)), attended
 
 
 def _rows_along(handle: Handle, other: Handle) -> jax.Array:
-    """Returns int32 [C]: for each row of a handle, the row of another one that holds the same token.
+    """Returns int32 [C]: for each row of a handle, the row of the same token in another handle, or -1.
 
-    It is -1 if there is none. The other handle is of the same routing, with some ranks missing.
+    The other handle has the same routing, but some ranks are missing.
     """
     capacity = handle.routing.capacity
     if handle.received_rows is not None and other.received_rows is not None:
@@ -162,23 +170,23 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
 
 
 @custom_vjp(0)
-def pull(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Leaves, jax.Array | None]:
-    """Sums each token's rows [C, ...], times their weights, and biases, to [T, ...].
+def pull(backend: Backend, handle: Handle, pulled: Pull) -> Moved:
+    """Returns sums [T, ...] of each token's rows [C, ...], times their weights, and its biases.
 
-    Also returns the weights of a push to their tokens [T, K].
+    Also sends the weights of a push back to their tokens [T, K].
     """
     sums, returned, _ = backend.pull(handle, pulled)
     return sums, returned
 
 
-def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> Any:
+def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Moved, Pulled]:
     # The rows are needed for the gradient of the weights only.
     scaled = None if pulled.row_weights is None else (pulled.rows, pulled.row_weights)
     saved = for_backward(handle), scaled, [bias[:0] for bias in pulled.biases]
     return pull(backend, handle, pulled), saved
 
 
-def _pull_backward(backend: Backend, saved: Any, cotangents: tuple[Leaves, jax.Array | None]) -> Any:
+def _pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     """Computes, for row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
     handle, scaled, biases = saved
     sums, returned = cotangents
@@ -197,9 +205,9 @@ pull.defvjp(pull_forward, _pull_backward)
 def pull_attended(
     backend: Backend, handle: Handle, pulled: Pull, attendance: Attendance
 ) -> tuple[Leaves, Attended]:
-    """Pulls as `pull` if ranks may miss the op, without gradients. Also returns who took part."""
+    """Pulls as `pull` if ranks may miss the op, without gradients. Also returns which ranks took part."""
     sums, _, attended = backend.pull(handle, jax.lax.stop_gradient(pulled), attendance)
-    return refuse_gradient("combine", pulled, sums), attended
+    return refuse_gradient(attendance.op, pulled, sums), attended
 
 
 @custom_vjp(0)
@@ -218,12 +226,16 @@ def push_scaled(
 
 def _push_scaled_forward(
     backend: Backend, handle: Handle, leaves: Leaves, factors: Leaves, row_weights: jax.Array
-) -> Any:
+) -> tuple[tuple[Leaves, jax.Array], tuple[Handle, Leaves, Leaves, jax.Array]]:
     out = push_scaled(backend, handle, leaves, factors, row_weights)
     return out, (for_backward(handle), leaves, factors, row_weights)
 
 
-def _push_scaled_backward(backend: Backend, residuals: Any, cotangents: Any) -> Any:
+def _push_scaled_backward(
+    backend: Backend,
+    residuals: tuple[Handle, Leaves, Leaves, jax.Array],
+    cotangents: tuple[Leaves, jax.Array],
+) -> tuple[None, Leaves, Leaves, jax.Array]:
     handle, leaves, factors, row_weights = residuals
     d_scaled, d_dots = cotangents
     sent, _ = push(backend, handle, Push(leaves))
@@ -243,15 +255,13 @@ def _push_scaled_backward(backend: Backend, residuals: Any, cotangents: Any) -> 
 push_scaled.defvjp(_push_scaled_forward, _push_scaled_backward)
 
 
-def _pull_cotangents(
-    backend: Backend, handle: Handle, rows: Sequence[Any], weights: jax.Array | None
-) -> Push:
-    """Pulls the cotangents of a push. Payloads without gradients get None."""
+def _pull_cotangents(backend: Backend, handle: Handle, rows: Leaves, weights: jax.Array | None) -> Push:
+    """Pulls the cotangents of a push. Leaves without gradients get None."""
     summed = [i for i, row in enumerate(rows) if is_differentiable(row.dtype)]
-    gradients: list[Any] = [None] * len(rows)
+    gradients: list[jax.Array | None] = [None] * len(rows)
     if not summed and weights is None:
-        return Push(tuple(gradients))
+        return Push(cast(Leaves, tuple(gradients)))
     sums, d_weights = pull(backend, handle, Pull(tuple(rows[i] for i in summed), weights=weights))
     for i, total in zip(summed, sums, strict=True):
         gradients[i] = total
-    return Push(tuple(gradients), d_weights)
+    return Push(cast(Leaves, tuple(gradients)), d_weights)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ep._group.group import Group
 from jax_ep._group.ranks import Ranks
+
+Tree = TypeVar("Tree")
 
 Order = Literal["rank", "expert", "expert_padded"]
 ORDERS = ("rank", "expert", "expert_padded", "placed")
@@ -165,7 +168,7 @@ def fill_of_blocks(routing: Routing, expert_counts: jax.Array) -> tuple[jax.Arra
     return kept, jnp.minimum(begin + blocks, routing.capacity) - clipped
 
 
-def in_buffers(routing: Routing, arrays: Any) -> Any:
+def in_buffers(routing: Routing, arrays: Tree) -> Tree:
     """Reshapes buffers [C, ...] to what users see: [L, rows, ...] in the padded order."""
     return jax.tree.map(lambda array: array.reshape(*routing.buffer, *array.shape[1:]), arrays)
 
@@ -179,7 +182,7 @@ def row_experts(handle: Handle) -> jax.Array:
     return jnp.where(row < starts[block] + handle.expert_counts[block], block, -1)
 
 
-def flat_real_rows(handle: Handle, rows: jax.Array, dtype: Any) -> jax.Array:
+def flat_real_rows(handle: Handle, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns an expert-order buffer [C, ...] as [C, n] of another dtype, zero if a row holds no token."""
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     return jnp.where(row_experts(handle)[:, None] >= 0, flat, 0).astype(dtype)

@@ -70,8 +70,10 @@ class Stream:
         weights = None if sent.weights is None else _begin(self._push_weights, handle, sent.weights)
         return tuple(_begin(self._push_row, handle, leaf) for leaf in sent.leaves), weights
 
-    def _push_weights(self, handle: Handle, topk_weights: jax.Array) -> Any:
-        return self.inner.push(handle, Push((), topk_weights))[1]
+    def _push_weights(self, handle: Handle, topk_weights: jax.Array) -> jax.Array:
+        _, weights = self.inner.push(handle, Push((), topk_weights))
+        assert weights is not None
+        return weights
 
     def _push_row(self, handle: Handle, leaf: jax.Array) -> jax.Array:
         return self.inner.push(handle, Push((leaf,)))[0][0]
@@ -90,8 +92,10 @@ class Stream:
         )
         return sums, returned, Attended()
 
-    def _pull_weights(self, handle: Handle, weights: jax.Array) -> Any:
-        return self.inner.pull(handle, Pull((), weights=weights))[1]
+    def _pull_weights(self, handle: Handle, weights: jax.Array) -> jax.Array:
+        _, returned, _ = self.inner.pull(handle, Pull((), weights=weights))
+        assert returned is not None
+        return returned
 
     def _pull_row(
         self, handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves
@@ -113,7 +117,7 @@ def has_stream(ranks: Ranks) -> bool:
     return on_gpus and not others
 
 
-def _begin(function: Callable[..., Any], *operands: Any) -> jax.Array:
+def _begin(function: Callable[..., jax.Array], *operands: object) -> jax.Array:
     """Returns function(*operands), computed on the stream for communication.
 
     XLA waits for a call before the first use of its results, as late as that allows. Selecting one of several

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.dtypes import sum_dtype
@@ -116,7 +117,7 @@ class XlaLocal:
         topk_weights: jax.Array | None,
         bias: jax.Array | None,
         topk_idx: jax.Array | None,
-        out_dtype: Any,
+        out_dtype: DTypeLike,
     ) -> jax.Array:
         wide = sum_dtype(y.dtype)
         is_row = (row_map >= 0) & (row_map < y.shape[0])

@@ -62,10 +62,10 @@ def program():
 
 
 WRONG = {
-    "ids": ({"ids": BAD}, r"dispatch on rank 1: 1 of 8 ids in topk_idx .* from 0 to 99"),
+    "ids": ({"ids": BAD}, r"moe on rank 1: 1 of 8 ids in topk_idx .* from 0 to 99"),
     "drops": (
         {"ids": IDS % (E // R)},
-        r"dispatch on rank 0: 8 rows of 16 were dropped .*\(capacity 8\); raise capacity",
+        r"moe on rank 0: 8 rows of 16 were dropped .*\(capacity 8\); raise capacity",
     ),
     "sizes": (
         {"extra_rows": np.full(R, 100, np.int32)},
@@ -121,7 +121,7 @@ def test_debug_mode_under_transformations(name, monkeypatch):
     program = jax.jit(TRANSFORMED[name](ranks(R).map(layer)))
     x, weights = RIGHT["x"], RIGHT["weights"]
     jax.block_until_ready(program(x, IDS, weights))
-    assert "JAX_EP_DEBUG: dispatch on rank 1: 1 of 8 ids" in raised(program, x, BAD, weights)
+    assert "JAX_EP_DEBUG: moe on rank 1: 1 of 8 ids" in raised(program, x, BAD, weights)
 
 
 def test_debug_mode_checks_what_it_is_asked_for(monkeypatch):

@@ -79,7 +79,7 @@ NO_SCALES = {
     ),
     "combine_start": (
         lambda x: jax_ep.combine_start(dispatch(values(x)).x, dispatch(x).handle),
-        "combine: y",
+        "combine_start: y",
     ),
     "moe": (
         lambda x: moe(wide(x), lambda sent: sent.x.values, quantize="fp8"),

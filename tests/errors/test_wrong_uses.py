@@ -77,7 +77,7 @@ def started(x):
 PENDING = {
     "a pending handle": (
         lambda x: jax_ep.combine_start(x, started(x)),
-        "combine: handle must be the Handle that dispatch returned, got Pending\\n",
+        "combine_start: handle must be the Handle that dispatch returned, got Pending\\n",
     ),
     "statistics": (
         lambda x: dispatch(x, statistics=ranks(R).group.info()),

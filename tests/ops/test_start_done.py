@@ -370,7 +370,7 @@ def test_a_pending_op_has_no_rows():
             TypeError,
             "unexpected keyword argument 'ordre'",
         ),
-        (lambda group, x, ids: jax_ep.combine_start(x, ids), TypeError, "combine: handle must be"),
+        (lambda group, x, ids: jax_ep.combine_start(x, ids), TypeError, "combine_start: handle must be"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_start(annotated, start, error, text):
