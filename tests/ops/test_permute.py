@@ -19,11 +19,15 @@ permute = jax.jit(
 unpermute = jax.jit(jax_ep.unpermute, static_argnames=("out_dtype", "implementation"))
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation"))
-def gradients(y, row_map, weights, cotangent, **options):
-    """Returns the gradients of unpermute in y and in the weights."""
-    sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, **options)
-    return jax.vjp(sums, y, weights)[1](cotangent)
+@functools.partial(jax.jit, static_argnames=("out_dtypes", "implementation"))
+def gradients(rows, row_map, weights, cotangents, out_dtypes=(None,), **options):
+    """Returns the gradients of unpermute in each y of `rows` and in the weights."""
+
+    def one(y, cotangent, out_dtype):
+        sums = lambda y, w: jax_ep.unpermute(y, row_map, topk_weights=w, out_dtype=out_dtype, **options)
+        return jax.vjp(sums, y, weights)[1](cotangent)
+
+    return list(map(one, rows, cotangents, out_dtypes))
 
 
 @pytest.mark.one_jax
@@ -80,33 +84,32 @@ def test_permute_moves_wide_rows(width):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [(BF16, None), (np.float32, None), (BF16, np.float32), (np.float32, BF16), (np.float16, None)],
-    ids=str,
-)
-def test_unpermute_equals_the_oracle(weighted, biased, dtype, out_dtype, implementation):
+def test_unpermute_equals_the_oracle(weighted, biased, implementation):
+    """Of rows and sums of several dtypes."""
     rows, k, experts, capacity = 20, 3, 6, 40
+    dtypes = [(BF16, None), (np.float32, None), (BF16, np.float32), (np.float32, BF16), (np.float16, None)]
     ids = routing("sprinkled", 1, rows, k, experts)[0]
     row_map = oracle.permute_rows(ids, experts, 1, capacity)
-    y = floats((capacity, 7), dtype)
-    y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
-    weights = (
-        np.where(row_map >= 0, floats((rows, k), seed=3), np.nan).astype(np.float32) if weighted else None
-    )
-    bias = floats((experts, 7), dtype, seed=4) if biased else None
-    got = unpermute(
-        y,
-        row_map,
-        topk_weights=weights,
-        bias=bias,
-        topk_idx=ids if biased else None,
-        out_dtype=out_dtype,
-        implementation=implementation,
-    )
-    want = oracle.unpermute(y, row_map, weights, bias, ids)
-    assert got.dtype == np.dtype(out_dtype or dtype)
-    assert_close(got, want, terms=4)
+    weights = np.where(row_map >= 0, floats((rows, k), seed=3), np.nan).astype(np.float32)
+    given = [
+        (floats((capacity, 7), dtype), floats((experts, 7), dtype, seed=4) if biased else None)
+        for dtype, _ in dtypes
+    ]
+    for y, _ in given:
+        y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
+    shared = {"topk_weights": weights if weighted else None, "implementation": implementation}
+    shared |= {"topk_idx": ids} if biased else {}
+
+    @jax.jit
+    def run(given):
+        return [
+            jax_ep.unpermute(y, row_map, bias=bias, out_dtype=out_dtype, **shared)
+            for (y, bias), (_, out_dtype) in zip(given, dtypes, strict=True)
+        ]
+
+    for got, (y, bias), (dtype, out_dtype) in zip(run(given), given, dtypes, strict=True):
+        assert got.dtype == np.dtype(out_dtype or dtype)
+        assert_close(got, oracle.unpermute(y, row_map, shared["topk_weights"], bias, ids), terms=4)
 
 
 def test_unpermute_to_float8_rounds_once(implementation):
@@ -176,37 +179,39 @@ def test_unread_rows_get_zero_gradient_even_if_nan(implementation):
     row_map = np.array([[0, -1], [2, -1]], np.int32)
     y = np.array([[1.0], [np.nan], [3.0], [np.nan]], np.float32)
     weights = np.array([[2.0, np.nan], [3.0, np.nan]], np.float32)
-    d_y, d_w = gradients(y, row_map, weights, np.ones((2, 1), np.float32), implementation=implementation)
+    cotangent = np.ones((2, 1), np.float32)
+    ((d_y, d_w),) = gradients([y], row_map, weights, [cotangent], implementation=implementation)
     np.testing.assert_array_equal(d_y, [[2.0], [0.0], [3.0], [0.0]])
     np.testing.assert_array_equal(d_w, [[1.0, 0.0], [3.0, 0.0]])
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [(BF16, None), (np.float16, None), (np.float32, None), (BF16, np.float32), (BF16, np.float16)],
-    ids=str,
-)
 @pytest.mark.parametrize(("width", "k"), [(1, 5), (7, 32), (128, 5), (128, 32), (7168, 5)])
-def test_the_gradient_of_unpermute_equals_the_oracle(dtype, out_dtype, width, k, implementation):
-    rows, experts, capacity = 40, 6 if k == 5 else 40, 90 if k == 5 else 1300
-    ids = routing("sprinkled", 1, rows, k, experts)[0]
+def test_the_gradient_of_unpermute_equals_the_oracle(width, k, implementation):
+    """Of rows and sums of several dtypes."""
+    dtypes = (BF16, np.float16, np.float32, BF16, BF16)
+    out_dtypes = (None, None, None, np.float32, np.float16)
+    rows_in, experts, capacity = 40, 6 if k == 5 else 40, 90 if k == 5 else 1300
+    ids = routing("sprinkled", 1, rows_in, k, experts)[0]
     row_map = oracle.permute_rows(ids, experts, 8, capacity)
     row_map[3, 2] = capacity + 5  # names no row
     choices = np.argwhere((row_map >= 0) & (row_map < capacity))
-    y, weights = floats((capacity, width), dtype), floats((rows, k), seed=3)
-    y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
+    rows = [floats((capacity, width), dtype) for dtype in dtypes]
+    for y in rows:
+        y[np.setdiff1d(np.arange(capacity), row_map)] = np.nan  # never read
+    weights = floats((rows_in, k), seed=3)
     weights[(row_map < 0) | (row_map >= capacity)] = np.nan
-    cotangent = floats((rows, width), out_dtype or dtype, seed=5)
-    options = {"out_dtype": out_dtype, "implementation": implementation}
-    d_y, d_weights = gradients(y, row_map, weights, cotangent, **options)
-    want, dots = np.zeros((capacity, width), np.float32), np.zeros((rows, k), np.float32)
-    for c, choice in choices:
-        row = row_map[c, choice]
-        want[row] = weights[c, choice] * cotangent[c].astype(np.float32)
-        dots[c, choice] = y[row].astype(np.float32) @ cotangent[c].astype(np.float32)
-    assert same_bits(d_y, want.astype(dtype))
-    np.testing.assert_allclose(d_weights, dots, rtol=1e-5, atol=1e-6 * width)
+    pairs = zip(dtypes, out_dtypes, strict=True)
+    cotangents = [floats((rows_in, width), out_dtype or dtype, seed=5) for dtype, out_dtype in pairs]
+    results = gradients(rows, row_map, weights, cotangents, out_dtypes, implementation=implementation)
+    for y, cotangent, (d_y, d_weights) in zip(rows, cotangents, results, strict=True):
+        want, dots = np.zeros((capacity, width), np.float32), np.zeros((rows_in, k), np.float32)
+        for c, choice in choices:
+            row = row_map[c, choice]
+            want[row] = weights[c, choice] * cotangent[c].astype(np.float32)
+            dots[c, choice] = y[row].astype(np.float32) @ cotangent[c].astype(np.float32)
+        assert same_bits(d_y, want.astype(y.dtype))
+        np.testing.assert_allclose(d_weights, dots, rtol=1e-5, atol=1e-6 * width)
 
 
 @pytest.mark.one_jax
@@ -215,7 +220,8 @@ def test_the_gradient_of_unpermute_of_float64(width, implementation):
     row_map, weights = np.array([[2, 0], [-1, 3]], np.int32), floats((2, 2))
     with jax.enable_x64(True):
         y, cotangent = (np.random.default_rng(seed).normal(size=(n, width)) for seed, n in ((0, 4), (1, 2)))
-        d_y, d_weights = gradients(y, row_map, weights, cotangent, implementation=implementation)
+        options = {"implementation": implementation}
+        ((d_y, d_weights),) = gradients([y], row_map, weights, [cotangent], **options)
         of = lambda c, k: weights.astype(np.float64)[c, k] * cotangent[c]
         want = [of(0, 1), np.zeros(width), of(0, 0), of(1, 1)]
         np.testing.assert_allclose(d_y, want, rtol=1e-15)
