@@ -2,7 +2,8 @@
 
 `KernelEngine` (kernel_engine.py) calls this package's kernels, and `XlaEngine` (xla_engine.py) uses `jax.lax`
 alone. `choose_engine` (choice.py) chooses the engine of an op, once. All engines convert to the same bits. A
-new option of an op is a field of `Options`, and a new operand one of `Factors` or `Gated`.
+new option of a product or conversion is a field of `Options`; a new operand of a product is a field of
+`Factors`, and of an activation one of `Gated`.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class Product(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Factors(Generic[Left_co, Right_co]):
-    """The operands of a product. Rows lie group by group, and `group_sizes` may be any numbers."""
+    """The operands of a product. Rows lie group by group; sizes of groups need not be multiples of a tile."""
 
     rows: Left_co
     others: Right_co  # matrices, or for a product WEIGHTS rows
@@ -40,7 +41,7 @@ class Factors(Generic[Left_co, Right_co]):
     first_row: jax.Array | None = None  # where the groups begin; None: at row 0
     kind: Product = dataclasses.field(default=Product.ROWS, metadata={"static": True})
     num_redundant: int = dataclasses.field(default=0, metadata={"static": True})
-    """So many of the matrices that a product WEIGHTS returns, the last ones, are of redundant experts."""
+    """Of the matrices that a product WEIGHTS returns, the number of the last ones, of redundant experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Gradients(NamedTuple):
     hidden: jax.Array | Columns  # as `weight_gradient` takes rows
     d_z: jax.Array | QuantizedArray  # as `times_transposed` takes rows
     d_z_columns: jax.Array | Columns  # as `weight_gradient` takes the others
-    d_z_wide: jax.Array | None  # may be None, unless it is needed
+    d_z_wide: jax.Array | None  # may be None unless `Gated.needs_wide_d_z`
     d_row_weights: jax.Array | None
 
 
@@ -76,7 +77,7 @@ class Engine(Protocol):
         ...
 
     def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
-        """Computes a product."""
+        """Returns a product: rows [C, N] or [C, M]; of WEIGHTS, matrices [L, M, N]."""
         ...
 
     def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
@@ -108,9 +109,9 @@ class Engine(Protocol):
     def quantize_matrices(
         self, w: jax.Array, kept: bool, transposed: bool
     ) -> tuple[QuantizedArray, QuantizedArray]:
-        """Returns matrices [L, M, N] in FP8, with scales of 128 x 128 elements, as they lie and transposed.
+        """Returns matrices [L, M, N] in FP8, with scales of 128 x 128 elements.
 
-        A layout that is not asked for may be undefined.
+        Untransposed if `kept`, and transposed. A layout that is not requested may be undefined.
         """
         ...
 

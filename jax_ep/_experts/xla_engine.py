@@ -230,7 +230,8 @@ def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
     XLA:CPU computes slices of 16-bit floats in float32. The barrier keeps it from converting the whole array
     ahead of the loop that this is called in.
     """
-    array, start = jax.lax.optimization_barrier((array, start))
+    if current_platform() == "cpu":
+        array, start = jax.lax.optimization_barrier((array, start))
     return jax.lax.dynamic_slice_in_dim(array, start, size)
 
 

@@ -48,10 +48,10 @@ def balance(
     """Plans which rows of overloaded ranks other ranks compute. Call it inside `jax.shard_map`.
 
     From the counts of all ranks it chooses which hot experts get a redundant instance on which ranks, and how
-    many rows each instance gets, those of its own rank first. `replicate` brings the weights there, and a
-    `dispatch` of the plan's ids the rows. The plan depends on nothing but the counts: every rank, every
-    backend and every repetition computes the same bits. (Places and quotas as in UltraEP, exact filling as in
-    MoonEP: docs/balance.md.)
+    many rows each instance computes; rows of the instance's own rank come first. `replicate` then sends the
+    weights, and a `dispatch` of the placement's ids sends the rows. The plan depends on nothing but the
+    counts: every rank, every backend and every repetition computes the same bits. (Places and quotas as in
+    UltraEP, exact filling as in MoonEP: docs/balance.md.)
 
     With `placement` nothing is planned: the instances of that placement, such as one from EPLB, divide the
     rows of their expert.
@@ -61,8 +61,9 @@ def balance(
         unused.
       group: the ranks.
       num_experts: E, logical experts in all.
-      num_redundant_experts: S, places a rank for instances of other ranks' experts, from 0 to L. With S = L
-        every routing can be balanced; a smaller S bounds memory and copies. What does not fit stays at home.
+      num_redundant_experts: S, the number of places on each rank for instances of other ranks' experts, from
+        0 to L. With S = L every routing can be balanced; a smaller S bounds memory and copies. What does not
+        fit stays at home.
       tolerance: the fraction of the mean load by which a rank may exceed it: less of it means more replicas.
         It is rounded to thousandths.
       min_rows: the fewest rows for which an expert is replicated, at least 1. With S = L, the fewest rows
@@ -223,8 +224,9 @@ def plan_redundant_experts(
 
     Args:
       counts: int32 [R, E] rows that each rank has for each logical expert; negative ones count as 0. Their
-        sum must be less than 2**31: divide the counts of very many steps. It is checked if the values are
-        known. Otherwise nothing moves, and rows that do not fit in int32 are 2**31 - 1.
+        sum must be less than 2**31: divide the counts of very many steps. If the values are known, a larger
+        sum raises ValueError. If they are traced, nothing moves with a larger sum, and numbers of rows that
+        do not fit in int32 become 2**31 - 1.
       num_redundant_experts: S, from 0 to L = E / R.
       tolerance: as for `balance`.
       min_rows: as for `balance`.

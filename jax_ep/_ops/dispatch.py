@@ -147,7 +147,7 @@ def dispatch(
 ) -> DispatchedByRank[PyTree] | DispatchedByExpert[PyTree]:
     """Sends each token to its experts, or to the ranks where they live. Call it inside `jax.shard_map`.
 
-    Shapes are one rank's shard: T tokens on this rank, K choices a token, R ranks, E experts in all,
+    Shapes are one rank's shard: T tokens on this rank, K choices per token, R ranks, E experts in all,
     L = E / R of them on each rank (expert e on rank e // L).
 
     Args:
@@ -162,20 +162,22 @@ def dispatch(
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
         in an array [L, C, ...] with C rows for each expert. Use it for batched products over all rows. On
-        GPUs empty rows are not cleared: what x holds there may be NaN.
+        GPUs the empty rows of the result may hold anything, including NaN. They are cleared only if x or
+        topk_weights are differentiated, and never with quantize="fp8".
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
-        stated order and carry no gradient; `num_dropped` counts them. Must be at least a. With padded experts
-        it is that of each expert (GShard's expert capacity), and None means R * T; an expert's further rows
-        are dropped.
+        stated order and carry no gradient; `num_dropped` counts them. Must be at least a. With
+        order="expert_padded", C is the number of rows of each expert (GShard's expert capacity), and None
+        means R * T; an expert's further rows are dropped.
       capacity_factor: in place of a capacity, a multiple of the rows of a uniform routing: by expert T * K,
         by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a. It is
         at most the worst case.
       host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
         all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
         be at least the number of hosts. None means T from each, so that this hop drops nothing. Otherwise
-        each host keeps the first tokens of a rank that fit. Of a token that is dropped, the choices on that
-        host count as -1, and the ranks there that would have received it count it in `num_dropped`.
+        a rank sends each host only the first of its tokens for that host, as many as fit. The later ones are
+        dropped: their choices on that host count as -1, and the ranks that would have received them count
+        them in `num_dropped`.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
@@ -191,7 +193,8 @@ def dispatch(
         but receives no rows. None: all ranks take part. With active_ranks or on_timeout="mask" there are
         limits (docs/howto/failing_ranks.md has all of them). The op has no gradient (TypeError). It must not
         be rematerialized, because different ranks may take part the second time. All ranks must share a host
-        (otherwise ValueError). On GPUs a rank has few tokens, and the group's num_sms must be at least 8.
+        (otherwise ValueError). On GPUs a rank may have at most 128 tokens, and num_sms of the
+        group, if set, must be at least 8.
       on_timeout: "raise": the op fails if a rank does not come within the group's `timeout_s`. "mask": the
         others continue without it, and `active_ranks` of the result marks it 0. Pass this result to the next
         op. A rank that comes too late gets `active_ranks` with all others marked 0. (On GPUs it may first get

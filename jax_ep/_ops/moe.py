@@ -130,8 +130,8 @@ def moe(
     """Computes a Mixture-of-Experts layer: sends tokens to experts, runs them, and returns weighted sums.
 
     Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights, or with these as
-    `expert_params`. It calls `dispatch`, `expert_fn` and `combine`. Those have more options: other orders,
-    ranks that may be missing, statistics, rounded scales.
+    `expert_params`. It calls `dispatch`, `expert_fn` and `combine`. Called by yourself, `dispatch` and
+    `combine` have more options: other orders, ranks that may be missing, statistics, rounded scales.
 
     With `num_redundant_experts` it first calls `balance` and `replicate`: ranks with few rows compute rows of
     hot experts. If the places suffice, every rank then gets about T * K rows (docs/balance.md).
@@ -159,13 +159,13 @@ def moe(
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
-        expert_fn is `gated_mlp(quantize="fp8")`.
+        expert_fn passes sent.x to `gated_mlp(..., quantize="fp8")` and uses it nowhere else.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, as for `combine`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.
-      num_redundant_experts: S, places a rank for instances of other ranks' hot experts, from 0 to L; needs
-        expert_params. `balance` has more options.
+      num_redundant_experts: S, the number of places on each rank for instances of other ranks' hot experts,
+        from 0 to L; needs expert_params. `balance` has more options.
       expert_params: array or pytree of arrays [L, ...], the weights of this rank's home experts.
         Differentiable.
       experts_apply_weights: if true, expert_fn applies `sent.row_weights` (float32 [C]) itself, as

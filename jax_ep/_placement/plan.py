@@ -30,7 +30,7 @@ class ExpertPlan(NamedTuple):
     physical_to_logical: jax.Array  # [P] logical expert of each physical one, -1 an empty place
     quotas: jax.Array  # [P] rows that each physical expert computes
     order: jax.Array  # [P] physical experts by logical expert, then rank; empty places last
-    ends: jax.Array  # [P] this rank's choices, sorted by logical expert, that go to order[: i + 1]
+    ends: jax.Array  # [P] entry i: how many of this rank's choices go to the physical experts order[: i + 1]
 
 
 class _State(NamedTuple):
@@ -287,8 +287,9 @@ def _divide(
 ) -> jax.Array:
     """Returns `ends` of a source.
 
-    Rows go to the instance on their own rank first, as far as its quota allows. The other rows of an expert,
-    by source rank, are laid beside what is left of its quotas, by rank.
+    Rows go to the instance on their own rank first, as far as its quota allows. The remaining rows of
+    an expert, in the order of source ranks, fill what is left of its instances' quotas, in the order of
+    ranks.
     """
     ranks, experts = counts.shape
     logical = physical_to_logical[order]

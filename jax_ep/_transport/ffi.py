@@ -1,7 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi".
 
-`xla.py` has the same methods from `jax.lax`, with the same arguments and results. The function `gather` is
-for the benchmark, which measures the links with it, on GPUs only.
+`xla.py` has the same methods from `jax.lax`, with the same arguments and results. The module's function
+`gather` is only for the benchmark, which measures the links with it; the method is an action of the backend.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def goes_through_arena(
     module = _extension.extension()
     if routing.ranks.platform != "gpu" or module is None:
         return False
-    parts = leaves if packing is Packing.NONE else _as_fp8(*leaves)
+    parts = leaves if packing is Packing.NONE else _fp8_types(*leaves)
     row_bytes = sum(-(-math.prod(part.shape[1:]) * _bits(part) // 128) * 16 for part in parts)
     sizes = (routing.num_ranks, routing.num_tokens, routing.top_k, routing.num_experts)
     return module.fits_arena(routing.ranks.key, False, routing.has_row_per_choice, sizes, row_bytes)
@@ -68,18 +68,18 @@ def _bits(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     return jax.dtypes.itemsize_bits(array.dtype)
 
 
-def _as_fp8(x: jax.Array) -> list[jax.ShapeDtypeStruct]:
+def _fp8_types(x: jax.Array) -> list[jax.ShapeDtypeStruct]:
     scales = (*x.shape[:-1], x.shape[-1] // BLOCK)
     return [jax.ShapeDtypeStruct(x.shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
-def _arrived_weights(routing: Routing, present: bool) -> Result:
+def _weights_type(routing: Routing, present: bool) -> Result:
     by_rank = (routing.capacity, routing.top_k)
     shape = (routing.capacity,) if routing.has_row_per_choice else by_rank
     return (shape if present else (0,)), jnp.float32
 
 
-def _attended(routing: Routing, attendance: Attendance) -> dict[str, Result]:
+def _attendance_types(routing: Routing, attendance: Attendance) -> dict[str, Result]:
     ranks = routing.num_ranks
     return {
         "active_ranks": ((ranks if attendance.may_miss else 0,), INT),
@@ -87,7 +87,7 @@ def _attended(routing: Routing, attendance: Attendance) -> dict[str, Result]:
     }
 
 
-def _as_attended(attendance: Attendance, named: dict[str, jax.Array]) -> Attended:
+def _read_attendance(attendance: Attendance, named: dict[str, jax.Array]) -> Attended:
     return Attended(
         named["active_ranks"] if attendance.may_miss else None,
         named["wait_us"] if attendance.measures else None,
@@ -95,7 +95,7 @@ def _as_attended(attendance: Attendance, named: dict[str, jax.Array]) -> Attende
 
 
 def gather(ranks: Ranks, x: jax.Array) -> jax.Array:
-    """All ranks' rows on every rank, by plain copies over the links: a ceiling to compare with. GPUs only."""
+    """Copies all ranks' rows to every rank by plain copies: a ceiling to compare with. GPUs only."""
     shape = (ranks.size * x.shape[0], *x.shape[1:])
     options = {"group": ranks.key, "num_ranks": np.int64(ranks.size)}
     (out,) = call("gather", [_position(ranks, x), x], [(shape, x.dtype)], **options)
@@ -138,21 +138,21 @@ class Ffi:
             "rank_prefix_matrix": ((ranks, ranks), INT),
             "expert_counts": ((experts,), INT),
             "received_rows": ((0 if by_rank else ranks * tokens, k), INT),
-            "weights": _arrived_weights(routing, topk_weights is not None),
+            "weights": _weights_type(routing, topk_weights is not None),
             "arrived_idx": ((routing.capacity, k) if by_rank else (0,), INT),
             "tokens_per_expert": ((experts,), INT),
             "group_sizes": ((0,) if by_rank else (experts,), INT),
             "num_tokens": ((1,), INT),
             "num_dropped": ((1,), INT),
             "scratch": scratch(tokens, routing.num_experts, ranks),
-            **_attended(routing, attendance),
+            **_attendance_types(routing, attendance),
         }
         operands = [topk_idx, or_scalar(topk_weights), or_scalar(attendance.active_ranks, INT), *leaves]
         named, rows = call_named(
             "route",
             [_position(self.ranks, operands), *operands],
             results,
-            rows_like(leaves if packing is Packing.NONE else _as_fp8(*leaves), routing.capacity),
+            rows_like(leaves if packing is Packing.NONE else _fp8_types(*leaves), routing.capacity),
             _routing_attributes(routing, attendance.masks, packing),
         )
         handle = Handle(
@@ -172,12 +172,15 @@ class Ffi:
             group_sizes=None if by_rank else named["group_sizes"],
             num_tokens=named["num_tokens"],
             num_dropped=named["num_dropped"],
-            attended=_as_attended(attendance, named),
+            attended=_read_attendance(attendance, named),
             handle=handle,
         )
 
     def gather(self, numbers: jax.Array) -> jax.Array:
-        """Sends one row to every rank: for few numbers that is faster than a collective."""
+        """Returns the numbers [n] of all ranks, [R, n], by a dispatch of one row to each rank.
+
+        For few numbers this is faster than a collective.
+        """
         size = self.ranks.size
         row_to_each = Routing(
             ranks=self.ranks,
@@ -222,7 +225,7 @@ class Ffi:
         weights, *moved = call(
             "push",
             [_position(self.ranks, operands), *operands],
-            [_arrived_weights(routing, weighs), *rows_like(sent.leaves, routing.capacity)],
+            [_weights_type(routing, weighs), *rows_like(sent.leaves, routing.capacity)],
             (),
             **_routing_attributes(routing),
         )
@@ -234,7 +237,7 @@ class Ffi:
         rows, arrived_weights = pulled.rows, pulled.weights
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
-        # By expert the kernels first sum each token's rows where they lie, unless a rank is alone.
+        # On GPUs, by expert, each rank first sums a token's rows that it has, into memory for these sums.
         several = routing.top_k > 1 and routing.num_ranks > 1
         folds = routing.has_row_per_choice and several and self.ranks.platform == "gpu"
         partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
@@ -246,7 +249,7 @@ class Ffi:
             *rows,
             *pulled.biases,
         ]
-        results = {"topk_weights": (returned, jnp.float32), **_attended(routing, attendance)}
+        results = {"topk_weights": (returned, jnp.float32), **_attendance_types(routing, attendance)}
         named, sums = call_named(
             "pull",
             [_position(self.ranks, operands), *operands],
@@ -256,10 +259,10 @@ class Ffi:
             aliases=[(len(operands), len(results))] if pulled.adds_in_place else [],
         )
         returned_weights = None if arrived_weights is None else named["topk_weights"]
-        return tuple(sums[: len(rows)]), returned_weights, _as_attended(attendance, named)
+        return tuple(sums[: len(rows)]), returned_weights, _read_attendance(attendance, named)
 
     def between_hosts(self, blocks: jax.Array) -> jax.Array:
-        """Hop 1, by puts of a kernel over NCCL's device API where the group has rails."""
+        """Sends blocks to other hosts (hop 1), by puts over NCCL's device API if the group has rails."""
         within = self.ranks.within
         if within is None or self.ranks.rails is None:
             return collectives.between_hosts(self.ranks, blocks)

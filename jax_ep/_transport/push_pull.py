@@ -33,7 +33,7 @@ from jax_ep._transport.xla import Xla
 
 # Rows and weights that were moved.
 Moved = tuple[Leaves, jax.Array | None]
-# The handle, rows with their weights if these have a gradient, and arrays without rows of the biases' dtypes.
+# The handle; the rows and their weights, if row_weights were passed; and for each bias an array without rows.
 Pulled = tuple[Handle, tuple[Leaves, jax.Array] | None, list[jax.Array]]
 
 
@@ -99,7 +99,7 @@ def _attach_forward(
     backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
 ) -> tuple[Moved, Handle]:
     if handle.routing.padded_rows is not None:
-        # Empty rows may hold NaN, and NaN times zero would spoil a gradient of weights.
+        # Empty rows may hold NaN, and NaN times zero would spoil the gradient of the experts' matrices.
         real = row_experts(handle) >= 0
         rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
     return _attach(backend, handle, sent, rows, weights), for_backward(handle)
@@ -133,7 +133,7 @@ push.defvjp(_push_forward, _push_backward)
 def push_attended(
     backend: Backend, handle: Handle, sent: Push, attendance: Attendance
 ) -> tuple[Leaves, jax.Array | None, Attended]:
-    """Pushes as `push` if ranks may miss the op, without gradients. Also returns which ranks took part.
+    """Does what `push` does, for an op that ranks may miss. Also returns which ranks took part. No gradient.
 
     The rows are routed again, because rows of missing ranks leave no gap. Then each row moves to its position
     in the handle.
@@ -171,9 +171,9 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
 
 @custom_vjp(0)
 def pull(backend: Backend, handle: Handle, pulled: Pull) -> Moved:
-    """Returns sums [T, ...] of each token's rows [C, ...], times their weights, and its biases.
+    """Returns [T, ...]: sums of each token's rows [C, ...], times row weights if any, plus its biases.
 
-    Also sends the weights of a push back to their tokens [T, K].
+    Also returns `pulled.weights`, if any, to their tokens: [T, K].
     """
     sums, returned, _ = backend.pull(handle, pulled)
     return sums, returned
@@ -205,7 +205,7 @@ pull.defvjp(pull_forward, _pull_backward)
 def pull_attended(
     backend: Backend, handle: Handle, pulled: Pull, attendance: Attendance
 ) -> tuple[Leaves, Attended]:
-    """Pulls as `pull` if ranks may miss the op, without gradients. Also returns which ranks took part."""
+    """Does what `pull` does, for an op that ranks may miss. Also returns which took part. No gradient."""
     sums, _, attended = backend.pull(handle, jax.lax.stop_gradient(pulled), attendance)
     return refuse_gradient(attendance.op, pulled, sums), attended
 
@@ -238,9 +238,9 @@ def _push_scaled_backward(
 ) -> tuple[None, Leaves, Leaves, jax.Array]:
     handle, leaves, factors, row_weights = residuals
     d_scaled, d_dots = cotangents
-    sent, _ = push(backend, handle, Push(leaves))
+    moved, _ = push(backend, handle, Push(leaves))
     d_sent, d_factors, d_weights = [], [], []
-    for row, factor, d_row in zip(sent, factors, d_scaled, strict=True):
+    for row, factor, d_row in zip(moved, factors, d_scaled, strict=True):
         wide = sum_dtype(row.dtype)
         token, other, d_token, weight, d_dot = (
             flat_real_rows(handle, array, wide) for array in (row, factor, d_row, row_weights, d_dots)

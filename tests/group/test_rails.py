@@ -264,6 +264,7 @@ def two_hosts(monkeypatch):
     within = dataclasses.replace(ranks_of(on.group).within, platform="gpu")
     whole = dataclasses.replace(ranks_of(on.group), platform="gpu", within=within, rails="rails")
     monkeypatch.setattr(on.group, "_ranks", whole)
+    monkeypatch.setattr(on.group, "_rails_error", "")
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     return on
 

@@ -81,37 +81,37 @@ COMMUNICATING = {
     "replicate_start": functools.partial(replicate, start=True),
 }
 
-# Ops of one device: functions of the implementation and of rows. XLA:GPU cannot compute all of them itself.
+# Ops of one device: functions of the implementation, and of arrays, because XLA cannot fold all constants.
 ROWS, MATRICES = floats((10, H)), floats((3, H, H), seed=2)
 UP = floats((3, H, 2, H), seed=3)
 IDS = routing("sprinkled", 1, 10, K, 3)[0]
 
 
-def unpermute(by, rows):
+def unpermute(by, rows, sizes):
     row_map = jax_ep.permute(rows, IDS, num_local_experts=3).row_map
     return jax_ep.unpermute(floats((row_map.size, H)), row_map, implementation=by)
 
 
-def gated_mlp(by, rows, **options):
-    return jax_ep.gated_mlp(rows, UP, MATRICES, SIZES, precision="highest", implementation=by, **options)
+def gated_mlp(by, rows, sizes, **options):
+    return jax_ep.gated_mlp(rows, UP, MATRICES, sizes, precision="highest", implementation=by, **options)
 
 
 LOCAL = {
-    "get_dispatch_layout": lambda by, rows: jax_ep.get_dispatch_layout(
+    "get_dispatch_layout": lambda by, rows, sizes: jax_ep.get_dispatch_layout(
         IDS, num_experts=4, num_ranks=2, ranks_per_node=1, implementation=by
     ),
-    "permute": lambda by, rows: jax_ep.permute(rows, IDS, num_local_experts=3, implementation=by),
+    "permute": lambda by, rows, sizes: jax_ep.permute(rows, IDS, num_local_experts=3, implementation=by),
     "unpermute": unpermute,
-    "plan_redundant_experts": lambda by, rows: jax_ep.plan_redundant_experts(
+    "plan_redundant_experts": lambda by, rows, sizes: jax_ep.plan_redundant_experts(
         np.array([[9, 1, 0, 0], [8, 0, 2, 1]], np.int32), num_redundant_experts=1, implementation=by
     ),
-    "grouped_dot": lambda by, rows: jax_ep.grouped_dot(
-        rows, MATRICES, SIZES, precision="highest", implementation=by
+    "grouped_dot": lambda by, rows, sizes: jax_ep.grouped_dot(
+        rows, MATRICES, sizes, precision="highest", implementation=by
     ),
     "gated_mlp": gated_mlp,
     "gated_mlp, FP8": functools.partial(gated_mlp, quantize="fp8_all"),
-    "quantize_fp8": lambda by, rows: jax_ep.quantize_fp8(rows, implementation=by),
-    "quantize_weights": lambda by, rows: jax_ep.quantize_weights(UP, implementation=by),
+    "quantize_fp8": lambda by, rows, sizes: jax_ep.quantize_fp8(rows, implementation=by),
+    "quantize_weights": lambda by, rows, sizes: jax_ep.quantize_weights(UP, implementation=by),
 }
 
 
@@ -133,7 +133,7 @@ def test_implementations_of_communicating_ops_agree(op):
 
 @pytest.mark.parametrize("op", LOCAL)
 def test_implementations_of_local_ops_agree(op):
-    run = lambda by: jax.jit(functools.partial(LOCAL[op], by))(ROWS)
+    run = lambda by: jax.jit(functools.partial(LOCAL[op], by))(ROWS, SIZES)
     assert_equal(run("ffi"), run("xla"))
     assert_equal(run(None), run("ffi"))
 
@@ -154,7 +154,7 @@ def test_rejects_unknown_implementation(op, given):
 
     def call():
         if op in LOCAL:
-            return LOCAL[op](given, ROWS)
+            return LOCAL[op](given, ROWS, SIZES)
         return jax.eval_shape(ranks(R).map(lambda *shards: COMMUNICATING[op](*shards, given)), *shapes)
 
     with pytest.raises(ValueError, match=text):
@@ -173,7 +173,7 @@ def test_products_choose_kernels_by_implementation(op, monkeypatch):
     monkeypatch.setattr(quantize, "is_per_device", lambda: True)
 
     def calls_kernels(by):
-        traced = jax.jit(lambda: LOCAL[op](by, ROWS)).trace()
+        traced = jax.jit(lambda: LOCAL[op](by, ROWS, SIZES)).trace()
         return "jax_ep_" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert calls_kernels("ffi")
@@ -189,5 +189,5 @@ def test_products_choose_kernels_by_implementation(op, monkeypatch):
 def test_products_reject_handlers_that_cannot_run(op, monkeypatch):
     monkeypatch.setattr(_extension, "current_platform", lambda: "tpu")
     with pytest.raises(ValueError, match=r"^implementation='ffi' cannot run here: there are no handlers for"):
-        LOCAL[op]("ffi", ROWS)
-    jax.eval_shape(functools.partial(LOCAL[op], None), ROWS)
+        LOCAL[op]("ffi", ROWS, SIZES)
+    jax.eval_shape(functools.partial(LOCAL[op], None), ROWS, SIZES)

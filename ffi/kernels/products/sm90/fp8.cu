@@ -1,10 +1,11 @@
-// Products of FP8 operands, both of which are stored along the sum: rows times their group's matrix, and the
-// gradient of the matrices, for which both operands are transposed.
+// Products of FP8 operands that are both stored along the sum: rows times the transposes of their groups'
+// matrices [N, M], and the gradient of the matrices, for which both operands are transposed.
 //
 // Two blocks share a tile of 256 x 256 or 128 x 512 elements of the result, each half of it, and load the
-// operand that both need only once. In a block one thread loads operands, a warp loads scales, one hands out
-// tiles, and two warpgroups multiply. Tensor cores add up 128 elements of the sum. Then these sums are scaled
-// and added up in float32, while the other warpgroup's products run.
+// operand that both need only once. In each block one thread loads operands, one warp loads scales, and two
+// warpgroups multiply. One warp of the first block hands out tiles to both. Tensor cores add up 128 elements
+// of the sum. Then these sums are scaled and added up in float32, while the other warpgroup's products run.
+// Here a *rank* is a block's number in its cluster, and the *blocks* of a sum are of 128 elements.
 #include <cuda_bf16.h>
 
 #include <algorithm>
