@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ranks
+from cases import floats, ranks
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +15,39 @@ import jax_ep
 pytestmark = pytest.mark.one_jax
 
 R = min(most_ranks(), 4)
+SIZES = np.array([130, 0, 62], np.int32)
+
+
+@functools.partial(jax.jit, static_argnames="round_scale")
+def experts_gradients(rows, up, down, cotangent, round_scale=False):
+    run = lambda *given: jax_ep.gated_mlp(*given, SIZES, quantize="fp8", round_scale=round_scale)
+    out, gradients = jax.vjp(run, rows, up, down)
+    return out, gradients(cotangent)
+
+
+def experts_arrays():
+    rows, cotangent = floats((SIZES.sum(), 128)), floats((SIZES.sum(), 128), seed=3)
+    given = rows, floats((3, 128, 2, 128), seed=1), floats((3, 128, 128), seed=2), cotangent
+    return [jnp.asarray(array, jnp.bfloat16) for array in given]
+
+
+def test_tiny_cotangents_keep_their_precision():
+    """Their scales have a floor far below those of rows."""
+    *given, cotangent = experts_arrays()
+    _, gradients = experts_gradients(*given, cotangent)
+    _, tiny = experts_gradients(*given, cotangent * 2.0**-40)
+    for got, want in zip(tiny, gradients, strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32) * 2.0**40, want.astype(jnp.float32))
+
+
+def test_round_scale_reaches_rows_and_weights():
+    rows, up, down, cotangent = experts_arrays()
+    out, _ = experts_gradients(rows, up, down, cotangent, round_scale=True)
+    rounded = jax_ep.quantize_fp8(rows, round_scale=True)
+    weights = [jax_ep.quantize_weights(w, round_scale=True) for w in (up, down)]
+    of_quantized = jax.jit(lambda *given: jax_ep.gated_mlp(*given, SIZES, quantize="fp8", round_scale=True))
+    np.testing.assert_array_equal(out, of_quantized(rounded, *weights))
+    assert (out != experts_gradients(rows, up, down, cotangent)[0]).any()
 
 
 def trained_loss(quantize, seed):
