@@ -124,7 +124,7 @@ class OpArguments(Arguments):
             )
 
     def placement(self, value: object, group: Group) -> Placement:
-        """Checks that a placement is one of the group's number of ranks, and returns it."""
+        """Checks that a placement is whole, and one of the group's number of ranks, and returns it."""
         if not isinstance(value, Placement):
             raise TypeError(
                 f"{self.op}: placement must be a Placement, which jax_ep.balance, plan_redundant_experts and "
@@ -134,6 +134,14 @@ class OpArguments(Arguments):
             raise ValueError(
                 f"{self.op}: placement must be of the {group.size} ranks of the group, got one of "
                 f"{value.num_ranks}; make it with num_ranks=group.size"
+            )
+        hosted = value.physical_to_logical
+        if jnp.shape(hosted) != (value.num_experts,):
+            raise ValueError(
+                f"{self.op}: placement.physical_to_logical must be int32 [{value.num_experts}], the whole "
+                f"map on each rank, got {shape_text(jnp.asarray(hosted))}; pass a placement to shard_map "
+                "with in_specs=P(), or with the axis with which it left the shard_map of balance, and of "
+                "placements that are stacked over layers one layer's"
             )
         return value
 

@@ -175,10 +175,10 @@ def _options_of_step(
     num_ranks: int,
 ) -> "_PlanOptions":
     """Checks the arguments of a plan for the tokens of a step."""
-    if num_redundant_experts is None:
+    if num_experts is None or num_redundant_experts is None:
         raise ValueError(
             f"{check.op}: pass either num_experts and num_redundant_experts, to plan for these tokens, or "
-            "placement; got neither"
+            f"placement; got num_experts={num_experts} and num_redundant_experts={num_redundant_experts}"
         )
     if instances != "even":
         raise ValueError(

@@ -43,8 +43,9 @@ class Placement:
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
-    S places. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. Outside
-    of the shard_map of `balance` the arrays hold those of all ranks.
+    S places. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. If it
+    left the shard_map of `balance` with `out_specs=P(axis)`, arrays hold those of all ranks, one after the
+    other.
 
     Attributes:
       physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty place.
@@ -125,15 +126,15 @@ class Placement:
     @property
     def num_moved(self) -> jax.Array:
         """int32 [1] rows of all ranks that are not computed at their expert's home."""
-        at_home = jnp.where(self._is_at_home(), self.rows_per_expert, 0)
-        total = jnp.sum(self.rows_per_expert, keepdims=True, dtype=jnp.int32)
-        return total - jnp.sum(at_home, keepdims=True, dtype=jnp.int32)
+        rows = self.rows_per_expert.reshape(-1, self.num_experts)
+        at_home = jnp.where(self._is_at_home(), rows, 0)
+        return jnp.sum(rows, axis=1, dtype=jnp.int32) - jnp.sum(at_home, axis=1, dtype=jnp.int32)
 
     @property
     def num_replicas(self) -> jax.Array:
         """int32 [1] physical experts of all ranks that are not at their home: weights that are sent."""
-        away = (self.physical_to_logical >= 0) & ~self._is_at_home()
-        return jnp.sum(away, keepdims=True, dtype=jnp.int32)
+        is_used = self.physical_to_logical.reshape(-1, self.num_experts) >= 0
+        return jnp.sum(is_used & ~self._is_at_home(), axis=1, dtype=jnp.int32)
 
     def capacity(self, expert_alignment: int = 1, *, slack: float = 0.05) -> int:
         """Returns a capacity for the balanced rows of a step. Call it inside the shard_map of `balance`.
@@ -149,7 +150,7 @@ class Placement:
         """
         check = Arguments("Placement.capacity")
         alignment = check.at_least_one("expert_alignment", expert_alignment)
-        if not slack >= 0:
+        if not isinstance(slack, int | float) or not 0 <= slack < math.inf:
             raise ValueError(f"{check.op}: slack must be a fraction of the mean, at least 0, got {slack!r}")
         rows = math.ceil(self.topk_idx.size * (1 + slack)) + self.num_local_experts * (alignment - 1)
         return max(-(-rows // alignment), 1) * alignment
@@ -172,13 +173,17 @@ class Placement:
         return self._step_ids
 
     def _is_at_home(self) -> jax.Array:
-        host = jnp.arange(self.num_experts, dtype=jnp.int32) // self.num_local_experts
-        return self.physical_to_logical // (self.num_logical_experts // self.num_ranks) == host
+        """Returns bool [..., P], of each copy of the map."""
+        rank = jnp.arange(self.num_experts, dtype=jnp.int32) // self.num_local_experts
+        home = self.physical_to_logical // (self.num_logical_experts // self.num_ranks)
+        return home.reshape(-1, self.num_experts) == rank[None]
 
 
 def _check_map(check: Arguments, value: ArrayLike, num_experts: int, num_ranks: int) -> jax.Array:
     """Checks a given map, and returns it as int32 [P]."""
     given = check.array("physical_to_logical", value)
+    if not isinstance(value, Tracer) and given.dtype == jnp.int64:  # a list, with jax_enable_x64
+        given = given.astype(jnp.int32)
     is_list = given.ndim == 1 and given.dtype == jnp.int32
     if not is_list or given.shape[0] % num_ranks or given.shape[0] < num_experts:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Plans of redundant experts: against an oracle, what always holds of them, and how ids follow them."""
 
+import dataclasses
 import functools
 
 import balance_oracle
@@ -270,7 +271,7 @@ def test_balance_and_replicate_take_a_plan_from_counts():
 
 GOOD = {"num_redundant_experts": 1}
 REJECTED = [
-    ({}, "pass either num_experts and num_redundant_experts, .* got neither"),
+    ({}, "pass either num_experts and num_redundant_experts, .* and num_redundant_experts=None"),
     ({"num_redundant_experts": 1, "placement": placement_of(np.arange(E))}, "pass either num_experts and"),
     ({"placement": np.arange(E)}, "placement must be a Placement, .* got ndarray"),
     ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),
@@ -285,8 +286,43 @@ REJECTED = [
 
 @pytest.mark.parametrize(("options", "text"), REJECTED)
 def test_rejects_wrong_options(options, text):
-    with pytest.raises((TypeError, ValueError), match=text):
+    error = TypeError if "must be a Placement" in text else ValueError
+    with pytest.raises(error, match=text):
         shard_balance(routing("uniform", R, T, K, E), **options)
+
+
+@pytest.mark.parametrize("op", ["balance", "replicate"])
+@pytest.mark.parametrize(
+    "parts",
+    [lambda a: jnp.tile(a, R + 1), lambda a: jnp.stack([a, a]), lambda a: a[:-1], lambda a: a[:0]],
+    ids=["joined", "stacked", "a part", "none"],
+)
+def test_rejects_placements_that_are_not_whole(op, parts):
+    whole = placement_of(np.arange(E))
+    placement = dataclasses.replace(whole, physical_to_logical=parts(whole.physical_to_logical))
+    on = ranks(R)
+
+    def call(ids):
+        if op == "balance":
+            return jax_ep.balance(ids, group=on.group, placement=placement).topk_idx
+        return jax_ep.replicate(jnp.ones((L, 8)), placement, group=on.group)
+
+    with pytest.raises(ValueError, match=rf"^{op}: placement.physical_to_logical must be int32 \[{E}\]"):
+        on.run(call, routing("uniform", R, T, K, E))
+
+
+def test_numbers_of_a_placement_that_left_shard_map():
+    """Each rank's copy lies after the other's, and has numbers of its own."""
+    on, ids = ranks(R), routing("zipf", R, T, K, E)
+
+    def step(ids):
+        plan = jax_ep.balance(ids[0], group=on.group, num_experts=E, num_redundant_experts=1)
+        return plan, plan.num_moved, plan.num_replicas
+
+    spec = jax.sharding.PartitionSpec(on.mesh.axis_names)
+    plan, moved, replicas = jax.jit(jax.shard_map(step, mesh=on.mesh, in_specs=spec, out_specs=spec))(ids)
+    np.testing.assert_array_equal(plan.num_moved, moved)
+    np.testing.assert_array_equal(plan.num_replicas, replicas)
 
 
 def test_rejects_wrong_counts():

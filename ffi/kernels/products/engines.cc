@@ -1,4 +1,4 @@
-// The engines that launch kernels of CUTLASS, each for the GPUs of one architecture.
+// The engines for the tensor cores of one architecture each.
 #include "kernels/products/engines.h"
 
 namespace jax_ep::cuda {

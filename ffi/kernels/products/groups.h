@@ -1,4 +1,4 @@
-// The description of the groups that CUTLASS's kernels read.
+// The description of the groups that the kernels for tensor cores read.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -432,7 +432,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     for (uint64_t& barrier : shared.tile_empty) InitBarrier(&barrier, kCluster * (kWarps + 2));
     FenceBarriers();
     PrefetchMap(&maps.rows);
-    PrefetchMap(&maps.columns[0]);
+    PrefetchMap(&maps.columns[!kOfWeights && params.num_home == 0 ? 1 : 0]);
   }
   SyncCluster();
   if (warp < kWarpgroup / kWarp) {
