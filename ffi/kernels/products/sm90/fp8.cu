@@ -13,6 +13,7 @@
 
 #include "kernels/launch/launch.h"
 #include "kernels/products/engines.h"
+#include "kernels/products/sm90/fp8_scales.cuh"
 #include "kernels/products/sm90/fp8_tiles.cuh"
 #include "kernels/products/sm90/tensor_map.h"
 #include "kernels/ptx/hopper.cuh"
@@ -23,8 +24,7 @@ namespace {
 constexpr int kMultipliers = 2, kThreads = (1 + kMultipliers) * kWarpgroup;
 constexpr int kTileSlots = 2;
 constexpr int kBoxRows = 64;  // of the rows; of the matrix: kFp8Block
-constexpr int kHalves = kTileColumns / kFp8Block;
-constexpr int kStep = 32;  // elements of the sum that one product adds up
+constexpr int kStep = 32;     // elements of the sum that one product adds up
 constexpr int kWarps = kMultipliers * kWarpgroup / kWarp;
 constexpr int kStoredRows = 16, kStoredColumns = kBf16BoxColumns;
 constexpr uint16_t kBothBlocks = 3;
@@ -34,13 +34,6 @@ static_assert(kTileRows == kMultipliers * kBoxRows && kCluster == 2 && kHalves =
 struct Stage {
   uint8_t rows[kTileRows][kFp8Block];
   uint8_t columns[kTileColumns][kFp8Block];
-};
-
-// The scales of a stage. A matrix has one for 128 columns, and transposed rows have one for each.
-template <bool kOfWeights>
-struct Scales {
-  float rows[kTileRows];
-  float columns[kOfWeights ? kTileColumns : kHalves];
 };
 
 // A warp's rows of some columns, on their way out, swizzled as a tensor store reads them.
@@ -172,52 +165,6 @@ __device__ void Load(const GroupedDotParams& params, const Maps& maps, Shared<kO
   }
 }
 
-// The scales of a tile of rows times matrices: a row's scales follow each other, as those of 128 rows of a
-// matrix do.
-struct ScalesOfRows {
-  const float* rows[kTileRows / kWarp];
-  const float* columns;
-
-  __device__ ScalesOfRows(const GroupedDotParams& params, const Tile& tile, const Part& part, int lane) {
-    const int64_t blocks = params.inner / kFp8Block;
-    for (int i = 0; i < kTileRows / kWarp; ++i) {
-      rows[i] = params.row_scales + min(part.first_row + i * kWarp + lane, params.num_rows - 1) * blocks;
-    }
-    const int block_row = min(part.first_column / kFp8Block + lane, params.outer / kFp8Block - 1);
-    columns = params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
-                             params.outer / kFp8Block * blocks) +
-              block_row * blocks;
-  }
-
-  __device__ void Load(int block, int lane, Scales<false>& to) const {
-    for (int i = 0; i < kTileRows / kWarp; ++i) CopyFloat(&to.rows[i * kWarp + lane], rows[i] + block);
-    if (lane < kHalves) CopyFloat(&to.columns[lane], columns + block);
-  }
-};
-
-// The scales of a tile of a matrix's gradient: those of 128 rows of all columns follow each other.
-struct ScalesOfColumns {
-  const float* rows;
-  const float* columns[kHalves];
-  int64_t inner, outer;
-
-  __device__ ScalesOfColumns(const GroupedDotParams& params, const Tile& tile, const Part& part, int lane)
-      : inner(params.inner), outer(params.outer) {
-    rows = params.row_scales + tile.first_block * inner + part.first_row + 4 * lane;
-    for (int half = 0; half < kHalves; ++half) {
-      const int column = min(part.first_column + half * kFp8Block, params.outer - kFp8Block);
-      columns[half] = params.other_scales + tile.first_block * outer + column + 4 * lane;
-    }
-  }
-
-  __device__ void Load(int block, int lane, Scales<true>& to) const {
-    CopyFloats(&to.rows[4 * lane], rows + block * inner);
-    for (int half = 0; half < kHalves; ++half) {
-      CopyFloats(&to.columns[half * kFp8Block + 4 * lane], columns[half] + block * outer);
-    }
-  }
-};
-
 // Loads the scales of all tiles. Called by one warp of each block.
 template <bool kOfWeights>
 __device__ void LoadScales(const GroupedDotParams& params, Shared<kOfWeights>& shared, int rank) {
@@ -317,25 +264,6 @@ __device__ void Store(const GroupedDotParams& params, const Target& target, cons
     }
     CommitStores();
   }
-}
-
-// Scales the sums of products and adds them up.
-__device__ void Promote(const float (&of_rows)[2], const float* of_columns, const float (&part)[64],
-                        float (&sums)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; i += 4) {
-    const float2 of_pair = *reinterpret_cast<const float2*>(of_columns + 2 * i);
-    sums[i] += part[i] * (of_rows[0] * of_pair.x);
-    sums[i + 1] += part[i + 1] * (of_rows[0] * of_pair.y);
-    sums[i + 2] += part[i + 2] * (of_rows[1] * of_pair.x);
-    sums[i + 3] += part[i + 3] * (of_rows[1] * of_pair.y);
-  }
-}
-__device__ void Promote(const float (&of_rows)[2], float of_columns, const float (&part)[64],
-                        float (&sums)[64]) {
-  const float scale[2] = {of_rows[0] * of_columns, of_rows[1] * of_columns};
-#pragma unroll
-  for (int i = 0; i < 64; ++i) sums[i] += part[i] * scale[i % 4 / 2];
 }
 
 // Multiplies a tile, of which this warpgroup has `kCount` halves of the columns.
