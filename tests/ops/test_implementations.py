@@ -134,7 +134,11 @@ def test_implementations_of_communicating_ops_agree(op):
 @pytest.mark.parametrize("op", LOCAL)
 def test_implementations_of_local_ops_agree(op):
     run = lambda by: jax.jit(functools.partial(LOCAL[op], by))(ROWS, SIZES)
-    assert_equal(run("ffi"), run("xla"))
+    if op == "gated_mlp, FP8":  # XLA:GPU may leave out that numbers between products are rounded to FP8
+        got, want = (np.asarray(run(by))[: SIZES.sum()] for by in ("ffi", "xla"))
+        assert np.linalg.norm(got - want) < 0.08 * np.linalg.norm(want)
+    else:
+        assert_equal(run("ffi"), run("xla"))
     assert_equal(run(None), run("ffi"))
 
 
