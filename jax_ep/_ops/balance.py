@@ -124,6 +124,11 @@ def balance_as(
         num_experts, places = options.num_experts, options.num_places
     else:
         _check_given(check, placement, group, num_experts, num_redundant_experts, instances)
+        if (tolerance, min_rows) != (0.02, 1):  # the defaults
+            raise ValueError(
+                f"{check.op}: tolerance and min_rows are of plans, and placement is not planned, got "
+                f"tolerance={tolerance!r} and min_rows={min_rows!r}; omit them"
+            )
         num_experts, hosted = placement.num_logical_experts, placement.physical_to_logical
         places = placement.num_redundant_experts
     if num_valid_tokens is not None:

@@ -277,6 +277,7 @@ REJECTED = [
     ({"num_redundant_experts": L + 1}, f"from 0 to the {L} experts of a rank"),
     (GOOD | {"tolerance": 2.0}, "a fraction of the mean load, from 0 to 1, got 2.0"),
     (GOOD | {"min_rows": -1}, "min_rows must be an int of at least 1, got -1"),
+    ({"placement": placement_of(np.arange(E)), "tolerance": 0.0}, "tolerance and min_rows are of plans"),
     (
         {"placement": placement_of(np.arange(E)), "instances": "least"},
         "must be 'even', 'local' or 'least_loaded'",
