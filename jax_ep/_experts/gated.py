@@ -162,7 +162,8 @@ def cotangent_of(primal: PyTree, gradient: PyTree) -> PyTree:
 def once_differentiable(error: str, function: Callable[..., Result], *operands: object) -> Result:
     """Returns function(*operands), whose gradient raises TypeError, because it would have to be FP8 too.
 
-    Operands that the function returns stay what they are, so that a scan does not store them again.
+    If the function returns an operand unchanged, the result holds the operand itself and not a new value, so
+    that a scan does not store it again.
     """
     fixed = jax.lax.stop_gradient(operands)
     pairs = zip(jax.tree.leaves(fixed), jax.tree.leaves(operands), strict=True)

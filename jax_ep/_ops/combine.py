@@ -108,7 +108,7 @@ def combine(
       ValueError: shapes or the structure of a bias do not fit, weights with a rank-order handle, no
         row_weights although weights were dispatched, quantize_gradient with a pytree, or no shard_map binds
         the axis of the handle's group.
-      TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was asked for through
+      TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was requested through
         a combine that ranks may miss.
     """
     return combine_as(

@@ -181,9 +181,10 @@ def dispatch(
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
-        `QuantizedArray`, as `grouped_dot` takes it, and have a gradient only in `gated_mlp`. "fp8_dequantize"
-        sends the same, but the rows arrive in x's dtype, and have the gradients of a dispatch that did not
-        quantize ("straight through"; a cotangent is not rounded to FP8).
+        `QuantizedArray`, as `grouped_dot` takes it. They have a gradient only in `gated_mlp`, and in
+        `grouped_dot` with the result of `quantize_weights`. "fp8_dequantize" sends the same, but the rows
+        arrive in x's dtype, and have the gradients of a dispatch that did not quantize ("straight through";
+        a cotangent is not rounded to FP8).
       round_scale: if true, scales are rounded up to powers of two. (A number within 1/32 of the largest one
         of x's dtype may then come back as infinity.)
       num_valid_tokens: int32 scalar (or [1]), at most T. Tokens with an index from it on are ignored, as if
@@ -211,8 +212,8 @@ def dispatch(
       ValueError: an argument is out of range or does not fit the others, or no shard_map binds the
         group's axis.
       TypeError: a leaf of x is of a kind that cannot be sent, num_valid_tokens is no integer, statistics are
-        no `DispatchStatistics`, or a gradient was asked for through rows of quantize="fp8", outside of
-        `gated_mlp`, or through a dispatch that ranks may miss.
+        no `DispatchStatistics`, or a gradient was requested through rows of quantize="fp8" in an op
+        that has none for them, or through a dispatch with active_ranks or on_timeout="mask".
     """
     return dispatch_as(
         OpArguments("dispatch"),

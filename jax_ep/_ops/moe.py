@@ -137,7 +137,8 @@ def moe(
     hot experts. If the places suffice, every rank then gets about T * K rows (docs/balance.md).
 
     Args:
-      x: [..., T, H] tokens of this rank; leading axes, of a batch say, count as more tokens.
+      x: [..., T, H] tokens of this rank. Leading axes, such as a batch, are merged with T. In numbers of rows
+        such as T * K, T is the number of all tokens of this rank.
       topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
       topk_weights: floating [..., T, K] of 16 bits or more.
       expert_fn: function (sent: DispatchedByExpert) -> floating [C, H'] array, or pytree of such arrays.

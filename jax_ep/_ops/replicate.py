@@ -43,10 +43,10 @@ def replicate(
       implementation: None, "ffi" or "xla".
 
     Returns:
-      With redundant experts, w with `PhysicalWeights` in place of each array: the array itself, and that of
-      the places [S, ...], zero in empty ones; with S = 0 just w. With the placement of a map, an
-      array [N, ...] in place of each: of the rank's physical experts, in the order of the map, zero in empty
-      places.
+      A pytree like w. With redundant experts, each array becomes a `PhysicalWeights`: its `home` is the array
+      itself, and its `redundant` [S, ...] holds the weights of the places, zero in empty ones. With S = 0 the
+      result is w. With the placement of a map, each array becomes an array [N, ...] of the rank's physical
+      experts, in the order of the map, zero in empty places.
 
     Raises:
       ValueError: a leaf does not begin with L, the placement is of another number of ranks, or no shard_map

@@ -37,15 +37,16 @@ class StepIds(NamedTuple):
 class Placement:
     """Physical experts of each rank. A pytree.
 
-    `Placement.from_map` makes it from a given map. `plan_redundant_experts` makes it from counts, and adds
-    the rows of experts and ranks. `balance` makes it for a step, or for the tokens of a step from another
-    placement, and adds their ids. If a number was not added, its attribute raises AttributeError.
+    `Placement.from_map` makes it from a given map. `plan_redundant_experts` plans it from counts, and
+    adds the rows of experts and ranks. `balance` plans it from the tokens of a step, or takes a given
+    placement, and adds the rows of experts and ranks and the physical ids of the tokens. An attribute that
+    was not added raises AttributeError.
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
-    S places. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. If it
-    left the shard_map of `balance` with `out_specs=P(axis)`, arrays hold those of all ranks, one after the
-    other.
+    S places. Except for topk_idx, num_invalid and num_unplaced all arrays are the same on every rank. If the
+    shard_map of `balance` returns it with `out_specs=P(axis)`, each array is the concatenation of those of
+    all ranks.
 
     Attributes:
       physical_to_logical: int32 [P] logical expert of each physical expert, -1 for an empty place.

@@ -39,8 +39,8 @@ class Push:
     row_weights: jax.Array | None = None
     """[C] by expert, without `weights`: each row is multiplied by its weight where it arrives."""
     factors: Leaves = ()
-    """[C, ...], one for each leaf, with `row_weights`: the dot products [C] of the rows, before they are
-    scaled, with the factors arrive in the place of weights."""
+    """[C, ...], one for each leaf; needs `row_weights`. The push then returns, in place of weights, the dot
+    products [C] of the rows, before they are scaled, with the factors."""
     packing: Packing = dataclasses.field(default=Packing.NONE, metadata={"static": True})
     """Only `route` packs rows. The only leaf then arrives as two: values and scales."""
 
@@ -56,7 +56,7 @@ class Pull:
     weights: jax.Array | None = None
     """By rank [C, K], by expert [C], which return to their tokens: the gradient of the weights of a push."""
     adds_in_place: bool = dataclasses.field(default=False, metadata={"static": True})
-    """The sums may take the place of the only bias, where tokens without rows cost nothing."""
+    """True if the result may overwrite the array of the only bias. Kernels then skip tokens without rows."""
 
 
 class Routed(NamedTuple):

@@ -71,7 +71,7 @@ struct Maps {
   CUtensorMap rows, columns[2], out[2];
 };
 
-// Returns whether a group's matrix is a redundant one, and which one of these or of the others it is.
+// The position of a group's matrix: its index among the redundant matrices, or among the home ones.
 struct MatrixIndex {
   bool is_redundant;
   int index;
@@ -82,7 +82,7 @@ struct MatrixIndex {
   }
 };
 
-// The tiles of a cluster, one after another, as all warps of both blocks receive them.
+// The sequence of a cluster's tiles, as each loading or multiplying warp of both blocks receives it.
 template <bool kOfWeights>
 struct Receiver {
   Shared<kOfWeights>& shared;
