@@ -48,7 +48,7 @@ class Factors(Generic[Left_co, Right_co]):
 class Options:
     """The options of an op's products and conversions."""
 
-    num_sms: int = 0  # the most SMs that CUTLASS's kernels use; 0: all
+    num_sms: int = 0  # the most SMs that the fast kernels (grouped_dot's docstring) use; 0: all
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT  # of products of float32 operands
     round_scale: bool = False  # scales are rounded up to powers of two
 
@@ -81,11 +81,11 @@ class Engine(Protocol):
         ...
 
     def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
-        """Computes a product ROWS of rows with scales [C, M / 128]. Returns bfloat16 [C, N]."""
+        """Returns a product ROWS of rows with scales [C, M / 128], bfloat16 [C, N]."""
         ...
 
     def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
-        """Computes a product WEIGHTS. Returns bfloat16 [L, M, N]."""
+        """Returns a product WEIGHTS, bfloat16 [L, M, N]."""
         ...
 
     def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:

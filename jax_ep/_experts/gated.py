@@ -56,7 +56,7 @@ class Products(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wide:
+class FloatProducts:
     """Products of operands as they are."""
 
     engine: Engine

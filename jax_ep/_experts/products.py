@@ -101,20 +101,20 @@ def precision_of(
 
     It is DEFAULT for all dtypes except float32, because it has no effect on them.
     """
-    given = precision
+    requested = precision
     if precision is None:
         # JAX also takes names of algorithms there. Those that are more precise than tf32 count as float32.
-        given = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
-        if given in jax.lax.DotAlgorithmPreset.__members__:
-            is_precise = given.endswith(("_X3", "_X6", "_X9")) or given.startswith(("F32_", "F64_"))
-            given = "highest" if is_precise else "default"
+        requested = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore
+        if requested in jax.lax.DotAlgorithmPreset.__members__:
+            is_precise = requested.endswith(("_X3", "_X6", "_X9")) or requested.startswith(("F32_", "F64_"))
+            requested = "highest" if is_precise else "default"
     try:
-        if not isinstance(given, str | jax.lax.Precision):
+        if not isinstance(requested, str | jax.lax.Precision):
             raise ValueError
-        found = jax.lax.Precision(given)
+        found = jax.lax.Precision(requested)
     except ValueError:
-        is_fp8 = isinstance(given, str) and given in ("fp8", "fp8_all")
-        advice = f"; quantize={given!r} of gated_mlp makes products in FP8" if is_fp8 else ""
+        is_fp8 = isinstance(requested, str) and requested in ("fp8", "fp8_all")
+        advice = f"; quantize={requested!r} of gated_mlp makes products in FP8" if is_fp8 else ""
         raise ValueError(
             f"{check.op}: precision must be None, 'default', 'high', 'highest' or another name or value of "
             f"jax.lax.Precision, got {precision!r}{advice}"
@@ -148,12 +148,14 @@ def _sharded(factors: Given, compute: Callable[[Given], Result]) -> Result:
         if not explicit:
             return compute(factors)
         arrays = map(_array_of, (factors.rows, factors.others))
-        own, other = ((*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in arrays)
+        rows_spec, others_spec = (
+            (*jax.typeof(array).sharding.spec, *[None] * array.ndim) for array in arrays
+        )
         width = 0 if isinstance(factors.rows, Columns) else 1  # columns are stored transposed
         spec = {
-            Product.ROWS: [own[0], other[2]],
-            Product.ROWS_TRANSPOSED: [own[0], other[1]],
-            Product.WEIGHTS: [None, own[width], other[width]],
+            Product.ROWS: [rows_spec[0], others_spec[2]],
+            Product.ROWS_TRANSPOSED: [rows_spec[0], others_spec[1]],
+            Product.WEIGHTS: [None, rows_spec[width], others_spec[width]],
         }[factors.kind]
         if axes_of(spec[-1]) & axes_of(spec[-2]):  # a mesh axis shards one dimension
             spec[-1] = None

@@ -133,15 +133,15 @@ class Group:
         num_sms: int | None = None,
     ):
         axes = check_axes(mesh, axis_name)
-        given = Options(_checks.timeout_seconds(timeout_s), Arguments("Group").most_sms(num_sms))
+        requested = Options(_checks.timeout_seconds(timeout_s), Arguments("Group").most_sms(num_sms))
         others = [axis for axis in mesh.axis_names if axis not in axes]
         order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, size)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, given.seconds)
+        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, requested.seconds)
         self._ranks = _ranks(self, names, axes, devices, per_host)
-        self._timeout_s = options.resolve(self._opened.key, given).seconds
+        self._timeout_s = options.resolve(self._opened.key, requested).seconds
         self._closed = False
         # Why the group cannot use FFI handlers. Empty if it can.
         self._setup_error = reason if self._ranks.within is None else ""
@@ -153,7 +153,7 @@ class Group:
             self._ranks.platform
         )  # warns now, and not only at the first op, if they are missing
         if module := _extension.extension():
-            self._open(module, list(devices.flat), given)
+            self._open(module, list(devices.flat), requested)
         if self._ranks.within is not None and self._ranks.platform == "gpu":
             self._rails_error = self._open_rails(devices, self._timeout_s)
             if not self._rails_error:
@@ -185,7 +185,7 @@ class Group:
                 raise PeerTimeoutError(str(error)) from None
             raise
 
-    def _open(self, module: Extension, devices: list[Device], given: Options) -> None:
+    def _open(self, module: Extension, devices: list[Device], requested: Options) -> None:
         """Opens the group in the extension, which must happen before a kernel waits for a peer."""
         if self._opened.platform == "gpu" and not self._ffi_error():
             self._setup_error = self._open_on_gpus(module, devices)
@@ -197,7 +197,7 @@ class Group:
         ]
         relays_for_other_hosts = self._opened.index_groups is not None and self._opened.size > 1
         with options.lock:
-            shared = options.add_user(self._opened.key, given)
+            shared = options.add_user(self._opened.key, requested)
             module.open_group(
                 self._opened.key,
                 self._opened.name,

@@ -11,7 +11,7 @@ MAX_TIMEOUT_S = 10 * 365 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Arguments of a Group. None: not given."""
+    """Arguments of a Group. None: not passed."""
 
     timeout_s: float | None
     num_sms: int | None
@@ -22,7 +22,7 @@ class Options:
         return min(DEFAULT_TIMEOUT_S if self.timeout_s is None else self.timeout_s, MAX_TIMEOUT_S)
 
     def _or(self, others: "Options") -> "Options":
-        """Returns these options, with those of `others` for the ones that were not given."""
+        """Returns these options, with those of `others` for the ones that were not passed."""
         return Options(
             others.timeout_s if self.timeout_s is None else self.timeout_s,
             others.num_sms if self.num_sms is None else self.num_sms,
@@ -35,18 +35,18 @@ _shared: dict[str, tuple[Options, int]] = {}
 lock = threading.Lock()
 
 
-def resolve(key: str, given: Options) -> Options:
-    """Returns `given`, completed by the options of equal groups that are open."""
-    return given._or(_shared.get(key, (given, 0))[0])
+def resolve(key: str, requested: Options) -> Options:
+    """Returns `requested`, completed by the options of equal groups that are open."""
+    return requested._or(_shared.get(key, (requested, 0))[0])
 
 
-def add_user(key: str, given: Options) -> Options:
+def add_user(key: str, requested: Options) -> Options:
     """Adds an open group, and returns the options that count from now on. Requires the lock.
 
-    Warns if they differ from the options that were given to an equal group.
+    Warns if they differ from the options that were passed to an equal group.
     """
-    before, users = _shared.get(key, (given, 0))
-    after = given._or(before)
+    before, users = _shared.get(key, (requested, 0))
+    after = requested._or(before)
     changed = [field for field, old in vars(before).items() if old not in (None, getattr(after, field))]
     if changed:
         new, old = (

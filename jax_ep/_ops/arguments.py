@@ -23,11 +23,11 @@ class OpArguments(Arguments):
 
     def valid_tokens(self, count: ArrayLike, ids: jax.Array) -> jax.Array:
         """Returns the ids [T, K], -1 for tokens from `count` on."""
-        given = self.array("num_valid_tokens", count)
-        if given.size != 1 or given.ndim > 1 or not jnp.issubdtype(given.dtype, jnp.integer):
+        array = self.array("num_valid_tokens", count)
+        if array.size != 1 or array.ndim > 1 or not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(
                 f"{self.op}: num_valid_tokens must be this rank's number of tokens, an integer scalar or "
-                f"[1], got {shape_text(given)}; shard an array of all ranks' numbers over the group's axis"
+                f"[1], got {shape_text(array)}; shard an array of all ranks' numbers over the group's axis"
             )
         if not isinstance(count, Tracer):
             number = int(np.asarray(count).reshape(()))
@@ -36,7 +36,7 @@ class OpArguments(Arguments):
                     f"{self.op}: num_valid_tokens must be from 0 to T = {ids.shape[0]}, got {number}"
                 )
         tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-        number = clamped(given.reshape(()), 0, ids.shape[0])
+        number = clamped(array.reshape(()), 0, ids.shape[0])
         return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
 
     def host_rows(self, host_capacity: int | None, group: Group, num_tokens: int) -> int:
@@ -207,7 +207,10 @@ def _unbound(group: Group) -> str:
     if not bound:
         return "no axis is bound here"
     if len(missing) == len(axes):
-        here = ", ".join(map(repr, bound))
-        return f"this one binds {here}; make the Group from its mesh, with the axis of the experts"
-    here, others = (", ".join(map(repr, names)) for names in (bound, missing))
-    return f"this one binds {here}, but not {others}; name all of the group's axes in its axis_names"
+        bound_names = ", ".join(map(repr, bound))
+        return f"this one binds {bound_names}; make the Group from its mesh, with the axis of the experts"
+    bound_names, missing_names = (", ".join(map(repr, names)) for names in (bound, missing))
+    return (
+        f"this one binds {bound_names}, but not {missing_names}; name all of the group's axes in its "
+        "axis_names"
+    )

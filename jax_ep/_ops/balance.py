@@ -123,17 +123,14 @@ def balance_as(
         )
         num_experts, places = options.num_experts, options.num_places
     else:
-        _check_given(check, placement, group, num_experts, num_redundant_experts, instances)
-        if (tolerance, min_rows) != (0.02, 1):  # the defaults
-            raise ValueError(
-                f"{check.op}: tolerance and min_rows are of plans, and placement is not planned, got "
-                f"tolerance={tolerance!r} and min_rows={min_rows!r}; omit them"
-            )
+        _check_given(
+            check, placement, group, num_experts, num_redundant_experts, tolerance, min_rows, instances
+        )
         num_experts, hosted = placement.num_logical_experts, placement.physical_to_logical
         places = placement.num_redundant_experts
     if num_valid_tokens is not None:
         ids = check.valid_tokens(num_valid_tokens, ids)
-    given = ids
+    passed_ids = ids
     ids, hosted = align_axes((ids, hosted), ranks_of(group).axes)
     num_invalid = count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
@@ -155,7 +152,7 @@ def balance_as(
         physical = name_all(physical_ids(plan, positions), checkpoint_names.handle)
 
     def find() -> list[debug.Finding]:
-        return [debug.invalid_ids(given, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
+        return [debug.invalid_ids(passed_ids, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
     plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group))
     before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
@@ -199,6 +196,8 @@ def _check_given(
     group: Group,
     num_experts: int | None,
     num_redundant_experts: int | None,
+    tolerance: float,
+    min_rows: int,
     instances: Instances,
 ) -> None:
     """Checks a given placement, and the arguments that go with it."""
@@ -207,6 +206,11 @@ def _check_given(
         raise ValueError(
             f"{check.op}: pass either num_experts and num_redundant_experts, to plan for these tokens, or "
             "placement, which has both; got both"
+        )
+    if (tolerance, min_rows) != (0.02, 1):  # the defaults
+        raise ValueError(
+            f"{check.op}: tolerance and min_rows are of plans, and placement is not planned, got "
+            f"tolerance={tolerance!r} and min_rows={min_rows!r}; omit them"
         )
     if instances not in ("even", "local", "least_loaded"):
         raise ValueError(
@@ -257,8 +261,8 @@ def plan_redundant_experts(
             )
         if known.min() < 0:
             raise ValueError(f"{check.op}: the counts must be numbers of rows, at least 0, got {known.min()}")
-    given = unshard(counts)
-    counts = debug.check(check.op, given, lambda: [debug.not_negative("counts", given)])
+    unsharded = unshard(counts)
+    counts = debug.check(check.op, unsharded, lambda: [debug.not_negative("counts", unsharded)])
     counts = jnp.maximum(counts, 0)
     plan = options.plan(counts, jnp.zeros((), jnp.int32), implementation)
     at_home = sum_of_counts(counts, axis=0)

@@ -12,7 +12,7 @@ from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._transport import debug
-from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.attendance import Attendance, AttendanceResult, OnTimeout
 from jax_ep._transport.backend import Pull
 from jax_ep._transport.choice import Asynchronous
 from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
@@ -167,7 +167,7 @@ def combine_as(
     attendance = Attendance.check(check, active_ranks, on_timeout, routing.group)
     operands = (handle, tuple(leaves), weights, biases, attendance)
     handle, rows, weights, biases, attendance = align_axes(operands, routing.ranks.axes)
-    attended = Attended()
+    attended = AttendanceResult()
     with jax.named_scope("jax_ep.combine"):
         if attendance.may_miss:
             if len(rows) > 1 and any(biases):

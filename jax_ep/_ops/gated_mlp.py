@@ -17,12 +17,12 @@ from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import Engine, Options
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.gated import (
+    FloatProducts,
     Fp8,
     Kept,
     Products,
     Rows,
     Weights,
-    Wide,
     cotangent_of,
     once_differentiable,
     sharded_like,
@@ -134,17 +134,17 @@ def gated_mlp(
         raise ValueError(f"gated_mlp: save must be 'preactivation' or 'inputs', got {save!r}")
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
-    given = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
-    found = precision_of(_CHECK, precision, given.dtype())
+    operands = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
+    found = precision_of(_CHECK, precision, operands.dtype())
     if quantize is None:
-        products: Products = Wide(engine.with_precision(found))
+        products: Products = FloatProducts(engine.with_precision(found))
     else:
         products = Fp8(engine, quantize == "fp8_all")
-    half_shape = given.rows.shape[0], wide_of(given.w_down).shape[1]
-    half = jax.ShapeDtypeStruct(half_shape, sum_dtype(given.dtype()))
+    half_shape = operands.rows.shape[0], wide_of(operands.w_down).shape[1]
+    half = jax.ShapeDtypeStruct(half_shape, sum_dtype(operands.dtype()))
     call = _Call(_activation(activation, half), engine, products, save == "preactivation", quantize)
     with jax.named_scope("jax_ep.gated_mlp"):
-        out = _gated_mlp(call, as_bits(vary_alike(given)))
+        out = _gated_mlp(call, as_bits(vary_alike(operands)))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
 
 
@@ -161,7 +161,7 @@ class _Call:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _Operands:
     """The arrays of a call, and in the backward pass their gradients."""
 
     rows: Rows  # [C, H], or a QuantizedArray
@@ -177,30 +177,32 @@ class _Given:
         return jnp.dtype(jnp.bfloat16) if isinstance(self.rows, QuantizedArray) else self.rows.dtype
 
 
-_Saved = tuple[_Given, Kept | None, jax.Array | None]
+_Saved = tuple[_Operands, Kept | None, jax.Array | None]
 """The arrays of a call, the rows as they are kept, and the preactivation."""
 
 
 @custom_vjp(0)
-def _gated_mlp(call: _Call, given: _Given) -> jax.Array:
-    given = _merged(from_bits(given))
-    return _from_preactivation(call, given, _preactivation(call, given, given.rows))
+def _gated_mlp(call: _Call, operands: _Operands) -> jax.Array:
+    operands = _merged(from_bits(operands))
+    return _from_preactivation(call, operands, _preactivation(call, operands, operands.rows))
 
 
-def _preactivation(call: _Call, given: _Given, rows: Rows) -> jax.Array:
-    z = call.products.times(rows, given.w_up, given.group_sizes)
-    if given.b_up is None:
+def _preactivation(call: _Call, operands: _Operands, rows: Rows) -> jax.Array:
+    z = call.products.times(rows, operands.w_up, operands.group_sizes)
+    if operands.b_up is None:
         return z
-    return (z.astype(sum_dtype(z.dtype)) + _per_row(given.b_up, given.group_sizes, z)).astype(z.dtype)
+    return (z.astype(sum_dtype(z.dtype)) + _per_row(operands.b_up, operands.group_sizes, z)).astype(z.dtype)
 
 
-def _from_preactivation(call: _Call, given: _Given, z: jax.Array) -> jax.Array:
-    products, sizes = call.products, given.group_sizes
-    hidden = products.activate(Gated(z, given.row_weights, sizes, call.activation))
-    out = products.times(hidden, given.w_down, sizes)
-    if given.b_down is not None:
-        out = out.astype(sum_dtype(z.dtype)) + weighted(_per_row(given.b_down, sizes, z), given.row_weights)
-    return out.astype(given.dtype())
+def _from_preactivation(call: _Call, operands: _Operands, z: jax.Array) -> jax.Array:
+    products, sizes = call.products, operands.group_sizes
+    hidden = products.activate(Gated(z, operands.row_weights, sizes, call.activation))
+    out = products.times(hidden, operands.w_down, sizes)
+    if operands.b_down is not None:
+        out = out.astype(sum_dtype(z.dtype)) + weighted(
+            _per_row(operands.b_down, sizes, z), operands.row_weights
+        )
+    return out.astype(operands.dtype())
 
 
 def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
@@ -210,8 +212,8 @@ def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
 
 
-def _gated_mlp_fwd(call: _Call, given: _Given) -> tuple[jax.Array, _Saved]:
-    return _once_in_fp8(call, _forward, given)
+def _gated_mlp_fwd(call: _Call, operands: _Operands) -> tuple[jax.Array, _Saved]:
+    return _once_in_fp8(call, _forward, operands)
 
 
 def _once_in_fp8(call: _Call, function: Callable[..., Result], *operands: object) -> Result:
@@ -222,58 +224,58 @@ def _once_in_fp8(call: _Call, function: Callable[..., Result], *operands: object
     return once_differentiable(error, functools.partial(function, call), *operands)
 
 
-def _forward(call: _Call, given: _Given) -> tuple[jax.Array, _Saved]:
+def _forward(call: _Call, operands: _Operands) -> tuple[jax.Array, _Saved]:
     if not call.saves_preactivation:
-        rows = without_carrier(given.rows)
-        return _gated_mlp(call, given), (dataclasses.replace(given, rows=rows), None, None)
-    given = from_bits(given)
-    merged = _merged(given)  # what is saved is what came, so that a scan does not store it again
-    rows, saved_rows = call.products.prepare(given.rows, given.group_sizes)
+        rows = without_carrier(operands.rows)
+        return _gated_mlp(call, operands), (dataclasses.replace(operands, rows=rows), None, None)
+    operands = from_bits(operands)
+    merged = _merged(operands)  # what is saved is what came, so that a scan does not store it again
+    rows, saved_rows = call.products.prepare(operands.rows, operands.group_sizes)
     z = _preactivation(call, merged, rows)
     out = _from_preactivation(call, merged, z)
-    given = dataclasses.replace(given, rows=without_values(given.rows))
-    return out, as_bits((given, saved_rows, z))
+    operands = dataclasses.replace(operands, rows=without_values(operands.rows))
+    return out, as_bits((operands, saved_rows, z))
 
 
-def _gated_mlp_bwd(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Given]:
+def _gated_mlp_bwd(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Operands]:
     return _once_in_fp8(call, _backward, saved, d_out)
 
 
-def _backward(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Given]:
-    given, saved_rows, z = from_bits(saved)
-    products, sizes = call.products, given.group_sizes
+def _backward(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Operands]:
+    operands, saved_rows, z = from_bits(saved)
+    products, sizes = call.products, operands.group_sizes
     if z is None:
         # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
-        given, d_out = jax.lax.optimization_barrier((given, d_out))
-        rows, saved_rows = products.prepare(given.rows, sizes)
-        z = _preactivation(call, _merged(given), rows)
+        operands, d_out = jax.lax.optimization_barrier((operands, d_out))
+        rows, saved_rows = products.prepare(operands.rows, sizes)
+        z = _preactivation(call, _merged(operands), rows)
     assert saved_rows is not None
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
-    d_hidden = products.times_transposed(d_out_rows, given.w_down, sizes)
-    gated = Gated(z, given.row_weights, sizes, call.activation, needs_wide_d_z=given.b_up is not None)
+    d_hidden = products.times_transposed(d_out_rows, operands.w_down, sizes)
+    gated = Gated(z, operands.row_weights, sizes, call.activation, needs_wide_d_z=operands.b_up is not None)
     found = products.gradients(gated, d_hidden)
-    d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(given.w_down))
-    d_rows = products.times_transposed(found.d_z, _merged(given).w_up, sizes)
-    d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(given.w_up))
+    d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(operands.w_down))
+    d_rows = products.times_transposed(found.d_z, _merged(operands).w_up, sizes)
+    d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(operands.w_up))
     d_row_weights = found.d_row_weights
     d_b_up, d_b_down = None, None
-    if given.b_up is not None:
+    if operands.b_up is not None:
         assert found.d_z_wide is not None
-        d_b_up = _sum_of_groups(call.engine, found.d_z_wide, sizes).astype(given.b_up.dtype)
-        d_b_up = _split_like(given.b_up, d_b_up, 1)
-    if given.b_down is not None:
-        d_b_down = _sum_of_groups(call.engine, weighted(d_out, given.row_weights), sizes)
-        d_b_down = d_b_down.astype(given.b_down.dtype)
-        if given.row_weights is not None:
-            bias = _per_row(given.b_down, sizes, z)
+        d_b_up = _sum_of_groups(call.engine, found.d_z_wide, sizes).astype(operands.b_up.dtype)
+        d_b_up = _split_like(operands.b_up, d_b_up, 1)
+    if operands.b_down is not None:
+        d_b_down = _sum_of_groups(call.engine, weighted(d_out, operands.row_weights), sizes)
+        d_b_down = d_b_down.astype(operands.b_down.dtype)
+        if operands.row_weights is not None:
+            bias = _per_row(operands.b_down, sizes, z)
             assert d_row_weights is not None
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
     gradients = dataclasses.replace(
-        given,
-        rows=cotangent_of(given.rows, sharded_like(saved_rows, d_rows)),
-        w_up=cotangent_of(given.w_up, _split_like(wide_of(given.w_up), d_w_up, 2)),
-        w_down=cotangent_of(given.w_down, d_w_down),
+        operands,
+        rows=cotangent_of(operands.rows, sharded_like(saved_rows, d_rows)),
+        w_up=cotangent_of(operands.w_up, _split_like(wide_of(operands.w_up), d_w_up, 2)),
+        w_down=cotangent_of(operands.w_down, d_w_down),
         group_sizes=None,
         b_up=d_b_up,
         b_down=d_b_down,
@@ -336,7 +338,7 @@ def _check(
     b_up: ArrayLike | None,
     b_down: ArrayLike | None,
     row_weights: ArrayLike | None,
-) -> _Given:
+) -> _Operands:
     """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
 
     def array(name: str, value: ArrayLike | None) -> jax.Array | None:
@@ -371,7 +373,7 @@ def _check(
             "gated_mlp: rows, w_up and w_down must have one floating dtype of 16 bits or more, or in "
             f"FP8 any of 16 or 32 bits, got {', '.join(map(_checks.shape_text, numbers))}"
         )
-    given = _Given(
+    operands = _Operands(
         rows=rows,
         w_up=matrices[0],
         w_down=matrices[1],
@@ -380,27 +382,27 @@ def _check(
         b_down=array("b_down", b_down),
         row_weights=array("row_weights", row_weights),
     )
-    _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, given)
-    sizes = _CHECK.group_sizes(given.group_sizes, wide[0].shape[0], rows.shape[0])
-    given = dataclasses.replace(given, group_sizes=sizes)
-    if given.row_weights is None:
-        return given
+    _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, operands)
+    sizes = _CHECK.group_sizes(operands.group_sizes, wide[0].shape[0], rows.shape[0])
+    operands = dataclasses.replace(operands, group_sizes=sizes)
+    if operands.row_weights is None:
+        return operands
     # Those of the tail may be NaN.
-    is_row = jnp.arange(rows.shape[0]) < sum_of_counts(given.group_sizes)
-    return dataclasses.replace(given, row_weights=jnp.where(is_row, given.row_weights, 0))
+    is_row = jnp.arange(rows.shape[0]) < sum_of_counts(operands.group_sizes)
+    return dataclasses.replace(operands, row_weights=jnp.where(is_row, operands.row_weights, 0))
 
 
 def _num_redundant(w: Weights) -> int:
     return num_redundant_of(wide_of(w))
 
 
-def _merged(given: _Given) -> _Given:
+def _merged(operands: _Operands) -> _Operands:
     """Returns the arrays with w_up [L, H, 2F] and b_up [L, 2F], which copies nothing on a device."""
 
     def merge(tree: Tree, dimension: int) -> Tree:
         return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
 
-    w, b_up = given.w_up, given.b_up
+    w, b_up = operands.w_up, operands.b_up
     if wide_of(w).ndim == 4:
         if isinstance(w, QuantizedWeights):
             w = QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
@@ -408,7 +410,7 @@ def _merged(given: _Given) -> _Given:
             w = merge(w, 2)
     if b_up is not None and b_up.ndim == 3:
         b_up = merge(b_up, 1)
-    return dataclasses.replace(given, w_up=w, b_up=b_up)
+    return dataclasses.replace(operands, w_up=w, b_up=b_up)
 
 
 def _split_like(primal: Matrices, gradient: Tree, dimension: int) -> Tree:
@@ -418,7 +420,7 @@ def _split_like(primal: Matrices, gradient: Tree, dimension: int) -> Tree:
     return jax.tree.map(lambda array: split_dimension(array, dimension, 2), gradient)
 
 
-def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, given: _Given) -> None:
+def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, operands: _Operands) -> None:
     if len(rows) != 2 or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
             "gated_mlp: rows must be [C, H], w_up [L, H, 2, F] or [L, H, 2F], and w_down [L, F, H], got "
@@ -428,9 +430,9 @@ def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, given: _Giv
     wanted = {
         "w_up": (up, [(num_experts, width, 2, inner), (num_experts, width, 2 * inner)]),
         "w_down": (down, [(num_experts, inner, width)]),
-        "b_up": (given.b_up, [(num_experts, 2, inner), (num_experts, 2 * inner)]),
-        "b_down": (given.b_down, [(num_experts, width)]),
-        "row_weights": (given.row_weights, [(rows[0],)]),
+        "b_up": (operands.b_up, [(num_experts, 2, inner), (num_experts, 2 * inner)]),
+        "b_down": (operands.b_down, [(num_experts, width)]),
+        "row_weights": (operands.row_weights, [(rows[0],)]),
     }
     for name, (got, shapes) in wanted.items():
         if isinstance(got, jax.Array) and not jnp.issubdtype(got.dtype, jnp.floating):

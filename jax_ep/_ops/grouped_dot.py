@@ -61,8 +61,8 @@ def grouped_dot(
 
     It is like `jax.lax.ragged_dot`. On NVIDIA GPUs, where XLA multiplies all rows by every matrix for that
     and for its gradient, it uses kernels of this package, on tensor cores except in float32 with
-    `precision="highest"`. On GPUs of compute capability 9.0, 10.0 and 10.3 they are CUTLASS's for float16 and
-    bfloat16 if both widths are multiples of 8, and for FP8: these are the fast ones.
+    `precision="highest"`. On GPUs of compute capability 9.0, 10.0 and 10.3 the kernels are fast for float16
+    and bfloat16 if both widths are multiples of 8, and for FP8.
 
     Args:
       rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
@@ -84,8 +84,8 @@ def grouped_dot(
         bits of mantissa, and "highest" is float32. None: that of `jax_default_matmul_precision` when the
         product is traced. Its gradients have the same precision. It has no effect on other dtypes, because
         products of 16-bit operands and of FP8 are exact, and their sums are float32.
-      num_sms: how many SMs of a GPU CUTLASS's kernels take at most, forward and backward, at least 2, so that
-        communication can run beside them; other kernels do not heed it. None: all.
+      num_sms: how many SMs of a GPU the fast kernels take at most, forward and backward, at least 2, so that
+        communication can run beside them; other kernels ignore it. None: all.
       implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Returns:

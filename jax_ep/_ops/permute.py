@@ -26,7 +26,7 @@ from jax_ep._transport.routing import worst_case_capacity
 
 Rows = TypeVar("Rows")
 # The backend, the experts, the alignment and the capacity of a permutation.
-How = tuple[LocalBackend, int, int, int]
+Statics = tuple[LocalBackend, int, int, int]
 # The operands of an unpermute: y, row_map, weights, bias and ids.
 Operands = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 
@@ -97,8 +97,8 @@ def permute(
     payload, ids, weights = align_axes((payload, ids, weights))
     with jax.named_scope("jax_ep.permute"):
         backend = choose_local(implementation, is_empty=not (ids.shape[0] and capacity))
-        how = (backend, experts, alignment, capacity)
-        out = _permute(how, payload.leaves, ids, weights)
+        statics = (backend, experts, alignment, capacity)
+        out = _permute(statics, payload.leaves, ids, weights)
         rows = payload.rebuild(out.rows)
 
     def find() -> list[debug.Finding]:
@@ -119,28 +119,28 @@ def permute(
 
 @custom_vjp(0)
 def _permute(
-    how: How,
+    statics: Statics,
     leaves: Leaves,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
 ) -> Permutation:
-    backend, *sizes = how
+    backend, *sizes = statics
     move = lambda bits: backend.permute(bits, topk_idx, topk_weights, *sizes)
     return Permutation(*move_bits(backend, move, leaves))
 
 
 def _permute_forward(
-    how: How, leaves: Leaves, topk_idx: jax.Array, topk_weights: jax.Array | None
+    statics: Statics, leaves: Leaves, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[Permutation, jax.Array]:
-    out = _permute(how, leaves, topk_idx, topk_weights)
+    out = _permute(statics, leaves, topk_idx, topk_weights)
     return out, out.row_map
 
 
 def _permute_backward(
-    how: How, row_map: jax.Array, cotangents: Permutation
+    statics: Statics, row_map: jax.Array, cotangents: Permutation
 ) -> tuple[tuple[jax.Array | None, ...], None, jax.Array | None]:
     gradients = tuple(
-        _unpermute(how[0], row.dtype, row, row_map, None, None, None)
+        _unpermute(statics[0], row.dtype, row, row_map, None, None, None)
         if is_differentiable(row.dtype)
         else None
         for row in cotangents.rows
@@ -265,7 +265,7 @@ def unpermute(
         )
     check.floating("y", [y])
     out_dtype = check.floating_dtype("out_dtype", y.dtype if out_dtype is None else out_dtype)
-    find = lambda given=row_map, num_rows=y.shape[0]: [debug.rows_beyond(given, num_rows)]
+    find = lambda checked=row_map, num_rows=y.shape[0]: [debug.rows_beyond(checked, num_rows)]
     row_map = debug.check(check.op, row_map, find)
     weights = None
     if topk_weights is not None:

@@ -11,7 +11,7 @@ from jax_ep._extension import Implementation
 from jax_ep._jax.sharding import align_axes
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.checkpoint import name_all
-from jax_ep._transport.attendance import Attendance, Attended, OnTimeout
+from jax_ep._transport.attendance import Attendance, AttendanceResult, OnTimeout
 from jax_ep._transport.backend import Push
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import arrived, push, push_attended
@@ -115,7 +115,7 @@ def redispatch(
     attendance = Attendance.check(check, active_ranks, on_timeout, routing.group)
     operands = (handle, payload, weights, attendance)
     handle, payload, weights, attendance = align_axes(operands, routing.ranks.axes)
-    attended = Attended()
+    attended = AttendanceResult()
     with jax.named_scope("jax_ep.redispatch"):
         sent = Push(payload.leaves, weights)
         if attendance.may_miss:

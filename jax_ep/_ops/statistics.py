@@ -58,11 +58,11 @@ def check_statistics(check: OpArguments, value: object, routing: Routing) -> Non
         ("tokens_per_expert", "L", routing.num_local_experts, jnp.int32),
         ("wait_us", "R", routing.num_ranks, jnp.float32),
     ):
-        given = check.array(f"statistics.{name}", getattr(value, name))
-        if given.shape != (size,) or given.dtype != dtype:
+        array = check.array(f"statistics.{name}", getattr(value, name))
+        if array.shape != (size,) or array.dtype != dtype:
             raise ValueError(
                 f"{check.op}: statistics.{name} must be {jnp.dtype(dtype).name} [{axis}] = [{size}] on each "
-                f"rank, got {_checks.shape_text(given)}; begin with DispatchStatistics.zeros(group, "
+                f"rank, got {_checks.shape_text(array)}; begin with DispatchStatistics.zeros(group, "
                 "num_experts), and let it leave and enter shard_map sharded over the group's axis"
             )
 

@@ -60,12 +60,12 @@ def destinations_of(group: Group, physical_to_logical: jax.Array, num_experts: i
     """Returns where the instances of this rank's experts are. physical_to_logical [P]."""
     num_ranks, local, me = group.size, num_experts // group.size, rank(ranks_of(group)).astype(jnp.int32)
     hosted = physical_to_logical.reshape(num_ranks, -1)
-    mine = me * local + jnp.arange(local, dtype=jnp.int32)
-    is_mine = hosted[None] == mine[:, None, None]  # [L, R, N]
-    found = jnp.argmax(is_mine, axis=2).astype(jnp.int32)
-    here = jnp.take(hosted, me, axis=0)
-    is_filled = (here >= 0) & (here < num_experts) & is_first(here)
-    return Destinations(jnp.where(jnp.any(is_mine, axis=2), found, -1), is_filled)
+    my_experts = me * local + jnp.arange(local, dtype=jnp.int32)
+    is_mine = hosted[None] == my_experts[:, None, None]  # [L, R, N]
+    instance = jnp.argmax(is_mine, axis=2).astype(jnp.int32)
+    hosted_here = jnp.take(hosted, me, axis=0)
+    is_filled = (hosted_here >= 0) & (hosted_here < num_experts) & is_first(hosted_here)
+    return Destinations(jnp.where(jnp.any(is_mine, axis=2), instance, -1), is_filled)
 
 
 def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) -> Routing:

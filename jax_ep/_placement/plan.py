@@ -226,13 +226,13 @@ def plan_of_map(
         return ExpertPlan(physical_to_logical, quotas, order, ends)
     sources = jnp.arange(ranks, dtype=INT)[:, None]
     is_here = sources == (jnp.arange(logical.shape[0], dtype=INT) // (logical.shape[0] // ranks))[None]
-    here = jnp.zeros_like(logical, shape=(ranks, experts + 1))
-    here = here.at[:, logical].add((is_here & is_used[None]).astype(INT))
+    num_here = jnp.zeros_like(logical, shape=(ranks, experts + 1))
+    num_here = num_here.at[:, logical].add((is_here & is_used[None]).astype(INT))
     rows = _of_experts(counts, logical)
     # The remainders of different ranks begin at different instances.
     turn = jax.lax.rem(index[None] + sources, divisor[None])
     shares = rows // divisor[None] + (turn < rows % divisor[None]).astype(INT)
-    shares = jnp.where(here[:, logical] > 0, jnp.where(is_here, rows, 0), shares)
+    shares = jnp.where(num_here[:, logical] > 0, jnp.where(is_here, rows, 0), shares)
     shares = jnp.where(is_used[None], shares, 0)
     ends = jnp.cumsum(shares[source, order], dtype=INT)
     return ExpertPlan(physical_to_logical, jnp.sum(shares, axis=0, dtype=INT), order, ends)

@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 OnTimeout = Literal["raise", "mask"]
 
 
-class Attended(NamedTuple):
+class AttendanceResult(NamedTuple):
     """Ranks that took part in an op, and how long they were waited for."""
 
     active_ranks: jax.Array | None = None
@@ -68,12 +68,12 @@ class Attendance:
             )
         if active_ranks is None:
             return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures, check.op)
-        given = check.array("active_ranks", active_ranks)
+        flags = check.array("active_ranks", active_ranks)
         kinds = (jnp.integer, jnp.bool_)
-        if given.shape != (num_ranks,) or not any(jnp.issubdtype(given.dtype, kind) for kind in kinds):
+        if flags.shape != (num_ranks,) or not any(jnp.issubdtype(flags.dtype, kind) for kind in kinds):
             raise ValueError(
                 f"{check.op}: active_ranks must be integers or bools [R] = [{num_ranks}], one for each rank, "
-                f"got {_checks.shape_text(given)}"
+                f"got {_checks.shape_text(flags)}"
             )
         is_known = not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(active_ranks))
         if is_known and not np.isin(np.asarray(active_ranks), (0, 1)).all():
@@ -81,7 +81,7 @@ class Attendance:
                 f"{check.op}: active_ranks must hold a 1 for each rank that takes part and a 0 for each "
                 f"other one, not their numbers, got {np.asarray(active_ranks).tolist()}"
             )
-        return cls(given.astype(bool).astype(jnp.int32), masks, measures, check.op)
+        return cls(flags.astype(bool).astype(jnp.int32), masks, measures, check.op)
 
     @property
     def may_miss(self) -> bool:
@@ -92,12 +92,14 @@ class Attendance:
         """Returns int32 [R]: 1 for the ranks that exchange rows with this one. None if all do."""
         return None if self.active_ranks is None else self.active_ranks * self.active_ranks[rank]
 
-    def as_attended(self, num_ranks: int) -> Attended:
+    def as_attended(self, num_ranks: int) -> AttendanceResult:
         """Returns the result of an op that waits for every rank, however long, and measures nothing."""
-        return Attended(self.active_ranks, jnp.zeros((num_ranks,), jnp.float32) if self.measures else None)
+        return AttendanceResult(
+            self.active_ranks, jnp.zeros((num_ranks,), jnp.float32) if self.measures else None
+        )
 
 
-EVERYBODY = Attendance()
+ALL_RANKS = Attendance()
 
 
 def refuse_gradient(op: str, sources: object, results: Tree) -> Tree:

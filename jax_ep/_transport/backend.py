@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jax_ep._group.ranks import Ranks
 from jax_ep._rows.fp8 import QuantizedArray
-from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.routing import Handle, Routing
 
 Leaves = tuple[jax.Array, ...]
@@ -69,7 +69,7 @@ class Routed(NamedTuple):
     group_sizes: jax.Array | None  # by expert [L]
     num_tokens: jax.Array  # [1]
     num_dropped: jax.Array  # [1]
-    attended: Attended
+    attended: AttendanceResult
     handle: Handle
 
 
@@ -111,7 +111,7 @@ class Backend(Protocol):
         ...
 
     def route(
-        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         """Computes a handle, and pushes along it."""
         ...
@@ -136,8 +136,8 @@ class Backend(Protocol):
         ...
 
     def pull(
-        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
-    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         """Sums each token's rows, times their weights, and biases to [T, ...]. Returns weights as [T, K]."""
         ...
 

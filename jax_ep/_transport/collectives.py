@@ -91,10 +91,10 @@ def between_hosts(ranks: Ranks, blocks: jax.Array) -> jax.Array:
     within = ranks.within
     if within is None or not ranks.spans_processes or ranks.platform != "cpu":
         return exchange(blocks)
-    return _told(within, exchange(_told(within, blocks, ends=False)), ends=True)
+    return _report_exchange(within, exchange(_report_exchange(within, blocks, ends=False)), ends=True)
 
 
-def _told(within: Ranks, blocks: jax.Array, ends: bool) -> jax.Array:
+def _report_exchange(within: Ranks, blocks: jax.Array, ends: bool) -> jax.Array:
     """Returns the blocks. On CPUs it lets `Group.check` report exchanges that begin and do not end."""
     if _extension.extension() is None:
         return blocks

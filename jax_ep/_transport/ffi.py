@@ -20,7 +20,7 @@ from jax_ep._jax.platform import on_platform
 from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
 from jax_ep._rows.quantize import quantize_by_kernel
 from jax_ep._transport import collectives
-from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import mesh_position
 from jax_ep._transport.ffi_local import INT, FfiLocal, call_named, rows_like, scratch
@@ -87,8 +87,8 @@ def _attendance_types(routing: Routing, attendance: Attendance) -> dict[str, Res
     }
 
 
-def _read_attendance(attendance: Attendance, named: dict[str, jax.Array]) -> Attended:
-    return Attended(
+def _read_attendance(attendance: Attendance, named: dict[str, jax.Array]) -> AttendanceResult:
+    return AttendanceResult(
         named["active_ranks"] if attendance.may_miss else None,
         named["wait_us"] if attendance.measures else None,
     )
@@ -122,7 +122,7 @@ class Ffi:
         return convert(rows, (1, BLOCK), round_scale, floor)
 
     def route(
-        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         leaves, topk_weights, packing = sent.leaves, sent.weights, sent.packing
         ranks, experts, tokens, k = (
@@ -232,8 +232,8 @@ class Ffi:
         return weights, moved
 
     def pull(
-        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
-    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         rows, arrived_weights = pulled.rows, pulled.weights
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)

@@ -17,7 +17,7 @@ from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
 from jax_ep._transport import debug
-from jax_ep._transport.attendance import Attendance, Attended, refuse_gradient
+from jax_ep._transport.attendance import Attendance, AttendanceResult, refuse_gradient
 from jax_ep._transport.backend import Backend, Leaves, Pull, Push, Routed
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.payload import Payload, keep_bits, move_bits
@@ -132,7 +132,7 @@ push.defvjp(_push_forward, _push_backward)
 
 def push_attended(
     backend: Backend, handle: Handle, sent: Push, attendance: Attendance
-) -> tuple[Leaves, jax.Array | None, Attended]:
+) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
     """Does what `push` does, for an op that ranks may miss. Also returns which ranks took part. No gradient.
 
     The rows are routed again, because rows of missing ranks leave no gap. Then each row moves to its position
@@ -140,7 +140,7 @@ def push_attended(
     """
     fixed = jax.lax.stop_gradient(sent)
 
-    def move(bits: Leaves) -> tuple[Leaves, jax.Array | None, Attended]:
+    def move(bits: Leaves) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         again = dataclasses.replace(fixed, leaves=bits)
         routed = backend.route(handle.routing, handle.topk_idx, again, attendance)
         rows = _rows_along(handle, routed.handle)
@@ -160,13 +160,13 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
     if handle.received_rows is not None and other.received_rows is not None:
         choice = invert(handle.received_rows, capacity)
         return jnp.where(choice < 0, -1, other.received_rows.reshape(-1)[choice])
-    me = rank(handle.routing.ranks)
-    ends, other_ends = (jnp.take(one.rank_prefix_matrix, me, axis=1) for one in (handle, other))
+    this_rank = rank(handle.routing.ranks)
+    ends, other_ends = (jnp.take(each.rank_prefix_matrix, this_rank, axis=1) for each in (handle, other))
     row = jnp.arange(capacity, dtype=jnp.int32)
     source = jnp.minimum(jnp.searchsorted(ends, row, side="right"), ends.shape[0] - 1)
-    found = row - (ends - other_ends)[source]
+    row_in_other = row - (ends - other_ends)[source]
     first = jnp.where(source == 0, 0, other_ends[source - 1])
-    return jnp.where((row < ends[-1]) & (found >= first), found, -1)
+    return jnp.where((row < ends[-1]) & (row_in_other >= first), row_in_other, -1)
 
 
 @custom_vjp(0)
@@ -204,7 +204,7 @@ pull.defvjp(pull_forward, _pull_backward)
 
 def pull_attended(
     backend: Backend, handle: Handle, pulled: Pull, attendance: Attendance
-) -> tuple[Leaves, Attended]:
+) -> tuple[Leaves, AttendanceResult]:
     """Does what `pull` does, for an op that ranks may miss. Also returns which took part. No gradient."""
     sums, _, attended = backend.pull(handle, jax.lax.stop_gradient(pulled), attendance)
     return refuse_gradient(attendance.op, pulled, sums), attended

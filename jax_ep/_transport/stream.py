@@ -16,7 +16,7 @@ from jax_ep._group.ranks import Ranks
 from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport import ffi
-from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.routing import Handle, Routing
 
@@ -43,7 +43,7 @@ class Stream:
         return self.inner.quantize(rows, round_scale, floor)
 
     def route(
-        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         """Computes the handle first, and sends the rows asynchronously after it.
 
@@ -79,8 +79,8 @@ class Stream:
         return self.inner.push(handle, Push((leaf,)))[0][0]
 
     def pull(
-        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
-    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         # Sums cannot take the place of an operand here, because that belongs to another computation.
         pulled = dataclasses.replace(pulled, adds_in_place=False)
         if attendance.may_miss:
@@ -90,7 +90,7 @@ class Stream:
         sums = tuple(
             _begin(self._pull_row, handle, pulled.row_weights, row, pulled.biases) for row in pulled.rows
         )
-        return sums, returned, Attended()
+        return sums, returned, AttendanceResult()
 
     def _pull_weights(self, handle: Handle, weights: jax.Array) -> jax.Array:
         _, returned, _ = self.inner.pull(handle, Pull((), weights=weights))

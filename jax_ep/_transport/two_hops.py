@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_ep._rows.dtypes import sum_dtype
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.indexing import invert, routed_experts, take
-from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import HostBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import host, rank
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
@@ -141,7 +141,7 @@ class TwoHops:
         return self.inner.quantize(rows, round_scale, floor)
 
     def route(
-        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         assert sent.packing is Packing.NONE
         ids_before_drops = routed_experts(topk_idx, routing.num_experts)
@@ -209,8 +209,8 @@ class TwoHops:
         return self.inner.push(_inner_handle(handle), on_host)
 
     def pull(
-        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
-    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         on_host = dataclasses.replace(pulled, biases=(), adds_in_place=False)
         partials, returned, _ = self.inner.pull(_inner_handle(handle), on_host)
         sums = []
@@ -223,12 +223,12 @@ class TwoHops:
                 total = total + bias.astype(wide)
             sums.append(total.astype(partial.dtype))
         if returned is None:
-            return tuple(sums), None, Attended()
+            return tuple(sums), None, AttendanceResult()
         hosts = _host_of(handle.routing, handle.topk_idx)
         total = jnp.zeros_like(returned, shape=hosts.shape)
         for number, part in enumerate(take_back(self.outer, handle, returned)):
             total = jnp.where(hosts == number, part, total)
-        return tuple(sums), total, Attended()
+        return tuple(sums), total, AttendanceResult()
 
 
 def _inner_handle(handle: Handle) -> Handle:
@@ -318,10 +318,10 @@ def _make_handle(
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
     global_ids, rows, bits = jnp.split(metadata, [sizes[0], sum(sizes)], axis=1)
-    here = _host_of(routing, global_ids) == host(routing.ranks)
-    within_ids = jnp.where(here, global_ids - host(routing.ranks) * routing.within.num_experts, -1)
+    is_here = _host_of(routing, global_ids) == host(routing.ranks)
+    within_ids = jnp.where(is_here, global_ids - host(routing.ranks) * routing.within.num_experts, -1)
     if routing.has_row_per_choice:
-        rows = jnp.where(here, rows, -1)
+        rows = jnp.where(is_here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
     within = _make_inner_handle(hops.inner, routing, within_ids, rows, destinations)
     prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
@@ -362,6 +362,6 @@ def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Arr
 def _local_ids(routing: Routing, ids: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """Returns, by rank, [C, K]: the local id of each choice that came with a row, -1 on other ranks."""
     first = rank(routing.within.ranks) * routing.num_local_experts
-    here = (ids >= first) & (ids < first + routing.num_local_experts)
+    is_here = (ids >= first) & (ids < first + routing.num_local_experts)
     is_row = jnp.arange(routing.capacity, dtype=jnp.int32)[:, None] < num_tokens[None]
-    return jnp.where(here & is_row, ids - first, -1)
+    return jnp.where(is_here & is_row, ids - first, -1)

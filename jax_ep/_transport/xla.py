@@ -16,7 +16,7 @@ from jax_ep._rows.dtypes import sum_dtype, sum_of_all
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, quantize_blocks
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
-from jax_ep._transport.attendance import EVERYBODY, Attendance, Attended
+from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import exchange, gather, rank
 from jax_ep._transport.routing import (
@@ -40,8 +40,8 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     rows = gather(routing.ranks, handle.sent_rows).reshape(-1, routing.rows_per_token)
     if not routing.has_row_per_choice:
         return jnp.take(rows, rank(routing.ranks), axis=1), ids
-    here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
-    return jnp.where(here, rows, -1), ids
+    is_here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
+    return jnp.where(is_here, rows, -1), ids
 
 
 def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class Xla:
         return quantize_blocks(rows, (1, BLOCK), round_scale, floor)
 
     def route(
-        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = EVERYBODY
+        self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         assert sent.packing is Packing.NONE
         ranks, experts, capacity = routing.num_ranks, routing.num_local_experts, routing.capacity
@@ -141,20 +141,22 @@ class Xla:
         weights = gather(self.ranks, sent.weights).reshape(-1, routing.top_k)
         if routing.has_row_per_choice:
             return tuple(moved), take(weights.reshape(-1), choice)
-        here = (ids >= 0) & (ids // routing.num_local_experts == rank(self.ranks))
-        return tuple(moved), take(jnp.where(here, weights, 0), token)
+        is_here = (ids >= 0) & (ids // routing.num_local_experts == rank(self.ranks))
+        return tuple(moved), take(jnp.where(is_here, weights, 0), token)
 
     def pull(
-        self, handle: Handle, pulled: Pull, attendance: Attendance = EVERYBODY
-    ) -> tuple[Leaves, jax.Array | None, Attended]:
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         routing = handle.routing
-        here, ids = _rows_here(handle)
+        local_rows, ids = _rows_here(handle)
         active = attendance.peers_of(rank(self.ranks))
         if active is not None:
             active = jnp.repeat(active, routing.num_tokens)  # of the rank of each token
-            active = active.reshape(-1, *[1] * (here.ndim - 1))
-            here = jnp.where(active > 0, here, -1)
-        choices = [here[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [here]
+            active = active.reshape(-1, *[1] * (local_rows.ndim - 1))
+            local_rows = jnp.where(active > 0, local_rows, -1)
+        choices = (
+            [local_rows[:, k] for k in range(routing.top_k)] if routing.has_row_per_choice else [local_rows]
+        )
         sums = []
         for leaf in pulled.rows:
             wide = sum_dtype(leaf.dtype)
@@ -174,7 +176,7 @@ class Xla:
         attended = attendance.as_attended(routing.num_ranks)
         if pulled.weights is None:
             return tuple(sums), None, attended
-        returned = take(pulled.weights, here)
+        returned = take(pulled.weights, local_rows)
         if not routing.has_row_per_choice:
             is_local = (ids >= 0) & (ids // routing.num_local_experts == rank(self.ranks))
             returned = jnp.where(is_local, returned, 0)

@@ -200,9 +200,9 @@ def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) ->
         by, quantized = "gated_mlp, FP8", arrays["quantized"]
         fixed = sizes, quantized
         yield Program(experts, by, work, timed(gated_in_fp8), (rows, fixed, *matrices), of_composed)
-        given = x[0], (x[1], quantized), x[2], *matrices
+        operands = x[0], (x[1], quantized), x[2], *matrices
         parts = (f"communication {direction}", "ffi"), (experts, by)
-        yield Program(f"layer {direction}", by, work, timed(layer_in_fp8), given, parts)
+        yield Program(f"layer {direction}", by, work, timed(layer_in_fp8), operands, parts)
 
 
 def _with_weights(quantized: Any, matrices: tuple[jax.Array, ...]) -> list[Any]:

@@ -40,4 +40,4 @@ export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=lib
 "$python" -S -P -c "import jax_ep._C as c; assert 'sanitize-address' in c.__file__, c.__file__"
 "$python" -S -P -m pytest -p no:cacheprovider -p no:xdist --timeout 600 -k "not xla" \
   tests/ops/test_layout.py tests/ops/test_dispatch.py tests/ops/test_combine.py tests/ops/test_permute.py \
-  tests/group/test_group.py tests/errors/test_errors.py tests/ops/test_intranode.py tests/ops/test_gradients.py tests/ops/test_active_ranks.py
+  tests/group/test_group.py tests/errors/test_errors.py tests/ops/test_deepep_by_rank.py tests/ops/test_gradients.py tests/ops/test_active_ranks.py

@@ -1,7 +1,7 @@
-"""order="expert_padded": S slots for each expert, R * T or a capacity.
+"""order="expert_padded": C rows for each expert, R * T or a capacity.
 
-The slots of a dispatch that no row fills may hold anything, NaN too: rows are compared, and multiplied, where
-there are some. The weights and cotangents of those slots are zero.
+Empty rows of a dispatch may hold anything, NaN too: the filled ones are compared and multiplied. The weights
+and cotangents of empty rows are zero.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jax_ep._transport.routing import row_experts
 pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
 
 R, T, K, E, H = min(most_ranks(), 4), 6, 3, 8, 16
-L, SLOTS = E // R, R * T
+L, CAPACITY = E // R, R * T
 IMPLEMENTATIONS = ["ffi", "xla"]
 
 
@@ -32,29 +32,29 @@ def routing(seed=0, repeated=False):
     return floats((R * T, H), seed=1), ids, floats((R * T, K), seed=2)
 
 
-def oracle(x, ids, weights, slots=SLOTS):
-    """Rows and weights [E, slots] and what each expert got, by a loop; what does not fit is left out."""
-    rows, row_weights = np.zeros((E, slots, x.shape[1]), x.dtype), np.zeros((E, slots), np.float32)
+def oracle(x, ids, weights, num_rows=CAPACITY):
+    """Rows and weights [E, num_rows] and what each expert got, by a loop; what does not fit is left out."""
+    rows, row_weights = np.zeros((E, num_rows, x.shape[1]), x.dtype), np.zeros((E, num_rows), np.float32)
     counts = np.zeros(E, np.int32)
     for t in range(len(x)):
         for k in range(ids.shape[1]):
             e = ids[t, k]
             if e >= 0:
-                if counts[e] < slots:
+                if counts[e] < num_rows:
                     rows[e, counts[e]], row_weights[e, counts[e]] = x[t], weights[t, k]
                 counts[e] += 1
     return rows, row_weights, counts
 
 
-def kept_choices(ids, slots):
-    """Bool [R * T, K]: which choices have a slot."""
+def kept_choices(ids, num_rows):
+    """Bool [R * T, K]: which choices have a row."""
     earlier = np.cumsum(ids.reshape(-1, 1) == np.arange(E), axis=0)
     place = np.take_along_axis(earlier, np.maximum(ids.reshape(-1, 1), 0), axis=1)
-    return (ids >= 0) & (place <= slots).reshape(ids.shape)
+    return (ids >= 0) & (place <= num_rows).reshape(ids.shape)
 
 
 def assert_rows(got, want, ids):
-    """Equal in the slots that are filled, of which `oracle` counts `ids`."""
+    """Equal in the filled rows, of which `oracle` counts `ids`."""
     _, _, counts = oracle(np.zeros((R * T, 0)), ids, np.zeros(ids.shape))
     filled = np.arange(want.shape[1]) < counts[:, None]
     np.testing.assert_array_equal(np.asarray(got)[filled], np.asarray(want)[filled])
@@ -71,14 +71,14 @@ def sent_by(group, x, ids, weights, **options):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", ["distinct", "repeated", "few slots"])
-def test_rows_lie_in_their_expert_s_slots(implementation, case):
+@pytest.mark.parametrize("case", ["distinct", "repeated", "few rows"])
+def test_rows_lie_in_their_expert_s_block(implementation, case):
     x, ids, weights = routing(repeated=case == "repeated")
     if case == "repeated":
-        ids[: R * T // 2] = 2  # more choices than slots; those of expert 3 follow
-    capacity = np.bincount(ids[ids >= 0]).max() - 1 if case == "few slots" else None
-    slots = capacity or SLOTS
-    rows, row_weights, counts = oracle(x, ids, weights, slots)
+        ids[: R * T // 2] = 2  # more choices than rows; those of expert 3 follow
+    capacity = np.bincount(ids[ids >= 0]).max() - 1 if case == "few rows" else None
+    num_rows = capacity or CAPACITY
+    rows, row_weights, counts = oracle(x, ids, weights, num_rows)
 
     def shard(group, *a):
         sent = sent_by(group, *a, capacity=capacity, implementation=implementation)
@@ -88,11 +88,11 @@ def test_rows_lie_in_their_expert_s_slots(implementation, case):
         return sent, sent.row_experts(), sent.is_row(), sent.dropped_per_expert(), sums
 
     got, experts, is_row, dropped, sums = jax.device_get(mapped(shard)(x, ids, weights))
-    kept = np.minimum(counts, slots)
-    assert (counts.max() > slots) == (case != "distinct")
-    assert got.x.shape == (E, slots, H)
+    kept = np.minimum(counts, num_rows)
+    assert (counts.max() > num_rows) == (case != "distinct")
+    assert got.x.shape == (E, num_rows, H)
     np.testing.assert_array_equal(dropped, counts - kept)
-    total = np.where(kept_choices(ids, slots), weights, 0).sum(axis=1, keepdims=True)
+    total = np.where(kept_choices(ids, num_rows), weights, 0).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(sums, x * total, rtol=1e-4, atol=1e-5)
     assert_rows(got.x, rows, ids)
     np.testing.assert_array_equal(got.row_weights, row_weights)
@@ -100,18 +100,18 @@ def test_rows_lie_in_their_expert_s_slots(implementation, case):
         np.testing.assert_array_equal(sizes, kept)
     np.testing.assert_array_equal(got.num_tokens, kept.reshape(R, L).sum(axis=1))
     np.testing.assert_array_equal(got.num_dropped, (counts - kept).reshape(R, L).sum(axis=1))
-    filled = np.arange(slots) < kept[:, None]
+    filled = np.arange(num_rows) < kept[:, None]
     np.testing.assert_array_equal(is_row, filled)
     np.testing.assert_array_equal(experts, np.where(filled, np.arange(E)[:, None] % L, -1))
 
 
 def layer(order, implementation, group, x, ids, weights, w):
-    """Each expert's rows times its matrix, of all slots or of the rows."""
+    """Each expert's rows times its matrix, of all rows or of the filled ones."""
     shared = {"order": order, "implementation": implementation}
     sent = jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, **shared)
     if order == "expert_padded":
         is_row = sent.is_row()[:, :, None]
-        # The gradient of w sums over all slots, and zero times NaN is NaN.
+        # The gradient of w sums over all rows, and zero times NaN is NaN.
         y = jnp.tanh(jnp.einsum("lsh,lhn->lsn", jnp.where(is_row, sent.x, 0), w))
         y = jnp.where(is_row, y, jnp.nan)  # which must not matter
     else:
@@ -147,7 +147,7 @@ def test_redispatch_and_payloads(implementation):
         return (sent.x, sent.row_weights), again, sums
 
     first, again, sums = jax.device_get(mapped(shard)(payload, ids, weights))
-    assert first[0]["b"].shape == (E, SLOTS, 1, 1)
+    assert first[0]["b"].shape == (E, CAPACITY, 1, 1)
     for name, rows in first[0].items():
         assert_rows(rows, again[0][name], ids)
     np.testing.assert_array_equal(first[1], again[1])
@@ -199,8 +199,12 @@ def test_rejects_an_alignment():
 @pytest.mark.parametrize(
     ("y", "row_weights", "text"),
     [
-        ((L * SLOTS, H), None, rf"L, C = \[{L}, {SLOTS}\].*got float32\[{L * SLOTS}, 16\]"),
-        ((L, SLOTS, H), (L * SLOTS,), rf"be floating .* = \[{L}, {SLOTS}\], got float32\[{L * SLOTS}\]"),
+        ((L * CAPACITY, H), None, rf"L, C = \[{L}, {CAPACITY}\].*got float32\[{L * CAPACITY}, 16\]"),
+        (
+            (L, CAPACITY, H),
+            (L * CAPACITY,),
+            rf"be floating .* = \[{L}, {CAPACITY}\], got float32\[{L * CAPACITY}\]",
+        ),
     ],
 )
 def test_shapes_that_combine_does_not_take(y, row_weights, text):
@@ -214,7 +218,7 @@ def test_shapes_that_combine_does_not_take(y, row_weights, text):
 
 
 def poison_empty_rows(monkeypatch):
-    """What GPUs may leave in slots that no row fills, on every platform."""
+    """What GPUs may leave in empty rows, on every platform."""
     route = ffi.Ffi.route
 
     def poisoned(self, routing, *arguments, **options):
@@ -233,7 +237,7 @@ def poison_empty_rows(monkeypatch):
 
 @pytest.mark.parametrize("rematerialised", [False, True])
 @pytest.mark.parametrize("through", ["rows", "weights"])
-def test_empty_slots_are_zero_where_a_gradient_goes_through_them(through, rematerialised, monkeypatch):
+def test_empty_rows_are_zero_where_a_gradient_goes_through_them(through, rematerialised, monkeypatch):
     poison_empty_rows(monkeypatch)
     x, ids, weights = routing()
     w = floats((E, H, H), seed=3)
@@ -269,7 +273,7 @@ def test_a_gradient_leaves_the_dtypes_of_a_payload_as_they_are():
 @pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e5m2", "bfloat16", "float4_e2m1fn"])
 def test_a_gradient_leaves_the_bits_of_a_payload_as_they_are(dtype, implementation):
-    """NaNs of all kinds among them. Empty slots have no bit set, also where a dtype has no zero."""
+    """NaNs of all kinds among them. Empty rows have no bit set, also where a dtype has no zero."""
     x, ids, weights = routing()
     size = jnp.finfo(dtype).bits
     bits = np.random.default_rng(4).integers(0, 2**size, (*x.shape[:-1], 16))

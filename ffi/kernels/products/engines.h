@@ -1,5 +1,5 @@
-// The engines of grouped products: what they have in common, the kernels of CUTLASS's engines, and the
-// comparison of an engine with the plain one.
+// The engines of grouped products: what they have in common, the kernels for tensor cores, and the comparison
+// of an engine with the plain one.
 #pragma once
 
 #include <cuda_runtime_api.h>

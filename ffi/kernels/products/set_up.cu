@@ -1,5 +1,5 @@
-// Sets up a product on the device: writes the description of the groups, and clears results that CUTLASS does
-// not write. All architectures use it.
+// Sets up a product on the device: writes the description of the groups, and clears results that the
+// product's kernel does not write. All architectures use it.
 #include <algorithm>
 #include <type_traits>
 

@@ -48,7 +48,7 @@ def payload(kind):
         for j, how in enumerate(["plain", "worst_case", "cached"])
     ],
 )
-def test_intranode(kind, how, with_topk, implementation):
+def test_cases_of_deepep(kind, how, with_topk, implementation):
     on = ranks(R)
     ids = routing("uniform", R, T, K, E)
     x, read = payload(kind)

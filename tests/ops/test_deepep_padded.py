@@ -1,7 +1,7 @@
 """What DeepEP's test of its low-latency ops checks, of ours: order="expert_padded", bf16 and FP8 rows.
 
-Rows of small whole numbers say where they come from, and FP8 keeps those exactly. What lies in a slot that is
-not filled is looked at nowhere: on GPUs it may be anything.
+Rows of small whole numbers say where they come from, and FP8 keeps those exactly. What lies in an empty row
+is looked at nowhere: on GPUs it may be anything.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax_ep
 pytestmark = pytest.mark.processes
 
 R, T, K, E, H = most_ranks(), 16, 4, 16, 512
-L, SLOTS = E // R, R * T
+L, CAPACITY = E // R, R * T
 COUNTS = np.array([(5 * rank + 7) % (T + 1) for rank in range(R)], np.int32)  # of valid tokens
 
 each_implementation = pytest.mark.parametrize("implementation", ["ffi", "xla"])
@@ -56,7 +56,7 @@ def used(partly_valid):
 
 @functools.cache
 def arrivals(partly_valid):
-    """Of each expert the (rank, token, k) that choose it, in the order of its slots."""
+    """Of each expert the (rank, token, k) that choose it, in the order of its rows."""
     return [[tuple(found) for found in np.argwhere(used(partly_valid) == e)] for e in range(E)]
 
 
@@ -97,7 +97,7 @@ def run(x, *mode):
 
 
 def filled(array, partly_valid):
-    """The slots of [E, SLOTS, ...] that hold a row."""
+    """The filled rows of [E, CAPACITY, ...]."""
     return [array[e, : len(found)] for e, found in enumerate(arrivals(partly_valid))]
 
 
@@ -123,17 +123,17 @@ def test_counts(implementation, quantize, round_scale, partly_valid):
 @each_implementation
 @each_mode
 @each_batch
-def test_which_slots_a_rank_fills(implementation, quantize, round_scale, partly_valid):
-    """The handle tells the slot of each choice; an expert's slots are dealt out rank by rank."""
+def test_which_rows_a_rank_fills(implementation, quantize, round_scale, partly_valid):
+    """The handle has the row of each choice; an expert's rows are filled rank by rank."""
     sent, *_ = run(tagged(), implementation, quantize, round_scale, partly_valid)
     rows = sent.handle.received_rows.reshape(R, R, T, K)
     want = np.full(rows.shape, -1)
     for e, found in enumerate(arrivals(partly_valid)):
-        for slot, choice in enumerate(found):
-            want[e // L, *choice] = e % L * SLOTS + slot
+        for row, choice in enumerate(found):
+            want[e // L, *choice] = e % L * CAPACITY + row
     np.testing.assert_array_equal(rows, want)
     for e in range(E):
-        first = e % L * SLOTS
+        first = e % L * CAPACITY
         for source in range(R):
             mine = rows[e // L, source][used(partly_valid)[source] == e]
             np.testing.assert_array_equal(mine, first + np.arange(len(mine)))
@@ -163,7 +163,7 @@ def test_rows_say_where_they_come_from(implementation, quantize, round_scale, pa
 def test_weights_lie_beside_the_rows(implementation, quantize, round_scale, partly_valid):
     """And are zero where there is no row."""
     sent, *_ = run(tagged(), implementation, quantize, round_scale, partly_valid)
-    want = np.zeros((E, SLOTS), np.float32)
+    want = np.zeros((E, CAPACITY), np.float32)
     for e, found in enumerate(arrivals(partly_valid)):
         want[e, : len(found)] = [weights()[choice] for choice in found]
     np.testing.assert_array_equal(sent.row_weights, want)
@@ -188,7 +188,7 @@ def test_fp8_rows_are_near_what_was_sent(implementation, round_scale):
 @each_batch
 @pytest.mark.parametrize("rows", [tagged, random_rows])
 def test_combine_is_the_weighted_sum(implementation, quantize, round_scale, partly_valid, rows):
-    """With the peer's bounds. The slots that hold no row are NaN in combine's operand."""
+    """With the peer's bounds. Empty rows are NaN in combine's operand."""
     x = rows()
     *_, sums = run(x, implementation, quantize, round_scale, partly_valid)
     total = np.where(used(partly_valid) >= 0, weights(), 0).sum(axis=2, keepdims=True)
@@ -205,9 +205,9 @@ def test_runs_give_the_same_bits(implementation, quantize, round_scale):
 
     def bits():
         sent, _, sums = run(x, implementation, quantize, round_scale, False)
-        slots = [array.tobytes() for leaf in jax.tree.leaves(sent.x) for array in filled(leaf, False)]
+        filled_rows = [array.tobytes() for leaf in jax.tree.leaves(sent.x) for array in filled(leaf, False)]
         rest = jax.tree.leaves((sent.row_weights, sent.group_sizes, sent.handle, sums))
-        return slots, [array.tobytes() for array in rest]
+        return filled_rows, [array.tobytes() for array in rest]
 
     first = bits()
     for _ in range(4):
