@@ -134,7 +134,8 @@ def test_implementations_of_communicating_ops_agree(op):
 @pytest.mark.parametrize("op", LOCAL)
 def test_implementations_of_local_ops_agree(op):
     run = lambda by: jax.jit(functools.partial(LOCAL[op], by))(ROWS, SIZES)
-    if op == "gated_mlp, FP8":  # XLA:GPU may leave out that numbers between products are rounded to FP8
+    # XLA:GPU may leave out that numbers between products are rounded to FP8. The norms differed by 0.045.
+    if op == "gated_mlp, FP8" and jax.default_backend() == "gpu":
         got, want = (np.asarray(run(by))[: SIZES.sum()] for by in ("ffi", "xla"))
         assert np.linalg.norm(got - want) < 0.08 * np.linalg.norm(want)
     else:
