@@ -73,8 +73,8 @@ set(JAX_EP_CUDA_FOUND ON)
 message(STATUS "jax_ep: CUDA part: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
   "architectures ${CMAKE_CUDA_ARCHITECTURES}")
 
-# CUTLASS makes products on Hopper and Blackwell GPUs, by instructions that only sm_90a and the families
-# of sm_100 and sm_120 have.
+# Products on Hopper and Blackwell GPUs use instructions that only sm_90a and the families of sm_100 and sm_120 have.
+# On Blackwell CUTLASS makes them.
 set(JAX_EP_PRODUCTS_SM90 OFF)
 set(JAX_EP_PRODUCTS_SM100 OFF)
 set(JAX_EP_PRODUCTS_SM120 OFF)
@@ -98,8 +98,10 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9 AND (JAX_EP_PRODUCTS_SM100 OR J
   set(JAX_EP_PRODUCTS_SM100 OFF)
   set(JAX_EP_PRODUCTS_SM120 OFF)
 endif()
-if(NOT JAX_EP_PRODUCTS_SM90 AND NOT JAX_EP_PRODUCTS_SM100 AND NOT JAX_EP_PRODUCTS_SM120)
-  message(STATUS "jax_ep: CUTLASS: not needed without architectures 90, 100, 103, 120 and 121")
+message(STATUS "jax_ep: products for sm_90a: ${JAX_EP_PRODUCTS_SM90}, for sm_100f: ${JAX_EP_PRODUCTS_SM100}, "
+  "for sm_120f: ${JAX_EP_PRODUCTS_SM120}")
+if(NOT JAX_EP_PRODUCTS_SM100 AND NOT JAX_EP_PRODUCTS_SM120)
+  message(STATUS "jax_ep: CUTLASS: not needed without architectures 100, 103, 120 and 121")
   return()
 endif()
 
@@ -116,7 +118,7 @@ endif()
 unset(JAX_EP_CUTLASS_INCLUDE CACHE)
 find_path(JAX_EP_CUTLASS_INCLUDE cutlass/version.h PATHS ${JAX_EP_CUTLASS_HINTS} NO_DEFAULT_PATH)
 if(NOT JAX_EP_CUTLASS_INCLUDE)
-  message(FATAL_ERROR "jax_ep: architectures 90, 100, 103, 120 and 121 need the headers of CUTLASS, which are not in "
+  message(FATAL_ERROR "jax_ep: architectures 100, 103, 120 and 121 need the headers of CUTLASS, which are not in "
     "${JAX_EP_CUTLASS_HINTS}. Install them (pip install nvidia-cutlass==4.2.0.0), or set JAX_EP_CUTLASS to a "
     "folder that has them (-Ccmake.define.JAX_EP_CUTLASS=...), or build for other architectures.")
 endif()
@@ -125,5 +127,4 @@ if(JAX_EP_CUTLASS_VERSION VERSION_LESS 4.2)
   message(FATAL_ERROR "jax_ep: CUTLASS must be 4.2 or newer, that in ${JAX_EP_CUTLASS_INCLUDE} is "
     "${JAX_EP_CUTLASS_VERSION}")
 endif()
-message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}: products for sm_90a: "
-  "${JAX_EP_PRODUCTS_SM90}, for sm_100f: ${JAX_EP_PRODUCTS_SM100}, for sm_120f: ${JAX_EP_PRODUCTS_SM120}")
+message(STATUS "jax_ep: CUTLASS ${JAX_EP_CUTLASS_VERSION} in ${JAX_EP_CUTLASS_INCLUDE}")

@@ -1,19 +1,15 @@
 # Engines for grouped products: the list of their kernels, and how these are compiled.
 
-# The kernels of each engine, as GroupedDot and Operands (ffi/kernels/products/engines.h). Each element of a list is
-# compiled as one file, in parallel with the others. On Blackwell one file has several kernels, because the compiler
-# spends most of its time there on headers.
-set(JAX_EP_KERNELS_SM90
-  "kRows kF16, kRows kBF16"
-  "kRowsTransposed kF16, kRowsTransposed kBF16"
-  "kWeights kF16, kWeights kBF16")
+# CUTLASS's kernels of each engine, as GroupedDot and Operands (ffi/kernels/products/engines.h). Each element of a list
+# is compiled as one file, in parallel with the others. One file has several kernels, because the compiler spends most of
+# its time on headers.
 set(JAX_EP_KERNELS_SM100
   "kRows kF16, kRows kBF16, kRowsTransposed kF16, kRowsTransposed kBF16, kWeights kF16, kWeights kBF16"
   "kRowsTransposed kFp8, kWeights kFp8")
 set(JAX_EP_KERNELS_SM120
   "kRowsTransposed kFp8, kWeights kFp8")
 # Kernels of this project, in the engine's folder.
-set(JAX_EP_FILES_SM90 fp8.cu tensor_map.cu)
+set(JAX_EP_FILES_SM90 floats.cu fp8.cu tensor_map.cu)
 
 # Writes a file that instantiates kernels of an engine, and sets `file` to its name.
 function(jax_ep_write_instances engine number kernels file)
@@ -39,11 +35,13 @@ function(jax_ep_add_products engine architecture)
   add_library(${library} OBJECT ${files})
   set_target_properties(${library} PROPERTIES CUDA_ARCHITECTURES OFF)
   target_include_directories(${library} PRIVATE ffi)
-  target_include_directories(${library} SYSTEM PRIVATE "${JAX_EP_CUTLASS_INCLUDE}")
+  if(JAX_EP_KERNELS_${ENGINE})
+    target_include_directories(${library} SYSTEM PRIVATE "${JAX_EP_CUTLASS_INCLUDE}")
+    target_compile_definitions(_C PRIVATE JAX_EP_CUTLASS_VERSION="${JAX_EP_CUTLASS_VERSION}")
+  endif()
   target_compile_options(${library} PRIVATE
     "--generate-code=arch=compute_${architecture},code=[sm_${architecture}]" --expt-relaxed-constexpr
     -Xcompiler=-Wall)
   target_sources(jax_ep_cuda PRIVATE $<TARGET_OBJECTS:${library}>)
   target_compile_definitions(jax_ep_cuda PRIVATE JAX_EP_PRODUCTS_${ENGINE})
-  target_compile_definitions(_C PRIVATE JAX_EP_CUTLASS_VERSION="${JAX_EP_CUTLASS_VERSION}")
 endfunction()

@@ -190,11 +190,9 @@ def missing_product_engine(capability: str) -> str:
     module, _ = _load()
     build = {} if module is None else module.build_info()
     architectures = build.get("cuda_architectures", "none")
-    cutlass = f"with CUTLASS {build['cutlass']}" if "cutlass" in build else "without CUTLASS"
     return (
-        f"the extension lacks the fast kernels for products on sm_{capability}: it was built {cutlass}, for "
-        f"the architectures {architectures}. Build it with nvidia-cutlass for architecture {capability} "
-        "(docs/building.md)"
+        f"the extension lacks the fast kernels for products on sm_{capability}: it was built for the "
+        f"architectures {architectures}. Build it for architecture {capability} (docs/building.md)"
     )
 
 

@@ -110,8 +110,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         if "cuda" in build:
             major, minor = build["cuda"] // 1000, build["cuda"] % 1000 // 10
             lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
-            cutlass = f"with CUTLASS {build['cutlass']}" if "cutlass" in build else "without CUTLASS"
-            lines.append(f"{'':12s}grouped_dot {cutlass}")
+            if "cutlass" in build:
+                lines.append(f"{'':12s}CUTLASS {build['cutlass']}")
             for product in report.get("product_engines", ()):
                 state = "executed" if product["executed"] else "compiled, never executed"
                 lines.append(f"{'':12s}{product['architecture']}: engine {product['engine']}, {state}")

@@ -3,8 +3,9 @@
     python tests/native/check_sass.py build/.../_C.abi3.so
 
 Each kernel of engines sm90, sm100 and sm120 must load its operands by TMA and multiply them on the tensor
-cores of its architecture. CUTLASS compiles kernels without these instructions if a macro is missing. Needs
-cuobjdump and nvdisasm on the PATH (`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`), but no GPU.
+cores of its architecture. CUTLASS, which makes those of the latter two, compiles kernels without these
+instructions if a macro is missing. Needs cuobjdump and nvdisasm on the PATH
+(`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`), but no GPU.
 """
 
 import argparse
@@ -13,18 +14,18 @@ import subprocess
 import sys
 from collections import Counter
 
-# architecture -> (engine, its instructions that multiply, the number of its kernels)
+# architecture -> (engine, its kernels' names, its instructions that multiply, the number of its kernels).
+# There are three products of two types, and two of FP8.
 ENGINES = {
-    # Three products of two types, one of them with two tilings and one with three, and two of FP8.
-    "90": ("sm90", r"\b[HQ]GMMA\b", 14),
-    "100": ("sm100", r"\bUTC[HQ]MMA\.2CTA\b", 8),
-    "120": ("sm120", r"\bQMMA\b", 2),
+    "90": ("sm90", "(Floats|Fp8)Kernel", r"\b[HQ]GMMA\b", 8),
+    "100": ("sm100", "device_kernel", r"\bUTC[HQ]MMA\.2CTA\b", 8),
+    "120": ("sm120", "device_kernel", r"\bQMMA\b", 2),
 }
 LOADS = r"\bUTMALDG\b"
 
 
 def kernels_of(path: str) -> dict[tuple[str, str], str]:
-    """Returns the instructions of CUTLASS's kernels in a file, by architecture and name."""
+    """Returns the instructions of the engines' kernels in a file, by architecture and name."""
     sass = subprocess.run(["cuobjdump", "-sass", path], capture_output=True, text=True, check=True).stdout
     kernels, architecture = {}, ""
     for part in re.split(r"^(?=arch = |\s+Function : )", sass, flags=re.MULTILINE):
@@ -32,8 +33,10 @@ def kernels_of(path: str) -> dict[tuple[str, str], str]:
             architecture = match[1]
         elif part.startswith("arch = "):
             architecture = ""
-        elif architecture in ENGINES and (match := re.match(r"\s+Function : (\S*device_kernel\S*)", part)):
-            kernels[architecture, match[1]] = part
+        elif architecture in ENGINES:
+            match = re.match(r"\s+Function : (\S+)", part)
+            if match and re.search(ENGINES[architecture][1], match[1]):
+                kernels[architecture, match[1]] = part
     return kernels
 
 
@@ -44,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     kernels = {key: sass for path in options.paths for key, sass in kernels_of(path).items()}
     failures = []
-    for architecture, (engine, multiplies, number) in ENGINES.items():
+    for architecture, (engine, _, multiplies, number) in ENGINES.items():
         engine_kernels = {name: sass for (of, name), sass in kernels.items() if of == architecture}
         if not engine_kernels and engine not in options.engines.split(","):
             continue

@@ -1,5 +1,5 @@
-// Instructions that only sm_90a has: tensor loads for clusters, products of warpgroups, and clusters'
-// barriers.
+// Instructions that only sm_90a has, but for products: tensor loads and stores, clusters and their barriers,
+// and the division of registers.
 #pragma once
 
 #include <cuda.h>  // types only
@@ -83,33 +83,36 @@ __device__ void SendToBlock(T* to, const T& value, uint64_t* barrier, int rank) 
   }
 }
 
-// Starts a load of a box of a matrix, from (column, row) on. With `blocks`, a mask, it goes to the same
-// address in several blocks of the cluster, and counts for the barrier of each.
-__device__ inline void LoadBox(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
+// Starts a load of a box of matrices, from (column, row) of a matrix on. With `blocks`, a mask, it goes to
+// the same address in several blocks of the cluster, and counts for the barrier of each.
+__device__ inline void LoadBox(void* to, const CUtensorMap* map, int column, int row, int matrix,
+                               uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(SharedAddress(to)),
-      "l"(map), "r"(column), "r"(row), "r"(SharedAddress(barrier))
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(SharedAddress(barrier))
       : "memory");
 }
-__device__ inline void LoadBox(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier,
-                               uint16_t blocks) {
+__device__ inline void LoadBox(void* to, const CUtensorMap* map, int column, int row, int matrix,
+                               uint64_t* barrier, uint16_t blocks) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3}], [%4], %5;" ::"r"(SharedAddress(to)),
-      "l"(map), "r"(column), "r"(row), "r"(SharedAddress(barrier)), "h"(blocks)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(SharedAddress(barrier)), "h"(blocks)
       : "memory");
 }
 
-// Starts a store of a box of a matrix, from (column, row) on, if `stores`. Other lanes stay with this one.
-__device__ inline void StoreBox(const CUtensorMap* map, int column, int row, const void* from, bool stores) {
+// Starts a store of a box of matrices, from (column, row) of a matrix on, if `stores`. Other lanes stay with
+// this one.
+__device__ inline void StoreBox(const CUtensorMap* map, int column, int row, int matrix, const void* from,
+                                bool stores) {
   asm volatile(
       "{\n"
       ".reg .pred stores;\n"
-      "setp.ne.b32 stores, %4, 0;\n"
-      "@stores cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+      "setp.ne.b32 stores, %5, 0;\n"
+      "@stores cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
       "}\n" ::"l"(map),
-      "r"(column), "r"(row), "r"(SharedAddress(from)), "r"(static_cast<int>(stores))
+      "r"(column), "r"(row), "r"(matrix), "r"(SharedAddress(from)), "r"(static_cast<int>(stores))
       : "memory");
 }
 
@@ -125,59 +128,6 @@ __device__ void ReleaseRegisters() {
 template <int kRegisters>
 __device__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Rows of 128 bytes in shared memory, swizzled as a tensor load stores them with CU_TENSOR_MAP_SWIZZLE_128B:
-// an operand of products. The first one lies at a multiple of 1024.
-struct OperandRows {
-  uint32_t low;
-
-  __device__ explicit OperandRows(const void* first)
-      : low((SharedAddress(first) & 0x3ffff) >> 4 | 1u << 16) {}
-
-  // Returns the descriptor of the operand so many bytes behind the first, a multiple of 16.
-  __device__ uint64_t At(uint32_t bytes) const {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
-    return kSwizzle128 | kEightRows | (low + bytes / 16);
-  }
-};
-
-// Orders this thread's accesses to registers and shared memory before the products that follow.
-__device__ inline void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Ends a group of products.
-__device__ inline void CommitProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for this warpgroup's products, except its last kLeft groups.
-template <int kLeft>
-__device__ void WaitForProducts() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-}
-
-// Starts a product of a warpgroup: of 64 rows and 128 columns, over 32 elements of FP8 (e4m3). `adds`: to the
-// sums, instead of replacing them. A thread has two adjacent columns of two rows, in each 8 columns j: sums[4
-// j] and sums[4 j + 1] are those of row lane / 4 of its warp's 16 rows, the other two those of the row 8
-// below.
-__device__ inline void MultiplyFp8(float (&sums)[64], uint64_t rows, uint64_t columns, bool adds) {
-  asm volatile(
-      "{\n"
-      ".reg .pred adds;\n"
-      "setp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
-      "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
-      "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "
-      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, adds, 1, 1;\n"
-      "}\n"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
-        "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
-        "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),
-        "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
-        "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
-        "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
-        "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]),
-        "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
-        "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]),
-        "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
-        "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
-      : "l"(rows), "l"(columns), "r"(static_cast<int>(adds)));
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements, one register of each per lane. Lane i gives the address of

@@ -1,12 +1,10 @@
 // The scales of FP8 operands: in shared memory, on the way there, and in the sums.
 #pragma once
 
-#include "kernels/products/sm90/fp8_tiles.cuh"
+#include "kernels/products/sm90/tiles.cuh"
 #include "kernels/ptx/bulk.cuh"
 
 namespace jax_ep::cuda::sm90 {
-
-constexpr int kHalves = kTileColumns / kFp8Block;  // of a tile's columns
 
 // The scales of a stage. A matrix has one for 128 columns, and transposed rows have one for each.
 template <bool kOfWeights>
@@ -46,10 +44,10 @@ struct ScalesOfColumns {
 
   __device__ ScalesOfColumns(const GroupedDotParams& params, const Tile& tile, const Part& part, int lane)
       : inner(params.inner), outer(params.outer) {
-    rows = params.row_scales + tile.first_block * inner + part.first_row + 4 * lane;
+    rows = params.row_scales + tile.begin / kFp8Block * inner + part.first_row + 4 * lane;
     for (int half = 0; half < kHalves; ++half) {
       const int column = min(part.first_column + half * kFp8Block, params.outer - kFp8Block);
-      columns[half] = params.other_scales + tile.first_block * outer + column + 4 * lane;
+      columns[half] = params.other_scales + tile.begin / kFp8Block * outer + column + 4 * lane;
     }
   }
 

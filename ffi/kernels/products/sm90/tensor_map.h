@@ -8,13 +8,14 @@
 
 namespace jax_ep::cuda::sm90 {
 
-// Describes an FP8 matrix, of which a load takes 128 columns of `box_rows` rows, swizzled. Rows that the
-// matrix does not have are read as zeros. `width` is a multiple of 128.
-cudaError_t DescribeFp8(const void* matrix, int64_t rows, int64_t width, int box_rows, CUtensorMap& map);
+// A box of some matrices [matrices, rows, width], in elements. It lies in one of them.
+struct Box {
+  int rows, columns;
+};
 
-// Describes a bfloat16 matrix, of which a load or a store takes 64 columns of `box_rows` rows, swizzled. A
-// store leaves out what lies outside of the matrix. `width` is a multiple of 8.
-constexpr int kBf16BoxColumns = 64;
-cudaError_t DescribeBf16(const void* matrix, int64_t rows, int64_t width, int box_rows, CUtensorMap& map);
+// Describes matrices of which a load or a store takes a box at a time, with rows of 128 bytes, swizzled. What
+// lies outside of a matrix is read as zeros, and not stored. Addresses and rows are multiples of 16 bytes.
+cudaError_t DescribeMatrices(int element_bytes, const void* matrices, int64_t count, int64_t rows,
+                             int64_t width, Box box, CUtensorMap& map);
 
 }  // namespace jax_ep::cuda::sm90

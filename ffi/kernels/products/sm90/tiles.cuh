@@ -1,4 +1,4 @@
-// The division of an FP8 product's results into tiles of two blocks.
+// The division of a product's results into tiles of two blocks.
 #pragma once
 
 #include "core/params.h"
@@ -9,18 +9,20 @@ namespace jax_ep::cuda::sm90 {
 
 constexpr int kCluster = 2;
 constexpr int kTileRows = 128, kTileColumns = 256;  // of one block
+constexpr int kMultipliers = 2;                     // warpgroups of a block that multiply
+constexpr int kBoxRows = kTileRows / kMultipliers;
+constexpr int kHalves = 2, kHalfColumns = kTileColumns / kHalves;
 
 // A tile of two blocks. If it is tall, the second block has the rows below those of the first. If it is wide,
 // it has the columns beside them. A group's result is divided into tall tiles, and into wide ones if at most
 // 128 rows are left, so that fewer than 128 rows of its last tiles are empty.
 struct alignas(16) Tile {
-  int group;        // -1: there are no more tiles
-  int first_row;    // of the product of rows: in all rows; of weights: in the group's matrix
-  int end_row;      // of the group's result
-  int column;       // the first, in units of kTileColumns
-  int is_wide;      // 0 or 1
-  int first_block;  // of the sum, in units of kFp8Block
-  int num_blocks;
+  int group;       // -1: there are no more tiles
+  int first_row;   // of the product of rows: in all rows; of weights: in the group's matrix
+  int end_row;     // of the group's result
+  int column;      // the first, in units of kTileColumns
+  int is_wide;     // 0 or 1
+  int begin, end;  // of the sum
   int unused;
 
   __device__ bool is_end() const { return group < 0; }
@@ -35,6 +37,38 @@ struct Part {
     first_row = tile.first_row + (tile.is_wide ? 0 : rank * kTileRows);
     num_rows = max(0, min(tile.end_row - first_row, kTileRows));
     first_column = (tile.column + (tile.is_wide ? rank : 0)) * kTileColumns;
+  }
+};
+
+// What a warpgroup computes of a tile: 64 rows from first_row on, and one or two halves of the columns.
+struct Work {
+  int first_row, end_row;  // in the result; it stores none from end_row on
+  int first_column;        // in the result
+  int row, column;         // in the block's part of the tile
+  int num_halves;          // of the columns, of 128 each
+
+  __device__ Work(const GroupedDotParams& params, const Tile& tile, int rank, int warpgroup) {
+    const Part part(tile, rank);
+    // If there are rows for one warpgroup only, both take them, each half of the columns.
+    const bool splits_columns = part.num_rows <= kBoxRows;
+    row = splits_columns ? 0 : warpgroup * kBoxRows;
+    column = splits_columns ? warpgroup * kHalfColumns : 0;
+    const int left = params.outer - part.first_column - column;
+    num_halves = max(0, min((left + kHalfColumns - 1) / kHalfColumns, splits_columns ? 1 : kHalves));
+    first_row = part.first_row + row;
+    end_row = part.first_row + part.num_rows;
+    first_column = part.first_column + column;
+  }
+};
+
+// The position of a group's matrix: its index among the redundant matrices, or among the home ones.
+struct MatrixIndex {
+  bool is_redundant;
+  int index;
+
+  __device__ MatrixIndex(const GroupedDotParams& params, int group) {
+    is_redundant = group >= params.num_home;
+    index = is_redundant ? group - params.num_home : group;
   }
 };
 
@@ -66,9 +100,10 @@ struct GroupTiles {
 template <bool kOfWeights>
 class TileFinder {
  public:
-  // Called by a whole warp, as Find is.
-  __device__ TileFinder(const GroupedDotParams& params, const GroupArrays& groups)
-      : params_(params), groups_(groups) {
+  // A group's operand begins so many `row_bytes` into all rows as it has rows before it. Called by a whole
+  // warp, as Find is.
+  __device__ TileFinder(const GroupedDotParams& params, const GroupArrays& groups, int64_t row_bytes)
+      : params_(params), groups_(groups), row_bytes_(row_bytes) {
     Read();
   }
 
@@ -86,12 +121,12 @@ class TileFinder {
     Tile tile{base_ + owner};
     if constexpr (kOfWeights) {
       tile.end_row = params_.inner;
-      tile.first_block = first / kFp8Block;
-      tile.num_blocks = (size + kFp8Block - 1) / kFp8Block;
+      tile.begin = first;
+      tile.end = first + size;
     } else {
       tile.first_row = first;
       tile.end_row = first + size;
-      tile.num_blocks = params_.inner / kFp8Block;
+      tile.end = params_.inner;
     }
     TilesOf(size).Place(index - begin_ - before, tile);
     return tile;
@@ -111,7 +146,7 @@ class TileFinder {
       size_ = kOfWeights ? groups_.shapes[group].k : groups_.shapes[group].m;
       const int64_t bytes =
           static_cast<const uint8_t*>(groups_.a[group]) - static_cast<const uint8_t*>(params_.rows);
-      first_ = static_cast<int>(kOfWeights ? bytes : bytes / params_.inner);
+      first_ = static_cast<int>(bytes / row_bytes_);
     }
     end_ = size_ > 0 ? TilesOf(size_).count() : 0;
     for (int step = 1; step < kWarp; step *= 2) {
@@ -122,6 +157,7 @@ class TileFinder {
 
   const GroupedDotParams& params_;
   const GroupArrays& groups_;
+  int64_t row_bytes_;
   int base_ = 0;            // the first of 32 groups
   int begin_ = 0;           // their first tile
   int size_, first_, end_;  // of this lane's group: rows; its last tile, relative to begin_, plus one

@@ -1,0 +1,66 @@
+// What the kernels of this folder have in common: the warps of a block, its ring of stages, and its operands.
+#pragma once
+
+#include "kernels/products/sm90/results.cuh"
+#include "kernels/products/sm90/tensor_map.h"
+#include "kernels/products/sm90/tiles.cuh"
+
+namespace jax_ep::cuda::sm90 {
+
+// The first warpgroup loads operands and hands out tiles. The others multiply.
+constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
+constexpr int kWarps = kMultipliers * kWarpgroup / kWarp;  // that multiply
+constexpr uint16_t kBothBlocks = 3;
+constexpr int kMostSharedBytes = 227 * 1024;  // of a block
+
+// A stage of a ring, and the parity of its phases.
+template <int kStages>
+struct Position {
+  int stage = 0, phase = 0;
+
+  __device__ void Advance() {
+    stage = (stage + 1) % kStages;
+    if (stage == 0) phase ^= 1;
+  }
+};
+
+// Descriptions of the operands and the result. Matrices and gradients have a second one for redundant groups.
+struct Maps {
+  CUtensorMap rows, columns[2], out[2];
+};
+
+// Describes the operands and the result of a product whose operands have elements of so many bytes, and are
+// loaded in these boxes. `is_transposed`: the operands of a gradient of matrices are.
+inline cudaError_t Describe(const GroupedDotParams& params, int element_bytes, bool is_transposed,
+                            Box of_rows, Box of_columns, Maps& maps) {
+  cudaError_t error = cudaSuccess;
+  const auto describe = [&](const void* data, int64_t count, int64_t rows, int64_t width, Box box,
+                            CUtensorMap& map) {
+    if (error != cudaSuccess || count == 0) return;
+    error = DescribeMatrices(element_bytes, data, count, rows, width, box, map);
+  };
+  const auto describe_out = [&](void* data, int64_t count, int64_t rows, CUtensorMap& map) {
+    if (error != cudaSuccess || count == 0) return;
+    error = DescribeMatrices(sizeof(uint16_t), data, count, rows, params.outer, {kStoredRows, kStoredColumns},
+                             map);
+  };
+  const int64_t home = params.num_home, redundant = params.num_groups - params.num_home;
+  const int64_t rows = params.num_rows, inner = params.inner, outer = params.outer;
+  if (params.product == GroupedDot::kWeights) {
+    describe(params.rows, 1, is_transposed ? inner : rows, is_transposed ? rows : inner, of_rows, maps.rows);
+    describe(params.others, 1, is_transposed ? outer : rows, is_transposed ? rows : outer, of_columns,
+             maps.columns[0]);
+    describe_out(params.out, home, inner, maps.out[0]);
+    describe_out(params.redundant, redundant, inner, maps.out[1]);
+    return error;
+  }
+  const bool along_sum = params.product == GroupedDot::kRowsTransposed;
+  const int64_t height = along_sum ? outer : inner, width = along_sum ? inner : outer;
+  describe(params.rows, 1, rows, inner, of_rows, maps.rows);
+  describe(params.others, home, height, width, of_columns, maps.columns[0]);
+  describe(params.redundant, redundant, height, width, of_columns, maps.columns[1]);
+  describe_out(params.out, 1, rows, maps.out[0]);
+  return error;
+}
+
+}  // namespace jax_ep::cuda::sm90
