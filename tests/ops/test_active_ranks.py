@@ -1,14 +1,13 @@
 """Ranks that take no part: active_ranks of dispatch and combine, in combination with everything else."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import assert_close, dequantize, floats, ranks, routing, same_bits, weights_of
+from cases import assert_close, dequantize, floats, pairwise, ranks, routing, same_bits, weights_of
 from cases import quantize as quantize_fp8
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.one_jax
 R, T, K, E, H = min(most_ranks(), 4), 6, 3, 8, 512
 L = E // R
 ORDERS = [("rank", None), ("rank", 4), ("expert", None), ("expert", 7), ("expert_padded", None)]
-MODES = [*itertools.product([False, True], [False, True], [None, "fp8"]), (True, True, "fp8_dequantize")]
 # Of each rank: in the dispatch, and in the combine after it.
 PATTERNS = [
     ([1, 1, 1, 1], [1, 1, 1, 1]),
@@ -59,13 +57,12 @@ def compile(shard, count):
     return call
 
 
-@pytest.mark.parametrize("mode", range(len(MODES)))
-@pytest.mark.parametrize("case", range(len(ORDERS)))
-def test_both_ways(case, mode):
-    """Each order runs in each mode. The implementations alternate, so both run each order and each mode."""
-    order, capacity = ORDERS[case]
-    weighted, partly_valid, quantize = MODES[mode]
-    implementation = ("ffi", "xla")[(case + mode) % 2]
+@pytest.mark.parametrize(
+    ("ordered", "weighted", "partly_valid", "quantize", "implementation"),
+    pairwise(ORDERS, [False, True], [False, True], [None, "fp8", "fp8_dequantize"], ["ffi", "xla"]),
+)
+def test_both_ways(ordered, weighted, partly_valid, quantize, implementation):
+    order, capacity = ordered
     x, weights = floats((R, T, H)), floats((R, T, K), seed=2)
     rows_here = len(oracle.dispatch(x, IDS, None, E, order, capacity)[0].x)
     y = floats((R, rows_here, 32), seed=3)

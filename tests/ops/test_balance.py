@@ -113,12 +113,19 @@ def test_a_place_for_every_expert_balances_any_router():
         np.testing.assert_array_equal(after, [1000] * 8)
 
 
-def shard_balance(ids, weights=None, **options):
+def shard_balance(ids, **options):
     """Runs balance on all ranks. Returns the plans, arrays [R, ...]."""
+    compiled = balancing if "placement" not in options else balancing.__wrapped__
+    return ranks(R).apply(compiled(**options), ids)
+
+
+@functools.cache
+def balancing(**options):
+    """Returns a program that tests of other routings share."""
     on = ranks(R)
     if "placement" not in options:
         options["num_experts"] = E
-    return on.run(lambda ids: jax_ep.balance(ids, group=on.group, **options), ids)
+    return jax.jit(on.map(lambda ids: jax_ep.balance(ids, group=on.group, **options)))
 
 
 def placement_of(physical_to_logical):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, ROUTINGS, TOLERANCE, assert_close, floats, ranks, routing
+from cases import BF16, ROUTINGS, TOLERANCE, assert_close, floats, pairwise, ranks, routing
 from devices import most_ranks
 
 import jax_ep
@@ -164,10 +164,9 @@ def test_every_float16_is_read_and_written_right():
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(
-    ("weighted", "num_biases", "capacity"),
-    [(False, 0, None), (False, 1, 30), (False, 2, None), (True, 0, 30), (True, 1, None), (True, 2, 30)],
+    ("dtype", "num_biases", "weighted", "capacity", "implementation"),
+    pairwise([BF16, np.float32], [0, 1, 2], [False, True], [None, 30], ["ffi", "xla"]),
 )
 def test_weights_and_biases(dtype, num_biases, weighted, capacity, implementation):
     ids = routing("sprinkled", MANY, 9, 4, 16)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import count_calls, dequantize, floats, quantize, ranks
+from cases import count_calls, dequantize, floats, pairwise, quantize, ranks
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -85,19 +85,23 @@ def test_rows_are_those_of_quantize_fp8(order, dtype, round_scale, implementatio
     """As if values and scales had been sent as a payload; dropped, padding and tail rows included."""
     shared = {"order": order, "capacity": CAPACITIES[order], "implementation": implementation}
     x, *rest = arrays(dtype)
-    x = x.at[1, 3].set(jnp.nan).at[2, 200].set(jnp.inf).at[R * T - 1, 0].set(-jnp.inf)
+    x = np.array(x)
+    x[1, 3], x[2, 200], x[-1, 0] = np.nan, np.inf, -np.inf
 
-    def run(quantize):
-        return mapped(lambda *a: cleared(sent_by(*a, **shared, quantize=quantize, round_scale=round_scale)))
+    def shard(group, x, *a):
+        as_payload = jax_ep.quantize_fp8(x, round_scale=round_scale)
+        options = shared | {"round_scale": round_scale}
+        return [
+            cleared(sent_by(group, x, *a, **options, quantize="fp8")),
+            cleared(sent_by(group, as_payload, *a, **shared)),
+            cleared(sent_by(group, x, *a, **options, quantize="fp8_dequantize")),
+        ]
 
-    def payload(group, x, *a):
-        return cleared(sent_by(group, jax_ep.quantize_fp8(x, round_scale=round_scale), *a, **shared))
-
-    got, want, wide = (f(x, *rest) for f in (run("fp8"), mapped(payload), run("fp8_dequantize")))
+    got, want, wide = mapped(shard)(x, *rest)
     assert_same(got, want)
     assert isinstance(got.x, jax_ep.QuantizedArray)
     assert wide.x.dtype == dtype
-    assert_same(wide.x, jax.jit(jax_ep.dequantize_fp8, static_argnums=1)(got.x, dtype))
+    assert_same(wide.x, dequantize(got.x, dtype=dtype))
     scales = np.asarray(got.x.scales)
     blocks = np.asarray(wide.x, np.float32).reshape(*scales.shape, -1)
     assert np.isnan(scales).any()
@@ -292,9 +296,10 @@ def test_what_cannot_travel_so(x, quantize, error, text):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("order", ["rank", "expert"])
-@pytest.mark.parametrize("quantize", [None, "fp8_dequantize"])
+@pytest.mark.parametrize(
+    ("implementation", "order", "quantize"),
+    pairwise(IMPLEMENTATIONS, ["rank", "expert"], [None, "fp8_dequantize"]),
+)
 def test_tokens_that_are_not_valid(implementation, order, quantize):
     """Each rank has another number of tokens, one none; the rest are as if all their ids were -1.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, FP8, floats, ranks, routing, weights_of
+from cases import BF16, FP8, floats, pairwise, ranks, routing, weights_of
 
 import jax_ep
 from jax_ep._group.group import ranks_of
@@ -117,7 +117,9 @@ def resolved(order, capacity):
     return Routing(ranks_of(ranks(R).group), order, T, K, E, size, 1)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("order", "capacity", "check_vma"), pairwise(["rank", "expert"], [None, 10], [True, False])
+)
 def test_against_the_reference_differentiated_by_jax(order, capacity, check_vma):
     ids = flat(routing("sprinkled", R, T, K, E))
     x, w = flat(floats((R, T, H))), flat(floats((R, T, K), seed=2))
@@ -148,9 +150,9 @@ def test_second_order_against_the_reference_differentiated_by_jax(order):
         slope = lambda x, w: sum(map(jnp.vdot, first(x, w), along))
         return jax.jit(jax.grad(slope, argnums=(0, 1)))(x, w)
 
+    want = second(functools.partial(reference_layer, resolved(order, None)))
     for implementation in ("ffi", "xla"):
         got = second(functools.partial(layer, order, None, implementation))
-        want = second(functools.partial(reference_layer, resolved(order, None)))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 

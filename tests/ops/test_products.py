@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import dequantize, quantize
+from cases import dequantize, pairwise, quantize
 from devices import make_mesh
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -96,9 +96,7 @@ def assert_near(got, want, ulp):
     assert (off <= allowed).all(), f"{(off > allowed).sum()} of {off.size} are off, by up to {np.nanmax(off)}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ULP)
+@pytest.mark.parametrize(("dtype", "shape", "kind"), pairwise([*ULP], SHAPES, [*KINDS]), ids=str)
 def test_products_of_sixteen_bits(dtype, shape, kind):
     arrays = problem(shape, kind, dtype)
     got = jax.device_get(products(*arrays))

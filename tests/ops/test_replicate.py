@@ -50,13 +50,11 @@ def per_host():
 @pytest.mark.one_jax
 @pytest.mark.moves_rows
 @pytest.mark.parametrize("hosts", per_host())
-@pytest.mark.parametrize("dtype", [BF16, np.float32, np.int8, FP8])
-def test_weights_arrive_bit_for_bit(dtype, hosts, implementation):
+def test_weights_arrive_bit_for_bit(hosts, implementation):
     ids, placement = skewed()
-    w = {
-        "matrix": tagged_rows(R, L * 3, 5, dtype).reshape(R, L, 3, 5),
-        "bias": tagged_rows(R, L, 1, np.int32),
-    }
+    dtypes = {"bfloat16": BF16, "float32": np.float32, "int8": np.int8, "float8": FP8}
+    w = {name: tagged_rows(R, L * 3, 5, dtype).reshape(R, L, 3, 5) for name, dtype in dtypes.items()}
+    w["bias"] = tagged_rows(R, L, 1, np.int32)
     got = replicated(ranks(R, hosts), w, ids, implementation=implementation)
     for name, array in w.items():
         everyone = array.reshape(E, *array.shape[2:])
@@ -165,45 +163,49 @@ OPTIONS = [
 ]
 
 
+@functools.cache
+def differentiated(places, is_twice, **options):
+    """Returns the result of a layer, its statistics, its gradients, and if `is_twice` a gradient of these."""
+    x, ids, weights, w = inputs(128 if "quantize" in options else H)
+
+    def loss(x, weights, w):
+        out, stats = layer(x, ids, weights, w, places, **options)
+        return jnp.sum(jnp.sin(out)), (out, stats)
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+    def curvature(x, weights, w):
+        first, aux = gradient(x, weights, w)
+        return jnp.sum(first[0] ** 2), (first, aux)
+
+    def run(x, weights, w):
+        if not is_twice:
+            return gradient(x, weights, w), ()
+        # The gradient of a gradient goes through replicate once more.
+        second, first_and_aux = jax.grad(curvature, argnums=2, has_aux=True)(x, weights, w)
+        return first_and_aux, second
+
+    with jax.default_matmul_precision("highest"):
+        (first, (out, stats)), second = jax.device_get(jax.jit(run)(x, weights, w))
+    return out, stats, first, second
+
+
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("options", "implementation"), [*((options, "ffi") for options in OPTIONS), ({}, "xla")], ids=str
 )
 def test_layer_is_that_without_redundant_experts(options, implementation):
     """Values, gradients and their gradients; with nothing dropped, at 1.05 T K rows."""
-    x, ids, weights, w = inputs(128 if "quantize" in options else H)
-    options = options | {"implementation": implementation}
-
-    def loss(places, x, weights, w):
-        out, stats = layer(x, ids, weights, w, places, **options)
-        return jnp.sum(jnp.sin(out)), (out, stats)
-
-    def run(places):
-        options.pop("capacity", None) if places == 0 else None
-        gradient = jax.grad(functools.partial(loss, places), argnums=(0, 1, 2), has_aux=True)
-
-        def curvature(x, weights, w):
-            first, aux = gradient(x, weights, w)
-            return jnp.sum(first[0] ** 2), (first, aux)
-
-        if not is_plain:
-            return None, gradient(x, weights, w)
-        # The gradient of a gradient goes through replicate once more.
-        return jax.grad(curvature, argnums=2, has_aux=True)(x, weights, w)
-
-    is_plain = options.keys() == {"implementation"}
-    run = jax.jit(run, static_argnums=0)
-    with jax.default_matmul_precision("highest"):
-        second, (first, (out, stats)) = run(S)
-        second_home, (first_home, (out_home, _)) = run(0)
-    stats = jax.device_get(stats)
+    is_twice = not options and implementation == "ffi"
+    out, stats, first, second = differentiated(S, is_twice, **options, implementation=implementation)
+    at_home = {name: value for name, value in options.items() if name not in ("capacity", "hosts")}
+    out_home, _, first_home, second_home = differentiated(0, not at_home, **at_home)
     assert stats.num_dropped.sum() == 0
     assert stats.loads_after.max() <= 1.02 * stats.loads_before.mean() + 1
     np.testing.assert_allclose(out, out_home, rtol=1e-4, atol=1e-4)
-    for got, want in zip(
-        jax.tree.leaves((first, second)), jax.tree.leaves((first_home, second_home)), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * max(1, np.abs(want).max()))
+    got, want = (first, second), (first_home, second_home if is_twice else ())
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * max(1, np.abs(other).max()))
 
 
 @pytest.mark.parametrize("order", ["rank", "expert_padded"])
@@ -233,21 +235,28 @@ SAVE_REPLICAS = jax.checkpoint_policies.save_only_these_names(
 )
 
 
+def scanned(wrap):
+    """Returns the gradients of two layers in a scan, and the lowered program."""
+    x, ids, weights, w = inputs()
+
+    def loss(x, w):
+        body = wrap(lambda x: layer(x, ids, weights, w, S)[0])
+        return jnp.sum(jax.lax.scan(lambda x, _: (body(x), None), x, None, length=2)[0] ** 2)
+
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w)
+    return jax.device_get(lowered.compile()(x, w)), lowered.as_text()
+
+
+@functools.cache
+def scanned_without_remat():
+    return scanned(lambda body: body)
+
+
 @pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals, SAVE_REPLICAS])
 def test_remat_and_scan_repeat_the_plan(policy):
     """The same gradients; with the policy the plan is kept, and the replicas are sent again."""
-    x, ids, weights, w = inputs()
-
-    def run(wrap):
-        def loss(x, w):
-            body = wrap(lambda x: layer(x, ids, weights, w, S)[0])
-            return jnp.sum(jax.lax.scan(lambda x, _: (body(x), None), x, None, length=2)[0] ** 2)
-
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-        return gradient(x, w), gradient.lower(x, w).as_text()
-
-    got, text = run(functools.partial(jax.checkpoint, policy=policy))
-    want, _ = run(lambda body: body)
+    got, text = scanned(functools.partial(jax.checkpoint, policy=policy))
+    want, _ = scanned_without_remat()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     if jax.default_backend() == "cpu":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import floats, ranks, routing
+from cases import floats, pairwise, ranks, routing
 from devices import make_mesh, most_ranks, need_devices
 from jax.sharding import PartitionSpec as P
 
@@ -137,8 +137,10 @@ def test_zeros_made_outside_are_one_rank_s():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("order", ["rank", "expert", "expert_padded"])
-@pytest.mark.parametrize("quantize", [None, "fp8", "fp8_dequantize"])
+@pytest.mark.parametrize(
+    ("order", "quantize", "implementation"),
+    pairwise(["rank", "expert", "expert_padded"], [None, "fp8", "fp8_dequantize"], ["ffi", "xla"]),
+)
 def test_no_tokens(order, quantize, implementation):
     """T = 0 on each rank, which makes its arrays itself: JAX fails where it splits empty ones."""
     capacity = None if order == "expert_padded" else 4

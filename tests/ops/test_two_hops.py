@@ -83,30 +83,35 @@ CASES = [
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("index", "order", "capacity", "alignment"), [(i, *c) for i, c in enumerate(CASES)])
 @pytest.mark.parametrize(
-    ("per_host", "implementation"),
-    [*((number, "ffi") for number in PER_HOST), *((number, "xla") for number in PER_HOST[-1:])],
+    ("order", "capacity", "alignment", "per_host", "implementation"),
+    # "ffi" with all numbers of ranks on a host, in one order with each of them; "xla" with one of them.
+    [
+        *((*CASES[2], number, "ffi") for number in PER_HOST),
+        *(
+            (*case, PER_HOST[i % len(PER_HOST)], "ffi" if i < len(CASES) else "xla")
+            for i, case in enumerate([*CASES, *CASES])
+            if PER_HOST and i != 2
+        ),
+    ],
 )
-def test_dispatch_is_that_of_one_hop(per_host, index, order, capacity, alignment, implementation):
-    """Rows, weights, counts, drops and every array of the handle, by the oracle too.
-
-    The routings take turns such that each order meets all three of them (on eight ranks).
-    """
-    kinds = ["sprinkled", "one_rank", "unused"]
-    kind = kinds[(PER_HOST.index(per_host) + index + (implementation == "xla")) % 3]
+def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_host, implementation):
+    """Rows, weights, counts, drops and every array of the handle, by the oracle too."""
     tokens, k, experts = 13, 3, 4 * R
-    ids, weights = routing(kind, R, tokens, k, experts), floats((R, tokens, k))
+    weights = floats((R, tokens, k))
     x = tagged_rows(R, tokens, 6, BF16)  # any bits: NaN too
     options = {"order": order, "capacity": capacity, "expert_alignment": alignment}
-    got = dispatch(hosts_of(per_host), x, ids, weights, experts, implementation=implementation, **options)
-    assert_same(got, dispatch(ranks(R), x, ids, weights, experts, **options))
-    expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
-    if order == "expert_padded":
-        got = flat_in_slots(got)
-    for rank, want in enumerate(expected):
-        assert same_bits(got.x[rank], want.x)
-        np.testing.assert_array_equal(weights_of(got)[rank], want.weights)
+    kinds = [routing(kind, R, tokens, k, experts) for kind in ("sprinkled", "one_rank", "unused")]
+    fills_blocks = np.tile(np.arange(k, dtype=np.int32), (R, tokens, 1))  # padded experts' blocks
+    for ids in (*kinds, fills_blocks):
+        got = dispatch(hosts_of(per_host), x, ids, weights, experts, implementation=implementation, **options)
+        assert_same(got, dispatch(ranks(R), x, ids, weights, experts, **options))
+        expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
+        if order == "expert_padded":
+            got = flat_in_slots(got)
+        for rank, want in enumerate(expected):
+            assert same_bits(got.x[rank], want.x)
+            np.testing.assert_array_equal(weights_of(got)[rank], want.weights)
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -120,8 +125,15 @@ def test_wide_types(order):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("host_rows", "order", "capacity"),
-    [(1, "rank", None), (6, "rank", 16), (1, "expert", 24), (3, "expert", 24)],
+    ("host_rows", "order", "capacity", "implementation"),
+    [
+        (1, "rank", None, "ffi"),
+        (6, "rank", 16, "ffi"),
+        (1, "expert", 24, "ffi"),
+        (3, "expert", 24, "ffi"),
+        (6, "rank", 16, "xla"),
+        (1, "expert", 24, "xla"),
+    ],
 )
 def test_host_capacity(host_rows, order, capacity, implementation):
     """What hop 1 drops is as if it had not been chosen, but counted at its receiver."""
@@ -130,9 +142,10 @@ def test_host_capacity(host_rows, order, capacity, implementation):
     x = tagged_rows(R, tokens, 3, np.int32)
     left = oracle.dropped_by_hop_1(ids, experts, per_host, host_rows)
     assert (left < 0).sum() > (np.stack([oracle.routed(one, experts) for one in ids]) < 0).sum()
-    options = {"order": order, "capacity": capacity, "implementation": implementation}
+    options = {"order": order, "capacity": capacity}
     rows = 2 * host_rows + 1  # of both hosts, and one that cannot be shared
-    got = dispatch(hosts_of(per_host), x, ids, weights, experts, host_capacity=rows, **options)
+    by = {"host_capacity": rows, "implementation": implementation}
+    got = dispatch(hosts_of(per_host), x, ids, weights, experts, **by, **options)
     want = dispatch(ranks(R), x, left, weights, experts, **options)
     wanted = oracle.rank_prefix_matrix(ids, experts, order)[-1]
     arrive = wanted[:, None] - want.num_tokens
@@ -148,16 +161,10 @@ def test_rows_are_quantised_before_they_travel(quantize, implementation):
     """What crosses the network is a byte for each element, and the scales."""
     ids = routing("sprinkled", R, 5, 2, 2 * R)
     x = floats((R, 5, 256), BF16)
-    options = {"quantize": quantize, "implementation": implementation}
-    got = dispatch(hosts_of(R // 2), x, ids, None, 2 * R, **options)
-    assert_same(got, dispatch(ranks(R), x, ids, None, 2 * R, **options))
-    on = hosts_of(R // 2)
-
-    def shard(x, ids):
-        return jax_ep.dispatch(x, ids, group=on.group, num_experts=2 * R, **options).num_tokens
-
-    mapped = jax.jit(on.map(shard))
-    text = mapped.lower(x.reshape(-1, 256), ids.reshape(-1, 2)).as_text()
+    on, by = hosts_of(R // 2), {"quantize": quantize, "implementation": implementation}
+    got = dispatch(on, x, ids, None, 2 * R, **by)
+    assert_same(got, dispatch(ranks(R), x, ids, None, 2 * R, quantize=quantize))
+    text = compiled(on, 2 * R, **by).lower(x.reshape(-1, 256), ids.reshape(-1, 2), None).as_text()
     between = [line for line in text.splitlines() if "all_to_all" in line and "x256x" in line]
     assert all("x256xui8" in line for line in between)
     assert not [line for line in text.splitlines() if "all_to_all" in line and "bf16" in line]

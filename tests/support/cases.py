@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -56,6 +57,23 @@ def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int 
         ids[rng.random(ids.shape) < 0.1] = -7
         ids[..., -1] = np.where(rng.random(ids.shape[:-1]) < 0.3, ids[..., 0], ids[..., -1])  # repeated
     return ids
+
+
+def pairwise(*parameters: Any) -> list[tuple]:
+    """Returns combinations of values such that any two values of different parameters meet in one.
+
+    Returns all combinations on GPUs, whose kernels have more branches, and where programs compile faster.
+    """
+    rows = list(itertools.product(*map(range, map(len, parameters))))
+    pairs = lambda row: set(itertools.combinations(enumerate(row), 2))
+    if jax.default_backend() == "gpu":
+        chosen = rows
+    else:
+        chosen, missing = [], set().union(*map(pairs, rows))
+        while missing:
+            chosen.append(max(rows, key=lambda row: len(missing & pairs(row))))
+            missing -= pairs(chosen[-1])
+    return [tuple(values[i] for values, i in zip(parameters, row, strict=True)) for row in chosen]
 
 
 def weights_of(sent):
