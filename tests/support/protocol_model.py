@@ -24,6 +24,7 @@ to it), clocks, the 32 bits of an epoch, resets, several channels, two ops at a 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ class Protocol:
     spreads: bool = False  # blocks wait for what their peers move after they have left
     fault: str = ""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return len(self.blocks)
 
@@ -122,9 +123,10 @@ class Protocol:
         first = PUBLISHES if self.fault == "publishes before it opens" else OPENS
         return (Block(first), *(Block(WAITS),) * (blocks - 1))
 
-    def peers(self, rank: int) -> list[int]:
-        """The others, in the order in which a rank turns to them."""
-        return [(rank + i) % self.size for i in range(1, self.size)]
+    @functools.cached_property
+    def peers(self) -> list[list[int]]:
+        """The other ranks of each, in the order in which it turns to them."""
+        return [[(rank + i) % self.size for i in range(1, self.size)] for rank in range(self.size)]
 
     def agree(self, op: int) -> bool:
         return len({ops[op - 1] for ops in self.signatures}) <= 1
@@ -182,7 +184,7 @@ class Protocol:
             mailboxes = _with(changed[to].mailboxes, r, rank.op)
             yield f"publishes to {to}", _with(changed, to, changed[to]._replace(mailboxes=mailboxes))
         elif block.stage == WAITS:
-            needed = [r, *self.peers(r)]
+            needed = [r, *self.peers[r]]
             if self.fault == "touches on some words":
                 needed.pop()
             alike = self.agree(rank.op) or self.fault == "ignores signatures"
@@ -207,7 +209,7 @@ class Protocol:
 
     def steps_of_leaving(self, r: int, b: int, ranks: Ranks) -> Steps:
         """A block tells its peers one after the other that it is done with their memory."""
-        rank, block, peers = ranks[r], ranks[r].blocks[b], self.peers(r)
+        rank, block, peers = ranks[r], ranks[r].blocks[b], self.peers[r]
         waits_first = self.fault == "waits before it leaves" and b == len(rank.blocks) - 1
         if waits_first and not block.whole and rank.opened == rank.op and rank.giving_up <= 2 * len(peers):
             return
@@ -229,7 +231,7 @@ class Protocol:
 
     def steps_to_the_end(self, r: int, ranks: Ranks, stopped: int) -> Steps:
         """What the last block does when it has left itself, while others of its rank may still be at work."""
-        rank, peers = ranks[r], self.peers(r)
+        rank, peers = ranks[r], self.peers[r]
         waits_first = self.fault == "waits before it leaves" and rank.blocks[-1].stage == TELLS
         if rank.blocks[-1].stage != ENDED and not (waits_first and rank.opened == rank.op):
             return
@@ -254,7 +256,7 @@ class Protocol:
 
     def steps_of_giving_up(self, r: int, ranks: Ranks, stopped: int) -> Steps:
         """Every peer's gate is closed; then, if this rank has opened, those are waited for that have too."""
-        rank, peers = ranks[r], self.peers(r)
+        rank, peers = ranks[r], self.peers[r]
         step = rank.giving_up - 1
         closes = step < len(peers)
         if self.fault == "reads before it closes" and rank.opened == rank.op:
@@ -293,8 +295,8 @@ class Protocol:
                 continue
             if not self.agree(rank.op):
                 raise Violation(f"I4: {r} moves though the signatures differ")
-            for p in self.peers(r):
-                if ranks[p].op != rank.op or ranks[p].told <= self.peers(p).index(r) + 1:
+            for p in self.peers[r]:
+                if ranks[p].op != rank.op or ranks[p].told <= self.peers[p].index(r) + 1:
                     raise Violation(f"I1: {r} touches the memory of {p} in op {rank.op}")
 
 
