@@ -42,6 +42,6 @@ def test_group_sizes_find_planted_mistake(mistake, tmp_path):
     copy = tmp_path / header
     copy.parent.mkdir(parents=True)
     copy.write_text(text.replace(right, wrong))
-    done = run(build("group_sizes", tmp_path / "group_sizes", tmp_path, level="-O1"))
+    done = run(build("group_sizes", tmp_path / "group_sizes", tmp_path, level="-Og"))
     assert done.returncode == 1
     assert "group_sizes: seed" in done.stderr

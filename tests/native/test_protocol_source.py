@@ -160,7 +160,7 @@ def run_planted(name, fault, changes, folder, seed=1):
         assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(text.replace(right, wrong))
-    program = build(name, folder / name, folder, level="-O1")
+    program = build(name, folder / name, folder, level="-Og")
     return run(program, "faults", "1000", str(seed), fault)
 
 
