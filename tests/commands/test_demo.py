@@ -26,41 +26,19 @@ def run(*command, timeout=200):
     return done
 
 
-@pytest.fixture
-def short_run(tmp_path):
-    """Arguments of a run of twelve steps on two devices."""
+@pytest.mark.slow
+def test_a_short_run_learns_agrees_and_drops_no_row(tmp_path, run_command):
+    """In FP8, with redundant experts, at a capacity at which the second run, without them, drops rows.
+
+    tests/group/test_multiprocess.py runs the demo without options.
+    """
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    return ["demo", "--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--fp8"], marks=pytest.mark.slow)], ids=["plain", "fp8"]
-)
-def test_a_short_run_learns_and_agrees(short_run, run_command, options):
-    """The plain one as a user calls it, in a process whose devices the command sets up."""
-    arguments = [*short_run, *options]
-    if options:
-        status, output = run_command(*arguments)
-    else:
-        done = run("-m", "jax_ep", *arguments)
-        status, output = done.returncode, done.stdout + done.stderr
+    sizes = ["--steps", "12", "--devices", "2", "--experts", "4", "--text", str(text)]
+    status, output = run_command("demo", *sizes, "--fp8", "--balance", "--capacity", "1.05")
     assert status == 0, output
     out = re.sub(r"\s+", " ", output)
-    first, last = map(float, re.search(r"first and last step.*?([\d.]+) → ([\d.]+)", out).groups())
-    assert last < first - 1
-    assert "agree, largest difference" in out
-    assert "implementation 'ffi'" in out
-    assert "on 2 cpu devices" in out
-
-
-@pytest.mark.slow
-def test_redundant_experts_drop_no_row(short_run, run_command):
-    """At a capacity at which the second run, without them, drops rows."""
-    status, output = run_command(*short_run, "--balance", "--capacity", "1.05")
-    assert status == 0, output
-    out = re.sub(r"\s+", " ", output)
+    assert "on 2 cpu devices, implementation 'ffi'" in out
     dropped, dropped_without = map(int, re.search(r"dropped in all steps │ (\d+) │ (\d+)", out).groups())
     assert dropped == 0 < dropped_without
     values = re.search(r"first and last step[^│]*│ ([\d.]+) → ([\d.]+) │ ([\d.]+) → ([\d.]+)", out).groups()

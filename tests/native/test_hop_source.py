@@ -90,7 +90,6 @@ FIRST_SEEDS = {
     "returns the credit early": 240,
     "returns the credit for its own thread": 1120,
     "clears what its track failed of only": 160,
-    "does not tell its host of another mesh": 990,
     "shares a track": 105,
 }
 
@@ -110,7 +109,7 @@ def run(program, scenarios, seed):
 
 @pytest.mark.slow
 def test_hop(tmp_path):
-    done = run(build(tmp_path / "hop_stress"), 500, 1)
+    done = run(build(tmp_path / "hop_stress"), 300, 1)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

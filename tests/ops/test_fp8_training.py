@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cases import floats, ranks
 from devices import most_ranks
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -50,37 +49,28 @@ def test_round_scale_reaches_rows_and_weights():
     assert (out != experts_gradients(rows, up, down, cotangent)[0]).any()
 
 
-def trained_loss(quantize, seed):
-    """Of a layer that learns what another layer of the same shape does, after 60 steps."""
-    keys = jax.random.split(jax.random.key(seed), 6)
-    dtype, width, inner, experts = jnp.bfloat16, 128, 64, 8
-    normal = lambda key, *shape: jax.random.normal(key, shape) / shape[-2] ** 0.5
-    x = jax.random.normal(keys[0], (R * 64, width), dtype)
-    ids = jax.random.randint(keys[1], (R * 64, 2), 0, experts)
-    teacher = normal(keys[2], experts, width, inner), normal(keys[3], experts, inner, width)
-    student = normal(keys[4], experts, width, inner), normal(keys[5], experts, inner, width)
+@functools.cache
+def training(quantize):
+    """Returns a program that trains a layer for 60 steps to do what a teacher does: the loss of each step."""
+    num_experts, dtype, on = 8, jnp.bfloat16, ranks(R)
 
-    def shard(group, x, ids, up, down, quantize):
+    def shard(quantize, x, ids, up, down):
         def feed_forward(sent):
             hidden = jnp.tanh(jax_ep.grouped_dot(sent.x, up.astype(dtype), sent.group_sizes))
             return jax_ep.grouped_dot(hidden, down.astype(dtype), sent.group_sizes)
 
-        even = jnp.full(ids.shape, 0.5)
-        return jax_ep.moe(x, ids, even, feed_forward, group=group, num_experts=experts, quantize=quantize)
+        options = {"group": on.group, "num_experts": num_experts, "quantize": quantize}
+        return jax_ep.moe(x, ids, jnp.full(ids.shape, 0.5), feed_forward, **options)
 
-    def mapped(quantize):
-        on = ranks(R)
-        one = functools.partial(shard, on.group, quantize=quantize)
-        return jax.jit(jax.shard_map(one, mesh=on.mesh, in_specs=(P("ep"),) * 4, out_specs=P("ep")))
+    def train(x, ids, teacher, student):
+        def layer(quantize, w):
+            return on.map(functools.partial(shard, quantize))(x, ids, *w).astype(jnp.float32)
 
-    want = mapped(None)(x, ids, *teacher).astype(jnp.float32)
-    student_of = mapped(quantize)
+        want = layer(None, teacher)
 
-    def loss(student):
-        return jnp.mean((student_of(x, ids, *student).astype(jnp.float32) - want) ** 2)
+        def loss(student):
+            return jnp.mean((layer(quantize, student) - want) ** 2)
 
-    @jax.jit
-    def train(student):
         def step(state, _):
             student, momentum = state
             value, gradient = jax.value_and_grad(loss)(student)
@@ -89,7 +79,19 @@ def trained_loss(quantize, seed):
 
         return jax.lax.scan(step, (student, jax.tree.map(jnp.zeros_like, student)), length=60)[1]
 
-    values = np.asarray(train(student))
+    return jax.jit(train)
+
+
+def trained_loss(quantize, seed):
+    """Returns the last loss of a training that ends with less than half of its first."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    dtype, width, inner, experts = jnp.bfloat16, 128, 64, 8
+    normal = lambda key, *shape: jax.random.normal(key, shape) / shape[-2] ** 0.5
+    x = jax.random.normal(keys[0], (R * 64, width), dtype)
+    ids = jax.random.randint(keys[1], (R * 64, 2), 0, experts)
+    teacher = normal(keys[2], experts, width, inner), normal(keys[3], experts, inner, width)
+    student = normal(keys[4], experts, width, inner), normal(keys[5], experts, inner, width)
+    values = np.asarray(training(quantize)(x, ids, teacher, student))
     assert values[-1] < 0.5 * values[0]
     return values[-1]
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.one_jax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    layers: int = 2
+    layers: int = 1
     width: int = 128
     heads: int = 4
     kv_heads: int = 1

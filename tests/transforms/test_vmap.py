@@ -184,7 +184,7 @@ OPS = {
     ),
 }
 LOCAL = {"grouped_dot", "grouped_dot of physical weights", "gated_mlp"}
-# `make test` has these with "ffi", with each operand batched alone, or with the operands listed here.
+# `make test` has these with "ffi". Of their operands each is batched alone, or those that are listed here.
 QUICK = {
     "dispatch by expert": None,
     "moe with redundant experts": [("ids",)],  # one plan per element for the same matrices
@@ -230,8 +230,7 @@ def test_vmap_equals_a_loop(name, implementation):
     elements = 3 * np.tile(np.arange(B, dtype=np.float32), (R, 1))
     floating = [i for i, array in enumerate(operands.values(), 1) if array.dtype == np.float32]
     one = on_ranks(jax.value_and_grad(loss, floating, has_aux=True))
-    chosen = QUICK.get(name) if implementation == "ffi" else None
-    for subset in chosen or subsets(operands, every=implementation == "ffi" and name not in QUICK):
+    for subset in QUICK.get(name) or subsets(operands, every=implementation == "ffi" and name not in QUICK):
         is_batched = [True, *(operand in subset for operand in operands)]
         axes = [0 if batched else None for batched in is_batched]
         arrays = [elements, *operands.values()]
