@@ -15,7 +15,7 @@ from devices import most_ranks
 
 import jax_ep
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.one_jax, pytest.mark.processes]
 
 R, T, K, E, H = most_ranks(), 16, 4, 16, 512
 L, CAPACITY = E // R, R * T
@@ -107,7 +107,6 @@ def difference(a, b):
     return 1 - 2 * (a * b).sum() / (a * a + b * b).sum()
 
 
-@pytest.mark.one_jax
 @each_implementation
 @each_mode
 @each_batch

@@ -104,6 +104,7 @@ def test_dispatch_accepts_any_number_of_ranks(size, per_host, order):
     check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"),
     [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024), (1300, 3, 16)],

@@ -266,6 +266,7 @@ def gradients_of_layer(products, quantize, applies_weights, dtype):
     return jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, weights, up, down))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("quantize", "products", "applies_weights"),
     [("fp8", "fp8_all", False), (None, "fp8", True)],

@@ -45,6 +45,7 @@ FUNCTIONS = {
 CASES = [*((name, jnp.bfloat16) for name in FUNCTIONS), ("gated_mlp", jnp.float32)]
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_values_and_gradients(name, dtype):
     """A product and a layer, forward and backward, and the gradient of a product's gradient."""

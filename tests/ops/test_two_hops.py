@@ -247,6 +247,7 @@ def test_wrong_uses(open_group):
         dispatch(on, x, ids, None, 2 * R, host_capacity=2.5)
 
 
+@pytest.mark.one_jax
 @ALONE
 @pytest.mark.parametrize(("hosts", "copies"), [(2, 1.00), (4, 2.71), (8, 4.63)])
 def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
