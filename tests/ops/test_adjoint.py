@@ -50,6 +50,7 @@ def both_sides(order, capacity, alignment, implementation):
     return jax.jit(on.map(shard))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_adjointness(order, implementation):
     @hypothesis.given(data=st.data())

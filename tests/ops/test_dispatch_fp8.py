@@ -203,6 +203,7 @@ def test_fp8_rows_have_no_gradient():
         jax.grad(lambda x: jnp.sum(run(x, ids, weights)))(x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_layer_of_fp8_products(implementation):
     """Rows and scales arrive as the products take them."""

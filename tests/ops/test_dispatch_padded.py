@@ -119,6 +119,7 @@ def layer(order, implementation, group, x, ids, weights, w):
     return jax_ep.combine(y, sent.handle, row_weights=sent.row_weights, implementation=implementation)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_layer_and_its_gradients_are_those_of_expert_order(implementation):
     x, ids, weights = routing()

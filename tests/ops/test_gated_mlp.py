@@ -282,6 +282,7 @@ def test_a_layer_of_it_trains_in_fp8(quantize, products, applies_weights):
         assert abs(slope - 1) < 0.03  # no bias
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16 rows", "FP8 rows"])
 def test_grouped_dot_of_quantized_weights(quantized):
     """Values and gradients of a single product."""

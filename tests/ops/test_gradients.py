@@ -117,6 +117,7 @@ def resolved(order, capacity):
     return Routing(ranks_of(ranks(R).group), order, T, K, E, size, 1)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("order", "capacity", "check_vma"), pairwise(["rank", "expert"], [None, 10], [True, False])
 )
@@ -199,6 +200,7 @@ def test_gradient_of_a_redispatch(capacity, implementation):
     np.testing.assert_array_equal(d_other, np.broadcast_to(rows.reshape(-1, 1), d_other.shape))
 
 
+@pytest.mark.one_jax
 def test_cotangents_of_padding_and_tail_are_ignored(order, implementation):
     """A loss that reads the padding does not change the gradient."""
     ids = flat(routing("sprinkled", R, T, K, E))

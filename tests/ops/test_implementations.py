@@ -131,6 +131,7 @@ def test_implementations_of_communicating_ops_agree(op):
     assert_equal(run("ffi"), run("xla"))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("op", LOCAL)
 def test_implementations_of_local_ops_agree(op):
     run = lambda by: jax.jit(functools.partial(LOCAL[op], by))(ROWS, SIZES)

@@ -149,6 +149,7 @@ def test_which_rows_are_whose(alignment, capacity, implementation):
         np.testing.assert_array_equal(is_row[rank], np.array(expert) >= 0, strict=True)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_no_tokens(order, capacity, implementation):

@@ -148,6 +148,7 @@ def test_gradients_are_the_same(annotated, order, around, scanned):
     assert d_weights.any() == (order != "rank")  # by rank nobody applies them here
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_rows_that_travel_as_fp8(annotated, check_vma):
     x, ids, weights, other, counts = arrays()

@@ -114,6 +114,7 @@ def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_host, imple
             np.testing.assert_array_equal(weights_of(got)[rank], want.weights)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_wide_types(order):
     with jax.enable_x64(True):
