@@ -111,7 +111,7 @@ def precision_of(
     try:
         if not isinstance(requested, str | jax.lax.Precision):
             raise ValueError
-        found = jax.lax.Precision(requested)
+        chosen = jax.lax.Precision(requested)
     except ValueError:
         is_fp8 = isinstance(requested, str) and requested in ("fp8", "fp8_all")
         advice = f"; quantize={requested!r} of gated_mlp makes products in FP8" if is_fp8 else ""
@@ -119,7 +119,7 @@ def precision_of(
             f"{check.op}: precision must be None, 'default', 'high', 'highest' or another name or value of "
             f"jax.lax.Precision, got {precision!r}{advice}"
         ) from None
-    return found if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return chosen if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def fp8_product(engine: Engine, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:

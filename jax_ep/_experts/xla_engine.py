@@ -249,9 +249,9 @@ def _columns(x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: flo
     ends = jnp.cumsum(padded)
     column = jnp.arange(count, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(ends, column, side="right"), sizes.shape[0] - 1)
-    within = column - (ends - padded)[group]
-    source = first_rows[group] + within
-    is_row = within < sizes[group]
+    row_in_group = column - (ends - padded)[group]
+    source = first_rows[group] + row_in_group
+    is_row = row_in_group < sizes[group]
     rows = jnp.where(is_row[:, None], jnp.take(x, source, axis=0, mode="clip"), 0)
     q = quantize_blocks(rows, (BLOCK, 1), round_scale, floor)
     return Columns(q.values.swapaxes(0, 1), q.scales)

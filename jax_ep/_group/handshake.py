@@ -79,7 +79,7 @@ def exclusive_setup(limit_s: float) -> Iterator[None]:
         _setup_lock.release()
 
 
-def within(limit_s: float, step: str, work: Callable[[], T]) -> T:
+def run_within(limit_s: float, step: str, work: Callable[[], T]) -> T:
     """Returns the result of `work()`. Raises SetupTimeout if the call takes longer than the limit.
 
     The work runs in a thread of its own, because XLA's waits have no time-out.
@@ -120,7 +120,7 @@ def drain(devices: Sequence[Device], limit_s: float) -> None:
                 results.append(last_program(np.int32(0)))
         jax.block_until_ready(results)
 
-    within(limit_s, "waiting for earlier programs", run)
+    run_within(limit_s, "waiting for earlier programs", run)
 
 
 def exchange(devices: Sequence[Device], message: Message, limit_s: float, step: str) -> dict[int, Message]:
@@ -135,14 +135,14 @@ def exchange(devices: Sequence[Device], message: Message, limit_s: float, step: 
     devices = tuple(sorted(devices, key=lambda device: device.id))
     row = np.frombuffer(text.ljust(MESSAGE_BYTES), np.uint8)[None]
 
-    def gather_rows() -> np.ndarray:
-        sharding, gather = _gather_over(devices)
+    def exchange_rows() -> np.ndarray:
+        sharding, all_gather = _all_gather_over(devices)
         local = [jax.device_put(row, d) for d in devices if d.process_index == jax.process_index()]
         rows = jax.make_array_from_single_device_arrays((len(devices), MESSAGE_BYTES), sharding, local)
-        return np.asarray(gather(rows))
+        return np.asarray(all_gather(rows))
 
     try:
-        all_rows = within(limit_s, step, gather_rows)
+        all_rows = run_within(limit_s, step, exchange_rows)
     except (RuntimeError, ValueError) as error:  # from XLA
         raise RuntimeError(
             f"Group: {step} failed, because JAX could not exchange the processes' messages (has a process "
@@ -154,7 +154,7 @@ def exchange(devices: Sequence[Device], message: Message, limit_s: float, step: 
 
 
 @functools.cache
-def _gather_over(devices: tuple[Device, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+def _all_gather_over(devices: tuple[Device, ...]) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Returns the sharding of an array with one row per device, and a function that gathers all rows."""
     mesh = Mesh(np.array(devices), ("all",))
     return NamedSharding(mesh, P("all")), jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))

@@ -57,7 +57,7 @@ def control_blocks(
         # In a thread, because a group may be made while a function is traced. The programs run after all
         # programs that were launched on the devices before.
         limit_s = max(timeout_s, handshake.LEAST_S)
-        halves = handshake.within(limit_s, "reserving memory", reserve)
+        halves = handshake.run_within(limit_s, "reserving memory", reserve)
         _clients.extend(device.client for device in devices)
         _controls[key] = {
             device.id: int(low) | int(high) << 32 for device, (low, high) in zip(devices, halves, strict=True)

@@ -120,13 +120,13 @@ class _Rails:
                 self._run_step(step, functools.partial(self._advance, step, work))
         except handshake.SetupError:
             with contextlib.suppress(handshake.SetupTimeout):
-                handshake.within(self.limit_s, "disconnecting hosts", lambda: module.drop_rails(key))
+                handshake.run_within(self.limit_s, "disconnecting hosts", lambda: module.drop_rails(key))
             raise
         module.publish_rails(key)
 
     def _advance(self, step: str, work: Callable[[], str]) -> None:
         try:
-            handshake.raise_if_error(handshake.within(self.limit_s, step, work))
+            handshake.raise_if_error(handshake.run_within(self.limit_s, step, work))
         except handshake.SetupTimeout:
             place = f"within {self.limit_s:g} s in process {jax.process_index()}"
             raise handshake.SetupTimeout(f"Group: {step} did not end {place}. {STUCK}") from None

@@ -44,12 +44,12 @@ def unshard(arrays: Tree) -> Tree:
     if not mesh.explicit_axes:
         return arrays
 
-    def gather(array: jax.Array) -> jax.Array:
+    def unshard_array(array: jax.Array) -> jax.Array:
         array = reject_sharded_batch(array)
         spec = jax.typeof(array).sharding.spec
         return jax.sharding.reshard(array, P(*[None] * array.ndim)) if any(spec) else array
 
-    return jax.tree.map(gather, arrays)
+    return jax.tree.map(unshard_array, arrays)
 
 
 def align_axes(arrays: Tree, axes: Iterable[str] = ()) -> Tree:

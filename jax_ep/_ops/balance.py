@@ -327,7 +327,7 @@ def _counts_of_all(
     """Returns [R, E]: how many choices of each rank fell on each expert."""
     local = choose_local(resolve_implementation(group, implementation))
     counts = local.layout(ids, num_experts, group.size, 1)
-    return choose(group, implementation).gather(counts.num_tokens_per_expert)
+    return choose(group, implementation).all_gather(counts.num_tokens_per_expert)
 
 
 def _has_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:

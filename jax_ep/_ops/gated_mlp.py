@@ -135,9 +135,9 @@ def gated_mlp(
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
     operands = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
-    found = precision_of(_CHECK, precision, operands.dtype())
+    products_precision = precision_of(_CHECK, precision, operands.dtype())
     if quantize is None:
-        products: Products = FloatProducts(engine.with_precision(found))
+        products: Products = FloatProducts(engine.with_precision(products_precision))
     else:
         products = Fp8(engine, quantize == "fp8_all")
     half_shape = operands.rows.shape[0], wide_of(operands.w_down).shape[1]
@@ -253,15 +253,17 @@ def _backward(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Operands]:
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
     d_hidden = products.times_transposed(d_out_rows, operands.w_down, sizes)
     gated = Gated(z, operands.row_weights, sizes, call.activation, needs_wide_d_z=operands.b_up is not None)
-    found = products.gradients(gated, d_hidden)
-    d_w_down = products.weight_gradient(found.hidden, d_out_columns, sizes, _num_redundant(operands.w_down))
-    d_rows = products.times_transposed(found.d_z, _merged(operands).w_up, sizes)
-    d_w_up = products.weight_gradient(saved_rows, found.d_z_columns, sizes, _num_redundant(operands.w_up))
-    d_row_weights = found.d_row_weights
+    gradients = products.gradients(gated, d_hidden)
+    d_w_down = products.weight_gradient(
+        gradients.hidden, d_out_columns, sizes, _num_redundant(operands.w_down)
+    )
+    d_rows = products.times_transposed(gradients.d_z, _merged(operands).w_up, sizes)
+    d_w_up = products.weight_gradient(saved_rows, gradients.d_z_columns, sizes, _num_redundant(operands.w_up))
+    d_row_weights = gradients.d_row_weights
     d_b_up, d_b_down = None, None
     if operands.b_up is not None:
-        assert found.d_z_wide is not None
-        d_b_up = _sum_of_groups(call.engine, found.d_z_wide, sizes).astype(operands.b_up.dtype)
+        assert gradients.d_z_wide is not None
+        d_b_up = _sum_of_groups(call.engine, gradients.d_z_wide, sizes).astype(operands.b_up.dtype)
         d_b_up = _split_like(operands.b_up, d_b_up, 1)
     if operands.b_down is not None:
         d_b_down = _sum_of_groups(call.engine, weighted(d_out, operands.row_weights), sizes)

@@ -178,19 +178,19 @@ def _spread(state: _State, target: jax.Array, least: int) -> _State:
     number = jnp.where(takes[receiver], jnp.clip(room[receiver], 0, amount), 0)
     number = jnp.where(number >= least, number, 0)
     # The relay.
-    others = jnp.maximum(state.experts, 0)
-    homes = others // local
+    hosted = jnp.maximum(state.experts, 0)
+    homes = hosted // local
     fits = (state.experts >= 0) & (homes != donor) & takes[homes]
-    relayed = jnp.minimum(jnp.minimum(amount, room[:, None]), state.rows[others])
+    relayed = jnp.minimum(jnp.minimum(amount, room[:, None]), state.rows[hosted])
     relayed = jnp.where(fits, relayed, 0)
     best = jnp.argmax(relayed)
     passed = relayed.reshape(-1)[best]
     relays = (number == 0) & (passed >= least)
-    other = others.reshape(-1)[best]
+    relay_expert = hosted.reshape(-1)[best]
     places = state.experts.shape[1]
-    state = _move(state, other, (best // places).astype(INT), jnp.where(relays, passed, 0))
+    state = _move(state, relay_expert, (best // places).astype(INT), jnp.where(relays, passed, 0))
     number = jnp.where(relays, passed, number)
-    receiver = jnp.where(relays, other // local, receiver)
+    receiver = jnp.where(relays, relay_expert // local, receiver)
     state = _move(state, expert, receiver, number)
     return state._replace(blocked=state.blocked.at[expert].set(state.blocked[expert] | (number == 0)))
 

@@ -94,7 +94,7 @@ class Permutation(NamedTuple):
 
 
 class Backend(Protocol):
-    """The actions that move rows between the ranks of a group: route, push, pull and gather.
+    """The actions that move rows between the ranks of a group: route, push, pull and all_gather.
 
     A backend is hashable, because custom_vjp takes it as an argument that is not differentiated.
     """
@@ -116,7 +116,7 @@ class Backend(Protocol):
         """Computes a handle, and pushes along it."""
         ...
 
-    def gather(self, numbers: jax.Array) -> jax.Array:
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
         """Returns the int32 numbers [n] of all ranks: [R, n]."""
         ...
 

@@ -43,7 +43,7 @@ def host(ranks: Ranks) -> jax.Array:
     return jax.lax.axis_index(ranks.axis_name) // ranks.ranks_per_host
 
 
-def gather(ranks: Ranks, array: jax.Array) -> jax.Array:
+def all_gather(ranks: Ranks, array: jax.Array) -> jax.Array:
     """Returns the arrays of all ranks: [R, ...]."""
     if ranks.index_groups is None:
         return jax.lax.all_gather(array, ranks.axis_name)

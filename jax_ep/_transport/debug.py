@@ -193,14 +193,18 @@ def check(
     sizes = tuple(mesh.shape[axis] for axis in axes)
     device = jax.lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
     numbers = [number for finding in findings for number in finding.numbers]
-    found = jnp.stack([device, *(number.reshape(()).astype(jnp.int32) for number in numbers)])
-    found = found[None]
+    all_counts = jnp.stack([device, *(number.reshape(()).astype(jnp.int32) for number in numbers)])
+    all_counts = all_counts[None]
     if axes and not alone:
-        found = jnp.zeros((int(np.prod(sizes)), found.shape[1]), jnp.int32).at[device].set(found[0])
-        found = jax.lax.psum(found, axes)
+        all_counts = (
+            jnp.zeros((int(np.prod(sizes)), all_counts.shape[1]), jnp.int32).at[device].set(all_counts[0])
+        )
+        all_counts = jax.lax.psum(all_counts, axes)
     texts = tuple((finding.text, len(finding.numbers)) for finding in findings)
     report = functools.partial(_report, op, texts, axes, sizes, () if ranks is None else ranks.axes)
-    passed = jax.pure_callback(report, jax.ShapeDtypeStruct((), jnp.bool_), found, vmap_method="sequential")
+    passed = jax.pure_callback(
+        report, jax.ShapeDtypeStruct((), jnp.bool_), all_counts, vmap_method="sequential"
+    )
     jax.debug.callback(_nothing, passed)  # so that nothing removes the other callback
     passed = checkpoint_name(passed, checkpoint_names.handle)
     return jax.tree.map(lambda leaf: jax.lax.select(passed, leaf, jnp.zeros_like(leaf)), results)
@@ -216,11 +220,11 @@ def _report(
     axes: tuple[str, ...],
     sizes: tuple[int, ...],
     group_axes: tuple[str, ...],
-    found: np.ndarray,
+    all_counts: np.ndarray,
 ) -> np.ndarray:
-    """Raises ValueError if there are findings. `found` has a row for each device: its number, then counts."""
+    """Raises ValueError if there are findings. `all_counts` has a row per device: its number, then counts."""
     places: dict[str, list[tuple[int, str]]] = {}
-    for device, *numbers in np.asarray(found).tolist():
+    for device, *numbers in np.asarray(all_counts).tolist():
         for text, length in texts:
             counts, numbers = numbers[:length], numbers[length:]
             if counts[0] > 0:

@@ -1,7 +1,7 @@
 """Calls of this package's FFI handlers: implementation="ffi".
 
-`xla.py` has the same methods from `jax.lax`, with the same arguments and results. The module's function
-`gather` is only for the benchmark, which measures the links with it; the method is an action of the backend.
+`xla.py` has the same methods from `jax.lax`, with the same arguments and results. `copy_to_all` is only for
+the benchmark, which measures the links with it.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def _read_attendance(attendance: Attendance, named: dict[str, jax.Array]) -> Att
     )
 
 
-def gather(ranks: Ranks, x: jax.Array) -> jax.Array:
+def copy_to_all(ranks: Ranks, x: jax.Array) -> jax.Array:
     """Copies all ranks' rows to every rank by plain copies: a ceiling to compare with. GPUs only."""
     shape = (ranks.size * x.shape[0], *x.shape[1:])
     options = {"group": ranks.key, "num_ranks": np.int64(ranks.size)}
@@ -176,7 +176,7 @@ class Ffi:
             handle=handle,
         )
 
-    def gather(self, numbers: jax.Array) -> jax.Array:
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
         """Returns the numbers [n] of all ranks, [R, n], by a dispatch of one row to each rank.
 
         For few numbers this is faster than a collective.

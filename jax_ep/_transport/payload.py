@@ -102,8 +102,8 @@ def keep_bits(kept: jax.Array, rows: jax.Array) -> jax.Array:
     if jnp.issubdtype(rows.dtype, jnp.complexfloating):
         return from_reals(keep_bits(kept[..., None], as_reals(rows)), rows.dtype)
     bits = bits_of(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.floating) else rows.dtype
-    found = _with_bits(rows, bits)
-    return _with_bits(jnp.where(kept, found, jnp.zeros_like(found)), rows.dtype)
+    rows_as_bits = _with_bits(rows, bits)
+    return _with_bits(jnp.where(kept, rows_as_bits, jnp.zeros_like(rows_as_bits)), rows.dtype)
 
 
 def _with_bits(array: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -56,8 +56,8 @@ class Stream:
         routed = self.inner.route(routing, topk_idx, dataclasses.replace(sent, leaves=()), attendance)
         return routed._replace(rows=self.push(routed.handle, Push(sent.leaves))[0])
 
-    def gather(self, numbers: jax.Array) -> jax.Array:
-        return self.inner.gather(numbers)
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
+        return self.inner.all_gather(numbers)
 
     def place(
         self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array

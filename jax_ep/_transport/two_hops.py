@@ -40,12 +40,12 @@ def compute_destinations(
     routing: Routing,
     ids: jax.Array,
     ids_before_drops: jax.Array,
-    gather: Callable[[jax.Array], jax.Array],
+    all_gather: Callable[[jax.Array], jax.Array],
 ) -> Destinations:
     """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
 
     `ids_before_drops` are the choices before hop 1 dropped some, or `ids` itself if it dropped none.
-    gather(numbers) returns the numbers [n] of all ranks [R, n].
+    all_gather(numbers) returns the numbers [n] of all ranks [R, n].
     """
     ranks, experts = routing.num_ranks, routing.num_local_experts
     me = rank(routing.ranks)
@@ -58,7 +58,7 @@ def compute_destinations(
             if routing.has_row_per_choice
             else before_drops.num_tokens_per_rank
         )
-    all_counts = gather(jnp.concatenate(counts))
+    all_counts = all_gather(jnp.concatenate(counts))
     by_rank, by_expert, *rows_before_drops = jnp.split(
         all_counts, [ranks, ranks + routing.num_experts], axis=1
     )
@@ -146,7 +146,7 @@ class TwoHops:
         assert sent.packing is Packing.NONE
         ids_before_drops = routed_experts(topk_idx, routing.num_experts)
         ids = without_dropped(routing, ids_before_drops)
-        destinations = compute_destinations(self.inner.local, routing, ids, ids_before_drops, self.gather)
+        destinations = compute_destinations(self.inner.local, routing, ids, ids_before_drops, self.all_gather)
         # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
         destinations, leaves = jax.lax.optimization_barrier((destinations, sent.leaves))
         metadata = _send_metadata(self.outer, routing, ids, destinations, sent.weights)
@@ -172,7 +172,7 @@ class TwoHops:
         layout = self.inner.local.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
-    def gather(self, numbers: jax.Array) -> jax.Array:
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
         ranks = self.outer.ranks
         hosts, per_host = ranks.num_hosts, ranks.ranks_per_host
         received = self.outer.between_hosts(jnp.broadcast_to(numbers, (hosts, *numbers.shape)))

@@ -18,7 +18,7 @@ from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
-from jax_ep._transport.collectives import exchange, gather, rank
+from jax_ep._transport.collectives import all_gather, exchange, rank
 from jax_ep._transport.routing import (
     Handle,
     Routing,
@@ -36,8 +36,8 @@ def _rows_here(handle: Handle) -> tuple[jax.Array, jax.Array]:
     Rows are [R * T] by rank and [R * T, K] by expert, -1 if there is none.
     """
     routing = handle.routing
-    ids = gather(routing.ranks, handle.topk_idx).reshape(-1, routing.top_k)
-    rows = gather(routing.ranks, handle.sent_rows).reshape(-1, routing.rows_per_token)
+    ids = all_gather(routing.ranks, handle.topk_idx).reshape(-1, routing.top_k)
+    rows = all_gather(routing.ranks, handle.sent_rows).reshape(-1, routing.rows_per_token)
     if not routing.has_row_per_choice:
         return jnp.take(rows, rank(routing.ranks), axis=1), ids
     is_here = (ids >= 0) & (ids // routing.num_local_experts == rank(routing.ranks))
@@ -77,7 +77,7 @@ class Xla:
         active = attendance.peers_of(me)
         if active is not None:
             my_ids = jnp.where(active[my_ids // experts] > 0, my_ids, -1)
-        ids = gather(self.ranks, my_ids).reshape(-1, routing.top_k)
+        ids = all_gather(self.ranks, my_ids).reshape(-1, routing.top_k)
         pairs = count_pairs(ids, routing.num_experts)
         in_rank = jnp.any(pairs.reshape(-1, ranks, experts) > 0, axis=-1).astype(jnp.int32)
         my_pairs = jax.lax.dynamic_slice_in_dim(pairs, me * experts, experts, axis=1)
@@ -116,8 +116,8 @@ class Xla:
         counts = (tokens_per_expert, group_sizes, num_tokens, arrived - num_tokens)
         return Routed(moved, weights, arrived_idx, *counts, attendance.as_attended(ranks), handle)
 
-    def gather(self, numbers: jax.Array) -> jax.Array:
-        return gather(self.ranks, numbers)
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
+        return all_gather(self.ranks, numbers)
 
     def place(
         self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
@@ -134,11 +134,11 @@ class Xla:
         token = jnp.where(choice < 0, -1, choice // routing.top_k) if routing.has_row_per_choice else choice
         moved = []
         for leaf in sent.leaves:
-            everyone = jax.lax.collapse(gather(self.ranks, leaf), 0, 2)
+            everyone = jax.lax.collapse(all_gather(self.ranks, leaf), 0, 2)
             moved.append(take(everyone, token))
         if sent.weights is None:
             return tuple(moved), None
-        weights = gather(self.ranks, sent.weights).reshape(-1, routing.top_k)
+        weights = all_gather(self.ranks, sent.weights).reshape(-1, routing.top_k)
         if routing.has_row_per_choice:
             return tuple(moved), take(weights.reshape(-1), choice)
         is_here = (ids >= 0) & (ids // routing.num_local_experts == rank(self.ranks))

@@ -56,7 +56,7 @@ def links(mesh: jax.sharding.Mesh, repeats: int) -> float | None:
             return None
 
         def step(x: jax.Array) -> jax.Array:
-            return jnp.reshape(ffi.gather(ranks_of(group), x), (mesh.size, *x.shape))[0]
+            return jnp.reshape(ffi.copy_to_all(ranks_of(group), x), (mesh.size, *x.shape))[0]
 
         rate = _rate(mesh, step, (mesh.size - 1) * _rows(mesh) * WIDTH * 4, ("GatherKernel",), repeats)
         group.check()

@@ -76,11 +76,11 @@ def _versions(devices: Sequence[Any]) -> Iterator[Finding]:
     pairs = ", ".join(f"{name} {version(name)}" for name in ("jaxlib", "numpy"))
     yield Finding("jax", f"{jax.__version__}, {pairs}")
     plugins = {f"jax-cuda{n}-{kind}": None for n in (12, 13) for kind in ("plugin", "pjrt")}
-    found = {name: version(name) for name in plugins if version(name) != "not installed"}
-    if found:
-        alike = set(found.values()) <= {version("jaxlib")}
+    installed = {name: version(name) for name in plugins if version(name) != "not installed"}
+    if installed:
+        alike = set(installed.values()) <= {version("jaxlib")}
         cure = "" if alike else "install the version of jaxlib: pip install -U 'jax[cuda13]'"
-        yield Finding("", ", ".join(f"{name} {text}" for name, text in found.items()), cure, not alike)
+        yield Finding("", ", ".join(f"{name} {text}" for name, text in installed.items()), cure, not alike)
     if Path("/proc/driver/nvidia/version").exists():
         yield _driver(devices)
 

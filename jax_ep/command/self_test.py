@@ -173,9 +173,9 @@ def _wide(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float32)
 
 
-def _error(found: Any, expected: np.ndarray) -> float:
+def _error(got: Any, expected: np.ndarray) -> float:
     """Returns the norm of the difference, as a fraction of that of the expected values. NaN counts as 1."""
-    difference = np.linalg.norm(_wide(found) - expected) / max(np.linalg.norm(expected), 1e-30)
+    difference = np.linalg.norm(_wide(got) - expected) / max(np.linalg.norm(expected), 1e-30)
     return float(difference) if np.isfinite(difference) else 1.0
 
 

@@ -181,11 +181,11 @@ def test_a_wait_that_ends():
     with pytest.raises(
         handshake.SetupTimeout, match=r"Group: knocking did not end within 0\.1 s in process 0"
     ):
-        handshake.within(0.1, "knocking", release.wait)
+        handshake.run_within(0.1, "knocking", release.wait)
     release.set()
-    assert handshake.within(60, "knocking", lambda: 5) == 5
+    assert handshake.run_within(60, "knocking", lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        handshake.within(60, "knocking", lambda: 1 // 0)
+        handshake.run_within(60, "knocking", lambda: 1 // 0)
 
 
 def test_what_cannot_end_is_told_by_name(fake_gpus, monkeypatch):

@@ -138,12 +138,12 @@ def test_short_rows_match_xla(order, k, widths):
     assert jax.tree.all(jax.tree.map(same_bits, *results))
 
 
-def test_plain_copies_gather_every_rank_s_rows():
+def test_plain_copies_bring_every_rank_s_rows():
     need_gpu()
     mesh = Mesh(np.array(jax.devices()[:R]), ("ep",))
     x = tagged_rows(R, 40, H, BF16).reshape(-1, H)
     with jax_ep.Group(mesh, "ep") as group:
-        shard = functools.partial(ffi.gather, ranks_of(group))
+        shard = functools.partial(ffi.copy_to_all, ranks_of(group))
         mapped = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
         got = np.asarray(mapped(jax.device_put(x, NamedSharding(mesh, P("ep")))))
     assert same_bits(got, np.tile(x, (R, 1)))
