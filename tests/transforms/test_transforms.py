@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ranks
+from cases import floats, ranks
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 from layers import E, H, R, T, dense, dense_gradients, experts, inputs, layer
@@ -71,6 +71,36 @@ def test_in_cond():
     mapped = jax.jit(jax.shard_map(shard, mesh=on.mesh, in_specs=(P(), *[P("ep")] * 3), out_specs=P("ep")))
     np.testing.assert_allclose(mapped(True, x, ids, w), dense(x, ids, w), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(mapped(False, x, ids, w), x)
+
+
+@pytest.mark.no_gpu
+def test_gradient_of_a_cond_that_differs_between_stages():
+    """Only the first stage has the layer. Its weights are cast before the branch (docs/sharp_bits.md)."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("stage", "ep"), axis_types=auto, devices=jax.devices()[:4])
+    group = jax_ep.Group(mesh, "ep")
+    x, ids = floats((2, 2 * T, H)), jnp.tile(jnp.array([[1], [0]]), (T, 1))
+    matrices, weights = floats((2, H, H), seed=1), floats((2 * T, 1), seed=2)
+
+    def shard(matrices, x, ids, weights):
+        matrices, ids, weights = jax.lax.pcast((matrices, ids, weights), "stage", to="varying")
+        product = lambda sent: jnp.tanh(sent.x @ matrices[0])
+        moe = lambda: jax_ep.moe(x[0], ids, weights, product, group=group, num_experts=2)
+        return jax.lax.cond(jax.lax.axis_index("stage") == 0, moe, lambda: x[0] * 1.0)[None]
+
+    specs = P("ep"), P("stage", "ep"), P("ep"), P("ep")
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P("stage", "ep"))
+
+    def plain(matrices, x, ids, weights):
+        first = weights * jnp.tanh(jnp.einsum("th,thk->tk", x[0], matrices[ids[:, 0]]))
+        return jnp.stack([first, x[1]])
+
+    def gradients(function):
+        loss = lambda matrices, x, weights: jnp.sum(jnp.sin(function(matrices, x, ids, weights)))
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(matrices, x, weights)
+
+    for got, want in zip(gradients(mapped), gradients(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
