@@ -114,17 +114,15 @@ def tensor_parallel_experts(mesh, group, parameters, x, topk_idx, topk_weights):
 
     "up" is [E, H, 2, F]: gate and up. Tokens are sharded over "ep" and replicated along "tp".
     """
-    num_experts = parameters["up"].shape[0]
     split = {"up": P("ep", None, None, "tp"), "down": P("ep", "tp", None)}
 
     # Without axis_names all axes of the mesh are manual, "tp" too.
     @jax.shard_map(mesh=mesh, in_specs=(split, P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
     def layer(parameters, x, topk_idx, topk_weights):
-        up, down = parameters["up"], parameters["down"]
-        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes)
+        experts = jax_ep.GatedExperts(parameters["up"], parameters["down"])
         # Each device has only a part of every sum over F. Combine is linear, so the parts are added after
         # it, because it returns fewer rows than the experts.
-        part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+        part = jax_ep.moe(x, topk_idx, topk_weights, experts, group=group)
         return jax.lax.psum(part, "tp")
 
     return layer(parameters, x, topk_idx, topk_weights)
@@ -135,7 +133,6 @@ def fsdp_experts(mesh, group, parameters, x, topk_idx, topk_weights):
 
     "up" is [E, H, 2, F]: gate and up. Tokens are sharded over both axes.
     """
-    num_experts = parameters["up"].shape[0]
     split = {"up": P("ep", None, None, "fsdp"), "down": P("ep", "fsdp", None)}
     tokens = P(("ep", "fsdp"))
 
@@ -144,7 +141,6 @@ def fsdp_experts(mesh, group, parameters, x, topk_idx, topk_weights):
         # The gradient of a gather is the sum of the gradients, of which each device keeps its shard.
         up = jax.lax.all_gather(parameters["up"], "fsdp", axis=3, tiled=True)
         down = jax.lax.all_gather(parameters["down"], "fsdp", axis=1, tiled=True)
-        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes)
-        return jax_ep.moe(x, topk_idx, topk_weights, experts, group=group, num_experts=num_experts)
+        return jax_ep.moe(x, topk_idx, topk_weights, jax_ep.GatedExperts(up, down), group=group)
 
     return layer(parameters, x, topk_idx, topk_weights)

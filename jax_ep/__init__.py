@@ -17,6 +17,7 @@ from jax_ep._ops.combine import combine as combine
 from jax_ep._ops.dispatch import dispatch as dispatch
 from jax_ep._ops.dispatched import DispatchedByExpert as DispatchedByExpert
 from jax_ep._ops.dispatched import DispatchedByRank as DispatchedByRank
+from jax_ep._ops.gated_experts import GatedExperts as GatedExperts
 from jax_ep._ops.gated_mlp import gated_mlp as gated_mlp
 from jax_ep._ops.grouped_dot import grouped_dot as grouped_dot
 from jax_ep._ops.layout import DispatchLayout as DispatchLayout
@@ -46,6 +47,7 @@ __all__ = [
     "DispatchStatistics",
     "DispatchedByExpert",
     "DispatchedByRank",
+    "GatedExperts",
     "Group",
     "GroupInfo",
     "Handle",

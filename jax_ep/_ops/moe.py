@@ -17,6 +17,7 @@ from jax_ep._ops.balance import balance_as
 from jax_ep._ops.combine import combine_as
 from jax_ep._ops.dispatch import dispatch_as
 from jax_ep._ops.dispatched import DispatchedByExpert
+from jax_ep._ops.gated_experts import GatedExperts
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.fp8_rows import Quantize
@@ -66,7 +67,7 @@ def moe(
     expert_fn: ExpertFn[Sums],
     *,
     group: Group,
-    num_experts: int,
+    num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
     host_capacity: int | None = None,
@@ -90,7 +91,7 @@ def moe(
     expert_fn: ExpertFn[Sums],
     *,
     group: Group,
-    num_experts: int,
+    num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
     host_capacity: int | None = None,
@@ -113,7 +114,7 @@ def moe(
     expert_fn: ExpertFn[Sums],
     *,
     group: Group,
-    num_experts: int,
+    num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
     host_capacity: int | None = None,
@@ -129,9 +130,10 @@ def moe(
 ) -> Sums | tuple[Sums, MoEStats]:
     """Computes a Mixture-of-Experts layer: sends tokens to experts, runs them, and returns weighted sums.
 
-    Call it inside `jax.shard_map`, with `expert_fn` closing over this rank's expert weights, or with these as
-    `expert_params`. It calls `dispatch`, `expert_fn` and `combine`. Called by yourself, `dispatch` and
-    `combine` have more options: other orders, ranks that may be missing, statistics, rounded scales.
+    Call it inside `jax.shard_map`, with `GatedExperts`, or with an `expert_fn` that closes over this rank's
+    expert weights, or has them as `expert_params`. It calls `dispatch`, `expert_fn` and `combine`. Called by
+    yourself, `dispatch` and `combine` have more options: other orders, ranks that may be missing, statistics,
+    rounded scales.
 
     With `num_redundant_experts` it first calls `balance` and `replicate`: ranks with few rows compute rows of
     hot experts. If the places suffice, every rank then gets about T * K rows (docs/balance.md).
@@ -141,8 +143,8 @@ def moe(
         such as T * K, T is the number of all tokens of this rank.
       topk_idx: int32 or int64 [..., T, K] experts of each token, -1 unused.
       topk_weights: floating [..., T, K] of 16 bits or more.
-      expert_fn: function (sent: DispatchedByExpert) -> floating [C, H'] array, or pytree of such arrays.
-        `sent.x` [C, H] holds the rows, sorted by local expert. `jax_ep.grouped_dot(sent.x, w,
+      expert_fn: `GatedExperts`, or a function (sent: DispatchedByExpert) -> floating [C, H'] array, or pytree
+        of such arrays. `sent.x` [C, H] holds the rows, sorted by local expert. `jax_ep.grouped_dot(sent.x, w,
         sent.group_sizes)` with w [L, H, H'] multiplies the rows of each expert by its matrix. (On NVIDIA GPUs
         `jax.lax.ragged_dot` is also correct, but multiplies all rows by every matrix.) Values in padding and
         tail rows are ignored. `moe` applies the weights afterwards, unless experts_apply_weights is true.
@@ -150,7 +152,7 @@ def moe(
         `PhysicalWeights` [L + S, ...] in place of each. `grouped_dot` and `gated_mlp` take it as it is, and
         `jnp.asarray(w)` is an array for other functions.
       group: the ranks.
-      num_experts: E, in all.
+      num_experts: E, in all. None with `GatedExperts`, which knows it.
       capacity: C, rows that this rank can take; None means the worst case of distinct ids, as for
         `dispatch`. With redundant experts None means 1.05 * T * K and the padding of each expert
         (`Placement.capacity`). Further rows are dropped and counted: their experts add nothing to the token.
@@ -160,19 +162,20 @@ def moe(
       host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
-        expert_fn passes sent.x to `gated_mlp(..., quantize="fp8")` and uses it nowhere else.
+        expert_fn passes sent.x to `gated_mlp(..., quantize="fp8")` and uses it nowhere else. None means "fp8"
+        for bfloat16 tokens of `GatedExperts(..., quantize="fp8")`.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, as for `combine`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
         for each sequence. None: all tokens.
       num_redundant_experts: S, the number of places on each rank for instances of other ranks' hot experts,
-        from 0 to L; needs expert_params. `balance` has more options.
+        from 0 to L; needs expert_params, or `GatedExperts`. `balance` has more options.
       expert_params: array or pytree of arrays [L, ...], the weights of this rank's home experts.
-        Differentiable.
+        Differentiable. None with `GatedExperts`, which has its own.
       experts_apply_weights: if true, expert_fn applies `sent.row_weights` (float32 [C]) itself, as
         `gated_mlp` does with `row_weights`, and `moe` sums the rows that it returns. If it applies them
         before its last product, the backward pass does not need these rows, which saves memory, or under
-        `jax.checkpoint` a product.
+        `jax.checkpoint` a product. `GatedExperts` applies them there.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla": that of communication. The ops that expert_fn calls take their
         own `implementation`.
@@ -184,8 +187,8 @@ def moe(
     Raises:
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
         of rows, or no shard_map binds the group's axis.
-      TypeError: x, the ids or the weights are no array, expert_fn is no function, or what it returned is not
-        floating.
+      TypeError: x, the ids or the weights are no array, expert_fn is neither a function nor `GatedExperts`,
+        or what it returned is not floating.
     """
     if isinstance(x, QuantizedArray):
         raise TypeError(
@@ -208,14 +211,30 @@ def moe(
         )
     if not callable(expert_fn):
         raise TypeError(
-            f"moe: expert_fn must be a function of the dispatched rows, got {type(expert_fn).__name__}"
+            "moe: expert_fn must be GatedExperts or a function of the dispatched rows, got "
+            f"{type(expert_fn).__name__}"
         )
+    experts = expert_fn if isinstance(expert_fn, GatedExperts) else None
+    round_scale = False
+    if experts is not None:
+        if expert_params is not None:
+            raise ValueError("moe: GatedExperts has its weights; leave expert_params out")
+        if num_experts is None:
+            num_experts = experts.num_experts * group.size
+        if quantize is None and experts.quantize is not None and x.dtype == jnp.bfloat16:
+            quantize = "fp8"
+        round_scale = quantize is not None and experts.round_scale
+        if num_redundant_experts:
+            expert_params = experts
+    if num_experts is None:
+        raise ValueError("moe: num_experts must be given with a function; only GatedExperts knows it")
     if num_redundant_experts and expert_params is None:
         raise ValueError(
             "moe: num_redundant_experts needs expert_params, the weights [L, ...] that moe sends to other "
             "ranks; expert_fn then takes (sent, params)"
         )
-    _check_signature(expert_fn, ("sent",) if expert_params is None else ("sent", "params"))
+    if experts is None:
+        _check_signature(expert_fn, ("sent",) if expert_params is None else ("sent", "params"))
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
     placement = None
     if num_redundant_experts:
@@ -246,6 +265,7 @@ def moe(
         host_capacity=host_capacity,
         expert_alignment=expert_alignment,
         quantize=quantize,
+        round_scale=round_scale,
         num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
         implementation=implementation,
     )
@@ -254,8 +274,15 @@ def moe(
         local = num_experts // group.size
         Payload.check(check, "expert_params", expert_params, (local,), "L", "the experts of a rank")
     with jax.named_scope("jax_ep.experts"):
-        run: Callable[..., Sums] = expert_fn
-        y = run(sent) if expert_params is None else run(sent, expert_params)
+        y: PyTree
+        if experts is not None:
+            if num_redundant_experts:
+                assert isinstance(expert_params, GatedExperts)
+                experts = expert_params
+            y = experts(sent, sent.row_weights if experts_apply_weights else None)
+        else:
+            run: Callable[..., PyTree] = expert_fn
+            y = run(sent) if expert_params is None else run(sent, expert_params)
     _check_result(check, y, sent.handle.routing.capacity)
     out = combine_as(
         check,

@@ -87,27 +87,21 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> tuple[jax.Array, jax
     weights, topk_idx = jax.lax.top_k(probabilities, config.top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
-    def experts(sent: jax_ep.DispatchedByExpert, params: Params) -> jax.Array:
-        return jax_ep.gated_mlp(
-            sent.x,
-            params["up"],
-            params["down"],
-            sent.group_sizes,
-            quantize=config.quantize_products,
-            implementation=config.implementation,
-        )
-
+    experts = jax_ep.GatedExperts(
+        layer["up"],
+        layer["down"],
+        quantize=config.quantize_products,
+        implementation=config.implementation,
+    )
     y, stats = jax_ep.moe(
         x,
         topk_idx,
         weights,
         experts,
         group=config.group,
-        num_experts=config.num_experts,
         capacity=config.capacity,
         quantize=config.quantize,
         num_redundant_experts=config.num_redundant_experts,
-        expert_params={"up": layer["up"], "down": layer["down"]},
         return_stats=True,
         implementation=config.implementation,
     )

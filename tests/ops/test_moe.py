@@ -187,7 +187,12 @@ def test_shapes_that_do_not_fit(shapes):
         ("right", lambda sent: sent.x[1:], ValueError, r"expert_fn must return a row for each of the \d+"),
         ("right", lambda sent: sent.x.astype(int), TypeError, "moe: what expert_fn returns .*floating"),
         ("right", lambda sent: None, TypeError, "moe: expert_fn must return the experts' rows, got None"),
-        ("right", "experts", TypeError, "moe: expert_fn must be a function of the dispatched rows, got str"),
+        (
+            "right",
+            "experts",
+            TypeError,
+            "moe: expert_fn must be GatedExperts or a function of the dispatched rows, got str",
+        ),
     ],
 )
 def test_what_does_not_fit(weights, experts, error, text):

@@ -38,6 +38,8 @@ def program(
     assert_type(out, jax.Array)
     out, stats = jax_ep.moe(x, ids, w, experts, group=group, num_experts=8, return_stats=True)
     assert_type(stats.num_dropped, jax.Array)
+    gated = jax_ep.moe(x, ids, w, jax_ep.GatedExperts(up, down, quantize="fp8"), group=group)
+    assert_type(gated, jax.Array)
     pending = jax_ep.dispatch_start(x, ids, group=group, num_experts=8)
     done = pending.done()
     assert_type(done, DispatchedByExpert[jax.Array])
@@ -50,4 +52,4 @@ def program(
     assert_type(jax_ep.grouped_dot(x, w, done.group_sizes), jax.Array)
     p = jax_ep.permute(x, ids, num_local_experts=4)
     assert_type(p.x, jax.Array)
-    return out + y + z
+    return out + gated + y + z

@@ -1,0 +1,90 @@
+"""GatedExperts: what the experts of a layer are, for `moe` in the place of a function."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_ep._experts.activations import Activation
+from jax_ep._experts.fp8_operands import QuantizedWeights
+from jax_ep._experts.products import PrecisionName
+from jax_ep._extension import Implementation
+from jax_ep._ops.dispatched import DispatchedByExpert
+from jax_ep._ops.gated_mlp import gated_mlp
+from jax_ep._rows.weights import PhysicalWeights
+
+# Of a field that is part of the program, and no array.
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedExperts:
+    """The gated MLPs of this rank's experts, for `jax_ep.moe` in the place of expert_fn.
+
+    `moe(x, topk_idx, topk_weights, experts, group=group)` gives what it gives with
+    `lambda sent: jax_ep.gated_mlp(sent.x, experts.w_up, experts.w_down, sent.group_sizes)`. It also knows
+    what a function cannot tell it: the number of experts, the weights that redundant experts need, and that
+    tokens may travel as FP8.
+
+    It is a pytree of its arrays. So it may be made outside of `shard_map` and passed in, with
+    `P("ep")` as its spec, or be the parameters of a layer, whose gradient is another one.
+
+    Attributes:
+      w_up: [L, H, 2, F] gate and up projection, or [L, H, 2F]; as for `gated_mlp`, also `PhysicalWeights`, or
+        the result of `quantize_weights`.
+      w_down: [L, F, H], likewise.
+      b_up: floating [L, 2, F] or [L, 2F], or None.
+      b_down: floating [L, H] or None.
+      activation: "silu", "gelu", "clipped", or a function of gate and up, as for `gated_mlp`.
+      quantize: None, "fp8" or "fp8_all": the products, as for `gated_mlp`. If `moe` is not told how tokens
+        travel, bfloat16 tokens then travel as FP8, too.
+      save: "preactivation" or "inputs": what the backward pass gets, as for `gated_mlp`.
+      round_scale: if true, scales are rounded up to powers of two.
+      precision: of products of float32 operands, as for `grouped_dot`.
+      num_sms: how many SMs the products take at most, as for `grouped_dot`.
+      implementation: None, "ffi" or "xla": that of the products.
+    """
+
+    w_up: ArrayLike | PhysicalWeights | QuantizedWeights
+    w_down: ArrayLike | PhysicalWeights | QuantizedWeights
+    b_up: ArrayLike | PhysicalWeights | None = None
+    b_down: ArrayLike | PhysicalWeights | None = None
+    activation: str | Activation = dataclasses.field(default="silu", metadata=_STATIC)
+    quantize: Literal["fp8", "fp8_all"] | None = dataclasses.field(default=None, metadata=_STATIC)
+    save: Literal["preactivation", "inputs"] = dataclasses.field(default="preactivation", metadata=_STATIC)
+    round_scale: bool = dataclasses.field(default=False, metadata=_STATIC)
+    precision: PrecisionName | jax.lax.Precision | None = dataclasses.field(default=None, metadata=_STATIC)
+    num_sms: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    implementation: Implementation | None = dataclasses.field(default=None, metadata=_STATIC)
+
+    @property
+    def num_experts(self) -> int:
+        """L, the number of experts on this rank."""
+        w = self.w_up.w if isinstance(self.w_up, QuantizedWeights) else self.w_up
+        return w.shape[0] if isinstance(w, PhysicalWeights) else jnp.shape(w)[0]
+
+    def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
+        """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
+        return gated_mlp(
+            sent.x,
+            self.w_up,
+            self.w_down,
+            sent.group_sizes,
+            b_up=_bias(self.b_up),
+            b_down=_bias(self.b_down),
+            row_weights=row_weights,
+            activation=self.activation,
+            precision=self.precision,
+            quantize=self.quantize,
+            save=self.save,
+            round_scale=self.round_scale,
+            num_sms=self.num_sms,
+            implementation=self.implementation,
+        )
+
+
+def _bias(bias: ArrayLike | PhysicalWeights | None) -> jax.Array | None:
+    return None if bias is None else jnp.asarray(bias)

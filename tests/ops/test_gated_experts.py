@@ -1,0 +1,188 @@
+"""GatedExperts: the same values and gradients as the function that it stands for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import floats, ranks, routing
+from devices import most_ranks
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+pytestmark = pytest.mark.processes
+
+R, T, K, L, H, F = most_ranks(), 12, 2, 2, 128, 128
+E = R * L
+
+
+@functools.cache
+def inputs(dtype):
+    ids = jnp.asarray(routing("sprinkled", R, T, K, E).reshape(-1, K))
+    arrays = {
+        "x": jnp.asarray(floats((R * T, H)), dtype),
+        "weights": jnp.asarray(floats((R * T, K), seed=2)),
+        "w_up": jnp.asarray(floats((E, H, 2, F), seed=3) / H**0.5, dtype),
+        "w_down": jnp.asarray(floats((E, F, H), seed=4) / F**0.5, dtype),
+        "b_up": jnp.asarray(floats((E, 2, F), seed=5), dtype),
+        "b_down": jnp.asarray(floats((E, H), seed=6), dtype),
+    }
+    return ids, arrays
+
+
+def value_and_gradients(shard, dtype):
+    """Runs shard(ids, **arrays) on all ranks. Returns its value and the gradients of all arrays."""
+    on = ranks(R)
+    ids, arrays = inputs(dtype)
+    mapped = on.map(lambda ids, arrays: shard(ids, **arrays))
+
+    def loss(arrays):
+        y = mapped(ids, arrays)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+
+
+def by_object(moe_options, **options):
+    def shard(ids, x, weights, **arrays):
+        experts = jax_ep.GatedExperts(**arrays, **options)
+        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, **moe_options)
+
+    return shard
+
+
+def by_function(moe_options, redundant=0, **options):
+    applies = moe_options.get("experts_apply_weights", False)
+
+    def shard(ids, x, weights, **arrays):
+        def experts(sent, arrays=arrays):
+            biases = {name: jnp.asarray(arrays[name]) for name in ("b_up", "b_down")}
+            row_weights = sent.row_weights if applies else None
+            return jax_ep.gated_mlp(
+                sent.x,
+                arrays["w_up"],
+                arrays["w_down"],
+                sent.group_sizes,
+                row_weights=row_weights,
+                **biases,
+                **options,
+            )
+
+        given = {"expert_params": arrays} if redundant else {}
+        return jax_ep.moe(
+            x, ids, weights, experts, group=ranks(R).group, num_experts=E, **given, **moe_options
+        )
+
+    return shard
+
+
+CASES = {
+    "plain": (jnp.float32, {}, {"activation": "gelu"}, {}),
+    "weights": (jnp.float32, {"experts_apply_weights": True, "capacity": 40}, {"save": "inputs"}, {}),
+    "redundant": (jnp.float32, {"num_redundant_experts": 1}, {}, {}),
+    # bfloat16 tokens travel as FP8 without being told.
+    "fp8": (jnp.bfloat16, {}, {"quantize": "fp8"}, {"quantize": "fp8"}),
+    "fp8_all": (jnp.bfloat16, {"expert_alignment": 8}, {"quantize": "fp8_all"}, {"quantize": "fp8"}),
+    "fp8, float32": (jnp.float32, {}, {"quantize": "fp8"}, {}),
+    "fp8, dequantized": (jnp.bfloat16, {"quantize": "fp8_dequantize"}, {"quantize": "fp8"}, {}),
+    "fp8, redundant": (jnp.bfloat16, {"num_redundant_experts": 1}, {"quantize": "fp8"}, {"quantize": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_function(case):
+    dtype, moe_options, options, told = CASES[case]
+    redundant = moe_options.get("num_redundant_experts", 0)
+    got = value_and_gradients(by_object(moe_options, **options), dtype)
+    want = value_and_gradients(by_function({**moe_options, **told}, redundant, **options), dtype)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert all(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(want))
+
+
+def test_rounded_scales_are_those_of_the_tokens_too():
+    """Tokens that travel with other scales than the products have would be rounded twice."""
+    ids, arrays = inputs(jnp.bfloat16)
+
+    def scales(ids, x, weights, **arrays):
+        seen = []
+
+        class Spied(jax_ep.GatedExperts):
+            def __call__(self, sent, row_weights=None):
+                seen.append(sent.x.scales)
+                return super().__call__(sent, row_weights)
+
+        experts = Spied(**arrays, quantize="fp8", round_scale=True)
+        jax_ep.moe(x, ids, weights, experts, group=ranks(R).group)
+        return seen[0]
+
+    got = np.asarray(jax.jit(ranks(R).map(lambda ids, arrays: scales(ids, **arrays)))(ids, arrays))
+    got = got[got > 0]
+    assert np.any(got != 1)
+    np.testing.assert_array_equal(np.exp2(np.round(np.log2(got))), got)
+
+
+def test_is_a_pytree_of_its_arrays():
+    """It enters shard_map with one spec, and its gradient is another one."""
+    on = ranks(R)
+    ids, arrays = inputs(jnp.float32)
+    x, weights = arrays["x"], arrays["weights"]
+    experts = jax_ep.GatedExperts(arrays["w_up"], arrays["w_down"], activation="clipped")
+
+    layer = jax.shard_map(
+        lambda experts, x, ids, weights: jax_ep.moe(x, ids, weights, experts, group=on.group),
+        mesh=on.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    gradient = jax.jit(jax.grad(lambda experts: jnp.sum(layer(experts, x, ids, weights) ** 2)))(experts)
+    assert isinstance(gradient, jax_ep.GatedExperts)
+    assert (gradient.activation, gradient.b_up) == ("clipped", None)
+    assert gradient.w_up.shape == experts.w_up.shape
+    assert np.any(gradient.w_down)
+    assert experts.num_experts == E
+
+
+def test_quantized_weights():
+    """Of quantize_weights, once for several layers."""
+    dtype = jnp.bfloat16
+
+    def shard(of_experts, **given):
+        def run(ids, x, weights, w_up, w_down, b_up, b_down):
+            up, down = map(jax_ep.quantize_weights, (w_up, w_down))
+            return of_experts(up, down, x, ids, weights)
+
+        return run
+
+    def by_object(up, down, x, ids, weights):
+        experts = jax_ep.GatedExperts(up, down, quantize="fp8")
+        assert experts.num_experts == L
+        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group)
+
+    def by_function(up, down, x, ids, weights):
+        experts = lambda sent: jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, quantize="fp8")
+        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, num_experts=E, quantize="fp8")
+
+    got, want = (value_and_gradients(shard(function), dtype) for function in (by_object, by_function))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"expert_params": jnp.zeros((L, 1))}, "GatedExperts has its weights; leave expert_params out"),
+        ({"num_experts": 2 * E}, "a matrix for each of the 4 experts of this rank, got 2"),
+    ],
+)
+def test_refuses(options, error):
+    with pytest.raises(ValueError, match=error):
+        value_and_gradients(by_object(options), jnp.float32)
+
+
+def test_a_function_needs_the_number_of_experts():
+    shard = lambda ids, x, weights, **arrays: jax_ep.moe(
+        x, ids, weights, lambda sent: sent.x, group=ranks(R).group
+    )
+    with pytest.raises(ValueError, match="num_experts must be given with a function"):
+        value_and_gradients(shard, jnp.float32)
