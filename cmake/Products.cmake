@@ -38,10 +38,10 @@ function(jax_ep_add_products engine architecture)
   if(JAX_EP_KERNELS_${ENGINE})
     target_include_directories(${library} SYSTEM PRIVATE "${JAX_EP_CUTLASS_INCLUDE}")
     target_compile_definitions(_C PRIVATE JAX_EP_CUTLASS_VERSION="${JAX_EP_CUTLASS_VERSION}")
+    target_compile_options(${library} PRIVATE --expt-relaxed-constexpr)
   endif()
   target_compile_options(${library} PRIVATE
-    "--generate-code=arch=compute_${architecture},code=[sm_${architecture}]" --expt-relaxed-constexpr
-    -Xcompiler=-Wall)
+    "--generate-code=arch=compute_${architecture},code=[sm_${architecture}]" -Xcompiler=-Wall)
   target_sources(jax_ep_cuda PRIVATE $<TARGET_OBJECTS:${library}>)
   target_compile_definitions(jax_ep_cuda PRIVATE JAX_EP_PRODUCTS_${ENGINE})
 endfunction()

@@ -1,11 +1,12 @@
 """The build backend: scikit-build-core's, which gets the headers of the CUDA part only where it is built.
 
 They are 470 MB. `AUTO` means what it does in cmake/Cuda.cmake, whose conditions these are, except that no
-compiler is searched for.
+compiler is searched for. CUTLASS, 250 MB of them, is only for architectures that it makes products for.
 """
 
 import os
 import pathlib
+import re
 import tomllib
 from typing import Any
 
@@ -38,4 +39,7 @@ def headers(config_settings: Settings) -> list[str]:
     is_wanted = bool(architectures) or any(pathlib.Path(path).exists() for path in GPU_FILES)
     if mode != "ON" and not (mode == "AUTO" and is_wanted):
         return []
-    return tomllib.loads(pathlib.Path("pyproject.toml").read_text())["dependency-groups"]["cuda"]
+    needed = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["dependency-groups"]["cuda"]
+    if architectures and not re.search("10[03]|12[01]|all|native", architectures):
+        needed = [requirement for requirement in needed if "cutlass" not in requirement]
+    return needed

@@ -17,7 +17,7 @@ from collections import Counter
 # architecture -> (engine, its kernels' names, its instructions that multiply, the number of its kernels).
 # There are three products of two types, and two of FP8.
 ENGINES = {
-    "90": ("sm90", "(Floats|Fp8)Kernel", r"\b[HQ]GMMA\b", 8),
+    "90": ("sm90", r"\d(Floats|Fp8)Kernel", r"\b[HQ]GMMA\b", 8),
     "100": ("sm100", "device_kernel", r"\bUTC[HQ]MMA\.2CTA\b", 8),
     "120": ("sm120", "device_kernel", r"\bQMMA\b", 2),
 }

@@ -43,3 +43,27 @@ def test_auto_needs_a_gpu_or_architectures(tmp_path, define, architectures, text
         timeout=120,
     )
     assert text in configured.stdout, configured.stdout + configured.stderr
+
+
+@pytest.mark.parametrize(
+    ("define", "architectures", "packages"),
+    [
+        ("JAX_EP_CUDA=OFF", "90", set()),
+        ("JAX_EP_CUDA=ON", "90", {"nccl"}),
+        ("JAX_EP_CUDA=AUTO", "80;90a", {"nccl"}),
+        ("JAX_EP_CUDA=AUTO", "80;90;100", {"nccl", "cutlass"}),
+        ("CMAKE_CUDA_ARCHITECTURES=120", "", {"nccl", "cutlass"}),
+        ("JAX_EP_CUDA=ON", "", {"nccl", "cutlass"}),
+    ],
+)
+def test_a_build_gets_the_headers_that_it_needs(monkeypatch, define, architectures, packages):
+    """CUTLASS's are for Blackwell, which is among the architectures if none are given."""
+    pytest.importorskip("scikit_build_core", reason="the build group installs it")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "release"))
+    monkeypatch.setenv("CUDAARCHS", architectures)
+    import build_backend
+
+    name, value = define.split("=")
+    headers = build_backend.headers({f"cmake.define.{name}": value})
+    assert {name for name in ("nccl", "cutlass") if any(name in header for header in headers)} == packages

@@ -31,7 +31,7 @@ SHAPES = [
 ]
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU:
-    # Long sums of many rows, which have a tiling of their own, forward and backward.
+    # Long sums of many rows, forward and backward.
     SHAPES += [(1040, 5120, 392, 2), (280, 392, 4096, 2)]
 
 

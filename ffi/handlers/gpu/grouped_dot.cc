@@ -64,7 +64,7 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
     return InvalidArgument("grouped_dot: the scratch must have ", bytes, " bytes, got ",
                            scratch->element_count());
   }
-  constexpr int64_t kMax = (int64_t{1} << 31) - 128;  // they are rounded up to whole tiles in 32 bits
+  constexpr int64_t kMax = (int64_t{1} << 31) - 256;  // they are rounded up to whole tiles in 32 bits
   if (std::max({num_rows, num_groups, inner, outer}) > kMax || num_sms < 0 || num_sms > kMax) {
     return InvalidArgument("grouped_dot: sizes must be at most ", kMax,
                            ", and num_sms must be 0 or more; got ", num_rows, " rows, ", num_groups,

@@ -18,7 +18,6 @@ namespace jax_ep::cuda {
 template <typename Tiles_, GroupedDot kProduct, Operands kOperands>
 struct BlackwellTypes {
   static constexpr bool kScales = kOperands == Operands::kFp8;
-  static constexpr bool kHasScaleLayouts = true;
   using Tiles = Tiles_;
   using Arch = typename Tiles::Arch;
   using Out = std::conditional_t<kOperands == Operands::kF16, cutlass::half_t, cutlass::bfloat16_t>;

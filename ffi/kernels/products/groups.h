@@ -25,8 +25,8 @@ struct ScaleLayout {
 // Alignment of addresses and strides that TMA requires, in bytes.
 constexpr int kProductAlignment = 16;
 
-// Arrays [L] in the scratch of a call, preceded by the TMA descriptors. Each block has its own descriptors,
-// and modifies them when it proceeds to another group.
+// Arrays [L] in the scratch of a call, preceded by the TMA descriptors of CUTLASS's kernels. There each block
+// has its own descriptors, and modifies them when it proceeds to another group.
 struct GroupArrays {
   const void** a;
   const void** b;

@@ -1,4 +1,4 @@
-// The launch of a CUTLASS kernel for grouped products, of any architecture.
+// The launch of a CUTLASS kernel for grouped products.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,7 +45,7 @@ cudaError_t LaunchCutlass(const GroupedDotParams& params, const GroupArrays& gro
     arguments.mainloop.ptr_SFA = groups.a_scales;
     arguments.mainloop.ptr_SFB = groups.b_scales;
   }
-  if constexpr (Types::kScales && Types::kHasScaleLayouts) {
+  if constexpr (Types::kScales) {
     using LayoutA = std::remove_reference_t<decltype(*arguments.mainloop.layout_SFA)>;
     using LayoutB = std::remove_reference_t<decltype(*arguments.mainloop.layout_SFB)>;
     static_assert(sizeof(LayoutA) == sizeof(ScaleLayout) && sizeof(LayoutB) == sizeof(ScaleLayout));

@@ -94,7 +94,7 @@ __device__ inline void HoldForCopies(uint64_t* barrier) {
 #endif
 }
 
-// Waits for a phase: for a load from mapped memory, which always completes, or for warps of this block.
+// Waits for a phase: for a load from mapped memory, which always completes, or for warps of this cluster.
 // Therefore the wait needs no time-out.
 __device__ inline void WaitForLoad(uint64_t* barrier, uint32_t phase) {
 #if JAX_EP_HAS_SM_90
