@@ -24,13 +24,12 @@ _STATIC = {"static": True}
 class GatedExperts:
     """The gated MLPs of this rank's experts, for `jax_ep.moe` in the place of expert_fn.
 
-    `moe(x, topk_idx, topk_weights, experts, group=group)` gives what it gives with
-    `lambda sent: jax_ep.gated_mlp(sent.x, experts.w_up, experts.w_down, sent.group_sizes)`. It also knows
-    what a function cannot tell it: the number of experts, the weights that redundant experts need, and that
-    tokens may travel as FP8.
+    `moe(x, topk_idx, topk_weights, experts, group=group)` computes `jax_ep.gated_mlp` of the rows that come.
+    From this object `moe` also learns what a function cannot tell it: the number of experts, the weights that
+    redundant experts need, and that tokens may travel as FP8.
 
-    It is a pytree of its arrays. So it may be made outside of `shard_map` and passed in, with
-    `P("ep")` as its spec, or be the parameters of a layer, whose gradient is another one.
+    It is a pytree of its arrays. So it may be made outside of `shard_map` from the arrays of all experts, and
+    passed in with `P("ep")` as its spec. It can be a layer's parameters; their gradient is another one.
 
     Attributes:
       w_up: [L, H, 2, F] gate and up projection, or [L, H, 2F]; as for `gated_mlp`, also `PhysicalWeights`, or
@@ -62,7 +61,7 @@ class GatedExperts:
 
     @property
     def num_experts(self) -> int:
-        """L, the number of experts on this rank."""
+        """The number of experts whose weights these are: inside of `shard_map` L, those of this rank."""
         w = self.w_up.w if isinstance(self.w_up, QuantizedWeights) else self.w_up
         return w.shape[0] if isinstance(w, PhysicalWeights) else jnp.shape(w)[0]
 

@@ -21,9 +21,7 @@ from jax_ep._rows.fp8 import COTANGENT_FLOOR, quantize_blocks
 C, H, F = 700, 256, 128
 SIZES = np.array([130, 0, 257, 100, 64], np.int32)
 L, USED = len(SIZES), SIZES.sum()
-ONLY_GPU = pytest.mark.skipif(
-    jax.default_backend() != "gpu", reason="on CPUs it is the same program as others"
-)
+ONLY_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="same program as others on CPUs")
 
 
 @functools.cache

@@ -108,20 +108,18 @@ __device__ inline void MultiplyFp8(float (&sums)[64], uint64_t rows, uint64_t co
 #define JAX_EP_MULTIPLY_256(type)                                                                          \
   JAX_EP_MULTIPLY("m64n256k16", type, JAX_EP_NUMBERS_128, JAX_EP_SUMS_128, "%128", "%129", "%130", "%131", \
                   "%132")
-template <typename T, int kRowsAcross, int kColumnsAcross>
-__device__ void MultiplyFloats(float (&sums)[64], uint64_t rows, uint64_t columns, bool adds) {
-  if constexpr (std::is_same_v<T, __half>) {
+template <typename T, int kRowsAcross, int kColumnsAcross, int kSums>
+__device__ void MultiplyFloats(float (&sums)[kSums], uint64_t rows, uint64_t columns, bool adds) {
+  static_assert(kSums == 64 || kSums == 128);
+  constexpr bool kIsHalf = std::is_same_v<T, __half>, kIsWide = kSums == 128;
+  if constexpr (kIsWide && kIsHalf) {
+    JAX_EP_MULTIPLY_256("f16");
+  } else if constexpr (kIsWide) {
+    JAX_EP_MULTIPLY_256("bf16");
+  } else if constexpr (kIsHalf) {
     JAX_EP_MULTIPLY_128("f16");
   } else {
     JAX_EP_MULTIPLY_128("bf16");
-  }
-}
-template <typename T, int kRowsAcross, int kColumnsAcross>
-__device__ void MultiplyFloats(float (&sums)[128], uint64_t rows, uint64_t columns, bool adds) {
-  if constexpr (std::is_same_v<T, __half>) {
-    JAX_EP_MULTIPLY_256("f16");
-  } else {
-    JAX_EP_MULTIPLY_256("bf16");
   }
 }
 #undef JAX_EP_MULTIPLY_256

@@ -22,13 +22,14 @@ constexpr int kStages = 4;
 constexpr int kRowBytes = kBlock * sizeof(uint16_t);  // of a box
 using RingPosition = Position<kStages>;
 
-// An operand in boxes. Along the sum, a box has the 64 elements of `kBoxRows` or `kHalfColumns` rows. Across,
-// it has 64 columns of the 64 rows of the sum.
+// 64 elements of the sum, of both operands, in boxes. A box of an operand that is stored along the sum has
+// these elements for 64 rows or 128 columns of the tile. Stored across, it has 64 rows or columns of the
+// tile, side by side, for each of these elements.
 struct Stage {
   uint8_t rows[kTileRows][kRowBytes];
   uint8_t columns[kTileColumns][kRowBytes];
 };
-constexpr int kAcross = kBlock;  // rows and columns of a box
+constexpr int kAcross = 64;  // rows or columns of the tile in a box that is stored across
 
 struct Shared {
   Stage stages[kStages];
@@ -55,7 +56,7 @@ struct Loader {
   Shared& shared;
   int rank;
 
-  // Loads 64 rows of the tile, which begin at `row`.
+  // Loads the i-th 64 rows of the tile, which begins at `row`.
   template <typename... Blocks>
   __device__ void LoadRows(Stage& to, int i, int k, int row, uint64_t* full, Blocks... blocks) const {
     const int first = row + i * kBoxRows;
@@ -63,7 +64,7 @@ struct Loader {
             blocks...);
   }
 
-  // Loads 128 columns of the tile, which begin at `column`.
+  // Loads a half of the columns of the tile, which begins at `column`.
   template <typename... Blocks>
   __device__ void LoadColumns(Stage& to, const CUtensorMap* map, int matrix, int half, int k, int column,
                               uint64_t* full, Blocks... blocks) const {
