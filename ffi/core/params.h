@@ -286,8 +286,12 @@ enum class GroupedDot : int32_t {
   kWeights = 2,         // [L, M, N]: rows [C, M], transposed, times others [C, N], group by group
 };
 
-// Returns the size of the scratch: tensor map descriptors for 256 SMs, and nine numbers for each group.
-JAX_EP_HD inline int64_t GroupedDotScratchBytes(int64_t num_groups) { return (128 << 10) + 80 * num_groups; }
+// Returns the size of the scratch: tensor map descriptors for 256 SMs, nine numbers for each group, and the
+// scales of FP8 rows transposed, if there are any ([C, N / 128] become [N / 128, C], C rounded up to 4).
+JAX_EP_HD inline int64_t GroupedDotScratchBytes(int64_t num_groups, int64_t num_rows = 0,
+                                                int64_t blocks = 0) {
+  return (128 << 10) + 80 * num_groups + (num_rows + 3) / 4 * 16 * blocks;
+}
 
 struct GroupedDotParams {
   GroupedDot product;
@@ -313,7 +317,7 @@ struct GroupedDotParams {
   // and their scales.
   void* redundant;
   const float* redundant_scales;
-  void* scratch;    // [GroupedDotScratchBytes(L)] of the kernels
+  void* scratch;    // [GroupedDotScratchBytes(L, ...)] of the kernels
   int32_t num_sms;  // most SMs to use; 0: all
 
   // Returns the matrix of a group, of `size` elements, or its scales.

@@ -67,7 +67,8 @@ class KernelEngine:
         home = [home_of(values), home_of(scales)]
         redundant = [or_scalar(redundant_of(values), FP8), or_scalar(redundant_of(scales))]
         operands = [rows.values, rows.scales, *home, *redundant, factors.group_sizes]
-        return self._product("grouped_dot_fp8", operands, [(rows.shape[0], values.shape[1])])[0]
+        scratch = _scratch(factors.group_sizes, rows.scales)
+        return self._product("grouped_dot_fp8", operands, [(rows.shape[0], values.shape[1])], scratch)[0]
 
     def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
         if not _extension.has_fp8_products():
@@ -75,11 +76,14 @@ class KernelEngine:
         rows, others = factors.rows, factors.others
         operands = [*rows, *others, factors.group_sizes]
         shapes = _matrices(factors, rows.values.shape[0], others.values.shape[0])
-        matrices = self._product("grouped_dot_fp8_weights", operands, shapes)
+        scratch = _scratch(factors.group_sizes)
+        matrices = self._product("grouped_dot_fp8_weights", operands, shapes, scratch)
         return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
 
-    def _product(self, target: str, operands: list[jax.Array], shapes: list[Shape]) -> list[jax.Array]:
-        results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), _scratch(operands[-1])]
+    def _product(
+        self, target: str, operands: list[jax.Array], shapes: list[Shape], scratch: Result
+    ) -> list[jax.Array]:
+        results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), scratch]
         return call(target, operands, results, num_sms=np.int64(self.options.num_sms))[:-1]
 
     def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
@@ -172,6 +176,10 @@ def _scaled_columns(width: int, columns: int) -> list[Result]:
     return [((width, columns), FP8), ((columns // BLOCK, width), jnp.float32)]
 
 
-def _scratch(group_sizes: jax.Array) -> Result:
+def _scratch(group_sizes: jax.Array, row_scales: jax.Array | None = None) -> Result:
     """Returns the scratch memory of a product: GroupedDotScratchBytes in ffi/core/params.h."""
-    return ((128 << 10) + 80 * group_sizes.size,), jnp.uint8
+    size = (128 << 10) + 80 * group_sizes.size
+    if row_scales is not None:
+        num_rows, blocks = row_scales.shape
+        size += (num_rows + 3) // 4 * 16 * blocks
+    return (size,), jnp.uint8

@@ -59,7 +59,9 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
                                    int64_t num_sms, int64_t outer, GroupedDotParams& params) {
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
   const int64_t num_groups = group_sizes.element_count();
-  if (const int64_t bytes = GroupedDotScratchBytes(num_groups);
+  const bool has_row_scales = params.row_scales != nullptr && params.product != GroupedDot::kWeights;
+  if (const int64_t bytes =
+          GroupedDotScratchBytes(num_groups, num_rows, has_row_scales ? inner / kFp8Block : 0);
       static_cast<int64_t>(scratch->element_count()) < bytes) {
     return InvalidArgument("grouped_dot: the scratch must have ", bytes, " bytes, got ",
                            scratch->element_count());

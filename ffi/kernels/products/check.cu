@@ -141,7 +141,7 @@ ProductCheck CompareKind(const ProductEngine& engine, const ProductEngine& plain
   params.group_sizes = reinterpret_cast<const int32_t*>(sizes);
   params.rows = rows;
   params.others = others;
-  params.scratch = memory.Take(GroupedDotScratchBytes(kGroups));
+  params.scratch = memory.Take(GroupedDotScratchBytes(kGroups, kRows, kInner / kFp8Block));
   if (is_fp8) {
     params.row_scales = reinterpret_cast<const float*>(row_scales);
     params.other_scales = reinterpret_cast<const float*>(other_scales);

@@ -8,7 +8,7 @@ namespace jax_ep::cuda {
 static bool RunsOn90(int major, int minor) { return major == 9 && minor == 0; }
 
 static cudaError_t Launch90(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
-  return LaunchProductKernel<sm90::ProductKernel>(params, false, num_sms, stream);
+  return LaunchProductKernel<sm90::ProductKernel>(params, ScaleForm::kTransposed, num_sms, stream);
 }
 
 const ProductEngine kSm90Engine{"sm90",   true,     RunsOn90,
@@ -24,7 +24,8 @@ static bool Supports100(const GroupedDotParams& params) {
 }
 
 static cudaError_t Launch100(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
-  return LaunchProductKernel<sm100::ProductKernel>(params, params.row_scales != nullptr, num_sms, stream);
+  const ScaleForm form = params.row_scales != nullptr ? ScaleForm::kWithLayouts : ScaleForm::kAsTheyAre;
+  return LaunchProductKernel<sm100::ProductKernel>(params, form, num_sms, stream);
 }
 
 const ProductEngine kSm100Engine{"sm100",     false,     RunsOn100,
@@ -42,7 +43,7 @@ static bool Supports120(const GroupedDotParams& params) {
 
 static cudaError_t Launch120(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
   GroupArrays groups;
-  const cudaError_t error = SetUpGroups(params, true, num_sms, stream, groups);
+  const cudaError_t error = SetUpGroups(params, ScaleForm::kWithLayouts, num_sms, stream, groups);
   if (error != cudaSuccess) return error;
   const auto launch = params.product == GroupedDot::kWeights
                           ? sm120::ProductKernel<GroupedDot::kWeights, Operands::kFp8>::Launch

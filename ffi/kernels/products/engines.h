@@ -91,10 +91,10 @@ cudaError_t WithProductKernel(Operands operands, GroupedDot product, F&& f) {
 
 // Sets up the groups and launches the kernel of a product.
 template <template <GroupedDot, Operands> class Kernel>
-cudaError_t LaunchProductKernel(const GroupedDotParams& params, bool has_scale_layouts, int num_sms,
+cudaError_t LaunchProductKernel(const GroupedDotParams& params, ScaleForm scale_form, int num_sms,
                                 cudaStream_t stream) {
   GroupArrays groups;
-  const cudaError_t error = SetUpGroups(params, has_scale_layouts, num_sms, stream, groups);
+  const cudaError_t error = SetUpGroups(params, scale_form, num_sms, stream, groups);
   if (error != cudaSuccess) return error;
   return WithProductKernel<Kernel>(OperandsOf(params), params.product, [&](auto kernel) {
     return kernel.Launch(params, groups, num_sms, stream);

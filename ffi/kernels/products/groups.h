@@ -39,15 +39,22 @@ struct GroupArrays {
   GroupShape* shapes;
   ScaleLayout* a_scale_layouts;  // null unless the engine reads them
   ScaleLayout* b_scale_layouts;
-  int32_t* next_tile;  // starts at 0; of kernels that hand out tiles, which have no descriptors
+  float* transposed_scales;  // of FP8 rows [N / 128, C], C rounded up to 4
+  int32_t* next_tile;        // starts at 0; of kernels that hand out tiles, which have no descriptors
   void* descriptors;
   int64_t descriptor_bytes;
 };
 
+// In what form an engine reads the scales of FP8 rows, and of other FP8 operands.
+enum class ScaleForm {
+  kAsTheyAre,
+  kWithLayouts,  // which are described, at the end of the descriptors' memory
+  kTransposed,   // rows' scales are copied
+};
+
 // Describes the groups in the scratch, on the device: fills the arrays, and clears results that belong to no
-// group's rows. Sizes are cut at the number of rows, and negative sizes count as 0. If `has_scale_layouts`,
-// the layouts of scales occupy the end of the descriptors' memory.
-cudaError_t SetUpGroups(const GroupedDotParams& params, bool has_scale_layouts, int num_sms,
+// group's rows. Sizes are cut at the number of rows, and negative sizes count as 0.
+cudaError_t SetUpGroups(const GroupedDotParams& params, ScaleForm scale_form, int num_sms,
                         cudaStream_t stream, GroupArrays& groups);
 cudaError_t PreloadSetUp();
 

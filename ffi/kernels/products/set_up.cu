@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 512;
 
 // Returns whether the operands are FP8 [M, C] and [N, C], in which groups begin at multiples of 128.
-__device__ bool HasTransposedRows(const GroupedDotParams& params) {
+__host__ __device__ bool HasTransposedRows(const GroupedDotParams& params) {
   return params.row_scales != nullptr && params.product == GroupedDot::kWeights;
 }
 
@@ -74,6 +74,30 @@ __device__ void Clear(void* data, int64_t bytes) {
   }
 }
 
+// Transposes the scales of rows. Called by the whole grid.
+__device__ void TransposeScales(const GroupedDotParams& params, float* to) {
+  // Tiles of a warp: 8 scales of 32 rows. So each sector of the source is read once.
+  constexpr int kBlocks = 8, kRowsAtOnce = kWarp / kBlocks;
+  __shared__ float tiles[kThreads / kWarp][kBlocks][kWarp + 1];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  auto& tile = tiles[warp];
+  const int64_t blocks = params.inner / kFp8Block, rows = params.num_rows, stride = (rows + 3) / 4 * 4;
+  const int64_t across = (blocks + kBlocks - 1) / kBlocks, count = (rows + kWarp - 1) / kWarp * across;
+  constexpr int kWarps = kThreads / kWarp;
+  for (int64_t i = int64_t{blockIdx.x} * kWarps + warp; i < count; i += int64_t{gridDim.x} * kWarps) {
+    const int64_t first_row = i / across * kWarp, first_block = i % across * kBlocks;
+    for (int at = lane / kBlocks; at < kWarp; at += kRowsAtOnce) {
+      const int64_t row = first_row + at, block = first_block + lane % kBlocks;
+      if (row < rows && block < blocks) tile[lane % kBlocks][at] = params.row_scales[row * blocks + block];
+    }
+    __syncwarp();
+    for (int at = 0; at < kBlocks && first_block + at < blocks; ++at) {
+      if (first_row + lane < rows) to[(first_block + at) * stride + first_row + lane] = tile[at][lane];
+    }
+    __syncwarp();
+  }
+}
+
 // Each warp locates the rows of all groups on its own, 32 groups at a time. The first warp writes the
 // descriptions.
 __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params, GroupArrays groups) {
@@ -109,10 +133,11 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
     begin += __shfl_sync(kAllLanes, end, kWarp - 1);
   }
   if (!of_weights && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
+  if (groups.transposed_scales != nullptr) TransposeScales(params, groups.transposed_scales);
 }
 
 // Returns the arrays in the scratch. The descriptors come first, because they need the largest alignment.
-GroupArrays ArraysOf(const GroupedDotParams& params, bool has_scale_layouts) {
+GroupArrays ArraysOf(const GroupedDotParams& params, ScaleForm scale_form) {
   constexpr uintptr_t kDescriptorAlignment = 128;
   const auto address = reinterpret_cast<uintptr_t>(params.scratch);
   const uintptr_t begin = (address + kDescriptorAlignment - 1) / kDescriptorAlignment * kDescriptorAlignment;
@@ -122,7 +147,7 @@ GroupArrays ArraysOf(const GroupedDotParams& params, bool has_scale_layouts) {
   arrays.descriptors = reinterpret_cast<void*>(begin);
   arrays.next_tile = static_cast<int32_t*>(arrays.descriptors);
   arrays.descriptor_bytes = GroupedDotScratchBytes(0) - static_cast<int64_t>(begin - address);
-  if (has_scale_layouts) {
+  if (scale_form == ScaleForm::kWithLayouts) {
     // Engines that read layouts need fewer descriptors than there is room for.
     arrays.b_scale_layouts = reinterpret_cast<ScaleLayout*>(next) - groups;
     arrays.a_scale_layouts = arrays.b_scale_layouts - groups;
@@ -142,6 +167,10 @@ GroupArrays ArraysOf(const GroupedDotParams& params, bool has_scale_layouts) {
   take(arrays.b_scales, sizeof(void*));
   take(arrays.shapes, sizeof(GroupShape));
   static_assert(8 * sizeof(int64_t) + sizeof(GroupShape) <= 80, "what GroupedDotScratchBytes counts");
+  if (scale_form == ScaleForm::kTransposed && params.row_scales != nullptr && !HasTransposedRows(params)) {
+    arrays.transposed_scales =
+        reinterpret_cast<float*>(static_cast<std::byte*>(params.scratch) + GroupedDotScratchBytes(groups));
+  }
   return arrays;
 }
 
@@ -152,9 +181,9 @@ bool HasRoomForScaleLayouts(const GroupedDotParams& params) {
   return bytes <= GroupedDotScratchBytes(0) - kMaxDescriptorBytes;
 }
 
-cudaError_t SetUpGroups(const GroupedDotParams& params, bool has_scale_layouts, int num_sms,
+cudaError_t SetUpGroups(const GroupedDotParams& params, ScaleForm scale_form, int num_sms,
                         cudaStream_t stream, GroupArrays& groups) {
-  groups = ArraysOf(params, has_scale_layouts);
+  groups = ArraysOf(params, scale_form);
   return Launch(SetUpKernel, dim3(num_sms), kThreads, 0, stream, false, params, groups);
 }
 

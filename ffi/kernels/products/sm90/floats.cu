@@ -5,9 +5,6 @@
 // multiply. They store most of a tile while the tensor cores work on the next one. In a gradient of matrices
 // the sum goes over rows, and a third warp clears those of the next group. Here a *rank* is a block's number
 // in its cluster, and the *blocks* of a sum are of 64 elements.
-#include <algorithm>
-
-#include "kernels/launch/launch.h"
 #include "kernels/products/engines.h"
 #include "kernels/products/sm90/pipeline.cuh"
 #include "kernels/products/sm90/tile_queue.cuh"
@@ -34,7 +31,7 @@ constexpr int kAcross = 64;  // rows or columns of the tile in a box that is sto
 struct Shared {
   Stage stages[kStages];
   Staged staged[kWarps][2];  // one is filled while the other is stored
-  uint64_t full[kStages], empty[kStages];
+  Ring<kStages> ring;
   uint64_t loaded[kStages];  // of blocks that are cleared before they are full
   TileQueue queue;
 };
@@ -84,9 +81,9 @@ struct Loader {
     const int boxes = part.num_rows > kBoxRows ? 2 : 1;
     const uint32_t bytes = sizeof(Stage::columns) + boxes * sizeof(Stage::rows) / 2;
     for (int k = tile.begin; k < tile.end; k += kBlock, position.Advance()) {
-      WaitForLoad(&shared.empty[position.stage], position.phase ^ 1);
+      WaitForLoad(&shared.ring.empty[position.stage], position.phase ^ 1);
       const bool is_cleared = kOfWeights && tile.end - k < kBlock && EndsWithinStep(tile.end - k);
-      uint64_t* const full = &(is_cleared ? shared.loaded : shared.full)[position.stage];
+      uint64_t* const full = &(is_cleared ? shared.loaded : shared.ring.full)[position.stage];
       Stage& to = shared.stages[position.stage];
       ArriveAndExpect(full, bytes);
       if (tile.is_wide) {  // both blocks have the same rows
@@ -131,7 +128,7 @@ __device__ void Clear(Shared& shared) {
     }
     FenceBulkShared();
     __syncwarp();
-    if (lane == 0) Arrive(&shared.full[last]);
+    if (lane == 0) Arrive(&shared.ring.full[last]);
   }
 }
 
@@ -151,7 +148,7 @@ class Multiplier {
       if (work.num_halves > 0) {
         MultiplyTile(tile, work);
       } else {
-        SkipTile(tile);
+        shared_.ring.Skip(NumBlocks(tile), position_);
       }
     }
     while (num_deferred_ > 0) StoreDeferred();
@@ -166,12 +163,6 @@ class Multiplier {
   // a warp waits until the second one before it has been read from shared memory. More parts would need more
   // registers than there are.
   static constexpr int kMostDeferred = kParts - 1, kBlocksPerStore = 2;
-
-  // Releases the operands of a stage.
-  __device__ void Release(int stage) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    ArriveInBlock(&shared_.empty[stage], lane % kCluster, lane < kCluster);
-  }
 
   // Multiplies `kCount` halves of a tile's columns. While the tensor cores work on a block of the sum, the
   // stage of the one before is released, and deferred parts are stored.
@@ -194,18 +185,18 @@ class Multiplier {
     int before = 0;  // the stage of the block before
 #pragma unroll 1
     for (int block = 0; block < num_whole; ++block, position_.Advance()) {
-      WaitForLoad(&shared_.full[position_.stage], position_.phase);
+      WaitForLoad(&shared_.ring.full[position_.stage], position_.phase);
       BeginProducts();
 #pragma unroll
       for (int step = 0; step < kBlock / kStep; ++step) multiply(block, step);
       CommitProducts();
       WaitForProducts<1>();
-      if (block > 0) Release(before);
+      if (block > 0) shared_.ring.Release(before);
       before = position_.stage;
       if (num_deferred_ > 0 && block % kBlocksPerStore == kBlocksPerStore - 1) StoreDeferred();
     }
     if (rest > 0) {  // apart, because ptxas waits for each product that is conditional
-      WaitForLoad(&shared_.full[position_.stage], position_.phase);
+      WaitForLoad(&shared_.ring.full[position_.stage], position_.phase);
       BeginProducts();
 #pragma unroll
       for (int step = 0; step < kBlock / kStep; ++step) {
@@ -213,12 +204,12 @@ class Multiplier {
       }
       CommitProducts();
       WaitForProducts<0>();
-      if (num_whole > 0) Release(before);
+      if (num_whole > 0) shared_.ring.Release(before);
       before = position_.stage;
       position_.Advance();
     }
     WaitForProducts<0>();
-    Release(before);
+    shared_.ring.Release(before);
   }
 
   // Computes a tile, and stores its first parts. One array has the sums of one half and those of both,
@@ -243,14 +234,6 @@ class Multiplier {
     }
     PackSums(&sums[kNow * 2 * kPackedWords], deferred_);
     num_deferred_ = work.num_halves * kParts / kHalves - kNow;
-  }
-
-  // Releases the operands of a tile of which this warpgroup has no columns.
-  __device__ void SkipTile(const Tile& tile) {
-    for (int block = 0; block < NumBlocks(tile); ++block, position_.Advance()) {
-      WaitForLoad(&shared_.full[position_.stage], position_.phase);
-      Release(position_.stage);
-    }
   }
 
   template <int kWords>
@@ -299,8 +282,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const int rank = RankInCluster();
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) InitBarrier(&barrier, 1);
-    for (uint64_t& barrier : shared.empty) InitBarrier(&barrier, kCluster * kWarps);
+    shared.ring.Init(1);
     for (uint64_t& barrier : shared.loaded) InitBarrier(&barrier, 1);
     shared.queue.Init(kWarps + (kOfWeights ? 2 : 1));
     FenceBarriers();
@@ -328,14 +310,10 @@ cudaError_t LaunchFloats(const GroupedDotParams& params, const GroupArrays& grou
                          cudaStream_t stream) {
   constexpr Box kOfRows{kBoxRows, kBlock};
   constexpr Box kOfColumns{Loader<kProduct>::kColumnsOfBox, kBlock};
-  const auto kernel = FloatsKernel<kProduct, T>;
   Maps maps{};
   cudaError_t error = Describe(params, sizeof(T), false, kOfRows, kOfColumns, maps);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  if (error != cudaSuccess) return error;
-  const int blocks = std::max(num_sms / kCluster, 1) * kCluster;
-  return Launch(kernel, dim3(blocks), kThreads, sizeof(Shared), stream, false, params, groups, maps);
+  return LaunchClusters(FloatsKernel<kProduct, T>, sizeof(Shared), num_sms, stream, params, groups, maps);
 }
 
 template <GroupedDot kProduct, typename T>

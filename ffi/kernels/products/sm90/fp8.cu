@@ -2,14 +2,12 @@
 // matrices [N, M], and the gradient of the matrices, for which both operands are transposed.
 //
 // Two blocks share a tile of 256 x 256 or 128 x 512 elements of the result, each half of it, and load the
-// operand that both need only once. In each block one thread loads operands, one warp loads scales, and two
-// warpgroups multiply. One warp of the first block hands out tiles to both. Tensor cores add up 128 elements
+// operand that both need only once. In each block one thread loads operands and scales, and two warpgroups
+// multiply. One warp of the first block hands out tiles to both. Tensor cores add up 128 elements
 // of the sum. Then these sums are scaled and added up in float32, while the other warpgroup's products run.
 // Here a *rank* is a block's number in its cluster, and the *blocks* of a sum are of 128 elements.
-#include <algorithm>
 #include <type_traits>
 
-#include "kernels/launch/launch.h"
 #include "kernels/products/engines.h"
 #include "kernels/products/sm90/fp8_scales.cuh"
 #include "kernels/products/sm90/pipeline.cuh"
@@ -35,7 +33,7 @@ struct Shared {
   Stage stages[kStages];
   Staged staged[kWarps][2];  // one is filled while the other is stored
   Scales<kOfWeights> scales[kStages];
-  uint64_t full[kStages], empty[kStages];
+  Ring<kStages> ring;
   TileQueue queue;
 };
 static_assert(sizeof(Shared<false>) <= kMostSharedBytes && sizeof(Shared<true>) <= kMostSharedBytes);
@@ -45,20 +43,23 @@ __device__ int NumBlocks(const Tile& tile) { return (tile.end - tile.begin + kFp
 
 // Loads a tile's operands. Called by one thread of each block.
 template <bool kOfWeights>
-__device__ void LoadTile(const GroupedDotParams& params, const Maps& maps, Shared<kOfWeights>& shared,
-                         int rank, const Tile& tile, Position<Shared<kOfWeights>::kStages>& position) {
+__device__ void LoadTile(const GroupedDotParams& params, const Maps& maps, const ScaleMaps& scale_maps,
+                         Shared<kOfWeights>& shared, int rank, const Tile& tile,
+                         Position<Shared<kOfWeights>::kStages>& position) {
   const Part part(tile, rank);
   const MatrixIndex matrix(params, tile.group);
   const CUtensorMap* const columns = &maps.columns[!kOfWeights && matrix.is_redundant ? 1 : 0];
   const int index = kOfWeights ? 0 : matrix.index, column = part.first_column;
   const int boxes = part.num_rows > kBoxRows ? 2 : 1;
-  const uint32_t bytes = sizeof(Stage::columns) + boxes * sizeof(Stage::rows) / 2;
+  const ScaleLoader<kOfWeights> scales(params, scale_maps, tile, part);
+  const uint32_t bytes = sizeof(Stage::columns) + boxes * sizeof(Stage::rows) / 2 + scales.kBytes;
   for (int block = 0; block < NumBlocks(tile); ++block) {
     const int k = tile.begin + block * kFp8Block;
-    WaitForLoad(&shared.empty[position.stage], position.phase ^ 1);
-    uint64_t* const full = &shared.full[position.stage];
+    WaitForLoad(&shared.ring.empty[position.stage], position.phase ^ 1);
+    uint64_t* const full = &shared.ring.full[position.stage];
     Stage& to = shared.stages[position.stage];
     ArriveAndExpect(full, bytes);
+    scales.Load(block, shared.scales[position.stage], full);
     if (tile.is_wide) {  // both blocks have the same rows
       if (rank < boxes) {
         LoadBox(to.rows[rank * kBoxRows], &maps.rows, k, part.first_row + rank * kBoxRows, 0, full,
@@ -79,30 +80,12 @@ __device__ void LoadTile(const GroupedDotParams& params, const Maps& maps, Share
 
 // Loads the operands of all tiles. Called by one thread of each block.
 template <bool kOfWeights>
-__device__ void Load(const GroupedDotParams& params, const Maps& maps, Shared<kOfWeights>& shared, int rank) {
+__device__ void Load(const GroupedDotParams& params, const Maps& maps, const ScaleMaps& scale_maps,
+                     Shared<kOfWeights>& shared, int rank) {
   TileReceiver receiver{shared.queue, 1};
   Position<Shared<kOfWeights>::kStages> position;
   for (Tile tile = receiver.Next(); !tile.is_end(); tile = receiver.Next()) {
-    LoadTile(params, maps, shared, rank, tile, position);
-  }
-}
-
-// Loads the scales of all tiles. Called by one warp of each block.
-template <bool kOfWeights>
-__device__ void LoadScales(const GroupedDotParams& params, Shared<kOfWeights>& shared, int rank) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  TileReceiver receiver{shared.queue, kAllLanes};
-  Position<Shared<kOfWeights>::kStages> position;
-  for (Tile tile = receiver.Next(); !tile.is_end(); tile = receiver.Next()) {
-    const std::conditional_t<kOfWeights, ScalesOfColumns, ScalesOfRows> scales(params, tile, Part(tile, rank),
-                                                                               lane);
-    for (int block = 0; block < NumBlocks(tile); ++block) {
-      WaitForLoad(&shared.empty[position.stage], position.phase ^ 1);
-      scales.Load(block, lane, shared.scales[position.stage]);
-      __syncwarp();  // no lane waits while others have not arrived
-      ArriveAfterCopies(&shared.full[position.stage]);
-      position.Advance();
-    }
+    LoadTile(params, maps, scale_maps, shared, rank, tile, position);
   }
 }
 
@@ -112,11 +95,12 @@ __device__ void MultiplyTile(const GroupedDotParams& params, const Maps& maps, S
                              const Tile& tile, const Work& work,
                              Position<Shared<kOfWeights>::kStages>& position) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int row = work.row + static_cast<int>(threadIdx.x) % kWarpgroup / kWarp * 16 + lane / 4;
+  const int first_scale = kOfWeights ? 0 : (work.first_row - work.row) % kScalesAtOnce;
+  const int row = first_scale + work.row + static_cast<int>(threadIdx.x) % kWarpgroup / kWarp * 16 + lane / 4;
   const OperandRows rows(shared.stages[0].rows[work.row]), columns(shared.stages[0].columns[work.column]);
   float sums[kCount][64] = {}, part[64];
   for (int block = 0; block < NumBlocks(tile); ++block, position.Advance()) {
-    WaitForLoad(&shared.full[position.stage], position.phase);
+    WaitForLoad(&shared.ring.full[position.stage], position.phase);
     const auto& scales = shared.scales[position.stage];
     const float of_rows[2] = {scales.rows[row], scales.rows[row + 8]};
     float of_halves[kHalves];
@@ -149,7 +133,7 @@ __device__ void MultiplyTile(const GroupedDotParams& params, const Maps& maps, S
     } else {
       words ^= __float_as_uint(of_halves[0]) ^ __float_as_uint(of_halves[1]);
     }
-    ArriveInBlock(&shared.empty[position.stage], lane % kCluster, IsLoaded(words) && lane < kCluster);
+    shared.ring.Release(position.stage, IsLoaded(words));
   }
   Target target(params, maps.out, tile, work, kOfWeights);
   Staged(&staged)[2] = shared.staged[threadIdx.x / kWarp - kWarpgroup / kWarp];
@@ -160,17 +144,6 @@ __device__ void MultiplyTile(const GroupedDotParams& params, const Maps& maps, S
     uint32_t words[kPackedWords];
     for (int i = 0; i < kPackedWords; ++i) words[i] = Pack<__nv_bfloat16>(of_part[2 * i], of_part[2 * i + 1]);
     StorePart<kOfWeights>(params, target, words, staged[part % 2]);
-  }
-}
-
-// Releases the operands of a tile of which this warpgroup has no columns.
-template <bool kOfWeights>
-__device__ void SkipTile(const Tile& tile, Shared<kOfWeights>& shared,
-                         Position<Shared<kOfWeights>::kStages>& position) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int block = 0; block < NumBlocks(tile); ++block, position.Advance()) {
-    WaitForLoad(&shared.full[position.stage], position.phase);
-    ArriveInBlock(&shared.empty[position.stage], lane % kCluster, lane < kCluster);
   }
 }
 
@@ -187,7 +160,7 @@ __device__ void Multiply(const GroupedDotParams& params, const Maps& maps, Share
     } else if (work.num_halves > 0) {
       MultiplyTile<1>(params, maps, shared, tile, work, position);
     } else {
-      SkipTile(tile, shared, position);
+      shared.ring.Skip(NumBlocks(tile), position);
     }
   }
   WaitForStoresRead();  // the block's shared memory outlives them
@@ -196,15 +169,14 @@ __device__ void Multiply(const GroupedDotParams& params, const Maps& maps, Share
 template <bool kOfWeights>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     Fp8Kernel(const __grid_constant__ GroupedDotParams params, const __grid_constant__ GroupArrays groups,
-              const __grid_constant__ Maps maps) {
+              const __grid_constant__ Maps maps, const __grid_constant__ ScaleMaps scale_maps) {
   extern __shared__ __align__(1024) std::byte memory[];
   auto& shared = *reinterpret_cast<Shared<kOfWeights>*>(memory);
   const int rank = RankInCluster();
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
   if (threadIdx.x == 0) {
-    for (uint64_t& barrier : shared.full) InitBarrier(&barrier, 1 + kWarp);
-    for (uint64_t& barrier : shared.empty) InitBarrier(&barrier, kCluster * kWarps);
-    shared.queue.Init(kWarps + 2);
+    shared.ring.Init(1 + ScaleLoader<kOfWeights>::kArrivals);
+    shared.queue.Init(kWarps + 1);
     FenceBarriers();
     PrefetchMap(&maps.rows);
     PrefetchMap(&maps.columns[!kOfWeights && params.num_home == 0 ? 1 : 0]);
@@ -212,9 +184,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   SyncCluster();
   if (warp < kWarpgroup / kWarp) {
     ReleaseRegisters<40>();
-    if (threadIdx.x == 0) Load(params, maps, shared, rank);
-    if (warp == 1) LoadScales(params, shared, rank);
-    if (warp == 2 && rank == 0)
+    if (threadIdx.x == 0) Load(params, maps, scale_maps, shared, rank);
+    if (warp == 1 && rank == 0)
       HandOut<kOfWeights>(params, groups, kOfWeights ? 1 : params.inner, shared.queue);
   } else {
     TakeRegisters<232>();
@@ -227,15 +198,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <bool kOfWeights>
 cudaError_t LaunchFp8(const GroupedDotParams& params, const GroupArrays& groups, int num_sms,
                       cudaStream_t stream) {
-  constexpr int kSharedBytes = sizeof(Shared<kOfWeights>);
-  const auto kernel = Fp8Kernel<kOfWeights>;
   Maps maps{};
+  ScaleMaps scale_maps{};
   cudaError_t error = Describe(params, 1, kOfWeights, {kBoxRows, kFp8Block}, {kFp8Block, kFp8Block}, maps);
+  if (error == cudaSuccess) error = DescribeScales(params, groups, scale_maps);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  const int blocks = std::max(num_sms / kCluster, 1) * kCluster;
-  return Launch(kernel, dim3(blocks), kThreads, kSharedBytes, stream, false, params, groups, maps);
+  return LaunchClusters(Fp8Kernel<kOfWeights>, sizeof(Shared<kOfWeights>), num_sms, stream, params, groups,
+                        maps, scale_maps);
 }
 
 template <bool kOfWeights>

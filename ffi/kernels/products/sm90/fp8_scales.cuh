@@ -1,62 +1,85 @@
 // The scales of FP8 operands: in shared memory, on the way there, and in the sums.
 #pragma once
 
+#include "kernels/products/sm90/tensor_map.h"
 #include "kernels/products/sm90/tiles.cuh"
-#include "kernels/ptx/bulk.cuh"
+#include "kernels/ptx/hopper.cuh"
 
 namespace jax_ep::cuda::sm90 {
 
+// Loads begin at multiples of 16 bytes, but groups at any row.
+constexpr int kScalesAtOnce = 4;
+
 // The scales of a stage. A matrix has one for 128 columns, and transposed rows have one for each.
 template <bool kOfWeights>
-struct Scales {
-  float rows[kTileRows];
+struct alignas(128) Scales {
+  static constexpr int kRows = kTileRows + (kOfWeights ? 0 : kScalesAtOnce);
+
+  float rows[kRows];  // from a multiple of kScalesAtOnce on, and from the tile's first row on, respectively
   float columns[kOfWeights ? kTileColumns : kHalves];
 };
 
-// The scales of a tile of rows times matrices: a row's scales follow each other, as those of 128 rows of a
-// matrix do.
-struct ScalesOfRows {
-  const float* rows[kTileRows / kWarp];
-  const float* columns;
-
-  __device__ ScalesOfRows(const GroupedDotParams& params, const Tile& tile, const Part& part, int lane) {
-    const int64_t blocks = params.inner / kFp8Block;
-    for (int i = 0; i < kTileRows / kWarp; ++i) {
-      rows[i] = params.row_scales + min(part.first_row + i * kWarp + lane, params.num_rows - 1) * blocks;
-    }
-    const int block_row = min(part.first_column / kFp8Block + lane, params.outer / kFp8Block - 1);
-    columns = params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
-                             params.outer / kFp8Block * blocks) +
-              block_row * blocks;
-  }
-
-  __device__ void Load(int block, int lane, Scales<false>& to) const {
-    for (int i = 0; i < kTileRows / kWarp; ++i) CopyFloat(&to.rows[i * kWarp + lane], rows[i] + block);
-    if (lane < kHalves) CopyFloat(&to.columns[lane], columns + block);
-  }
+// Descriptions of scales, of which a load takes those of a tile: of rows, and of 128 transposed columns.
+struct ScaleMaps {
+  CUtensorMap rows, columns;
 };
 
-// The scales of a tile of a matrix's gradient: those of 128 rows of all columns follow each other.
-struct ScalesOfColumns {
-  const float* rows;
-  const float* columns[kHalves];
-  int64_t inner, outer;
+inline cudaError_t DescribeScales(const GroupedDotParams& params, const GroupArrays& groups,
+                                  ScaleMaps& maps) {
+  const int64_t rows = params.num_rows, blocks = rows / kFp8Block;
+  if (params.product != GroupedDot::kWeights) {
+    return DescribeScales(groups.transposed_scales, params.inner / kFp8Block, rows, (rows + 3) / 4 * 4,
+                          Scales<false>::kRows, maps.rows);
+  }
+  const cudaError_t error =
+      DescribeScales(params.row_scales, blocks, params.inner, params.inner, Scales<true>::kRows, maps.rows);
+  if (error != cudaSuccess) return error;
+  return DescribeScales(params.other_scales, blocks, params.outer, params.outer, kHalfColumns, maps.columns);
+}
 
-  __device__ ScalesOfColumns(const GroupedDotParams& params, const Tile& tile, const Part& part, int lane)
-      : inner(params.inner), outer(params.outer) {
-    rows = params.row_scales + tile.begin / kFp8Block * inner + part.first_row + 4 * lane;
-    for (int half = 0; half < kHalves; ++half) {
-      const int column = min(part.first_column + half * kFp8Block, params.outer - kFp8Block);
-      columns[half] = params.other_scales + tile.begin / kFp8Block * outer + column + 4 * lane;
+// Loads the scales of a tile. Called by one thread, before it arrives at the stage's barrier.
+template <bool kOfWeights>
+class ScaleLoader {
+ public:
+  static constexpr uint32_t kBytes =
+      sizeof(float) * (Scales<kOfWeights>::kRows + (kOfWeights ? kTileColumns : 0));
+  // How often Load arrives at the barrier.
+  static constexpr int kArrivals = kOfWeights ? 0 : 1;
+
+  __device__ ScaleLoader(const GroupedDotParams& params, const ScaleMaps& maps, const Tile& tile,
+                         const Part& part)
+      : maps_(maps), first_block_(tile.begin / kFp8Block), part_(part) {
+    if constexpr (!kOfWeights) {
+      const int64_t blocks = params.inner / kFp8Block;
+      const float* const group = params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
+                                                params.outer / kFp8Block * blocks);
+      for (int half = 0; half < kHalves; ++half) {
+        const int row = min(part.first_column / kFp8Block + half, params.outer / kFp8Block - 1);
+        of_matrix_[half] = group + row * blocks;
+      }
     }
   }
 
-  __device__ void Load(int block, int lane, Scales<true>& to) const {
-    CopyFloats(&to.rows[4 * lane], rows + block * inner);
+  // Loads those of a block of the sum. The barrier expects kBytes.
+  __device__ void Load(int block, Scales<kOfWeights>& to, uint64_t* barrier) const {
+    const int row = first_block_ + block;
+    LoadBox(to.rows, &maps_.rows, part_.first_row / kScalesAtOnce * kScalesAtOnce, row, 0, barrier);
     for (int half = 0; half < kHalves; ++half) {
-      CopyFloats(&to.columns[half * kFp8Block + 4 * lane], columns[half] + block * outer);
+      if constexpr (kOfWeights) {
+        const int first = half * kHalfColumns;
+        LoadBox(&to.columns[first], &maps_.columns, part_.first_column + first, row, 0, barrier);
+      } else {
+        CopyFloat(&to.columns[half], of_matrix_[half] + block);
+      }
     }
+    if constexpr (!kOfWeights) ArriveAfterCopies(barrier);
   }
+
+ private:
+  const ScaleMaps& maps_;
+  int first_block_;
+  const Part& part_;
+  const float* of_matrix_[kHalves];  // a matrix has them along the sum
 };
 
 // Scales the sums of products and adds them up.

@@ -1,9 +1,13 @@
 // What the kernels of this folder have in common: the warps of a block, its ring of stages, and its operands.
 #pragma once
 
+#include <algorithm>
+
+#include "kernels/launch/launch.h"
 #include "kernels/products/sm90/results.cuh"
 #include "kernels/products/sm90/tensor_map.h"
 #include "kernels/products/sm90/tiles.cuh"
+#include "kernels/ptx/hopper.cuh"
 
 namespace jax_ep::cuda::sm90 {
 
@@ -23,6 +27,44 @@ struct Position {
     if (stage == 0) phase ^= 1;
   }
 };
+
+// The barriers of a ring of stages, in the shared memory of each block: of those that are full, and of those
+// that may be filled again.
+template <int kStages>
+struct Ring {
+  uint64_t full[kStages], empty[kStages];
+
+  // Called by one thread. `loads`: arrivals that fill a stage.
+  __device__ void Init(int loads) {
+    for (uint64_t& barrier : full) InitBarrier(&barrier, loads);
+    for (uint64_t& barrier : empty) InitBarrier(&barrier, kCluster * kWarps);
+  }
+
+  // Releases a stage to the loads of both blocks, once it `is_read`. Called by each multiplying warp.
+  __device__ void Release(int stage, bool is_read = true) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    ArriveInBlock(&empty[stage], lane % kCluster, is_read && lane < kCluster);
+  }
+
+  // Releases the stages of so many blocks of a sum, of which this warpgroup computes nothing.
+  __device__ void Skip(int num_blocks, Position<kStages>& position) {
+    for (int block = 0; block < num_blocks; ++block, position.Advance()) {
+      WaitForLoad(&full[position.stage], position.phase);
+      Release(position.stage);
+    }
+  }
+};
+
+// Launches a kernel on so many SMs. Its arguments follow the stream.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchClusters(void (*kernel)(Parameters...), int shared_bytes, int num_sms, cudaStream_t stream,
+                           const Arguments&... arguments) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  const int blocks = std::max(num_sms / kCluster, 1) * kCluster;
+  return Launch(kernel, dim3(blocks), kThreads, shared_bytes, stream, false, arguments...);
+}
 
 // Descriptions of the operands and the result. Matrices and gradients have a second one for redundant groups.
 struct Maps {

@@ -18,25 +18,39 @@ Encode* FindEncode() {
                                                                        : nullptr;
 }
 
+cudaError_t Describe(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const void* matrices,
+                     const cuuint64_t (&sizes)[3], const cuuint64_t (&strides)[2], Box box,
+                     CUtensorMap& map) {
+  static Encode* const encode = FindEncode();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint32_t box_sizes[] = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const CUresult result = encode(&map, type, 3, const_cast<void*>(matrices), sizes, strides, box_sizes, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 // The types of one size differ in nothing that a copy does.
 cudaError_t DescribeMatrices(int element_bytes, const void* matrices, int64_t count, int64_t rows,
                              int64_t width, Box box, CUtensorMap& map) {
-  static Encode* const encode = FindEncode();
-  if (encode == nullptr) return cudaErrorNotSupported;
   const auto type = element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(count)};
-  const auto row_bytes = static_cast<cuuint64_t>(width * element_bytes);
-  const cuuint64_t strides[] = {row_bytes, row_bytes * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t sizes_of_box[] = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows),
-                                     1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result = encode(&map, type, 3, const_cast<void*>(matrices), sizes, strides, sizes_of_box,
-                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto row_bytes = static_cast<cuuint64_t>(width * element_bytes),
+             num_rows = static_cast<cuuint64_t>(rows);
+  return Describe(type, CU_TENSOR_MAP_SWIZZLE_128B, matrices,
+                  {static_cast<cuuint64_t>(width), num_rows, static_cast<cuuint64_t>(count)},
+                  {row_bytes, row_bytes * num_rows}, box, map);
+}
+
+cudaError_t DescribeScales(const float* scales, int64_t rows, int64_t width, int64_t stride, int box_columns,
+                           CUtensorMap& map) {
+  const auto row_bytes = static_cast<cuuint64_t>(stride) * sizeof(float),
+             num_rows = static_cast<cuuint64_t>(rows);
+  return Describe(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE, scales,
+                  {static_cast<cuuint64_t>(width), num_rows, 1}, {row_bytes, row_bytes * num_rows},
+                  {1, box_columns}, map);
 }
 
 }  // namespace jax_ep::cuda::sm90

@@ -18,4 +18,8 @@ struct Box {
 cudaError_t DescribeMatrices(int element_bytes, const void* matrices, int64_t count, int64_t rows,
                              int64_t width, Box box, CUtensorMap& map);
 
+// Describes scales [rows, width], which begin `stride` apart, a multiple of 4. A load takes so many of a row.
+cudaError_t DescribeScales(const float* scales, int64_t rows, int64_t width, int64_t stride, int box_columns,
+                           CUtensorMap& map);
+
 }  // namespace jax_ep::cuda::sm90

@@ -32,7 +32,7 @@ struct TileReceiver {
     const int slot = count % kTileSlots;
     WaitForLoad(&queue.full[slot], count / kTileSlots % 2);
     const Tile tile = queue.tiles[slot];
-    const bool is_loaded = __all_sync(lanes, IsLoaded(tile.group ^ tile.is_wide));
+    const bool is_loaded = __all_sync(lanes, IsLoaded(tile.bits()));
     ArriveInBlock(&queue.empty[slot], 0, is_loaded && threadIdx.x % kWarp == 0);
     ++count;
     // The compiler must know that all lanes have the same numbers.

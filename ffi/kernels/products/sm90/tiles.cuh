@@ -26,6 +26,10 @@ struct alignas(16) Tile {
   int unused;
 
   __device__ bool is_end() const { return group < 0; }
+  // Depends on all of the tile.
+  __device__ uint32_t bits() const {
+    return group ^ first_row ^ end_row ^ column ^ is_wide ^ begin ^ end;
+  }
 };
 
 // One block's part of a tile.
