@@ -225,6 +225,14 @@ struct UnpermuteParams {
   TopkIds topk_idx;           // [C, K] local experts; read only with a bias
 };
 
+// The size of a group, of those that a program passes. If `rows_per_group` is not 0, each group has so many
+// rows, of which it fills the first ones, so group l begins at row l * rows_per_group. If it is 0, groups
+// follow each other.
+JAX_EP_HD inline int32_t SizeOfGroup(const int32_t* group_sizes, int64_t group, int32_t rows_per_group) {
+  const int32_t size = group_sizes[group] > 0 ? group_sizes[group] : 0;
+  return rows_per_group > 0 && size > rows_per_group ? rows_per_group : size;
+}
+
 // Conversion to FP8 (e4m3) with scales, of rows or of matrices, as they lie and transposed.
 struct QuantizeParams {
   const void* x;          // rows [C, M], or matrices [L, C, M]
@@ -245,6 +253,7 @@ struct QuantizeParams {
   const int32_t*
       group_sizes;  // [L] of rows: in the transpose, each group begins at a multiple of 128; or null
   int32_t num_groups;
+  int32_t rows_per_group;  // as in SizeOfGroup; 0 if group_sizes is null
 };
 
 // An array converted to FP8: as it lies [C, M], with scales of 128 elements of a row, and transposed [M, C'],
@@ -272,6 +281,7 @@ struct QuantizeGatedParams {
   const void* d_hidden;  // [C, F] the cotangent of the activation, or null
   const int32_t* group_sizes;
   int32_t num_groups;
+  int32_t rows_per_group;   // as in SizeOfGroup
   int32_t num_rows;         // C
   int32_t width;            // F
   int32_t num_columns;      // C': each group begins at a multiple of 128
@@ -303,7 +313,8 @@ struct GroupedDotParams {
   int32_t inner;               // width of rows
   int32_t outer;               // width of out
   const int32_t* group_sizes;  // [L]
-  const int32_t* first_row;    // the first row of the first group; null: 0
+  int32_t rows_per_group;      // as in SizeOfGroup. Transposed FP8 rows follow each other in any case
+  const int32_t* first_row;    // the first row of the first group; null: 0. Ignored with rows_per_group
   const void* rows;
   const void* others;
   // Scales of FP8 (e4m3) operands; otherwise null. For kRowsTransposed a scale belongs to 128 elements of a

@@ -1,5 +1,6 @@
 // The rows of groups, as the kernels find them (ffi/kernels/fp8/groups.cuh,
-// ffi/kernels/products/any/groups.cuh), for sizes whose sums exceed 32 bits. Compares them with plain sums.
+// ffi/kernels/products/any/groups.cuh), for sizes whose sums exceed 32 bits, and for groups that have as many
+// rows each. Compares them with plain sums.
 #include "die.h"
 #include "kernels/fp8/groups.cuh"
 #include "kernels/products/any/groups.cuh"
@@ -58,7 +59,7 @@ void CheckConversion(const Case& c) {
     for (const int64_t i : {int64_t{0}, tiles / 2, tiles - 1}) {
       if (tiles == 0 || tile + i >= 1 << 24) continue;  // more than a result has
       const TileRows rows =
-          InWarp([&] { return FindRows(sizes, count, c.num_rows, static_cast<int>(tile + i)); });
+          InWarp([&] { return FindRows(sizes, count, 0, c.num_rows, static_cast<int>(tile + i)); });
       const int64_t first = row + i * 128, end = std::min({first + 128, row + size, int64_t{c.num_rows}});
       Check(rows.first == first && rows.count == std::max(int64_t{0}, end - first), "tile of group", group);
     }
@@ -117,6 +118,37 @@ void CheckProducts(const Case& c) {
   }
 }
 
+// Groups of `per_group` rows each, of which they fill the first ones.
+void CheckPadded(const std::vector<int32_t>& sizes, int per_group) {
+  GroupedDotParams params{};
+  params.num_groups = static_cast<int32_t>(sizes.size());
+  params.num_rows = params.num_groups * per_group;
+  params.group_sizes = sizes.data();
+  params.rows_per_group = per_group;
+  int converted = 0, multiplied = 0;  // tiles
+  for (int group = 0; group < params.num_groups; ++group) {
+    const int begin = group * per_group, end = begin + std::min(std::max(sizes[group], 0), per_group);
+    for (int first = begin; first < end; first += 128, ++converted) {
+      const TileRows rows = InWarp([&] {
+        return FindRows(params.group_sizes, params.num_groups, per_group, params.num_rows, converted);
+      });
+      Check(rows.first == first && rows.count == std::min(128, end - first), "padded tile of group", group);
+    }
+    for (int first = begin; first < begin + per_group; first += 128, ++multiplied) {
+      const TileOfRows at = InWarp([&] { return FindTile(params, multiplied); });
+      Check(at.group == group && at.first == first && at.last == begin + per_group && at.filled_end == end,
+            "padded tile of group", group);
+    }
+  }
+  const TileRows rows = InWarp(
+      [&] { return FindRows(params.group_sizes, params.num_groups, per_group, params.num_rows, converted); });
+  Check(rows.first < 0, "a padded tile past all", 0);
+  for (int tile = multiplied; tile < params.num_rows / kTileM + params.num_groups + 2; ++tile) {
+    const TileOfRows at = InWarp([&] { return FindTile(params, tile); });
+    Check(at.first >= at.last, "a padded tile past all", tile);
+  }
+}
+
 }  // namespace
 }  // namespace jax_ep::cuda
 
@@ -126,6 +158,11 @@ int main() {
     what = c.name;
     CheckConversion(c);
     CheckProducts(c);
+  }
+  for (const int per_group : {1, 127, 128, 300}) {
+    what = "padded groups";
+    CheckPadded({130, 0, -5, kMost, 1, 128}, per_group);
+    CheckPadded(std::vector<int32_t>(70, 129), per_group);
   }
   return 0;
 }

@@ -1,4 +1,4 @@
-"""Rows of groups whose sizes add up to more than 32 bits, as the kernels find them: see group_sizes.cc."""
+"""Rows of groups as the kernels find them, padded, or of sizes that exceed 32 bits: see group_sizes.cc."""
 
 import pytest
 from test_protocol_source import FFI, build, run
@@ -19,6 +19,16 @@ MISTAKES = {
         "static_cast<int>(static_cast<unsigned>(size) + kTile - 1) / kTile;",
     ),
     "finds tiles in 32 bits": (PRODUCTS, "long long end = size;", "int end = size;"),
+    "leaves sizes longer than a padded group": (
+        PRODUCTS,
+        "begin + SizeOfGroup(params.group_sizes, group, rows)};",
+        "begin + max(params.group_sizes[group], 0)};",
+    ),
+    "takes padded groups for adjacent ones": (
+        FP8,
+        "rows_per_group > 0 ? int64_t{base + lane} * rows_per_group : rows + end - size;",
+        "rows + end - size;",
+    ),
     "finds groups in 32 bits": (PRODUCTS, "long long before = 0;", "int before = 0;"),
     "counts tiles of rows that are not there": (
         PRODUCTS,

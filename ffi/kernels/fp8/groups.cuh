@@ -26,7 +26,8 @@ struct TileRows {
 };
 
 // Returns the rows of a tile. With groups, each begins with a new tile. Called by a warp.
-__device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, int num_rows, int tile) {
+__device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, int rows_per_group,
+                                    int num_rows, int tile) {
   const auto limited = [&](int64_t first, int64_t count) -> TileRows {
     return {first, static_cast<int>(max(int64_t{0}, min(min(count, int64_t{kTile}), num_rows - first)))};
   };
@@ -35,7 +36,7 @@ __device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, 
   int64_t rows = 0;  // before the 32 groups
   int tiles = 0;
   for (int base = 0; base < num_groups; base += kWarp) {
-    const int size = base + lane < num_groups ? max(group_sizes[base + lane], 0) : 0;
+    const int size = base + lane < num_groups ? SizeOfGroup(group_sizes, base + lane, rows_per_group) : 0;
     const int own = size / kTile + static_cast<int>(size % kTile != 0);
     long long end = size;
     int last = own;
@@ -48,7 +49,8 @@ __device__ inline TileRows FindRows(const int32_t* group_sizes, int num_groups, 
     const unsigned found = __ballot_sync(kAllLanes, index >= 0 && index < own);
     if (found != 0) {
       const int from = __ffs(static_cast<int>(found)) - 1;
-      const long long first = rows + end - size + int64_t{index} * kTile;
+      const long long begin = rows_per_group > 0 ? int64_t{base + lane} * rows_per_group : rows + end - size;
+      const long long first = begin + int64_t{index} * kTile;
       return limited(__shfl_sync(kAllLanes, first, from),
                      __shfl_sync(kAllLanes, static_cast<long long>(size) - int64_t{index} * kTile, from));
     }

@@ -13,31 +13,39 @@ template <typename T>
 constexpr int kBlocksPerSm = std::is_same_v<T, float> ? 2 : 4;
 
 // Converts rows as they lie, of which only the order of blocks matters. Each warp loads several vectors
-// before it converts the first one.
+// before it converts the first one. With rows_per_group each group has as many blocks.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     QuantizeRowsKernel(const __grid_constant__ QuantizeParams params) {
   using Block = Quantized<T>;
   constexpr int kVectors = kVectorsPerBlock / kThreads;
-  const int64_t total =
-      CountRows(params.group_sizes, params.num_groups, params.num_rows) * params.width / Block::kElements;
-  const int64_t first = (int64_t{blockIdx.x} * kThreads + (threadIdx.x & ~(kWarp - 1))) * kVectors;
-  if (first >= total) return;
+  const int64_t row_vectors = params.width / Block::kElements;
+  int64_t block = blockIdx.x, begin = 0, end = 0;  // the vectors of the rows
+  if (params.rows_per_group > 0) {
+    const int64_t blocks = gridDim.x / params.num_groups, group = block / blocks;
+    block %= blocks;
+    begin = group * params.rows_per_group * row_vectors;
+    end = begin + SizeOfGroup(params.group_sizes, group, params.rows_per_group) * row_vectors;
+  } else {
+    end = CountRows(params.group_sizes, params.num_groups, params.num_rows) * row_vectors;
+  }
+  const int64_t first = begin + (block * kThreads + (threadIdx.x & ~(kWarp - 1))) * kVectors;
+  if (first >= end) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   uint4 vectors[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = first + v * kWarp + lane;
-    vectors[v] = at < total ? static_cast<const uint4*>(params.x)[at] : uint4{};
+    vectors[v] = at < end ? static_cast<const uint4*>(params.x)[at] : uint4{};
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = first + v * kWarp + lane;
     const uint4 one[1] = {vectors[v]};
-    const Block block = QuantizeBlock<T>(one, params.rounds, params.floor);
-    if (at >= total) continue;
-    reinterpret_cast<typename Block::Values*>(params.values)[at] = block.values[0];
-    if (lane % Block::kLanes == 0) params.scales[at / Block::kLanes] = block.scale;
+    const Block converted = QuantizeBlock<T>(one, params.rounds, params.floor);
+    if (at >= end) continue;
+    reinterpret_cast<typename Block::Values*>(params.values)[at] = converted.values[0];
+    if (lane % Block::kLanes == 0) params.scales[at / Block::kLanes] = converted.scale;
   }
 }
 
@@ -48,7 +56,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<SharedTile<T>*>(memory);
   const int tile = static_cast<int>(blockIdx.x);
-  const TileRows rows = FindRows(params.group_sizes, params.num_groups, params.num_rows, tile);
+  const TileRows rows =
+      FindRows(params.group_sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
   if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
   const int64_t width = params.width, blocks = width / kTile;
   const TileStrides strides = {width, blocks, params.num_columns};
@@ -123,10 +132,15 @@ cudaError_t LaunchRows(const QuantizeParams& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<T, double>) {
       return cudaErrorInvalidValue;
     } else {
-      const int64_t vectors = int64_t{params.num_rows} * params.width / Quantized<T>::kElements;
-      const auto blocks = static_cast<unsigned>((vectors + kVectorsPerBlock - 1) / kVectorsPerBlock);
+      const bool is_padded = params.rows_per_group > 0;
+      const int64_t rows = is_padded ? params.rows_per_group : params.num_rows;
+      const int64_t vectors = rows * params.width / Quantized<T>::kElements;
+      const int64_t blocks =
+          (vectors + kVectorsPerBlock - 1) / kVectorsPerBlock * (is_padded ? params.num_groups : 1);
       if (blocks == 0) return cudaSuccess;
-      return Launch(QuantizeRowsKernel<T>, dim3(blocks), kThreads, 0, stream, false, params);
+      if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+      return Launch(QuantizeRowsKernel<T>, dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, false,
+                    params);
     }
   });
 }

@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
   auto* const shared = reinterpret_cast<SharedTile<BF16>*>(memory);
   const TilePart part;
   const int tile = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
-  const TileRows rows = FindRows(params.group_sizes, params.num_groups, params.num_rows, tile);
+  const TileRows rows =
+      FindRows(params.group_sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
   if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
   const int64_t width = params.width, first_column = int64_t{block} * kTile + part.first_column();
   const auto* const z = static_cast<const BF16*>(params.z);

@@ -53,7 +53,7 @@ enum class ScaleForm {
 };
 
 // Describes the groups in the scratch, on the device: fills the arrays, and clears results that belong to no
-// group's rows. Sizes are cut at the number of rows, and negative sizes count as 0.
+// group's rows. Sizes are cut at the number of rows, or at rows_per_group, and negative sizes count as 0.
 cudaError_t SetUpGroups(const GroupedDotParams& params, ScaleForm scale_form, int num_sms,
                         cudaStream_t stream, GroupArrays& groups);
 cudaError_t PreloadSetUp();

@@ -98,6 +98,18 @@ __device__ void TransposeScales(const GroupedDotParams& params, float* to) {
   }
 }
 
+// Clears the empty rows of the 32 groups from `base` on, of which each lane has the filled `rows` of one.
+// Called by the whole grid.
+__device__ void ClearPadding(const GroupedDotParams& params, int base, int rows) {
+  const int64_t width = int64_t{params.outer} * int64_t{sizeof(uint16_t)};
+  const int num_groups = min(kWarp, params.num_groups - base);
+  for (int i = 0; i < num_groups; ++i) {
+    const int filled = __shfl_sync(kAllLanes, rows, i);
+    const int64_t first = int64_t{base + i} * params.rows_per_group + filled;
+    Clear(static_cast<std::byte*>(params.out) + first * width, (params.rows_per_group - filled) * width);
+  }
+}
+
 // Each warp locates the rows of all groups on its own, 32 groups at a time. The first warp writes the
 // descriptions.
 __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params, GroupArrays groups) {
@@ -109,20 +121,24 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   auto* out = static_cast<std::byte*>(params.out);
   if (writes && lane == 0) *groups.next_tile = 0;
   long long begin = 0;  // the first row of the 32 groups
-  if (params.first_row != nullptr) begin = min(max(int64_t{*params.first_row}, int64_t{0}), num_rows);
+  const bool is_padded = params.rows_per_group > 0 && !HasTransposedRows(params);
+  if (params.first_row != nullptr && !is_padded) {
+    begin = min(max(int64_t{*params.first_row}, int64_t{0}), num_rows);
+  }
   if (!of_weights) Clear(out, begin * width);
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
     const bool is_group = group < params.num_groups;
-    long long size = is_group ? max(params.group_sizes[group], 0) : 0;
+    long long size = is_group ? SizeOfGroup(params.group_sizes, group, params.rows_per_group) : 0;
     if (HasTransposedRows(params)) size = (size + kFp8Block - 1) / kFp8Block * kFp8Block;
     long long end = size;
     for (int step = 1; step < kWarp; step *= 2) {
       const long long before = __shfl_up_sync(kAllLanes, end, step);
       if (lane >= step) end += before;
     }
-    const int64_t first = min(begin + end - size, static_cast<long long>(num_rows));
-    const int rows = static_cast<int>(min(begin + end, static_cast<long long>(num_rows)) - first);
+    const auto within = [&](int64_t row) { return min(row, num_rows); };
+    const int64_t first = within(is_padded ? int64_t{group} * params.rows_per_group : begin + end - size);
+    const int rows = static_cast<int>(within(is_padded ? first + size : begin + end) - first);
     if (writes && is_group) DescribeGroup(params, groups, group, first, rows);
     if (of_weights) {
       for (unsigned empty = __ballot_sync(kAllLanes, is_group && rows == 0); empty != 0; empty &= empty - 1) {
@@ -130,9 +146,10 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
         Clear(params.OfGroup(out, params.redundant, group, matrix), matrix);
       }
     }
+    if (is_padded && !of_weights) ClearPadding(params, base, rows);
     begin += __shfl_sync(kAllLanes, end, kWarp - 1);
   }
-  if (!of_weights && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
+  if (!of_weights && !is_padded && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
   if (groups.transposed_scales != nullptr) TransposeScales(params, groups.transposed_scales);
 }
 

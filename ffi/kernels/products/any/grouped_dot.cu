@@ -18,6 +18,16 @@ __device__ void ClearTile(Out* out, int rows, int n0, int N) {
   }
 }
 
+// Clears the rows of a tile that belong to no group, and returns the number of those before them. `out` is
+// the tile's first row. Called by the whole block.
+template <typename Out>
+__device__ int ClearEmptyRows(const TileOfRows& tile, Out* out, int n0, int N) {
+  const int rows = min(kTileM, tile.last - tile.first),
+            filled = min(rows, max(tile.filled_end - tile.first, 0));
+  if (filled < rows) ClearTile(out + int64_t{filled} * N, rows - filled, n0, N);
+  return filled;
+}
+
 // What multiplies a tile. Tensor cores round float32 operands to tf32.
 enum class Unit { kTensorCores, kFloat32 };
 
@@ -44,8 +54,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kUnit>) RowsKernel(Groupe
   if (tile.first >= tile.last) return;
   const int K = params.inner, N = params.outer, n0 = blockIdx.y * kTileN;
   T* out = static_cast<T*>(params.out) + int64_t{tile.first} * N;
-  const int rows = min(kTileM, tile.last - tile.first);
-  if (tile.group == params.num_groups) return ClearTile(out, rows, n0, N);
+  const int rows = ClearEmptyRows(tile, out, n0, N);
+  if (rows == 0) return;
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{tile.first} * K, K, rows, K};
   const T* weights =
       params.OfGroup(static_cast<const T*>(params.others), params.redundant, tile.group, int64_t{K} * N);
@@ -59,8 +69,8 @@ __global__ void __launch_bounds__(kThreads) RowsFp8Kernel(GroupedDotParams param
   if (tile.first >= tile.last) return;
   const int K = params.inner, N = params.outer, n0 = blockIdx.y * kTileN, blocks = K / kFp8Block;
   auto* out = static_cast<__nv_bfloat16*>(params.out) + int64_t{tile.first} * N;
-  const int rows = min(kTileM, tile.last - tile.first);
-  if (tile.group == params.num_groups) return ClearTile(out, rows, n0, N);
+  const int rows = ClearEmptyRows(tile, out, n0, N);
+  if (rows == 0) return;
   const ScaledMatrix a{static_cast<const __nv_fp8_e4m3*>(params.rows) + int64_t{tile.first} * K,
                        K,
                        rows,
@@ -87,11 +97,14 @@ __global__ void __launch_bounds__(kThreads) RowsFp8Kernel(GroupedDotParams param
 // Computes out [L, k, n]: for each group its rows [., k], transposed, times its others [., n].
 template <typename T, Unit kUnit>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kUnit>) WeightsKernel(GroupedDotParams params) {
-  const RowRange range = FindRows(params, blockIdx.z, 1);
+  const int group = static_cast<int>(blockIdx.z), per_group = params.rows_per_group;
+  const RowRange range = per_group > 0
+                             ? RowRange{group * per_group, SizeOfGroup(params.group_sizes, group, per_group)}
+                             : FindRows(params, group, 1);
   const int K = params.inner, N = params.outer;
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{range.begin} * K, K, range.rows, K};
   const Matrix<T> b{static_cast<const T*>(params.others) + int64_t{range.begin} * N, N, range.rows, N};
-  T* out = params.OfGroup(static_cast<T*>(params.out), params.redundant, blockIdx.z, int64_t{K} * N);
+  T* out = params.OfGroup(static_cast<T*>(params.out), params.redundant, group, int64_t{K} * N);
   MultiplyBy<kUnit, true, false>(a, b, range.rows, blockIdx.y * kTileM, blockIdx.x * kTileN, out, N, K, N);
 }
 
