@@ -33,7 +33,11 @@ class Product(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Factors(Generic[Left_co, Right_co]):
-    """The operands of a product. Rows lie group by group; sizes of groups need not be multiples of a tile."""
+    """The operands of a product. Rows lie group by group; sizes of groups need not be multiples of a tile.
+
+    With `Options.rows_per_group` rows [L * S, M] are those of L groups with S rows each. A `product` also
+    takes them as [L, S, M].
+    """
 
     rows: Left_co
     others: Right_co  # matrices, or for a product WEIGHTS rows
@@ -51,6 +55,8 @@ class Options:
     num_sms: int = 0  # the most SMs that the fast kernels (grouped_dot's docstring) use; 0: all
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT  # of products of float32 operands
     round_scale: bool = False  # scales are rounded up to powers of two
+    rows_per_group: int = 0
+    """S, if each group has S rows, of which it fills the first ones. 0: groups follow each other."""
 
 
 class Gradients(NamedTuple):
@@ -66,7 +72,7 @@ class Gradients(NamedTuple):
 class Engine(Protocol):
     """Products and conversions of one op. It is hashable.
 
-    Results in rows past the groups are undefined, except those of `grouped_dot`, which are zero.
+    Results in rows of no group are undefined, except those of products, which are zero.
     """
 
     @property
@@ -74,6 +80,10 @@ class Engine(Protocol):
 
     def with_precision(self, precision: jax.lax.Precision) -> "Engine":
         """Returns the engine with another precision of products of float32 operands."""
+        ...
+
+    def with_adjacent_groups(self) -> "Engine":
+        """Returns the engine for rows whose groups follow each other."""
         ...
 
     def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
@@ -147,9 +157,11 @@ def dequantized_dot(engine: Engine, factors: Factors[QuantizedArray, QuantizedAr
 def dequantized_dot_weights(engine: Engine, factors: Factors[Columns, Columns]) -> Matrices:
     """Computes `grouped_dot_fp8_weights` of operands that are converted to float32."""
     rows, others = factors.rows.dequantized(), factors.others.dequantized()
-    padded = Columns.padded_sizes(factors.group_sizes, factors.rows.values.shape[1])
+    most = engine.options.rows_per_group or factors.rows.values.shape[1]
+    padded = Columns.padded_sizes(factors.group_sizes, most)
     wide = Factors(rows, others, padded, kind=Product.WEIGHTS, num_redundant=factors.num_redundant)
-    return jax.tree.map(lambda matrices: matrices.astype(jnp.bfloat16), engine.grouped_dot(wide))
+    matrices = engine.with_adjacent_groups().grouped_dot(wide)
+    return jax.tree.map(lambda array: array.astype(jnp.bfloat16), matrices)
 
 
 def quantized_gradients(engine: Engine, gated: Gated, d_hidden: jax.Array) -> Gradients:

@@ -29,9 +29,9 @@ class Columns(NamedTuple):
         return dequantize_fp8(QuantizedArray(self.values.swapaxes(0, 1), self.scales), jnp.float32)
 
     @staticmethod
-    def padded_sizes(group_sizes: jax.Array, num_columns: int) -> jax.Array:
-        """Returns the columns of each group, of which there are `num_columns` in all."""
-        return -(-jnp.clip(group_sizes, 0, num_columns) // BLOCK) * BLOCK
+    def padded_sizes(group_sizes: jax.Array, most_rows: int) -> jax.Array:
+        """Returns the columns of each group, which has at most `most_rows` rows."""
+        return -(-jnp.clip(group_sizes, 0, most_rows) // BLOCK) * BLOCK
 
     @staticmethod
     def num_columns(num_rows: int, num_groups: int) -> int:

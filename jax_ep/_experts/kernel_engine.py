@@ -36,6 +36,9 @@ class KernelEngine:
     def with_precision(self, precision: jax.lax.Precision) -> "KernelEngine":
         return KernelEngine(dataclasses.replace(self.options, precision=precision))
 
+    def with_adjacent_groups(self) -> "KernelEngine":
+        return KernelEngine(dataclasses.replace(self.options, rows_per_group=0))
+
     def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
         rows, others = factors.rows, factors.others
         if rows.dtype not in KERNEL_DTYPES:
@@ -53,6 +56,7 @@ class KernelEngine:
             product=np.int64(factors.kind),
             allow_tf32=np.int64(self.options.precision is not jax.lax.Precision.HIGHEST),
             num_sms=np.int64(self.options.num_sms),
+            rows_per_group=np.int64(self.options.rows_per_group),
         )
         return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
 
@@ -84,7 +88,8 @@ class KernelEngine:
         self, target: str, operands: list[jax.Array], shapes: list[Shape], scratch: Result
     ) -> list[jax.Array]:
         results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), scratch]
-        return call(target, operands, results, num_sms=np.int64(self.options.num_sms))[:-1]
+        num_sms, rows_per_group = np.int64(self.options.num_sms), np.int64(self.options.rows_per_group)
+        return call(target, operands, results, num_sms=num_sms, rows_per_group=rows_per_group)[:-1]
 
     def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
         return quantize_by_kernel(x, block, self.options.round_scale)
@@ -114,7 +119,9 @@ class KernelEngine:
         keeps: bool,
         columns: int,
     ) -> list[jax.Array]:
-        return rows_by_kernel(x, scales, group_sizes, self.options.round_scale, floor, keeps, columns)
+        options = self.options
+        groups = group_sizes, options.rows_per_group
+        return rows_by_kernel(x, scales, groups, options.round_scale, floor, keeps, columns)
 
     def quantize_matrices(
         self, w: jax.Array, kept: bool, transposed: bool
@@ -152,6 +159,7 @@ class KernelEngine:
             results,
             activation=np.int64(OF_KERNELS.index(gated.activation)),
             round_scale=np.int64(self.options.round_scale),
+            rows_per_group=np.int64(self.options.rows_per_group),
             floor=np.float32(floor),
         )
 

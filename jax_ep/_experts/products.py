@@ -15,6 +15,7 @@ from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import axes_of
 from jax_ep._jax.vmap import vmap_by_loop
 from jax_ep._rows.fp8 import QuantizedArray
+from jax_ep._rows.padded import flat_rows, shaped_like
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array, home_of, num_redundant_of
 
 Given = TypeVar(
@@ -32,9 +33,13 @@ def product(engine: Engine, factors: Factors[jax.Array, Matrices]) -> Matrices:
     """Computes `Engine.grouped_dot`.
 
     Each product is linear in both operands, and its gradients are the two others, so gradients of any order
-    are products of these kinds.
+    are products of these kinds. Rows may also be [L, C, ...], as the result's rows are then.
     """
-    return _sharded(factors, engine.grouped_dot)
+    rows, others, of_weights = factors.rows, factors.others, factors.kind is Product.WEIGHTS
+    # They become flat in here, so that several products of the same rows save one array for their gradients.
+    others = flat_rows(as_array(others)) if of_weights else others
+    out = _sharded(dataclasses.replace(factors, rows=flat_rows(rows), others=others), engine.grouped_dot)
+    return out if of_weights else shaped_like(rows, as_array(out))
 
 
 def _product_fwd(
@@ -123,8 +128,9 @@ def precision_of(
 
 
 def fp8_product(engine: Engine, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
-    """Computes `Engine.grouped_dot_fp8`."""
-    return _sharded(factors, engine.grouped_dot_fp8)
+    """Computes `Engine.grouped_dot_fp8`. Rows may also be [L, C, ...], as the result's are then."""
+    flat = dataclasses.replace(factors, rows=flat_rows(factors.rows))
+    return shaped_like(factors.rows, _sharded(flat, engine.grouped_dot_fp8))
 
 
 def fp8_weight_gradient(engine: Engine, factors: Factors[Columns, Columns]) -> Matrices:

@@ -22,7 +22,7 @@ from jax_ep._experts.engine import (
 from jax_ep._experts.fp8_operands import Columns
 from jax_ep._extension import current_platform
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._rows.counts import group_begins, group_ends
+from jax_ep._rows.counts import group_rows, rows_in_groups
 from jax_ep._rows.dtypes import bits_of, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quantize_blocks
 from jax_ep._rows.weights import Matrices, PhysicalWeights
@@ -46,8 +46,11 @@ class XlaEngine:
     def with_precision(self, precision: jax.lax.Precision) -> "XlaEngine":
         return XlaEngine(dataclasses.replace(self.options, precision=precision))
 
+    def with_adjacent_groups(self) -> "XlaEngine":
+        return XlaEngine(dataclasses.replace(self.options, rows_per_group=0))
+
     def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
-        matrices = _grouped_dot(factors, self.options.precision)
+        matrices = _grouped_dot(factors, self.options)
         if factors.num_redundant == 0:
             return matrices
         num_home = matrices.shape[0] - factors.num_redundant
@@ -67,13 +70,13 @@ class XlaEngine:
 
     def quantize_columns(self, x: jax.Array | QuantizedArray, group_sizes: jax.Array) -> Columns:
         wide = dequantize_fp8(x, jnp.float32) if isinstance(x, QuantizedArray) else x
-        return _columns(wide, group_sizes, self.options.round_scale, FLOOR)
+        return _columns(wide, group_sizes, self.options, FLOOR)
 
     def quantize_both(
         self, x: jax.Array, group_sizes: jax.Array, floor: float = FLOOR
     ) -> tuple[QuantizedArray, Columns]:
         rows = self.quantize_rows(x, group_sizes, floor)
-        return rows, _columns(x, group_sizes, self.options.round_scale, floor)
+        return rows, _columns(x, group_sizes, self.options, floor)
 
     def quantize_matrices(
         self, w: jax.Array, kept: bool, transposed: bool
@@ -88,24 +91,23 @@ class XlaEngine:
         return quantized_gradients(self, gated, d_hidden)
 
 
-def _grouped_dot(factors: Factors[jax.Array, Matrices], precision: jax.lax.Precision) -> jax.Array:
-    """Computes a product. Rows before and after the groups do not matter."""
+def _grouped_dot(factors: Factors[jax.Array, Matrices], options: Options) -> jax.Array:
+    """Computes a product. Rows of no group do not matter."""
     rows, others = factors.rows, jnp.asarray(factors.others)
-    group_sizes, first_row = factors.group_sizes, factors.first_row
+    precision, rows_per_group = options.precision, options.rows_per_group
+    begins, ends = group_rows(factors.group_sizes, rows.shape[0], rows_per_group, factors.first_row)
     is_transposed = factors.kind is Product.ROWS_TRANSPOSED
     if current_platform() == "tpu" and factors.kind is not Product.WEIGHTS:
         matrices = others.swapaxes(1, 2) if is_transposed else others
-        ends = group_ends(group_sizes, rows.shape[0], first_row)
-        begins = group_begins(ends, rows.shape[0], first_row)
+        if rows_per_group > 0:
+            return _padded_dot(rows, matrices, ends - begins, rows_per_group, precision)
         group_sizes = ends - begins
-        if first_row is not None:  # a group whose matrix is zero
+        if factors.first_row is not None:  # a group whose matrix is zero
             matrices = jnp.pad(matrices, ((1, 0), (0, 0), (0, 0)))
             group_sizes = jnp.concatenate([begins[:1], group_sizes])
         return jax.lax.ragged_dot(rows, matrices, group_sizes, precision=precision)
-    if first_row is None:
-        first_row = jnp.zeros((), jnp.int32)
     if factors.kind is Product.WEIGHTS:
-        return _times_rows(precision, rows, others, group_sizes, first_row)
+        return _times_rows(precision, rows, others, begins, ends)
     # Elsewhere XLA's ragged dot adds up products with all matrices, of zeros where a row is another group's:
     # that takes long, and a single matrix that is not finite would spoil all rows.
     shape = rows.shape[0], others.shape[1 if is_transposed else 2]
@@ -128,19 +130,36 @@ def _grouped_dot(factors: Factors[jax.Array, Matrices], precision: jax.lax.Preci
 
         return _over_tiles(_TILES_OF_ROWS, rows.shape[0], begin, end, multiply, result)
 
-    rows, others, sizes, first_row = vary_alike([rows, others, group_sizes, first_row])
-    return _over_groups(shape, rows, others, sizes, first_row, add)
+    rows, others, begins, ends = vary_alike([rows, others, begins, ends])
+    return _over_groups(shape, rows, others, begins, ends, add)
+
+
+def _padded_dot(
+    rows: jax.Array,
+    matrices: jax.Array,
+    group_sizes: jax.Array,
+    rows_per_group: int,
+    precision: jax.lax.Precision,
+) -> jax.Array:
+    """Returns [L * S, N]: the rows of each group [L * S, M] times its matrix, zero in rows of no group."""
+    batch = rows.reshape(-1, rows_per_group, rows.shape[1])
+    contracted = (((2,), (1,)), ((0,), (0,)))
+    out = jax.lax.dot_general(
+        batch, matrices, contracted, precision=precision, preferred_element_type=sum_dtype(rows.dtype)
+    )
+    out = out.astype(rows.dtype).reshape(rows.shape[0], matrices.shape[2])
+    return jnp.where(rows_in_groups(group_sizes, rows.shape[0], rows_per_group)[:, None], out, 0)
 
 
 def _times_rows(
     precision: jax.lax.Precision,
     rows: jax.Array,
     others: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array,
+    begins: jax.Array,
+    ends: jax.Array,
 ) -> jax.Array:
     """Returns [L, M, N]: for each group, rows [C, M] transposed times the others [C, N]."""
-    shape = group_sizes.shape[0], rows.shape[1], others.shape[1]
+    shape = begins.shape[0], rows.shape[1], others.shape[1]
     over_rows = (((0,), (0,)), ((), ()))
 
     def add(result: jax.Array, group: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
@@ -157,16 +176,16 @@ def _times_rows(
         total = _as_bits(total.astype(rows.dtype))
         return jax.lax.dynamic_update_index_in_dim(result, total, group, axis=0)
 
-    rows, others, sizes, first_row = vary_alike([rows, others, group_sizes, first_row])
-    return _over_groups(shape, rows, others, sizes, first_row, add)
+    rows, others, begins, ends = vary_alike([rows, others, begins, ends])
+    return _over_groups(shape, rows, others, begins, ends, add)
 
 
 def _over_groups(
     shape: tuple[int, ...],
     rows: jax.Array,
     others: jax.Array,
-    group_sizes: jax.Array,
-    first_row: jax.Array,
+    begins: jax.Array,
+    ends: jax.Array,
     add: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
     """Returns zeros of a shape and of the dtype of rows after add(result, group, begin, end) of each group.
@@ -178,8 +197,6 @@ def _over_groups(
     if 0 in (*rows.shape, *others.shape):
         return vary_alike([result, rows, others])[0]
     result = vary_alike([_as_bits(result), rows])[0]
-    ends = group_ends(group_sizes, rows.shape[0], first_row)
-    begins = group_begins(ends, rows.shape[0], first_row)
     is_empty = begins >= ends
     by_emptiness = jnp.argsort(is_empty, stable=True)
 
@@ -240,10 +257,9 @@ def _as_bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, bits_of(array.dtype)) if array.dtype.itemsize == 2 else array
 
 
-def _columns(x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: float) -> Columns:
+def _columns(x: jax.Array, group_sizes: jax.Array, options: Options, floor: float) -> Columns:
     count = Columns.num_columns(x.shape[0], group_sizes.shape[0])
-    row_ends = group_ends(group_sizes, x.shape[0])
-    first_rows = group_begins(row_ends, x.shape[0])
+    first_rows, row_ends = group_rows(group_sizes, x.shape[0], options.rows_per_group)
     sizes = row_ends - first_rows
     padded = Columns.padded_sizes(sizes, count)
     ends = jnp.cumsum(padded)
@@ -253,5 +269,5 @@ def _columns(x: jax.Array, group_sizes: jax.Array, round_scale: bool, floor: flo
     source = first_rows[group] + row_in_group
     is_row = row_in_group < sizes[group]
     rows = jnp.where(is_row[:, None], jnp.take(x, source, axis=0, mode="clip"), 0)
-    q = quantize_blocks(rows, (BLOCK, 1), round_scale, floor)
+    q = quantize_blocks(rows, (BLOCK, 1), options.round_scale, floor)
     return Columns(q.values.swapaxes(0, 1), q.scales)

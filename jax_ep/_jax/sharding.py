@@ -78,6 +78,14 @@ def split_dimension(array: jax.Array, dimension: int, count: int) -> jax.Array:
     return _reshape(array, shape, entries)
 
 
+def unmerge_dimensions(array: jax.Array, dimension: int, like: jax.Array) -> jax.Array:
+    """Undoes `merge_dimensions`: splits a dimension into those of `like`, with their sharding."""
+    shape = *array.shape[:dimension], *like.shape[dimension : dimension + 2], *array.shape[dimension + 1 :]
+    entries = list(jax.typeof(array).sharding.spec)
+    entries[dimension : dimension + 1] = jax.typeof(like).sharding.spec[dimension : dimension + 2]
+    return _reshape(array, shape, entries)
+
+
 def _axes_in_order(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 

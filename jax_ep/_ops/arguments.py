@@ -160,10 +160,26 @@ class OpArguments(Arguments):
         """Returns the experts' matrices as they come from `replicate`, or as an array."""
         return w if isinstance(w, PhysicalWeights) else self.array(name, w)
 
-    def group_sizes(self, group_sizes: jax.Array, num_matrices: int, num_rows: int) -> jax.Array:
+    def rows_per_group(self, rows: tuple[int, ...], num_matrices: int) -> int:
+        """Returns S of rows [L, S, M], 0 of rows [C, M]. Raises ValueError unless there are L matrices."""
+        if len(rows) != 3:
+            return 0
+        if rows[0] != num_matrices:
+            raise ValueError(
+                f"{self.op}: rows of three dimensions are those of padded experts [L, C, ...], as "
+                "dispatch(order='expert_padded') returns them, so there must be a matrix for each of the "
+                f"{rows[0]} experts of rows {list(rows)}, got {num_matrices}; reshape rows that lie expert "
+                "by expert to two dimensions"
+            )
+        return rows[1]
+
+    def group_sizes(
+        self, group_sizes: jax.Array, num_matrices: int, num_rows: int, rows_per_group: int = 0
+    ) -> jax.Array:
         """Returns group_sizes. Raises ValueError unless there is a number of rows for each matrix.
 
-        Sizes that are not known before the program runs are checked in debug mode only.
+        If `rows_per_group` is not 0, each expert has that many rows, of which it fills the first ones. Sizes
+        that are not known before the program runs are checked in debug mode only.
         """
         if group_sizes.ndim == 1 and group_sizes.shape[0] not in (0, num_matrices):
             raise ValueError(
@@ -180,12 +196,17 @@ class OpArguments(Arguments):
             )
         if not isinstance(group_sizes, Tracer) and group_sizes.is_fully_addressable:
             sizes = np.asarray(group_sizes)
-            if (sizes < 0).any() or sizes.sum(dtype=np.int64) > num_rows:
+            if rows_per_group > 0:
+                there_are, is_wrong = f"{rows_per_group} for each expert", (sizes > rows_per_group).any()
+            else:
+                there_are, is_wrong = f"{num_rows}", sizes.sum(dtype=np.int64) > num_rows
+            if (sizes < 0).any() or is_wrong:
                 raise ValueError(
-                    f"{self.op}: group_sizes must be numbers of rows, of which there are {num_rows}, got "
+                    f"{self.op}: group_sizes must be numbers of rows, of which there are {there_are}, got "
                     f"{sizes.tolist()}"
                 )
-        return debug.check(self.op, group_sizes, lambda: [debug.group_sizes(group_sizes, num_rows)])
+        findings = lambda: [debug.group_sizes(group_sizes, num_rows, rows_per_group)]
+        return debug.check(self.op, group_sizes, findings)
 
 
 def wrong_valid_tokens(count: ArrayLike | None, ids: jax.Array) -> list[debug.Finding]:

@@ -36,9 +36,10 @@ from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
 from jax_ep._ops.arguments import OpArguments
-from jax_ep._rows.counts import group_ends, sum_of_counts
+from jax_ep._rows.counts import groups_of_rows, rows_in_groups
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._rows.padded import flat_rows, shaped_like
 from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array, num_redundant_of
 
@@ -91,9 +92,9 @@ def gated_mlp(
     computed in float32. Blocks of cotangents may be as small as 1e-30, so a loss needs no scaling.
 
     Args:
-      rows: floating [C, H]; the rows of expert l follow those of expert l - 1. In FP8 also a
-        `QuantizedArray` with scales [C, H / 128]. Rows that `dispatch(quantize="fp8")` delivers have a
-        gradient, because they have a carrier.
+      rows: floating [C, H]; the rows of expert l follow those of expert l - 1. Or [L, C, H] of padded
+        experts, as for `grouped_dot`. In FP8 also a `QuantizedArray` with scales [..., H / 128]. Rows that
+        `dispatch(quantize="fp8")` delivers have a gradient, because they have a carrier.
       w_up: [L, H, 2, F] gate and up projection, of the dtype of rows; in FP8 of any floating dtype, or of
         `quantize_weights`. With redundant experts `PhysicalWeights`. Also [L, H, 2F], whose first F columns
         are the gate. Its gradient has the same shape.
@@ -101,11 +102,13 @@ def gated_mlp(
       group_sizes: int32 [L] rows of each expert, as for `grouped_dot`.
       b_up: floating [L, 2, F] or [L, 2F], or None.
       b_down: floating [L, H] or None.
-      row_weights: floating [C] or None. The result is multiplied by them. Do not pass them to `combine`
-        again, and set `experts_apply_weights` of `moe`. In FP8 the activation then takes a pass of its own.
+      row_weights: floating [C], [L, C] of padded experts, or None. The result is multiplied by them. Do not
+        pass them to `combine` again, and set `experts_apply_weights` of `moe`. In FP8 the activation then
+        takes a pass of its own.
       activation: "silu", "gelu" (the tanh approximation), "clipped" (gpt-oss: gate at most 7, up within 7,
         (up + 1) * gate * sigmoid(1.702 * gate)), or a function of gate and up, float32 [C, F] each, that
-        returns floating [C, F]. It must not close over arrays that have a gradient.
+        returns floating [C, F]; of padded experts [L * C, F]. It must not close over arrays that have a
+        gradient.
       precision: of products of float32 operands, as for `grouped_dot`. The sums that are gradients of biases
         are always float32.
       quantize: None: products of the dtype of rows. "fp8": in FP8, but weights' gradients in bfloat16.
@@ -118,16 +121,16 @@ def gated_mlp(
       implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Returns:
-      [C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows past the sum. Differentiable in reverse
-      mode in rows, weights, biases and row_weights: in FP8 once, otherwise any number of times.
+      [C, H] or [L, C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows of no expert.
+      Differentiable in reverse mode in rows, weights, biases and row_weights: in FP8 once, otherwise any
+      number of times.
 
     Raises:
       ValueError: the shapes do not fit each other, or an option is none of those above.
       TypeError: dtypes do not fit each other, activation does not take and return such arrays, or a second
         derivative in FP8 was asked for.
     """
-    options = Options(num_sms=_CHECK.most_sms(num_sms) or 0, round_scale=bool(round_scale))
-    engine = choose_engine(implementation, options)
+    num_sms = _CHECK.most_sms(num_sms) or 0
     if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
         raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
     if save not in ("preactivation", "inputs"):
@@ -135,6 +138,11 @@ def gated_mlp(
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
     operands = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
+    given_rows = operands.rows
+    rows_per_group = _CHECK.rows_per_group(given_rows.shape, wide_of(operands.w_down).shape[0])
+    options = Options(num_sms=num_sms, round_scale=bool(round_scale), rows_per_group=rows_per_group)
+    engine = choose_engine(implementation, options)
+    operands = _with_flat_rows(operands, rows_per_group)
     products_precision = precision_of(_CHECK, precision, operands.dtype())
     if quantize is None:
         products: Products = FloatProducts(engine.with_precision(products_precision))
@@ -144,7 +152,7 @@ def gated_mlp(
     half = jax.ShapeDtypeStruct(half_shape, sum_dtype(operands.dtype()))
     call = _Call(_activation(activation, half), engine, products, save == "preactivation", quantize)
     with jax.named_scope("jax_ep.gated_mlp"):
-        out = _gated_mlp(call, as_bits(vary_alike(operands)))
+        out = shaped_like(given_rows, _gated_mlp(call, as_bits(vary_alike(operands))))
         return without_gradient_of_values(_NO_GRADIENT, rows, out)
 
 
@@ -191,7 +199,8 @@ def _preactivation(call: _Call, operands: _Operands, rows: Rows) -> jax.Array:
     z = call.products.times(rows, operands.w_up, operands.group_sizes)
     if operands.b_up is None:
         return z
-    return (z.astype(sum_dtype(z.dtype)) + _per_row(operands.b_up, operands.group_sizes, z)).astype(z.dtype)
+    bias = _per_row(call, operands.b_up, operands.group_sizes, z)
+    return (z.astype(sum_dtype(z.dtype)) + bias).astype(z.dtype)
 
 
 def _from_preactivation(call: _Call, operands: _Operands, z: jax.Array) -> jax.Array:
@@ -200,15 +209,14 @@ def _from_preactivation(call: _Call, operands: _Operands, z: jax.Array) -> jax.A
     out = products.times(hidden, operands.w_down, sizes)
     if operands.b_down is not None:
         out = out.astype(sum_dtype(z.dtype)) + weighted(
-            _per_row(operands.b_down, sizes, z), operands.row_weights
+            _per_row(call, operands.b_down, sizes, z), operands.row_weights
         )
     return out.astype(operands.dtype())
 
 
-def _per_row(bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the bias of each row's expert, in float32; zero past the groups."""
-    number = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    expert = jnp.searchsorted(group_ends(sizes, rows.shape[0]), number, side="right")
+def _per_row(call: _Call, bias: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the bias of each row's expert, in float32; zero in rows of no expert."""
+    expert = groups_of_rows(sizes, rows.shape[0], call.engine.options.rows_per_group)
     return jnp.take(bias, expert, axis=0, mode="fill", fill_value=0).astype(sum_dtype(rows.dtype))
 
 
@@ -269,7 +277,7 @@ def _backward(call: _Call, saved: _Saved, d_out: jax.Array) -> tuple[_Operands]:
         d_b_down = _sum_of_groups(call.engine, weighted(d_out, operands.row_weights), sizes)
         d_b_down = d_b_down.astype(operands.b_down.dtype)
         if operands.row_weights is not None:
-            bias = _per_row(operands.b_down, sizes, z)
+            bias = _per_row(call, operands.b_down, sizes, z)
             assert d_row_weights is not None
             of_bias = jnp.sum(d_out.astype(bias.dtype) * bias, axis=1)
             d_row_weights = d_row_weights + of_bias.astype(d_row_weights.dtype)
@@ -385,13 +393,20 @@ def _check(
         row_weights=array("row_weights", row_weights),
     )
     _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, operands)
-    sizes = _CHECK.group_sizes(operands.group_sizes, wide[0].shape[0], rows.shape[0])
-    operands = dataclasses.replace(operands, group_sizes=sizes)
-    if operands.row_weights is None:
-        return operands
-    # Those of the tail may be NaN.
-    is_row = jnp.arange(rows.shape[0]) < sum_of_counts(operands.group_sizes)
-    return dataclasses.replace(operands, row_weights=jnp.where(is_row, operands.row_weights, 0))
+    num_experts = wide[0].shape[0]
+    rows_per_group = _CHECK.rows_per_group(rows.shape, num_experts)
+    sizes = _CHECK.group_sizes(operands.group_sizes, num_experts, rows.shape[0], rows_per_group)
+    return dataclasses.replace(operands, group_sizes=sizes)
+
+
+def _with_flat_rows(operands: _Operands, rows_per_group: int) -> _Operands:
+    """Returns the arrays with one dimension of rows, and row weights that are zero in rows of no group."""
+    rows, row_weights = flat_rows(operands.rows), operands.row_weights
+    if row_weights is not None:
+        row_weights = merge_dimensions(row_weights, 0) if row_weights.ndim == 2 else row_weights
+        is_row = rows_in_groups(operands.group_sizes, rows.shape[0], rows_per_group)
+        row_weights = jnp.where(is_row, row_weights, 0)  # others may be NaN
+    return dataclasses.replace(operands, rows=rows, row_weights=row_weights)
 
 
 def _num_redundant(w: Weights) -> int:
@@ -423,18 +438,18 @@ def _split_like(primal: Matrices, gradient: Tree, dimension: int) -> Tree:
 
 
 def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, operands: _Operands) -> None:
-    if len(rows) != 2 or len(up) not in (3, 4) or len(down) != 3:
+    if len(rows) not in (2, 3) or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
-            "gated_mlp: rows must be [C, H], w_up [L, H, 2, F] or [L, H, 2F], and w_down [L, F, H], got "
-            f"{list(rows)}, {list(up)} and {list(down)}"
+            "gated_mlp: rows must be [C, H], or [L, C, H] of padded experts, w_up [L, H, 2, F] or "
+            f"[L, H, 2F], and w_down [L, F, H], got {list(rows)}, {list(up)} and {list(down)}"
         )
-    num_experts, width, inner = down[0], rows[1], down[1]
+    num_experts, width, inner = down[0], rows[-1], down[1]
     wanted = {
         "w_up": (up, [(num_experts, width, 2, inner), (num_experts, width, 2 * inner)]),
         "w_down": (down, [(num_experts, inner, width)]),
         "b_up": (operands.b_up, [(num_experts, 2, inner), (num_experts, 2 * inner)]),
         "b_down": (operands.b_down, [(num_experts, width)]),
-        "row_weights": (operands.row_weights, [(rows[0],)]),
+        "row_weights": (operands.row_weights, [rows[:-1]]),
     }
     for name, (got, shapes) in wanted.items():
         if isinstance(got, jax.Array) and not jnp.issubdtype(got.dtype, jnp.floating):

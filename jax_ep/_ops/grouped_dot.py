@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_ep import _checks
@@ -29,6 +30,7 @@ from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._rows.padded import flat_rows, shaped_like, values_of
 from jax_ep._rows.weights import PhysicalWeights, as_array, num_redundant_of
 from jax_ep._transport import debug
 
@@ -65,8 +67,10 @@ def grouped_dot(
     and bfloat16 if both widths are multiples of 8, and for FP8.
 
     Args:
-      rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or a `QuantizedArray` with a
-        scale for each 128 elements of a row [C, M / 128], as `quantize_fp8(x)` makes it.
+      rows: floating [C, M]; the rows of expert l follow those of expert l - 1. Or [L, C, M]: C rows for each
+        expert, of which the first ones are filled, as `dispatch(order="expert_padded")` returns them. Empty
+        rows may hold anything. Or a `QuantizedArray` of either, with a scale for each 128 elements of a row
+        [..., M / 128], as `quantize_fp8(x)` makes it.
       w: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
         Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
@@ -74,11 +78,12 @@ def grouped_dot(
         of `quantize_weights`, with rows of either kind. With redundant experts `PhysicalWeights`, of such
         arrays or in a `QuantizedArray`.
       group_sizes: int32 [L] rows of each expert, their sum at most C, which is checked if they are known.
-        Otherwise negative sizes count as 0, and experts end where the rows end.
+        Otherwise negative sizes count as 0, and experts end where the rows end. With rows [L, C, M] the
+        number of filled rows of each expert, at most C.
       group_offset: integer scalar. With it, w has only the matrices of the L experts from this one on, and
         group_sizes is [G], of all experts. Rows of the others give zeros and get no gradient. A matrix of an
-        expert below 0 or from G on has no rows. Operands must not be quantized. It is as `group_offset` of
-        `jax.lax.ragged_dot_general`.
+        expert below 0 or from G on has no rows. Rows must be [C, M], and operands must not be quantized. It
+        is as `group_offset` of `jax.lax.ragged_dot_general`.
       precision: of products of float32 rows, as in `jax.lax.dot`: None | "default" | "high" | "highest", a
         `jax.lax.Precision`, or another of its names. On GPUs "default" and "high" allow tf32, which has 10
         bits of mantissa, and "highest" is float32. None: that of `jax_default_matmul_precision` when the
@@ -89,10 +94,10 @@ def grouped_dot(
       implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
     Returns:
-      [C, N] in the dtype of rows, bfloat16 of FP8; zero in rows past the sum. Products are summed in float32
-      (float64 rows: in float64). Differentiable in rows and w that are not FP8, in reverse mode, and with
-      `quantize_weights` in the weights that it was made of, and in rows as in `gated_mlp(quantize="fp8")`.
-      Under `jax.vmap` the products run one after another.
+      [C, N] or [L, C, N] in the dtype of rows, bfloat16 of FP8; zero in rows of no expert, as their gradient
+      is. Products are summed in float32 (float64 rows: in float64). Differentiable in rows and w that are not
+      FP8, in reverse mode, and with `quantize_weights` in the weights that it was made of, and in rows as in
+      `gated_mlp(quantize="fp8")`. Under `jax.vmap` the products run one after another.
 
     Raises:
       ValueError: the shapes do not fit each other, num_sms is less than 2 or more than any GPU has, or
@@ -100,8 +105,30 @@ def grouped_dot(
       TypeError: rows and w are not floating, or differ in dtype, or only one is quantized, or they are
         FP8 without scales; a gradient of FP8 operands was asked for.
     """
-    engine = choose_engine(implementation, Options(num_sms=_CHECK.most_sms(num_sms) or 0))
+    rows = rows if isinstance(rows, QuantizedArray) else _CHECK.array("rows", rows)
+    shape = np.shape(values_of(rows))
+    is_padded = len(shape) == 3
+    num_sms = _CHECK.most_sms(num_sms) or 0
+    options = Options(num_sms=num_sms, rows_per_group=shape[1] if is_padded else 0)
+    engine = choose_engine(implementation, options)
     precision_of(_CHECK, precision, jnp.float32)
+    if is_padded and group_offset is not None:
+        raise ValueError(
+            f"grouped_dot: group_offset needs rows [C, M], got rows of padded experts {list(shape)}; pass "
+            "rows[first : first + L] and group_sizes[first : first + L] of the L experts of w without it"
+        )
+    return _multiply(engine, rows, w, group_sizes, group_offset, precision)
+
+
+def _multiply(
+    engine: Engine,
+    rows: jax.Array | QuantizedArray,
+    w: ArrayLike | PhysicalWeights | QuantizedArray | QuantizedWeights,
+    group_sizes: ArrayLike,
+    group_offset: ArrayLike | None,
+    precision: PrecisionName | jax.lax.Precision | None,
+) -> jax.Array:
+    """Returns the product by an engine for these rows."""
     is_quantized = isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray | QuantizedWeights)
     if group_offset is not None and is_quantized:
         raise TypeError(
@@ -111,16 +138,14 @@ def grouped_dot(
     group_sizes = _CHECK.array("group_sizes", group_sizes)
     if isinstance(w, QuantizedWeights):
         rows = _rows_of_quantized_weights(rows)
-        group_sizes = _check_shapes(
-            rows.values if isinstance(rows, QuantizedArray) else rows, w.w, group_sizes
-        )
-        out = _times_quantized(engine, *as_bits(vary_alike((rows, w, group_sizes))))
-        return without_gradient_of_values(_NO_GRADIENT, rows, out)
+        group_sizes = _check_shapes(values_of(rows), w.w, group_sizes)
+        out = _times_quantized(engine, *as_bits(vary_alike((flat_rows(rows), w, group_sizes))))
+        return without_gradient_of_values(_NO_GRADIENT, rows, shaped_like(rows, out))
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
         group_sizes = _check_shapes(rows.values, w.values, group_sizes)
         if 0 in (*rows.shape, *w.shape):
-            nothing = jnp.zeros((rows.shape[0], w.shape[2]), jnp.bfloat16)
+            nothing = jnp.zeros((*rows.shape[:-1], w.shape[2]), jnp.bfloat16)
             return vary_alike([nothing, rows.values, w.values])[0]
         _check_blocks(rows, w)
         operands = QuantizedArray(rows.values, rows.scales), QuantizedArray(w.values, w.scales)
@@ -175,16 +200,10 @@ def _window(
 
 
 def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: jax.Array) -> jax.Array:
-    if rows.ndim == 3:
+    if rows.ndim not in (2, 3):
         raise ValueError(
-            f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape "
-            "rows of padded experts [L, C, M] to [L * C, M], and pass group_sizes = jnp.full(L, C), because "
-            "sent.group_sizes counts the filled ones"
-        )
-    if rows.ndim != 2:
-        raise ValueError(
-            f"grouped_dot: rows must have two dimensions [C, M], got {_checks.shape_text(rows)}; reshape the "
-            "leading dimensions into one"
+            "grouped_dot: rows must have two dimensions [C, M], or three of padded experts [L, C, M], got "
+            f"{_checks.shape_text(rows)}; reshape the leading dimensions into one"
         )
     if w.ndim != 3:
         raise ValueError(
@@ -192,14 +211,15 @@ def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: 
             f"{_checks.shape_text(w)}; "
             + ("pass w[None] for a single matrix" if w.ndim < 3 else "reshape it to three dimensions")
         )
-    if rows.shape[1] != w.shape[1]:
-        is_transposed = rows.shape[1] == w.shape[2]
+    rows_per_group, width = _CHECK.rows_per_group(rows.shape, w.shape[0]), rows.shape[-1]
+    if width != w.shape[1]:
+        is_transposed = width == w.shape[2]
         remedy = "w.swapaxes(1, 2)" if is_transposed else "matrices that have a row for each column of rows"
         raise ValueError(
-            f"grouped_dot: M of rows [C, M] and of w [L, M, N] must be equal, got {rows.shape[1]} in rows "
+            f"grouped_dot: M of rows [..., M] and of w [L, M, N] must be equal, got {width} in rows "
             f"{_checks.shape_text(rows)} and {w.shape[1]} in w {_checks.shape_text(w)}; pass {remedy}"
         )
-    return _CHECK.group_sizes(group_sizes, w.shape[0], rows.shape[0])
+    return _CHECK.group_sizes(group_sizes, w.shape[0], rows.shape[0], rows_per_group)
 
 
 def _both_quantized(rows: object, w: object) -> tuple[QuantizedArray, QuantizedArray]:

@@ -27,7 +27,8 @@ def quantize_by_kernel(
         rows, columns = block
         if rows == 1:
             flat = x.reshape(-1, x.shape[-1])
-            values, scales, *_ = rows_by_kernel(flat, None, None, round_scale, floor, keeps=True, columns=0)
+            groups = None, 0
+            values, scales, *_ = rows_by_kernel(flat, None, groups, round_scale, floor, keeps=True, columns=0)
         else:
             flat = x.reshape(-1, *x.shape[-2:])
             values, scales, _ = matrices_by_kernel(flat, round_scale, keeps=True, transposes=False)
@@ -41,7 +42,7 @@ def quantize_by_kernel(
 def rows_by_kernel(
     x: jax.Array,
     x_scales: jax.Array | None,
-    group_sizes: jax.Array | None,
+    groups: tuple[jax.Array | None, int],
     round_scale: bool,
     floor: float,
     keeps: bool,
@@ -49,6 +50,7 @@ def rows_by_kernel(
 ) -> list[jax.Array]:
     """Converts rows [C, M] to FP8: as they lie if it `keeps` them, and transposed if `columns` is not 0.
 
+    `groups` are group_sizes, if there are groups, and `Options.rows_per_group` (jax_ep/_experts/engine.py).
     Returns values, scales, and those of the transpose [M, columns]. What is not asked for is empty.
     """
     num_rows, width = x.shape
@@ -58,8 +60,9 @@ def rows_by_kernel(
         ((width, columns) if columns else (0,), FP8),
         ((columns // BLOCK, width) if columns else (0,), jnp.float32),
     ]
+    group_sizes, rows_per_group = groups
     operands = [x, or_scalar(x_scales), or_scalar(group_sizes, jnp.int32)]
-    return call("quantize", operands, results, (), **_attributes(False, round_scale, floor))
+    return call("quantize", operands, results, (), **_attributes(False, round_scale, floor, rows_per_group))
 
 
 def matrices_by_kernel(w: jax.Array, round_scale: bool, keeps: bool, transposes: bool) -> list[jax.Array]:
@@ -78,9 +81,12 @@ def matrices_by_kernel(w: jax.Array, round_scale: bool, keeps: bool, transposes:
     return call("quantize", operands, results, (), **_attributes(True, round_scale, FLOOR))[:3]
 
 
-def _attributes(of_matrices: bool, round_scale: bool, floor: float) -> dict[str, Attribute]:
+def _attributes(
+    of_matrices: bool, round_scale: bool, floor: float, rows_per_group: int = 0
+) -> dict[str, Attribute]:
     return {
         "of_matrices": np.int64(of_matrices),
         "round_scale": np.int64(round_scale),
+        "rows_per_group": np.int64(rows_per_group),
         "floor": np.float32(floor),
     }

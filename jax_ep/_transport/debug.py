@@ -97,8 +97,12 @@ def holes(hosted: jax.Array, num_experts: int, num_ranks: int) -> Finding:
     return Finding("holes", text, (sum(counts[1:], counts[0]), *counts))
 
 
-def group_sizes(sizes: jax.Array, num_rows: int) -> Finding:
+def group_sizes(sizes: jax.Array, num_rows: int, rows_per_group: int) -> Finding:
     """Checks that the groups of a product have no more rows than there are."""
+    if rows_per_group > 0:
+        largest, least = _most(sizes), _least(sizes)
+        text = f"group_sizes must be numbers of rows from 0 to {rows_per_group}, but are from {{2}} to {{1}}"
+        return Finding("sizes", text, ((largest > rows_per_group) | (least < 0), largest, least))
     total, least = sum_of_counts(sizes), _least(sizes)
     wrong = (total > num_rows) | (least < 0) | jnp.any(sizes > num_rows)
     text = (

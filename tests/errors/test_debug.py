@@ -101,6 +101,15 @@ def test_debug_mode_raises(name, monkeypatch):
     assert re.search("JAX_EP_DEBUG: " + text, raised(program(), RIGHT | wrong))
 
 
+def test_debug_mode_checks_sizes_of_padded_experts(monkeypatch):
+    monkeypatch.setenv("JAX_EP_DEBUG", "1")
+    rows, matrices = jnp.ones((2, 4, H)), jnp.ones((2, H, H))
+    product = jax.jit(lambda sizes: jax_ep.grouped_dot(rows, matrices, sizes))
+    jax.block_until_ready(product(np.array([4, 0], np.int32)))
+    text = raised(product, np.array([5, -1], np.int32))
+    assert "group_sizes must be numbers of rows from 0 to 4, but are from -1 to 5" in text
+
+
 TRANSFORMED = {
     "grad of a scan of remat": lambda f: jax.grad(
         lambda x, ids, w: jnp.sum(

@@ -194,7 +194,7 @@ def test_in_a_layer_under_remat():
         ((4, 3), (2, 5, 3), (2,), r"got 3 in rows .* and 5 in w .*; pass w.swapaxes\(1, 2\)"),
         ((4, 3), (2, 3, 6), (3,), "there must be a matrix for each of the 3 experts of this rank, got 2"),
         ((4, 3), (2, 3, 6), (1,), "a matrix for each of the 1 experts of this rank, got 2"),
-        ((4, 3, 1), (2, 3, 6), (2,), r"rows must have two dimensions \[C, M\], got float32\[4, 3, 1\]"),
+        ((1, 4, 3, 1), (2, 3, 6), (2,), r"two dimensions .*, got float32\[1, 4, 3, 1\]; reshape the leading"),
         ((4, 3), (3, 6), (2,), r"w must have three dimensions \[L, M, N\], .* pass w\[None\]"),
     ],
 )

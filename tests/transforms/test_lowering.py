@@ -153,3 +153,25 @@ def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*given)
     counts = count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo"))
     assert counts == {"grouped_dot_fp8": 4, "grouped_dot_fp8_weights": 2, "quantize": 4, "quantize_gated": 2}
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8_all"])
+def test_padded_experts_lower_for_cuda(quantize, monkeypatch):
+    """Each handler gets the number of rows of an expert, and no pass over the rows masks them."""
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
+    monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
+    sizes = jnp.full((3,), 5, jnp.int32)
+    given = (jnp.ones(shape, jnp.bfloat16) for shape in ((3, 20, 128), (3, 128, 256), (3, 128, 128)))
+
+    def run(rows, up, down, cotangent):
+        experts = lambda *given: jax_ep.gated_mlp(*given, sizes, quantize=quantize)
+        value, transposed = jax.vjp(experts, rows, up, down)
+        return value, jax_ep.grouped_dot(rows, up, sizes), *transposed(cotangent)
+
+    traced = jax.jit(run).trace(*given, jnp.ones((3, 20, 128), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @jax_ep_\w+.*", text)
+    of_matrices = [call for call in calls if "of_matrices = 1" in call]
+    assert all("rows_per_group = 20 : i64" in call for call in calls if call not in of_matrices)
+    assert len(calls) - len(of_matrices) == (11 if quantize else 7)
+    assert "stablehlo.iota" not in text

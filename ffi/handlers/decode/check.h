@@ -51,6 +51,16 @@ inline ffi::Error CheckProduct(const char* op, const char* what, std::initialize
   return InvalidArgument(op, ": ", what, " must be less than 2**31, got ", factors);
 }
 
+// Checks the rows that each of some groups has, 0 if groups follow each other.
+inline ffi::Error CheckPadding(const char* op, int64_t rows_per_group, int64_t num_rows, int64_t num_groups) {
+  if (rows_per_group == 0 ||
+      (rows_per_group > 0 && num_rows / rows_per_group == num_groups && num_rows % rows_per_group == 0)) {
+    return ffi::Error::Success();
+  }
+  return InvalidArgument(op, ": rows_per_group must be 0, or ", num_rows, " rows in ", num_groups,
+                         " groups, got ", rows_per_group);
+}
+
 // Returns the first failure among several checks.
 inline ffi::Error FirstError(std::initializer_list<ffi::Error> errors) {
   for (const ffi::Error& error : errors) {

@@ -9,7 +9,8 @@ namespace jax_ep {
 // Converts rows [C, M], or matrices [L, C, M] if `of_matrices`. Results that are not asked for have no
 // elements.
 static ffi::Error ComputeQuantize(GpuLocalContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                  int64_t of_matrices, int64_t round_scale, float floor) {
+                                  int64_t of_matrices, int64_t round_scale, int64_t rows_per_group,
+                                  float floor) {
   const char* op = "quantize";
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   const ffi::AnyBuffer* const x = in.TakeAny("x");
@@ -46,6 +47,8 @@ static ffi::Error ComputeQuantize(GpuLocalContext context, ffi::RemainingArgs ar
   if (in.NextIsGiven() && !of_matrices) {
     params.num_groups = static_cast<int32_t>(in.Peek()->element_count());
     params.group_sizes = in.TakeInts("group_sizes", {params.num_groups});
+    if (auto error = CheckPadding(op, rows_per_group, C, params.num_groups); error.failure()) return error;
+    params.rows_per_group = static_cast<int32_t>(rows_per_group);
   }
   const std::vector<int64_t> shape(dims.begin(), dims.end());
   const bool keeps = out.NextIsGiven();
@@ -78,6 +81,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuQuantizeHandler, ComputeQuantize,
                                   .RemainingRets()
                                   .Attr<int64_t>("of_matrices")
                                   .Attr<int64_t>("round_scale")
+                                  .Attr<int64_t>("rows_per_group")
                                   .Attr<float>("floor"),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -85,7 +89,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuQuantizeHandler, ComputeQuantize,
 // and the cotangent of z to rows and columns.
 static ffi::Error ComputeQuantizeGated(GpuLocalContext context, ffi::RemainingArgs args,
                                        ffi::RemainingRets rets, int64_t activation, int64_t round_scale,
-                                       float floor) {
+                                       int64_t rows_per_group, float floor) {
   const char* op = "quantize_gated";
   Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
   const ffi::AnyBuffer* const z = in.TakeAny("z");
@@ -115,10 +119,12 @@ static ffi::Error ComputeQuantizeGated(GpuLocalContext context, ffi::RemainingAr
   params.group_sizes = in.TakeInts("group_sizes", {params.num_groups});
   const int64_t columns = (C / kFp8Block + params.num_groups) * kFp8Block;
   if (auto error = FirstError({CheckProduct(op, "rows", {C}), CheckProduct(op, "columns", {2 * F}),
-                               CheckProduct(op, "rows, with the padding of their groups,", {columns})});
+                               CheckProduct(op, "rows, with the padding of their groups,", {columns}),
+                               CheckPadding(op, rows_per_group, C, params.num_groups)});
       error.failure()) {
     return error;
   }
+  params.rows_per_group = static_cast<int32_t>(rows_per_group);
   params.num_rows = static_cast<int32_t>(C);
   params.width = static_cast<int32_t>(F);
   params.num_columns = static_cast<int32_t>(columns);
@@ -149,6 +155,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuQuantizeGatedHandler, ComputeQuantizeGated,
                                   .RemainingRets()
                                   .Attr<int64_t>("activation")
                                   .Attr<int64_t>("round_scale")
+                                  .Attr<int64_t>("rows_per_group")
                                   .Attr<float>("floor"),
                               {ffi::Traits::kCmdBufferCompatible});
 

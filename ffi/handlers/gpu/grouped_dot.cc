@@ -56,7 +56,8 @@ static bool IsEmpty(const ffi::AnyBuffer& out, const ffi::AnyBuffer& redundant_o
 static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& others,
                                    const ffi::AnyBuffer& redundant, ffi::BufferR1<ffi::S32> group_sizes,
                                    ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
-                                   int64_t num_sms, int64_t outer, GroupedDotParams& params) {
+                                   int64_t num_sms, int64_t rows_per_group, int64_t outer,
+                                   GroupedDotParams& params) {
   const int64_t num_rows = rows.dimensions()[0], inner = rows.dimensions()[1];
   const int64_t num_groups = group_sizes.element_count();
   const bool has_row_scales = params.row_scales != nullptr && params.product != GroupedDot::kWeights;
@@ -72,6 +73,11 @@ static ffi::Error DecodeGroupedDot(const ffi::AnyBuffer& rows, const ffi::AnyBuf
                            ", and num_sms must be 0 or more; got ", num_rows, " rows, ", num_groups,
                            " groups, widths ", inner, " and ", outer, ", num_sms ", num_sms);
   }
+  if (rows_per_group < 0 || rows_per_group > kMax) {
+    return InvalidArgument("grouped_dot: rows_per_group must be 0 or more, and at most ", kMax, ", got ",
+                           rows_per_group);
+  }
+  params.rows_per_group = static_cast<int32_t>(rows_per_group);
   params.num_rows = static_cast<int32_t>(num_rows);
   params.num_groups = static_cast<int32_t>(num_groups);
   params.num_home = static_cast<int32_t>(num_groups - NumRedundant(redundant));
@@ -92,7 +98,7 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
                                     ffi::BufferR0<ffi::S32> first_row, ffi::Result<ffi::AnyBuffer> out,
                                     ffi::Result<ffi::AnyBuffer> redundant_out,
                                     ffi::ResultBufferR1<ffi::U8> scratch, int64_t product, int64_t allow_tf32,
-                                    int64_t num_sms) {
+                                    int64_t num_sms, int64_t rows_per_group) {
   const auto type = FloatOfType(rows.element_type());
   if (!type || *type == Float::kF64 || others.element_type() != rows.element_type() ||
       out->element_type() != rows.element_type()) {
@@ -124,8 +130,11 @@ static ffi::Error ComputeGroupedDot(GpuLocalContext context, ffi::AnyBuffer rows
                    : FirstError({CheckShape("grouped_dot: weights", others, matrices(num_home)),
                                  CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
   if (error.success()) error = CheckRedundant(redundant, rows.element_type(), matrices(num_redundant));
-  if (error.success())
-    error = DecodeGroupedDot(rows, others, redundant, group_sizes, out, scratch, num_sms, outer, params);
+  if (error.success()) error = CheckPadding("grouped_dot", rows_per_group, num_rows, num_groups);
+  if (error.success()) {
+    error = DecodeGroupedDot(rows, others, redundant, group_sizes, out, scratch, num_sms, rows_per_group,
+                             outer, params);
+  }
   if (error.failure() || IsEmpty(*out, *redundant_out)) return error;
   return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
@@ -143,7 +152,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotHandler, ComputeGroupedDot,
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
                                   .Attr<int64_t>("product")
                                   .Attr<int64_t>("allow_tf32")
-                                  .Attr<int64_t>("num_sms"),
+                                  .Attr<int64_t>("num_sms")
+                                  .Attr<int64_t>("rows_per_group"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer rows,
@@ -151,7 +161,7 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
                                        ffi::BufferR3<ffi::F32> weight_scales, ffi::AnyBuffer redundant,
                                        ffi::AnyBuffer redundant_scales, ffi::BufferR1<ffi::S32> group_sizes,
                                        ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR1<ffi::U8> scratch,
-                                       int64_t num_sms) {
+                                       int64_t num_sms, int64_t rows_per_group) {
   if (rows.element_type() != ffi::F8E4M3FN || weights.element_type() != ffi::F8E4M3FN ||
       out->element_type() != ffi::BF16) {
     return InvalidArgument("grouped_dot: FP8 rows and weights must be float8_e4m3fn, the result bfloat16");
@@ -179,9 +189,12 @@ static ffi::Error ComputeGroupedDotFp8(GpuLocalContext context, ffi::AnyBuffer r
        CheckShape("grouped_dot: scales of weights", weight_scales, {num_home, outer / kFp8Block, blocks}),
        CheckRedundant(redundant, ffi::F8E4M3FN, {num_redundant, outer, inner}),
        CheckRedundant(redundant_scales, ffi::F32, {num_redundant, outer / kFp8Block, blocks}),
-       CheckShape("grouped_dot: the result", *out, {num_rows, outer})});
-  if (error.success())
-    error = DecodeGroupedDot(rows, weights, redundant, group_sizes, out, scratch, num_sms, outer, params);
+       CheckShape("grouped_dot: the result", *out, {num_rows, outer}),
+       CheckPadding("grouped_dot", rows_per_group, num_rows, group_sizes.element_count())});
+  if (error.success()) {
+    error = DecodeGroupedDot(rows, weights, redundant, group_sizes, out, scratch, num_sms, rows_per_group,
+                             outer, params);
+  }
   if (error.failure() || out->element_count() == 0) return error;
   return LaunchResult("grouped_dot", cuda::LaunchGroupedDot(params, ThisDevice(nullptr), context.stream));
 }
@@ -198,17 +211,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8Handler, ComputeGroupedDotFp8,
                                   .Arg<ffi::BufferR1<ffi::S32>>()  // group_sizes [L + S]
                                   .Ret<ffi::AnyBuffer>()           // [C, N]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
-                                  .Attr<int64_t>("num_sms"),
+                                  .Attr<int64_t>("num_sms")
+                                  .Attr<int64_t>("rows_per_group"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 // The gradient of the matrices. Groups begin at multiples of 128, as GpuQuantizeHandler transposes them.
-static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyBuffer rows,
-                                              ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer others,
-                                              ffi::BufferR2<ffi::F32> other_scales,
-                                              ffi::BufferR1<ffi::S32> group_sizes,
-                                              ffi::Result<ffi::AnyBuffer> out,
-                                              ffi::Result<ffi::AnyBuffer> redundant_out,
-                                              ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms) {
+static ffi::Error ComputeGroupedDotFp8Weights(
+    GpuLocalContext context, ffi::AnyBuffer rows, ffi::BufferR2<ffi::F32> row_scales, ffi::AnyBuffer others,
+    ffi::BufferR2<ffi::F32> other_scales, ffi::BufferR1<ffi::S32> group_sizes,
+    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> redundant_out,
+    ffi::ResultBufferR1<ffi::U8> scratch, int64_t num_sms, int64_t rows_per_group) {
   if (rows.element_type() != ffi::F8E4M3FN || others.element_type() != ffi::F8E4M3FN ||
       out->element_type() != ffi::BF16) {
     return InvalidArgument("grouped_dot: FP8 rows must be float8_e4m3fn, the result bfloat16");
@@ -230,8 +242,10 @@ static ffi::Error ComputeGroupedDotFp8Weights(GpuLocalContext context, ffi::AnyB
                            CheckShape("grouped_dot: scales of the other rows", other_scales, {blocks, outer}),
                            CheckRedundant(*redundant_out, ffi::BF16, {num_redundant, inner, outer}),
                            CheckShape("grouped_dot: the result", *out, {num_home, inner, outer})});
-  if (error.success())
-    error = DecodeGroupedDot(rows, others, *redundant_out, group_sizes, out, scratch, num_sms, outer, params);
+  if (error.success()) {
+    error = DecodeGroupedDot(rows, others, *redundant_out, group_sizes, out, scratch, num_sms, rows_per_group,
+                             outer, params);
+  }
   if (error.failure() || IsEmpty(*out, *redundant_out)) return error;
   std::swap(params.num_rows, params.inner);  // the rows are transposed
   params.product = GroupedDot::kWeights;
@@ -252,7 +266,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuGroupedDotFp8WeightsHandler, ComputeGroupedDotF
                                   .Ret<ffi::AnyBuffer>()           // [L, M, N]
                                   .Ret<ffi::AnyBuffer>()           // [S, M, N] or [0]
                                   .Ret<ffi::BufferR1<ffi::U8>>()   // scratch
-                                  .Attr<int64_t>("num_sms"),
+                                  .Attr<int64_t>("num_sms")
+                                  .Attr<int64_t>("rows_per_group"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep
