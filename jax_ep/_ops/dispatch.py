@@ -161,9 +161,9 @@ def dispatch(
       num_experts: E, a multiple of R.
       order: "expert": one row for each (token, k), by local expert, then source rank, then token, then k.
         "rank": one row for each (token, rank), by source rank, then token. "expert_padded": as "expert", but
-        in an array [L, C, ...] with C rows for each expert. Use it for batched products over all rows. On
-        GPUs the empty rows of the result may hold anything, including NaN. They are cleared only if x or
-        topk_weights are differentiated, and never with quantize="fp8".
+        in an array [L, C, ...] with C rows for each expert, which `grouped_dot` and `gated_mlp` take as it
+        is. On GPUs the empty rows of the result may hold anything, including NaN. They are cleared only if x
+        or topk_weights are differentiated, and never with quantize="fp8".
       capacity: C, rows of the result. None means the worst case of distinct ids: by rank R * T; by expert
         a * floor((R * T * min(K, L) + L * (a - 1)) / a), a the alignment. Rows past C are dropped in the
         stated order and carry no gradient; `num_dropped` counts them. Must be at least a. With
