@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import jax_ep
-from jax_ep.bench import ceilings, layers, measure, processes, programs, progress, report, skew
+from jax_ep.bench import ceilings, layers, measure, plots, processes, programs, progress, report, skew
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -268,7 +268,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     record.write(is_complete=True)
     if options.plot and options.sweep:
-        report.plot(options.plot, record.results, options.sweep)
+        plots.plot(options.plot, record.results, options.sweep)
     elif options.plot:
-        report.plot_skew(options.plot, record.skew)
+        plots.plot_skew(options.plot, record.skew)
     return 0

@@ -14,7 +14,7 @@ from devices import make_mesh
 from layers import R
 
 import jax_ep
-from jax_ep.bench import measure, processes, programs, progress, report, run, skew
+from jax_ep.bench import measure, plots, processes, programs, progress, report, run, skew
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -56,10 +56,10 @@ def test_progress_bar_shows_the_last_row(monkeypatch, capsys):
 
 def test_labels_of_a_plot():
     sms = [4, 8, 12, 16, 24, 26, 32, 48, 64, 78]
-    assert report._labels(sms) == ["4", "8", "12", "16", "24", "", "32", "48", "64", "78"]
-    assert report._labels([4]) == ["4"]
+    assert plots._labels(sms) == ["4", "8", "12", "16", "24", "", "32", "48", "64", "78"]
+    assert plots._labels([4]) == ["4"]
     tokens = [2**i for i in range(15)]
-    assert report._labels(tokens) == [str(number) for number in tokens]
+    assert plots._labels(tokens) == [str(number) for number in tokens]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Plots of the benchmark's results."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax_ep.bench.report import Result, by_shape
+from jax_ep.bench.skew import SkewedLayer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(path: Path, results: list[Result], swept: str) -> None:
+    """Plots the time over the swept quantity: a line for each shape, order and implementation.
+
+    One more line shows plain copies of the same rows.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    lines: dict[str, dict[int, float]] = defaultdict(dict)
+    for r in results:
+        x = {"ranks": r.ranks, "sms": r.sms or r.num_sms}.get(swept) or getattr(r.shape, swept, 0)
+        label = f"{r.name}, {r.by}" + (f", by {r.order}" if r.order else "")
+        lines[label][x] = r.us
+        if r.by == "ffi" and r.ceiling_gbs is not None:
+            # The minimum over the orders, because some orders copy more bytes than others.
+            copies = lines[f"{r.name}, plain copies of the same rows"]
+            us = r.bound_bytes / r.ceiling_gbs / 1e3
+            copies[x] = min(us, copies.get(x, us))
+    for label, points in lines.items():
+        style = "k:" if "plain copies" in label else "o-"
+        axes.plot(*zip(*sorted(points.items()), strict=True), style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel={"tokens": "tokens a rank", "sms": "SMs"}.get(swept, swept))
+    axes.set_ylabel("microseconds a round trip")
+    axes.yaxis.set_major_formatter("{x:g}")  # without exponents, which are too small to read on a phone
+    ticks = sorted({x for points in lines.values() for x in points})
+    axes.set_xticks(ticks, _labels(ticks))
+    axes.set_xticks([], minor=True)
+    axes.set_title(_title(results, swept), fontsize="medium")
+    axes.grid(True, which="both", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)  # so that it hides no line
+    _save(figure, path)
+
+
+def plot_skew(path: Path, results: list[SkewedLayer]) -> None:
+    """Plots the fullest rank's rows and the time of the last op, the layer, by routing: two axes a shape.
+
+    A bar is a number of redundant experts and a capacity. Without redundant experts it shows the rows before
+    the balance.
+    """
+    from matplotlib.figure import Figure
+
+    shapes = by_shape(results)
+    figure = Figure(figsize=(max(8, 6 * len(shapes)), 7), layout="constrained")
+    grid = figure.subplots(2, len(shapes), squeeze=False)
+    for column, ((name, shape), layers) in enumerate(shapes.items()):
+        routings = list(dict.fromkeys(r.routing for r in layers))
+        bars = list(dict.fromkeys((r.num_redundant_experts, r.capacity) for r in layers))
+        op, width = list(layers[0].times)[-1], 0.8 / len(bars)
+        for r in layers:
+            bar = bars.index((r.num_redundant_experts, r.capacity))
+            x = routings.index(r.routing) + (bar - (len(bars) - 1) / 2) * width
+            label = f"S = {r.num_redundant_experts}, buffers {r.capacity_ratio:.2f} x"
+            label = label if r.routing == routings[0] else "_"  # because a legend skips such labels
+            milliseconds = r.times[op].us / 1e3
+            for axes, height in zip(grid[:, column], (r.after, milliseconds), strict=True):
+                axes.bar(x, height, width, color=f"C{bar}", label=label)
+        for axes, quantity in zip(
+            grid[:, column],
+            ("fullest rank's rows, relative to the mean", f"milliseconds, {op}"),
+            strict=True,
+        ):
+            axes.set_xticks(range(len(routings)), routings)
+            axes.set_ylabel(quantity)
+            axes.grid(True, axis="y", alpha=0.3)
+        grid[0, column].axhline(1, color="black", linestyle=":")
+        title = f"{name}: {shape.tokens} tokens a rank, top-{shape.top_k} of {shape.experts}"
+        grid[0, column].set_title(f"{title}, {layers[0].ranks} ranks", fontsize="medium")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
+        grid[1, column].legend(ncols=2, **below)
+    _save(figure, path)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Writes a figure. Text in an SVG file stays text, so that it can be searched and recolored."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
+
+
+def _labels(ticks: list[int]) -> list[str]:
+    """Returns the ticks' labels. A label that would overlap the one before it is empty."""
+    digit_width = 0.015  # as a fraction of the axis
+    labels, last = [str(ticks[0])], ticks[0]
+    for tick in ticks[1:]:
+        gap = math.log(tick / last) / math.log(ticks[-1] / ticks[0])
+        fits = gap > digit_width * (len(str(last)) + len(str(tick))) / 2
+        labels.append(str(tick) if fits else "")
+        last = tick if fits else last
+    return labels
+
+
+def _title(results: list[Result], swept: str) -> str:
+    """Returns a title of the properties that all lines share, except the swept one."""
+    facts = {
+        "ranks": lambda r: f"{r.ranks} ranks",
+        "tokens": lambda r: f"{r.shape.tokens} tokens a rank",
+        "hidden": lambda r: f"{r.shape.hidden} wide",
+        "experts": lambda r: f"top-{r.shape.top_k} of {r.shape.experts}",
+        "routing": lambda r: f"bfloat16, {r.routing} routing",
+    }
+    values = [{fact(r) for r in results} for name, fact in facts.items() if name != swept]
+    return ", ".join(next(iter(texts)) for texts in values if len(texts) == 1)
