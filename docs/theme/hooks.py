@@ -72,7 +72,8 @@ def on_page_content(html: str, **_: Any) -> str:
         path = ROOT / "docs" / f"{found[1]}.svg"
         return inline(path.read_text(), path.stem)
 
-    return re.sub(r'<img[^>]*src="(?:\.\./)*((?:figures/|round_trip_)\w+)\.svg"[^>]*>', drawing, html)
+    name = r"(?:figures/|round_trip_|products_)\w+"
+    return re.sub(rf'<img[^>]*src="(?:\.\./)*({name})\.svg"[^>]*>', drawing, html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

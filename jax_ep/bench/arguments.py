@@ -1,6 +1,7 @@
 """Options of the benchmark."""
 
 import argparse
+from pathlib import Path
 
 import jax
 
@@ -9,7 +10,7 @@ from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
-PARTS = ("communication", "layer", "skew")
+PARTS = ("communication", "layer", "products", "skew")
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
@@ -28,8 +29,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         help="communication: dispatch, combine and their related ops; layer: expert products next to dense "
-        "ones, and the whole layer next to its parts; skew: layers with and without redundant experts under "
-        "skewed routings (default: communication and layer on GPUs, communication elsewhere)",
+        "ones, and the whole layer next to its parts; products: expert products alone on one device, in "
+        "bfloat16 and FP8, next to dense ones of padded rows, in bursts after pauses; skew: layers with and "
+        "without redundant experts under skewed routings (default: communication and layer on GPUs, "
+        "communication elsewhere)",
     )
     parser.add_argument(
         "--orders",
@@ -105,7 +108,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw the sweep, or the part skew, to this file (.png, .svg or .pdf)",
+        help="draw the sweep, or the part products or skew, to this file (.png, .svg or .pdf)",
+    )
+    parser.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="FILE",
+        help="time nothing, and draw the part products of this file, which --json wrote",
     )
 
 
@@ -114,11 +123,14 @@ def set_up_devices(options: argparse.Namespace) -> None:
 
     Must be called before JAX initializes its devices.
     """
-    if options.plot and not options.sweep and "skew" not in (options.parts or ()):
+    drawn = {"products", "skew"} & set(options.parts or ())
+    if options.plot and not (options.sweep or options.from_json) and len(drawn) != 1:
         raise SystemExit(
-            "bench: --plot draws a sweep or the part skew; choose the quantity to vary with --sweep, or pass "
-            "--parts skew"
+            "bench: --plot draws a sweep, or one of the parts products and skew; choose the quantity to vary "
+            "with --sweep, or pass --parts with one of them"
         )
+    if options.from_json and not options.plot:
+        raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")
     if options.join:
         address, process = options.join
         jax.distributed.initialize(address, options.processes, int(process))

@@ -1,14 +1,17 @@
-"""Measurement of programs with many steps: end-to-end times, and times of kernels on GPUs."""
+"""Measurement of programs: end-to-end times of many steps or calls, and times of kernels on GPUs."""
 
+import math
 import pathlib
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+BURST_S = 0.1
 
 
 def end_to_end_us(run: Callable[..., Any], arguments: Any, steps: int, repeats: int) -> float:
@@ -20,6 +23,34 @@ def end_to_end_us(run: Callable[..., Any], arguments: Any, steps: int, repeats: 
         jax.block_until_ready(run(*arguments))
         times.append(1e6 * (time.perf_counter() - begin) / steps)
     return statistics.median(times)
+
+
+def bursts_us(
+    runs: Sequence[Callable[[], Any]], wait: Callable[[Any], object], repeats: int, pause_s: float
+) -> list[float]:
+    """Returns the microseconds per call of each function: the fastest of `repeats` bursts.
+
+    The functions take turns. A burst consists of the calls of about BURST_S, and begins after a pause.
+    `wait` waits until a call's result is computed.
+    """
+
+    def burst_s(run: Callable[[], Any], calls: int) -> float:
+        begin = time.perf_counter()
+        result = None
+        for _ in range(calls):
+            result = run()
+        wait(result)
+        return (time.perf_counter() - begin) / calls
+
+    for run in runs:
+        wait(run())  # compiles it
+    calls = [max(3, math.ceil(BURST_S / burst_s(run, 3))) for run in runs]
+    fastest = [math.inf] * len(runs)
+    for _ in range(repeats):
+        for index, run in enumerate(runs):
+            time.sleep(pause_s)
+            fastest[index] = min(fastest[index], 1e6 * burst_s(run, calls[index]))
+    return fastest
 
 
 def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple[str, ...]) -> float | None:

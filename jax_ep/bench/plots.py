@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax_ep.bench.products import DIRECTIONS, ExpertProduct
 from jax_ep.bench.report import Result, by_shape
 from jax_ep.bench.skew import SkewedLayer
 
@@ -83,6 +84,55 @@ def plot_skew(path: Path, results: list[SkewedLayer]) -> None:
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1)}
         grid[1, column].legend(ncols=2, **below)
     _save(figure, path)
+
+
+def plot_products(path: Path, results: list[ExpertProduct]) -> None:
+    """Plots the share of each product by shape: a column for each dtype, a bar for each direction.
+
+    The upper axes compare with dense products in bfloat16. The lower axes are for few rows, and compare with
+    the rate of the memory.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    grouped = [r for r in results if r.by != "dense"]
+    dtypes = list(dict.fromkeys(r.dtype for r in grouped))
+    references = {
+        "share of the dense bfloat16 product": [r for r in grouped if r.dense_us is not None],
+        "few rows: share of the memory's rate": [r for r in grouped if r.dense_us is None],
+    }
+    references = {reference: rows for reference, rows in references.items() if rows}
+    cases = {reference: list(dict.fromkeys(map(_case, rows))) for reference, rows in references.items()}
+    counts = [len(names) for names in cases.values()]
+    figure = Figure(figsize=(7, 1.6 + 0.65 * sum(counts)), layout="constrained")
+    grid = figure.subplots(
+        len(references), len(dtypes), squeeze=False, sharex="col", sharey="row", height_ratios=counts
+    )
+    width = 0.8 / len(DIRECTIONS)
+    for axes_row, (reference, rows) in zip(grid, references.items(), strict=True):
+        names = cases[reference]
+        for r in rows:
+            axes = axes_row[dtypes.index(r.dtype)]
+            bar = DIRECTIONS.index(r.direction)
+            y = names.index(_case(r)) + (bar - (len(DIRECTIONS) - 1) / 2) * width
+            axes.barh(y, 100 * r.share, width, color=f"C{bar}")
+        for axes, dtype in zip(axes_row, dtypes, strict=True):
+            axes.axvline(100, color="black", linestyle=":")
+            axes.set_title(dtype, fontsize="medium")
+            axes.set_xlabel("%")
+            axes.tick_params(labelbottom=True)
+            axes.grid(True, axis="x", alpha=0.3)
+        axes_row[0].set_yticks(range(len(names)), names)
+        axes_row[0].invert_yaxis()
+        axes_row[0].set_ylabel(reference)
+    bars = [Patch(color=f"C{bar}", label=direction) for bar, direction in enumerate(DIRECTIONS)]
+    figure.legend(handles=bars, loc="outside lower center", ncols=2)
+    _save(figure, path)
+
+
+def _case(r: ExpertProduct) -> str:
+    """Returns a label of a shape and a matrix, on three lines."""
+    return f"{r.name}\n{r.matrices}, {r.height} x {r.width}\n{r.rows // r.groups} rows a group"
 
 
 def _save(figure: "Figure", path: Path) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_ep.bench.layers import Work
+from jax_ep.bench.products import ExpertProduct
 from jax_ep.bench.shapes import Shape
 from jax_ep.bench.skew import LocalOp, SkewedLayer
 from jax_ep.command import info
@@ -159,6 +160,30 @@ def show_work(console: Console, results: list[Work]) -> None:
         console.print(table)
 
 
+def show_products(console: Console, results: list[ExpertProduct]) -> None:
+    """Prints a table of expert products for each shape, with the times of the fastest bursts."""
+    tables: dict[tuple[str, int], Table] = {}
+    for r in sorted(results, key=lambda r: [one.op for one in results].index(r.op)):
+        if (r.name, r.rows) not in tables:
+            sizes = f"{r.rows} rows in {r.groups} groups of {r.smallest_group} to {r.largest_group}"
+            table = Table("op", "M x N", "by", "dtype", title=f"{r.name}: {sizes}")
+            reference = "dense bfloat16" if r.dense_us is not None else "memory, each matrix once"
+            for column in ("us", "TFLOP/s", f"of {reference}"):
+                table.add_column(column, justify="right")
+            tables[r.name, r.rows] = table
+        tables[r.name, r.rows].add_row(
+            r.op,
+            f"{r.height} x {r.width}",
+            r.by,
+            r.dtype,
+            f"{r.us:.0f}",
+            f"{r.tflops:.3g}",
+            "" if r.by == "dense" else f"{r.share:.0%}",
+        )
+    for table in tables.values():
+        console.print(table)
+
+
 def show_skew(console: Console, results: list[SkewedLayer]) -> None:
     """Prints two tables for each shape: rows and memory, and times. Times are device times if available."""
     rows_columns = ("max/mean before", "after", "replicas", "moved", "dropped", "buffers", "temp MB")
@@ -220,6 +245,7 @@ class Record:
     def __init__(self, path: Path | None) -> None:
         self.results: list[Result] = []
         self.work: list[Work] = []
+        self.products: list[ExpertProduct] = []
         self.skew: list[SkewedLayer] = []
         self.local: list[LocalOp] = []
         self._path = path
@@ -243,9 +269,24 @@ class Record:
             "complete": is_complete,
             "results": [dataclasses.asdict(result) for result in self.results],
             "layers": [dataclasses.asdict(result) for result in self.work],
+            "products": [dataclasses.asdict(result) for result in self.products],
             "skew": [dataclasses.asdict(result) for result in self.skew],
             "one device": [dataclasses.asdict(result) for result in self.local],
         }
         partial = self._path.with_name(f"{self._path.name}.partial")
         partial.write_text(json.dumps(report, indent=2) + "\n")
         os.replace(partial, self._path)
+
+
+def read_products(path: Path) -> list[ExpertProduct]:
+    """Returns the expert products of a JSON file that `Record` wrote."""
+    try:
+        rows = json.loads(path.read_text())["products"]
+    except (OSError, ValueError, KeyError):
+        rows = []
+    if not rows:
+        raise SystemExit(
+            f"bench: --from-json needs a file with expert products, got {path}; write one with "
+            "--parts products --json FILE"
+        )
+    return [ExpertProduct(**(row | {"shape": Shape(**row["shape"])})) for row in rows]

@@ -13,7 +13,18 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import jax_ep
-from jax_ep.bench import ceilings, layers, measure, plots, processes, programs, progress, report, skew
+from jax_ep.bench import (
+    ceilings,
+    layers,
+    measure,
+    plots,
+    processes,
+    products,
+    programs,
+    progress,
+    report,
+    skew,
+)
 from jax_ep.bench.arguments import ORDERS
 from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
@@ -216,6 +227,9 @@ def time_skew(name: str, ranks: int, options: argparse.Namespace) -> Iterator[sk
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints its results, and returns the exit status."""
+    if options.from_json:
+        plots.plot_products(options.plot, report.read_products(options.from_json))
+        return 0
     width = None if sys.stdout.isatty() else 120
     is_quiet = jax.process_index() > 0  # because all processes would print the same
     console = Console(quiet=is_quiet, width=width)
@@ -227,9 +241,10 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: --sweep sms needs GPUs")
     parts = parts_of(options)
     routing = "several routings" if parts == ["skew"] else f"{options.routing} routing"
+    statistic = "fastest" if parts == ["products"] else "median"
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
-        f"bfloat16, {routing}, median of {options.repeats} runs"
+        f"bfloat16, {routing}, {statistic} of {options.repeats} runs"
     )
     if not (on_gpus() or options.shapes or options.parts or options.sweep):
         console.print(
@@ -255,6 +270,14 @@ def run(options: argparse.Namespace) -> int:
         work = (row for name in names_of(options) for row in time_layer(name, ranks, options))
         record.extend(record.work, progress.track("layer", work, None, quiet=is_quiet))
     report.show_work(console, record.work)
+    if "products" in parts:
+        rows = (
+            row
+            for name in names_of(options)
+            for row in products.results(name, SHAPES[name], ranks, options, rates["memory"])
+        )
+        record.extend(record.products, progress.track("products", rows, None, quiet=is_quiet))
+        report.show_products(console, record.products)
     if "skew" in parts and ranks == 1:
         console.print("skew on one device: the experts of one of eight ranks, and no row can move")
         local = skew.local_results(mesh_of(1), SHAPES["deepseek_v3"], options)
@@ -269,6 +292,8 @@ def run(options: argparse.Namespace) -> int:
     record.write(is_complete=True)
     if options.plot and options.sweep:
         plots.plot(options.plot, record.results, options.sweep)
+    elif options.plot and "products" in parts:
+        plots.plot_products(options.plot, record.products)
     elif options.plot:
         plots.plot_skew(options.plot, record.skew)
     return 0

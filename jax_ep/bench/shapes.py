@@ -31,15 +31,20 @@ MODELS = {
     "qwen3_next": Shape(tokens=4096, hidden=2048, top_k=10, experts=512, inner=512),
 }
 
+# The local experts of one of four ranks.
+_QUARTERS = {
+    f"{name}_{experts}_experts": dataclasses.replace(MODELS[name], experts=experts)
+    for name, experts in (("deepseek_v3", 64), ("qwen3_moe_235b", 32), ("gpt_oss_120b", 32))
+}
+_TRAINED = MODELS | _QUARTERS
+
 SHAPES = {
-    **MODELS,
-    **{f"{name}_decode": dataclasses.replace(model, tokens=DECODE_TOKENS) for name, model in MODELS.items()},
+    **_TRAINED,
+    **{
+        f"{name}_decode": dataclasses.replace(shape, tokens=DECODE_TOKENS) for name, shape in _TRAINED.items()
+    },
     "deepseek_v3_decode_16": dataclasses.replace(MODELS["deepseek_v3"], tokens=16),
     "deepseek_v3_decode_1": dataclasses.replace(MODELS["deepseek_v3"], tokens=1),
-    # The local experts of one of four ranks:
-    "deepseek_v3_64_experts": dataclasses.replace(MODELS["deepseek_v3"], experts=64),
-    "qwen3_moe_235b_32_experts": dataclasses.replace(MODELS["qwen3_moe_235b"], experts=32),
-    "gpt_oss_120b_32_experts": dataclasses.replace(MODELS["gpt_oss_120b"], experts=32),
     "cpu": Shape(tokens=1024, hidden=1024, top_k=8, experts=64, inner=512),
     "cpu_256_tokens": Shape(tokens=256, hidden=1024, top_k=8, experts=64, inner=512),
     "tiny": Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128),

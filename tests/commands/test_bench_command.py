@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jax_ep
-from jax_ep.bench import programs
+from jax_ep.bench import products, programs
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
@@ -119,6 +119,28 @@ def test_products_and_layers(tmp_path, bench):
         assert (result["share"] is not None) == is_compared
 
 
+@pytest.mark.slow
+def test_products(tmp_path, bench):
+    files = ["--json", "out.json", "--plot", "out.svg"]
+    status, output = bench("--parts", "products", "--devices", "2", *files)
+    assert status == 0, output
+    report = json.loads((tmp_path / "out.json").read_text())
+    timed = {(r["matrices"], r["direction"], r["by"], r["dtype"]): r for r in report["products"]}
+    assert set(timed) == {
+        (matrices, direction, "grouped_dot", dtype)
+        for matrices in ("up", "down")
+        for direction in products.DIRECTIONS
+        for dtype in ("bfloat16", "FP8")
+    }
+    for r in timed.values():
+        assert r["us"] > 0
+        assert r["dense_us"] is None  # because experts have 8 rows on average
+        assert r["memory_us"] > 0
+    drawn = (tmp_path / "out.svg").read_text()
+    for text in ("few rows: share of the memory's rate", "up, 128 x 256", "gradient of weights"):
+        assert text in drawn
+
+
 def test_a_sweep_is_drawn(tmp_path, bench):
     status, output = bench("--sweep", "ranks", "--orders", "rank", "--devices", "4", "--plot", "out.svg")
     assert status == 0, output
@@ -184,6 +206,12 @@ def test_a_capacity(tmp_path, bench):
     ("options", "text"),
     [
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
+        (["--parts", "products", "skew", "--plot", "out.svg"], "one of the parts products and skew"),
+        (["--from-json", "out.json"], "--from-json needs the file to draw to; pass --plot"),
+        (
+            ["--from-json", "nowhere.json", "--plot", "out.svg"],
+            "a file with expert products, got nowhere.json",
+        ),
         (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
         (["--json", "folder.json"], "must be a file, but folder.json is a folder"),
     ],
