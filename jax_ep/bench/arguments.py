@@ -66,7 +66,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time round trips with implementation='xla' and with JAX's own collectives",
+        help="also time round trips with implementation='xla' and with JAX's own collectives, and in the "
+        "part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"

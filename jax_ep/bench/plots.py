@@ -90,9 +90,10 @@ def plot_products(path: Path, results: list[ExpertProduct]) -> None:
     """Plots the share of each product by shape: a column for each dtype, a bar for each direction.
 
     The upper axes compare with dense products in bfloat16. The lower axes are for few rows, and compare with
-    the rate of the memory.
+    the rate of the memory. A line across a bar is DeepGEMM's share.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     grouped = [r for r in results if r.by != "dense"]
@@ -115,7 +116,10 @@ def plot_products(path: Path, results: list[ExpertProduct]) -> None:
             axes = axes_row[dtypes.index(r.dtype)]
             bar = DIRECTIONS.index(r.direction)
             y = names.index(_case(r)) + (bar - (len(DIRECTIONS) - 1) / 2) * width
-            axes.barh(y, 100 * r.share, width, color=f"C{bar}")
+            if r.by == "grouped_dot":
+                axes.barh(y, 100 * r.share, width, color=f"C{bar}")
+            else:
+                axes.plot([100 * r.share] * 2, [y - width / 2, y + width / 2], color="black")
         for axes, dtype in zip(axes_row, dtypes, strict=True):
             axes.axvline(100, color="black", linestyle=":")
             axes.set_title(dtype, fontsize="medium")
@@ -126,7 +130,9 @@ def plot_products(path: Path, results: list[ExpertProduct]) -> None:
         axes_row[0].invert_yaxis()
         axes_row[0].set_ylabel(reference)
     bars = [Patch(color=f"C{bar}", label=direction) for bar, direction in enumerate(DIRECTIONS)]
-    figure.legend(handles=bars, loc="outside lower center", ncols=2)
+    has_peer = any(r.by == "DeepGEMM" for r in grouped)
+    lines = [Line2D([], [], color="black", label="DeepGEMM")] if has_peer else []
+    figure.legend(handles=[*bars, *lines], loc="outside lower center", ncols=2)
     _save(figure, path)
 
 

@@ -20,7 +20,7 @@ import jax_ep
 from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import Options
 from jax_ep._experts.gated import Fp8
-from jax_ep.bench import measure
+from jax_ep.bench import deep_gemm, measure
 from jax_ep.bench.routings import route
 from jax_ep.bench.shapes import Shape
 
@@ -131,6 +131,27 @@ def results(
                 yield product(
                     direction=direction, by=by, dtype=dtype, us=us, dense_us=dense_us, memory_us=memory_us
                 )
+
+
+def of_deep_gemm(
+    measured: list[ExpertProduct], sizes: np.ndarray, repeats: int
+) -> tuple[list[ExpertProduct], str | None]:
+    """Returns DeepGEMM's times of the products of a shape, and the reason why some are missing, if any.
+
+    It has no gradients of weights of these operands.
+    """
+    compared = [r for r in measured if r.by == "grouped_dot" and r.direction != OF_WEIGHTS]
+    cases = [
+        deep_gemm.Case(r.dtype, *((r.height, r.width) if r.direction == FORWARD else (r.width, r.height)))
+        for r in compared
+    ]
+    times, error = deep_gemm.times(cases, sizes, repeats, pause_s())
+    # Those that were timed before a failure.
+    timed = zip(compared, times, strict=False)
+    found = [dataclasses.replace(r, by="DeepGEMM", us=us) for r, us in timed]
+    if error is None:
+        return found, None
+    return found, f"DeepGEMM has no times from {compared[len(times)].label} on: {error}"
 
 
 class Operands:

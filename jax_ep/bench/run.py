@@ -15,6 +15,7 @@ from rich.console import Console
 import jax_ep
 from jax_ep.bench import (
     ceilings,
+    deep_gemm,
     layers,
     measure,
     plots,
@@ -217,6 +218,22 @@ def time_layer(name: str, ranks: int, options: argparse.Namespace) -> Iterator[l
     yield from layers.results(name, shape, mesh, arguments, capacity, options)
 
 
+def time_products(
+    name: str, ranks: int, options: argparse.Namespace, memory_gbs: float, notes: list[str]
+) -> Iterator[products.ExpertProduct]:
+    """Times the expert products of a shape, one by one. Appends the reasons of missing times to `notes`."""
+    shape = SHAPES[name]
+    measured = []
+    for row in products.results(name, shape, ranks, options, memory_gbs):
+        measured.append(row)
+        yield row
+    if options.peers and deep_gemm.missing() is None:
+        sizes = products.group_sizes_of(options.routing, shape, ranks)
+        rows, reason = products.of_deep_gemm(measured, sizes, options.repeats)
+        notes += [] if reason is None else [reason]
+        yield from rows
+
+
 def time_skew(name: str, ranks: int, options: argparse.Namespace) -> Iterator[skew.SkewedLayer]:
     """Times the layer of a shape under skewed routings, with and without redundant experts, one by one."""
     mesh, shape = mesh_of(ranks), skew.shape_on(ranks, SHAPES[name])
@@ -271,13 +288,20 @@ def run(options: argparse.Namespace) -> int:
         record.extend(record.work, progress.track("layer", work, None, quiet=is_quiet))
     report.show_work(console, record.work)
     if "products" in parts:
+        notes: list[str] = []
+        if options.peers and (package := deep_gemm.missing()):
+            notes.append(
+                f"DeepGEMM was not timed, because {package} is not installed; pip install torch sgl-deep-gemm"
+            )
         rows = (
             row
             for name in names_of(options)
-            for row in products.results(name, SHAPES[name], ranks, options, rates["memory"])
+            for row in time_products(name, ranks, options, rates["memory"], notes)
         )
         record.extend(record.products, progress.track("products", rows, None, quiet=is_quiet))
         report.show_products(console, record.products)
+        for note in notes:
+            console.print(note, markup=False)
     if "skew" in parts and ranks == 1:
         console.print("skew on one device: the experts of one of eight ranks, and no row can move")
         local = skew.local_results(mesh_of(1), SHAPES["deepseek_v3"], options)

@@ -120,24 +120,29 @@ def test_products_and_layers(tmp_path, bench):
 
 
 @pytest.mark.slow
-def test_products(tmp_path, bench):
+def test_products_beside_those_of_deep_gemm(tmp_path, bench, deep_gemm_calls):
     files = ["--json", "out.json", "--plot", "out.svg"]
-    status, output = bench("--parts", "products", "--devices", "2", *files)
+    status, output = bench("--parts", "products", "--devices", "2", "--peers", *files)
     assert status == 0, output
+    assert "DeepGEMM" in output
+    assert "was not timed" not in output
     report = json.loads((tmp_path / "out.json").read_text())
     timed = {(r["matrices"], r["direction"], r["by"], r["dtype"]): r for r in report["products"]}
+    directions = {"grouped_dot": products.DIRECTIONS, "DeepGEMM": products.DIRECTIONS[:2]}
     assert set(timed) == {
-        (matrices, direction, "grouped_dot", dtype)
+        (matrices, direction, by, dtype)
         for matrices in ("up", "down")
-        for direction in products.DIRECTIONS
+        for by in directions
+        for direction in directions[by]
         for dtype in ("bfloat16", "FP8")
     }
     for r in timed.values():
         assert r["us"] > 0
         assert r["dense_us"] is None  # because experts have 8 rows on average
         assert r["memory_us"] > 0
+    assert {call["rows"] for call in deep_gemm_calls()} == {8 * 128}  # one tile for each of the experts
     drawn = (tmp_path / "out.svg").read_text()
-    for text in ("few rows: share of the memory's rate", "up, 128 x 256", "gradient of weights"):
+    for text in ("few rows: share of the memory's rate", "up, 128 x 256", "gradient of weights", "DeepGEMM"):
         assert text in drawn
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep.bench import measure, products, report
+from jax_ep.bench import deep_gemm, measure, products, report
 from jax_ep.bench.products import DIRECTIONS, FORWARD, OF_ROWS, ExpertProduct, Operands
 from jax_ep.bench.shapes import SHAPES, Shape
 
@@ -114,16 +114,53 @@ def test_programs_compute_what_they_are_named_after(direction):
     )
 
 
+def test_deep_gemm_gets_padded_groups(deep_gemm_calls):
+    rows, reason = products.of_deep_gemm([BFLOAT16, FP8], SIZES, repeats=1)
+    assert reason is None
+    assert [(r.by, r.dtype, r.direction) for r in rows] == [
+        ("DeepGEMM", "bfloat16", FORWARD),
+        ("DeepGEMM", "FP8", OF_ROWS),
+    ]
+    assert all(r.us > 0 for r in rows)
+    calls = {call["dtype"]: call for call in deep_gemm_calls()}
+    for dtype, (depth, width) in {"bfloat16": (128, 256), "FP8": (256, 128)}.items():
+        assert calls[dtype] == {"dtype": dtype, "rows": 384, "depth": depth, "width": width, "exist": 133}
+
+
+def test_failure_of_deep_gemm_keeps_earlier_times(deep_gemm_calls, monkeypatch):
+    monkeypatch.setenv("FAKE_FAILURE", "FP8")
+    rows, reason = products.of_deep_gemm([BFLOAT16, FP8], SIZES, repeats=1)
+    assert [r.dtype for r in rows] == ["bfloat16"]
+    assert reason == (
+        "DeepGEMM has no times from up gradient of rows, grouped_dot, FP8, tiny on: RuntimeError: no kernel"
+    )
+
+
+def test_end_of_deep_gemms_process_is_reported(deep_gemm_calls, monkeypatch):
+    monkeypatch.setenv("FAKE_FAILURE", "exit")
+    rows, reason = products.of_deep_gemm([BFLOAT16], SIZES, repeats=1)
+    assert rows == []
+    assert reason is not None
+    assert reason.endswith("its process ended with status 3: out of order")
+
+
+def test_missing_packages_are_named(deep_gemm_calls, monkeypatch):
+    assert deep_gemm.missing() is None
+    monkeypatch.setattr(deep_gemm, "PACKAGES", ("torch", "deep_gemm_of_nobody"))
+    assert deep_gemm.missing() == "deep_gemm_of_nobody"
+
+
 def test_products_of_a_file_are_drawn(tmp_path, run_command):
     record = report.Record(tmp_path / "out.json")
     few = dataclasses.replace(BFLOAT16, name="few", dense_us=None)
     dense = dataclasses.replace(BFLOAT16, by="dense")
-    record.extend(record.products, [dense, BFLOAT16, FP8, few])
+    peer = dataclasses.replace(BFLOAT16, by="DeepGEMM")
+    record.extend(record.products, [dense, BFLOAT16, FP8, peer, few])
     assert report.read_products(tmp_path / "out.json") == record.products
     status, output = run_command("bench", "--from-json", "out.json", "--plot", "out.svg")
     assert (status, output) == (0, "")
     drawn = (tmp_path / "out.svg").read_text()
-    for text in ("share of the dense bfloat16 product", "few rows: share of the memory's rate"):
+    for text in ("share of the dense bfloat16 product", "few rows: share of the memory's rate", "DeepGEMM"):
         assert text in drawn
     for text in ("tiny", "few", "up, 128 x 256", "66 rows a group", *DIRECTIONS):
         assert text in drawn
