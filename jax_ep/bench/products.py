@@ -148,10 +148,10 @@ def of_deep_gemm(
     times, error = deep_gemm.times(cases, sizes, repeats, pause_s())
     # Those that were timed before a failure.
     timed = zip(compared, times, strict=False)
-    found = [dataclasses.replace(r, by="DeepGEMM", us=us) for r, us in timed]
+    theirs = [dataclasses.replace(r, by="DeepGEMM", us=us) for r, us in timed]
     if error is None:
-        return found, None
-    return found, f"DeepGEMM has no times from {compared[len(times)].label} on: {error}"
+        return theirs, None
+    return theirs, f"DeepGEMM has no times from {compared[len(times)].label} on: {error}"
 
 
 class Operands:

@@ -27,9 +27,7 @@ struct alignas(16) Tile {
 
   __device__ bool is_end() const { return group < 0; }
   // Depends on all of the tile.
-  __device__ uint32_t bits() const {
-    return group ^ first_row ^ end_row ^ column ^ is_wide ^ begin ^ end;
-  }
+  __device__ uint32_t bits() const { return group ^ first_row ^ end_row ^ column ^ is_wide ^ begin ^ end; }
 };
 
 // One block's part of a tile.
