@@ -75,10 +75,10 @@ nb::dict CpuTypes() {
 }
 
 #if defined(JAX_EP_WITH_CUDA)
-template <typename F>
-nb::dict GpuStages(F* execute) {
+template <typename F, typename G = XLA_FFI_Handler>
+nb::dict GpuStages(F* execute, G* initialize = GpuInitialize) {
   nb::dict stages = Stages(GpuInstantiate, execute);
-  stages["initialize"] = Capsule(GpuInitialize);
+  stages["initialize"] = Capsule(initialize);
   return stages;
 }
 
@@ -97,6 +97,7 @@ nb::dict GpuTargets() {
   targets["jax_ep_route"] = GpuStages(GpuRouteHandler);
   targets["jax_ep_push"] = GpuStages(GpuPushHandler);
   targets["jax_ep_pull"] = GpuStages(GpuPullHandler);
+  targets["jax_ep_pull_beside"] = GpuStages(GpuPullBesideHandler, GpuPullBesideInitialize);
   targets["jax_ep_gather"] = GpuStages(GpuGatherHandler);
 #if defined(JAX_EP_WITH_NCCL)
   targets["jax_ep_rail_hop"] = GpuStages(GpuRailHopHandler);
@@ -106,8 +107,6 @@ nb::dict GpuTargets() {
   targets["jax_ep_repermute"] = Capsule(GpuRepermuteHandler);
   targets["jax_ep_unpermute"] = Capsule(GpuUnpermuteHandler);
   targets["jax_ep_grouped_dot"] = ProductStages(GpuGroupedDotHandler);
-  targets["jax_ep_grouped_dot_fp8"] = ProductStages(GpuGroupedDotFp8Handler);
-  targets["jax_ep_grouped_dot_fp8_weights"] = ProductStages(GpuGroupedDotFp8WeightsHandler);
   targets["jax_ep_quantize"] = Capsule(GpuQuantizeHandler);
   targets["jax_ep_quantize_gated"] = Capsule(GpuQuantizeGatedHandler);
   return targets;

@@ -312,6 +312,7 @@ struct GroupedDotParams {
   int32_t num_home;            // the groups, from the first on, whose matrices are not in `redundant`
   int32_t inner;               // width of rows
   int32_t outer;               // width of out
+  int32_t matrix_width;        // N, or of kRowsTransposed M: at least outer, if out has only some columns
   const int32_t* group_sizes;  // [L]
   int32_t rows_per_group;      // as in SizeOfGroup. Transposed FP8 rows follow each other in any case
   const int32_t* first_row;    // the first row of the first group; null: 0. Ignored with rows_per_group

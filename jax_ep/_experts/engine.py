@@ -8,7 +8,7 @@ new option of a product or conversion is a field of `Options`; a new operand of 
 
 import dataclasses
 import enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,10 @@ class Factors(Generic[Left_co, Right_co]):
     kind: Product = dataclasses.field(default=Product.ROWS, metadata={"static": True})
     num_redundant: int = dataclasses.field(default=0, metadata={"static": True})
     """Of the matrices that a product WEIGHTS returns, the number of the last ones, of redundant experts."""
+
+
+AnyFactors = Factors[Any, Any]
+"""Operands that are arrays, QuantizedArrays, or Columns."""
 
 
 @dataclasses.dataclass(frozen=True)

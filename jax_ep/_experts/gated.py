@@ -9,15 +9,17 @@ import jax.numpy as jnp
 
 from jax_ep._checks import PyTree
 from jax_ep._experts.activations import Gated, activate, activation_gradients
-from jax_ep._experts.engine import Engine, Factors, Gradients, Product, quantize_physical
+from jax_ep._experts.engine import AnyFactors, Engine, Factors, Gradients, Product, quantize_physical
 from jax_ep._experts.fp8_operands import Columns, QuantizedWeights
-from jax_ep._experts.products import fp8_product, fp8_weight_gradient, times, times_rows
+from jax_ep._experts.products import fp8_product, fp8_weight_gradient, product, times
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
 
 Result = TypeVar("Result")
+Left = TypeVar("Left")
+Right = TypeVar("Right")
 
 Weights = Matrices | QuantizedWeights
 """Matrices of experts, in FP8 or not."""
@@ -30,11 +32,22 @@ Kept = jax.Array | QuantizedArray | Columns
 class Products(Protocol):
     """The products of gated experts, and how their operands are prepared. Hashable."""
 
+    def factors(self, rows: Rows, w: Weights, sizes: jax.Array) -> AnyFactors:
+        """Returns the operands of `times`."""
+        ...
+
     def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         """Multiplies rows as they are, or as `prepare` or `activate` returns them."""
         ...
 
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def weight_factors(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> AnyFactors:
+        """Returns the operands of `weight_gradient`."""
+        ...
 
     def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
         """Returns the matrices' gradients as a `product` WEIGHTS does."""
@@ -61,14 +74,22 @@ class FloatProducts:
 
     engine: Engine
 
+    def factors(self, rows: Rows, w: Weights, sizes: jax.Array) -> Factors[jax.Array, Matrices]:
+        return Factors(as_array(rows), wide_of(w), sizes)
+
     def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
-        return times(self.engine, as_array(rows), wide_of(w), sizes)
+        return as_array(product(self.engine, self.factors(rows, w, sizes)))
 
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         return times(self.engine, as_array(rows), wide_of(w), sizes, transposed=True)
 
+    def weight_factors(
+        self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int
+    ) -> Factors[jax.Array, Matrices]:
+        return _of_weights(as_array(rows), as_array(d_rows), sizes, num_redundant)
+
     def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
-        return times_rows(self.engine, as_array(rows), as_array(d_rows), sizes, num_redundant)
+        return product(self.engine, self.weight_factors(rows, d_rows, sizes, num_redundant))
 
     def prepare(self, rows: Rows, sizes: jax.Array) -> tuple[Rows, Kept]:
         return rows, rows
@@ -91,30 +112,37 @@ class Fp8:
     engine: Engine
     weight_gradients: bool  # in FP8, too; otherwise they have bfloat16 operands
 
-    def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+    def factors(self, rows: Rows, w: Weights, sizes: jax.Array) -> Factors[QuantizedArray, QuantizedArray]:
         if not isinstance(rows, QuantizedArray):
             rows = self.engine.quantize_rows(rows, sizes)
         is_ready = isinstance(w, QuantizedWeights)
         transposed = w.transposed if is_ready else quantize_physical(self.engine, w, kept=False)[1]
-        return self._product(rows, transposed, sizes)
+        return _of_turned(rows, transposed, sizes)
+
+    def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+        return fp8_product(self.engine, self.factors(rows, w, sizes))
 
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         assert isinstance(rows, QuantizedArray)
         is_ready = isinstance(w, QuantizedWeights)
         kept = w.kept if is_ready else quantize_physical(self.engine, w, transposed=False)[0]
-        return self._product(rows, kept, sizes)
+        return fp8_product(self.engine, _of_turned(rows, kept, sizes))
 
-    def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
+    def weight_factors(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> AnyFactors:
         if self.weight_gradients:
             if isinstance(rows, QuantizedArray):
                 rows = self.engine.quantize_columns(rows, sizes)
             assert isinstance(rows, Columns)
             assert isinstance(d_rows, Columns)
-            factors = Factors(rows, d_rows, sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
-            return fp8_weight_gradient(self.engine, factors)
+            return _of_weights(rows, d_rows, sizes, num_redundant)
         is_fp8 = isinstance(rows, QuantizedArray)
         rows = dequantize_fp8(rows) if is_fp8 else as_array(rows).astype(jnp.bfloat16)
-        return times_rows(self.engine, rows, as_array(d_rows), sizes, num_redundant)
+        return _of_weights(rows, as_array(d_rows), sizes, num_redundant)
+
+    def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
+        factors = self.weight_factors(rows, d_rows, sizes, num_redundant)
+        is_fp8 = isinstance(factors.rows, Columns)
+        return (fp8_weight_gradient if is_fp8 else product)(self.engine, factors)
 
     def prepare(self, rows: Rows, sizes: jax.Array) -> tuple[Rows, Kept]:
         if isinstance(rows, QuantizedArray):
@@ -137,9 +165,15 @@ class Fp8:
         hidden, d_z, d_row_weights = activation_gradients(gated, d_hidden)
         return Gradients(hidden, *self.cotangents(d_z, gated.group_sizes), d_z, d_row_weights)
 
-    def _product(self, rows: QuantizedArray, transposed: QuantizedArray, sizes: jax.Array) -> jax.Array:
-        w = jax.tree.map(lambda part: part.swapaxes(1, 2), transposed)
-        return fp8_product(self.engine, Factors(rows, w, sizes))
+
+def _of_turned(
+    rows: QuantizedArray, turned: QuantizedArray, sizes: jax.Array
+) -> Factors[QuantizedArray, QuantizedArray]:
+    return Factors(rows, jax.tree.map(lambda part: part.swapaxes(1, 2), turned), sizes)
+
+
+def _of_weights(rows: Left, d_rows: Right, sizes: jax.Array, num_redundant: int) -> Factors[Left, Right]:
+    return Factors(rows, d_rows, sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
 
 
 def wide_of(w: Weights) -> Matrices:

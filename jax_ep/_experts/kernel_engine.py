@@ -1,14 +1,17 @@
 """Engine "ffi": calls of the handlers of products and of conversions to FP8. GPUs only."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep import _extension
 from jax_ep._experts.activations import OF_KERNELS, Gated, activate
 from jax_ep._experts.engine import (
+    AnyFactors,
     Factors,
     Gradients,
     Options,
@@ -19,10 +22,10 @@ from jax_ep._experts.engine import (
 )
 from jax_ep._experts.fp8_operands import Columns
 from jax_ep._experts.xla_engine import XlaEngine
-from jax_ep._jax.ffi_call import Result, call, or_scalar
+from jax_ep._jax.ffi_call import Call, Result, call, or_scalar
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, FP8, QuantizedArray
 from jax_ep._rows.quantize import KERNEL_DTYPES, matrices_by_kernel, quantize_by_kernel, rows_by_kernel
-from jax_ep._rows.weights import Matrices, PhysicalWeights, home_of, redundant_of
+from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array, home_of, redundant_of
 
 Shape = tuple[int, ...]
 
@@ -40,56 +43,78 @@ class KernelEngine:
         return KernelEngine(dataclasses.replace(self.options, rows_per_group=0))
 
     def grouped_dot(self, factors: Factors[jax.Array, Matrices]) -> Matrices:
-        rows, others = factors.rows, factors.others
-        if rows.dtype not in KERNEL_DTYPES:
-            return XlaEngine(self.options).grouped_dot(factors)
-        if factors.kind is Product.WEIGHTS:
-            shapes = _matrices(factors, rows.shape[1], others.shape[1])
-        else:
-            shapes = [(rows.shape[0], others.shape[2 if factors.kind is Product.ROWS else 1]), (0,)]
-        redundant = or_scalar(redundant_of(others), rows.dtype)
-        first_row = or_scalar(factors.first_row, jnp.int32)
-        *matrices, _ = call(
-            "grouped_dot",
-            [rows, home_of(others), redundant, factors.group_sizes, first_row],
-            [*((shape, rows.dtype) for shape in shapes), _scratch(factors.group_sizes)],
-            product=np.int64(factors.kind),
-            allow_tf32=np.int64(self.options.precision is not jax.lax.Precision.HIGHEST),
-            num_sms=np.int64(self.options.num_sms),
-            rows_per_group=np.int64(self.options.rows_per_group),
-        )
-        return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
+        product = self.call_of(factors)
+        return XlaEngine(self.options).grouped_dot(factors) if product is None else product.run()
 
     def grouped_dot_fp8(self, factors: Factors[QuantizedArray, QuantizedArray]) -> jax.Array:
-        if not _extension.has_fp8_products():
-            return dequantized_dot(self, factors)
-        rows, w = factors.rows, factors.others
-        # Tensor cores read matrices [L, N, M].
-        values, scales = (
-            jax.tree.map(lambda array: array.swapaxes(1, 2), part) for part in (w.values, w.scales)
-        )
-        home = [home_of(values), home_of(scales)]
-        redundant = [or_scalar(redundant_of(values), FP8), or_scalar(redundant_of(scales))]
-        operands = [rows.values, rows.scales, *home, *redundant, factors.group_sizes]
-        scratch = _scratch(factors.group_sizes, rows.scales)
-        return self._product("grouped_dot_fp8", operands, [(rows.shape[0], values.shape[1])], scratch)[0]
+        product = self.call_of(factors)
+        return dequantized_dot(self, factors) if product is None else as_array(product.run())
 
     def grouped_dot_fp8_weights(self, factors: Factors[Columns, Columns]) -> Matrices:
-        if not _extension.has_fp8_products():
-            return dequantized_dot_weights(self, factors)
-        rows, others = factors.rows, factors.others
-        operands = [*rows, *others, factors.group_sizes]
-        shapes = _matrices(factors, rows.values.shape[0], others.values.shape[0])
-        scratch = _scratch(factors.group_sizes)
-        matrices = self._product("grouped_dot_fp8_weights", operands, shapes, scratch)
-        return PhysicalWeights(*matrices) if factors.num_redundant else matrices[0]
+        product = self.call_of(factors)
+        return dequantized_dot_weights(self, factors) if product is None else product.run()
 
-    def _product(
-        self, target: str, operands: list[jax.Array], shapes: list[Shape], scratch: Result
-    ) -> list[jax.Array]:
-        results: list[Result] = [*((shape, jnp.bfloat16) for shape in shapes), scratch]
-        num_sms, rows_per_group = np.int64(self.options.num_sms), np.int64(self.options.rows_per_group)
-        return call(target, operands, results, num_sms=num_sms, rows_per_group=rows_per_group)[:-1]
+    def call_of(self, factors: AnyFactors, columns: slice | None = None) -> Call[Matrices] | None:
+        """Returns the call of a product, or of some columns of one ROWS. None if no kernel computes it."""
+        rows, others = factors.rows, factors.others
+        if isinstance(rows, jax.Array):
+            if rows.dtype not in KERNEL_DTYPES:
+                return None
+            if factors.kind is Product.WEIGHTS:
+                shapes = _matrices(factors, rows.shape[1], others.shape[1])
+            else:
+                shapes = [(rows.shape[0], others.shape[2 if factors.kind is Product.ROWS else 1]), (0,)]
+            return self._call(factors, _Factor(rows), _Factor(others), shapes, rows.dtype, columns)
+        if not _extension.has_fp8_products():
+            return None
+        if isinstance(rows, Columns):
+            shapes = _matrices(factors, rows.values.shape[0], others.values.shape[0])
+            return self._call(factors, rows, others, shapes, jnp.bfloat16, columns)
+        # Tensor cores read matrices [L, N, M].
+        turned = QuantizedArray(
+            *(jax.tree.map(lambda a: a.swapaxes(1, 2), part) for part in (others.values, others.scales))
+        )
+        factors = dataclasses.replace(factors, kind=Product.ROWS_TRANSPOSED)
+        shapes = [(rows.shape[0], turned.values.shape[1]), (0,)]
+        return self._call(factors, rows, turned, shapes, jnp.bfloat16, columns)
+
+    def _call(
+        self,
+        factors: Factors[Any, Any],
+        rows: "_Factor | QuantizedArray | Columns",
+        others: "_Factor | QuantizedArray | Columns",
+        shapes: list[Shape],
+        dtype: DTypeLike,
+        columns: slice | None,
+    ) -> Call[Matrices]:
+        if columns is not None:
+            shapes = [(shapes[0][0], columns.stop - columns.start), (0,)]
+        values, scales = others.values, others.scales
+        operands = [
+            rows.values,
+            or_scalar(rows.scales),
+            home_of(values),
+            or_scalar(None if scales is None else home_of(scales)),
+            or_scalar(redundant_of(values), home_of(values).dtype),
+            or_scalar(None if scales is None else redundant_of(scales)),
+            factors.group_sizes,
+            or_scalar(factors.first_row, jnp.int32),
+        ]
+        scaled = rows.scales if isinstance(rows, QuantizedArray) else None
+        attributes = {
+            "product": np.int64(factors.kind),
+            "allow_tf32": np.int64(self.options.precision is not jax.lax.Precision.HIGHEST),
+            "num_sms": np.int64(self.options.num_sms),
+            "rows_per_group": np.int64(self.options.rows_per_group),
+            "first_column": np.int64(0 if columns is None else columns.start),
+        }
+
+        def read(results: list[jax.Array]) -> Matrices:
+            matrices, redundant, _ = results
+            return PhysicalWeights(matrices, redundant) if factors.num_redundant else matrices
+
+        results = [*((shape, dtype) for shape in shapes), _scratch(factors.group_sizes, scaled)]
+        return Call("grouped_dot", operands, results, attributes, read)
 
     def quantize(self, x: jax.Array, block: tuple[int, int]) -> QuantizedArray:
         return quantize_by_kernel(x, block, self.options.round_scale)
@@ -162,6 +187,13 @@ class KernelEngine:
             rows_per_group=np.int64(self.options.rows_per_group),
             floor=np.float32(floor),
         )
+
+
+class _Factor(NamedTuple):
+    """Rows or matrices that are not in FP8."""
+
+    values: Matrices
+    scales: None = None
 
 
 def _is_fused(gated: Gated) -> bool:

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
+
+from jax_ep._jax.sharding import vary_alike
 
 P = ParamSpec("P")
 Tree = TypeVar("Tree")
@@ -19,12 +22,60 @@ class CustomVjp(Protocol[P, R_co]):
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R_co: ...
 
-    def defvjp(self, fwd: Callable[..., object], bwd: Callable[..., object]) -> None: ...
+    def defvjp(
+        self, fwd: Callable[..., object], bwd: Callable[..., object], symbolic_zeros: bool = False
+    ) -> None: ...
 
 
 def custom_vjp(*static: int) -> Callable[[Callable[P, R_co]], CustomVjp[P, R_co]]:
     """Returns a decorator for functions whose arguments at the positions `static` are not traced."""
     return cast(Any, functools.partial(jax.custom_vjp, nondiff_argnums=static))
+
+
+def inlined(function: CustomVjp[..., R_co]) -> Callable[..., R_co]:
+    """Returns a function that was defined with `symbolic_zeros`, which can be called in eager mode, too.
+
+    JAX does not support it in a `shard_map` that is not compiled. The first argument is static.
+    """
+
+    def call(static: object, *arrays: object) -> R_co:
+        # A new function: a cached one would keep a group alive, and use it in the place of an equal one.
+        compiled: Any = jax.jit(lambda *arrays: function(static, *arrays), inline=True)
+        with jax.disable_jit(False):
+            return compiled(*arrays)
+
+    return call
+
+
+def _is_primal(leaf: object) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _is_zero(leaf: object) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
+
+
+def primal_values(operands: Any) -> Any:
+    """Returns the operands of a forward function that was defined with `symbolic_zeros`."""
+    return jax.tree.map(lambda leaf: leaf.value if _is_primal(leaf) else leaf, operands, is_leaf=_is_primal)
+
+
+def is_differentiated(operand: object) -> bool:
+    """Returns whether a gradient of such an operand may be needed."""
+    return any(_is_primal(leaf) and leaf.perturbed for leaf in jax.tree.leaves(operand, is_leaf=_is_primal))
+
+
+def nonzero_cotangents(cotangents: Tree) -> Tree | None:
+    """Returns the cotangents of such a function as arrays, or None if all are known to be zero."""
+    leaves, tree = jax.tree.flatten(cotangents, is_leaf=_is_zero)
+    if all(map(_is_zero, leaves)):
+        return None
+    # Integers have cotangents of dtype float0, which no operation takes.
+    reals = {i: leaf for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
+    arrays = [jnp.zeros(leaf.shape, leaf.dtype) if _is_zero(leaf) else leaf for leaf in reals.values()]
+    for i, array in zip(reals, vary_alike(arrays), strict=True):
+        leaves[i] = array
+    return tree.unflatten(leaves)
 
 
 def without_gradient(error: str, sources: object, results: Tree) -> Tree:
@@ -46,3 +97,28 @@ def _without_gradient_backward(error: str, saved: None, cotangents: object) -> N
 
 
 _without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+
+def differentiated_as(
+    function: Callable[..., Tree], substitute: Callable[..., Tree], *operands: object
+) -> Tree:
+    """Returns function(*operands) with the derivatives of substitute(*operands). Both have the same value."""
+    return cast(Tree, _differentiated_as((function, substitute), *operands))
+
+
+@custom_vjp(0)
+def _differentiated_as(functions: tuple[Callable[..., object], ...], *operands: object) -> object:
+    function, _ = functions
+    return function(*operands)
+
+
+def _differentiated_as_forward(functions: tuple[Callable[..., Any], ...], *operands: Any) -> tuple[Any, Any]:
+    _, substitute = functions
+    return jax.vjp(substitute, *operands)
+
+
+def _differentiated_as_backward(functions: object, transpose: Any, cotangent: object) -> Any:
+    return transpose(cotangent)
+
+
+_differentiated_as.defvjp(_differentiated_as_forward, _differentiated_as_backward)

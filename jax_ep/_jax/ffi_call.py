@@ -1,8 +1,9 @@
 """Calls of FFI handlers, under the names that profilers show."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax_ep._jax.vmap import loop_over_batch
 
 Result = tuple[tuple[int, ...], DTypeLike]  # shape, dtype
 Attribute = np.generic | str
+T = TypeVar("T")
+U = TypeVar("U")
 
 # Handler -> the op that profilers show, for handlers that are not named after an op. Such a handler does the
 # work of that op even when it computes the gradient of another op.
@@ -25,8 +28,7 @@ _OPS = {
     "route": "dispatch",
     "push": "redispatch",
     "pull": "combine",
-    "grouped_dot_fp8": "grouped_dot",
-    "grouped_dot_fp8_weights": "grouped_dot",
+    "pull_beside": "combine",
     "quantize": "quantize_fp8",
     "quantize_gated": "gated_mlp",
 }
@@ -62,6 +64,42 @@ def call(
         "attributes": tuple(attributes.items()),
     }
     return _primitive(target).bind(*operands, **parameters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[T]):
+    """A call that is not made yet: the arguments of `call`, and a function that reads its results."""
+
+    target: str
+    operands: Sequence[jax.Array]
+    results: Sequence[Result]
+    attributes: Mapping[str, Attribute]
+    read: Callable[[list[jax.Array]], T]
+    aliases: Sequence[tuple[int, int]] = ()
+
+    def run(self) -> T:
+        return self.read(call(self.target, self.operands, self.results, self.aliases, **self.attributes))
+
+
+def run_beside(first: Call[T], second: Call[U]) -> tuple[T, U]:
+    """Makes two calls that run at the same time, by the handler `jax_ep_{first.target}_beside`.
+
+    Only a handler can do so: XLA runs calls of handlers one after the other.
+    """
+    assert not first.aliases
+    assert not second.aliases
+    arrays = call(
+        f"{first.target}_beside",
+        [*first.operands, *second.operands],
+        [*first.results, *second.results],
+        (),
+        **first.attributes,
+        **second.attributes,
+        num_operands=np.int64(len(first.operands)),
+        num_results=np.int64(len(first.results)),
+    )
+    count = len(first.results)
+    return first.read(arrays[:count]), second.read(arrays[count:])
 
 
 def or_scalar(array: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -12,8 +12,11 @@ from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._experts.products import PrecisionName
 from jax_ep._extension import Implementation
 from jax_ep._ops.dispatched import DispatchedByExpert
-from jax_ep._ops.gated_mlp import gated_mlp
+from jax_ep._ops.expert_layer import LayerCall, expert_layer
+from jax_ep._ops.gated_mlp import gated_mlp, prepare
+from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._transport.backend import Backend, Push
 
 # Of a field that is part of the program, and no array.
 _STATIC = {"static": True}
@@ -45,6 +48,9 @@ class GatedExperts:
       precision: of products of float32 operands, as for `grouped_dot`.
       num_sms: how many SMs the products take at most, as for `grouped_dot`.
       implementation: None, "ffi" or "xla": that of the products.
+      overlap: if true, `moe` combines rows while products run, on three or more GPUs of one host, in a
+        `shard_map` over all mesh axes: the tokens' gradient beside that of w_up, and sums without b_down
+        beside the second product. Results have the same bits, but rows of both need memory at once.
     """
 
     w_up: ArrayLike | PhysicalWeights | QuantizedWeights
@@ -58,6 +64,7 @@ class GatedExperts:
     precision: PrecisionName | jax.lax.Precision | None = dataclasses.field(default=None, metadata=_STATIC)
     num_sms: int | None = dataclasses.field(default=None, metadata=_STATIC)
     implementation: Implementation | None = dataclasses.field(default=None, metadata=_STATIC)
+    overlap: bool = dataclasses.field(default=True, metadata=_STATIC)
 
     @property
     def num_experts(self) -> int:
@@ -67,22 +74,43 @@ class GatedExperts:
 
     def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
         """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
-        return gated_mlp(
-            sent.x,
-            self.w_up,
-            self.w_down,
-            sent.group_sizes,
-            b_up=_bias(self.b_up),
-            b_down=_bias(self.b_down),
-            row_weights=row_weights,
-            activation=self.activation,
-            precision=self.precision,
-            quantize=self.quantize,
-            save=self.save,
-            round_scale=self.round_scale,
-            num_sms=self.num_sms,
-            implementation=self.implementation,
-        )
+        return gated_mlp(sent.x, self.w_up, self.w_down, sent.group_sizes, **self._options(row_weights))
+
+    def of_dispatched(
+        self,
+        sent: DispatchedByExpert[Any],
+        tokens: Push,
+        backend: Backend,
+        applies_weights: bool,
+        quantizes_gradient: bool,
+    ) -> jax.Array:
+        """Returns the combined sums [T, H]. Their gradient goes to the tokens, not to the rows `sent`.
+
+        `sent` is the dispatch of these tokens. `applies_weights`: the experts apply the row weights, and the
+        combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
+        """
+        rows = sent.x
+        if isinstance(rows, QuantizedArray):
+            rows = dataclasses.replace(rows, carrier=None)
+        assert sent.row_weights is not None
+        options = self._options(sent.row_weights if applies_weights else None)
+        mlp, operands = prepare(rows, self.w_up, self.w_down, sent.group_sizes, **options)
+        call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, self.overlap)
+        return expert_layer(call, sent.handle, tokens, sent.row_weights, operands)
+
+    def _options(self, row_weights: jax.Array | None) -> dict[str, Any]:
+        return {
+            "b_up": _bias(self.b_up),
+            "b_down": _bias(self.b_down),
+            "row_weights": row_weights,
+            "activation": self.activation,
+            "precision": self.precision,
+            "quantize": self.quantize,
+            "save": self.save,
+            "round_scale": self.round_scale,
+            "num_sms": self.num_sms,
+            "implementation": self.implementation,
+        }
 
 
 def _bias(bias: ArrayLike | PhysicalWeights | None) -> jax.Array | None:

@@ -20,7 +20,8 @@ from jax_ep._ops.dispatched import DispatchedByExpert
 from jax_ep._ops.gated_experts import GatedExperts
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
-from jax_ep._transport.fp8_rows import Quantize
+from jax_ep._transport.backend import Push
+from jax_ep._transport.fp8_rows import Quantize, check_quantize_gradient
 from jax_ep._transport.payload import Payload
 
 Sums = TypeVar("Sums")
@@ -273,25 +274,30 @@ def moe(
     if expert_params is not None and not num_redundant_experts:
         local = num_experts // group.size
         Payload.check(check, "expert_params", expert_params, (local,), "L", "the experts of a rank")
-    with jax.named_scope("jax_ep.experts"):
-        y: PyTree
-        if experts is not None:
-            if num_redundant_experts:
-                assert isinstance(expert_params, GatedExperts)
-                experts = expert_params
-            y = experts(sent, sent.row_weights if experts_apply_weights else None)
-        else:
+    if experts is not None:
+        if num_redundant_experts:
+            assert isinstance(expert_params, GatedExperts)
+            experts = expert_params
+        if quantize_gradient is not None:
+            check_quantize_gradient(check, quantize_gradient, jax.tree.structure(x), [x])
+        _, backend = check.open_handle(sent.handle, implementation)
+        source = Push((x,), topk_weights.astype(jnp.float32))
+        out = experts.of_dispatched(
+            sent, source, backend, experts_apply_weights, quantize_gradient is not None
+        )
+    else:
+        with jax.named_scope("jax_ep.experts"):
             run: Callable[..., PyTree] = expert_fn
-            y = run(sent) if expert_params is None else run(sent, expert_params)
-    _check_result(check, y, sent.handle.routing.capacity)
-    out = combine_as(
-        check,
-        y,
-        sent.handle,
-        row_weights=None if experts_apply_weights else sent.row_weights,
-        quantize_gradient=quantize_gradient,
-        implementation=implementation,
-    )
+            y: PyTree = run(sent) if expert_params is None else run(sent, expert_params)
+        _check_result(check, y, sent.handle.routing.capacity)
+        out = combine_as(
+            check,
+            y,
+            sent.handle,
+            row_weights=None if experts_apply_weights else sent.row_weights,
+            quantize_gradient=quantize_gradient,
+            implementation=implementation,
+        )
     out = jax.tree.map(lambda leaf: leaf.reshape(*tokens, *leaf.shape[1:]), out)
     if not return_stats:
         return out

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._group.ranks import Ranks
-from jax_ep._jax.ffi_call import Attribute, Result, call, or_scalar
+from jax_ep._jax.ffi_call import Attribute, Call, Result, call, or_scalar
 from jax_ep._jax.platform import on_platform
 from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
 from jax_ep._rows.quantize import quantize_by_kernel
@@ -23,7 +23,7 @@ from jax_ep._transport import collectives
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import mesh_position
-from jax_ep._transport.ffi_local import INT, FfiLocal, call_named, rows_like, scratch
+from jax_ep._transport.ffi_local import INT, FfiLocal, by_name, call_named, rows_like, scratch
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 
@@ -234,6 +234,11 @@ class Ffi:
     def pull(
         self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
     ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
+        return self.pull_call(handle, pulled, attendance).run()
+
+    def pull_call(
+        self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
+    ) -> Call[tuple[Leaves, jax.Array | None, AttendanceResult]]:
         rows, arrived_weights = pulled.rows, pulled.weights
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
@@ -250,16 +255,24 @@ class Ffi:
             *pulled.biases,
         ]
         results = {"topk_weights": (returned, jnp.float32), **_attendance_types(routing, attendance)}
-        named, sums = call_named(
+
+        def read(arrays: list[jax.Array]) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
+            named, sums = by_name(results, arrays)
+            returned_weights = None if arrived_weights is None else named["topk_weights"]
+            return tuple(sums[: len(rows)]), returned_weights, _read_attendance(attendance, named)
+
+        return Call(
             "pull",
             [_position(self.ranks, operands), *operands],
-            results,
-            [*rows_like(rows, routing.num_tokens), *rows_like(rows, partial_sums)],
+            [
+                *results.values(),
+                *rows_like(rows, routing.num_tokens),
+                *rows_like(rows, partial_sums),
+            ],
             _routing_attributes(routing, attendance.masks),
+            read,
             aliases=[(len(operands), len(results))] if pulled.adds_in_place else [],
         )
-        returned_weights = None if arrived_weights is None else named["topk_weights"]
-        return tuple(sums[: len(rows)]), returned_weights, _read_attendance(attendance, named)
 
     def between_hosts(self, blocks: jax.Array) -> jax.Array:
         """Sends blocks to other hosts (hop 1), by puts over NCCL's device API if the group has rails."""

@@ -27,10 +27,15 @@ def call_named(
     results: dict[str, Result],
     rows: Sequence[Result],
     attributes: Mapping[str, Attribute],
-    aliases: Sequence[tuple[int, int]] = (),
 ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
     """Calls a handler. Returns its results by name, and the rows, which come last."""
-    arrays = call(target, operands, [*results.values(), *rows], aliases, **attributes)
+    return by_name(results, call(target, operands, [*results.values(), *rows], (), **attributes))
+
+
+def by_name(
+    results: dict[str, Result], arrays: list[jax.Array]
+) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+    """Returns the results of a call by name, and the rows, which come last."""
     return dict(zip(results, arrays, strict=False)), arrays[len(results) :]
 
 

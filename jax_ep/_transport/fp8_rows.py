@@ -133,7 +133,7 @@ def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> Mo
     return pull(backend, handle, pulled)
 
 
-def _pull_with_fp8_gradient_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
+def pull_backward_as_fp8(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     handle, scaled, biases = saved
     ((cotangent,), _) = cotangents
     sent, _ = push(backend, handle, Push(_pack(backend, cotangent, False, COTANGENT_FLOOR)))
@@ -150,4 +150,4 @@ def _pull_with_fp8_gradient_backward(backend: Backend, saved: Pulled, cotangents
     return None, Pull((d_rows,), d_row_weights, d_biases)
 
 
-pull_with_fp8_gradient.defvjp(pull_forward, _pull_with_fp8_gradient_backward)
+pull_with_fp8_gradient.defvjp(pull_forward, pull_backward_as_fp8)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_ep import checkpoint_names
 from jax_ep._checks import PyTree
-from jax_ep._jax.custom_vjp import custom_vjp
+from jax_ep._jax.custom_vjp import custom_vjp, inlined, nonzero_cotangents, primal_values
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
@@ -85,7 +85,7 @@ def attach(backend: Backend, routed: Routed, sent: Push, attendance: Attendance)
     if attendance.may_miss:
         rows, weights = refuse_gradient(attendance.op, sent, (routed.rows, routed.weights))
     else:
-        rows, weights = _attach(backend, routed.handle, sent, routed.rows, routed.weights)
+        rows, weights = _attached(backend, routed.handle, sent, routed.rows, routed.weights)
     return routed._replace(rows=rows, weights=weights)
 
 
@@ -95,21 +95,25 @@ def _attach(backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights:
     return rows, weights
 
 
-def _attach_forward(
-    backend: Backend, handle: Handle, sent: Push, rows: Leaves, weights: jax.Array | None
-) -> tuple[Moved, Handle]:
+def _attach_forward(backend: Backend, *operands: object) -> tuple[Moved, Handle]:
+    handle, sent, rows, weights = primal_values(operands)
     if handle.routing.padded_rows is not None:
         # Empty rows may hold NaN, and NaN times zero would spoil the gradient of the experts' matrices.
         real = row_experts(handle) >= 0
         rows = tuple(keep_bits(jax.lax.expand_dims(real, range(1, row.ndim)), row) for row in rows)
-    return _attach(backend, handle, sent, rows, weights), for_backward(handle)
+    return _attached(backend, handle, sent, rows, weights), for_backward(handle)
 
 
-def _attach_backward(backend: Backend, handle: Handle, cotangents: Moved) -> tuple[None, Push, None, None]:
-    return None, _pull_cotangents(backend, handle, *cotangents), None, None
+def _attach_backward(
+    backend: Backend, handle: Handle, cotangents: Moved
+) -> tuple[None, Push | None, None, None]:
+    moved = nonzero_cotangents(cotangents)
+    return None, None if moved is None else _pull_cotangents(backend, handle, *moved), None, None
 
 
-_attach.defvjp(_attach_forward, _attach_backward)
+# Rows whose gradient is computed elsewhere have none here, and nothing is pulled.
+_attach.defvjp(_attach_forward, _attach_backward, symbolic_zeros=True)
+_attached = inlined(_attach)
 
 
 @custom_vjp(0)
@@ -186,7 +190,7 @@ def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Moved,
     return pull(backend, handle, pulled), saved
 
 
-def _pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
+def pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     """Computes, for row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
     handle, scaled, biases = saved
     sums, returned = cotangents
@@ -199,7 +203,7 @@ def _pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[
     return None, Pull(d_rows, d_row_weights, d_biases)
 
 
-pull.defvjp(pull_forward, _pull_backward)
+pull.defvjp(pull_forward, pull_backward)
 
 
 def pull_attended(

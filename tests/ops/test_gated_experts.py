@@ -11,6 +11,7 @@ from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._ops import expert_layer
 
 pytestmark = pytest.mark.processes
 
@@ -19,23 +20,23 @@ E = R * L
 
 
 @functools.cache
-def inputs(dtype):
+def inputs(dtype, width=H, has_biases=True):
     ids = jnp.asarray(routing("sprinkled", R, T, K, E).reshape(-1, K))
     arrays = {
-        "x": jnp.asarray(floats((R * T, H)), dtype),
+        "x": jnp.asarray(floats((R * T, width)), dtype),
         "weights": jnp.asarray(floats((R * T, K), seed=2)),
-        "w_up": jnp.asarray(floats((E, H, 2, F), seed=3) / H**0.5, dtype),
-        "w_down": jnp.asarray(floats((E, F, H), seed=4) / F**0.5, dtype),
+        "w_up": jnp.asarray(floats((E, width, 2, F), seed=3) / width**0.5, dtype),
+        "w_down": jnp.asarray(floats((E, F, width), seed=4) / F**0.5, dtype),
         "b_up": jnp.asarray(floats((E, 2, F), seed=5), dtype),
-        "b_down": jnp.asarray(floats((E, H), seed=6), dtype),
+        "b_down": jnp.asarray(floats((E, width), seed=6), dtype),
     }
-    return ids, arrays
+    return ids, arrays if has_biases else {k: v for k, v in arrays.items() if not k.startswith("b_")}
 
 
-def value_and_gradients(shard, dtype):
+def value_and_gradients(shard, dtype, **options):
     """Runs shard(ids, **arrays) on all ranks. Returns its value and the gradients of all arrays."""
     on = ranks(R)
-    ids, arrays = inputs(dtype)
+    ids, arrays = inputs(dtype, **options)
     mapped = on.map(lambda ids, arrays: shard(ids, **arrays))
 
     def loss(arrays):
@@ -101,6 +102,38 @@ def test_equals_the_function(case):
     assert all(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(want))
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="Nothing overlaps on CPUs.")
+@pytest.mark.parametrize("weights_first", [False, True])
+@pytest.mark.parametrize("quantize", [None, "fp8", "fp8_all"])
+def test_overlap_changes_no_bit(quantize, weights_first, monkeypatch):
+    monkeypatch.setattr(expert_layer, "_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(expert_layer, "_MIN_RANKS", 2)
+    options = {"experts_apply_weights": weights_first}
+    given = {"width": 1536, "has_biases": False}  # a second product of 1024 columns, and of 512
+
+    def results(overlap):
+        shard = by_object(options, quantize=quantize, overlap=overlap)
+        return value_and_gradients(shard, jnp.bfloat16, **given)
+
+    jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
+
+
+def test_second_derivatives():
+    """Those of the function form, also where communication runs beside products."""
+
+    def second(make):
+        def penalty(ids, arrays):
+            shard = make({"experts_apply_weights": True})
+            square = lambda arrays: jnp.sum(ranks(R).map(lambda ids, a: shard(ids, **a))(ids, arrays) ** 2)
+            return jnp.sum(jax.grad(square)(arrays)["x"] ** 2)
+
+        ids, arrays = inputs(jnp.float32)
+        return jax.jit(jax.grad(penalty, argnums=1))(ids, arrays)
+
+    got, want = second(by_object), second(by_function)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-2), got, want)
+
+
 def test_rounded_scales_are_those_of_the_tokens_too():
     """Tokens that travel with other scales than the products have would be rounded twice."""
     ids, arrays = inputs(jnp.bfloat16)
@@ -109,9 +142,9 @@ def test_rounded_scales_are_those_of_the_tokens_too():
         seen = []
 
         class Spied(jax_ep.GatedExperts):
-            def __call__(self, sent, row_weights=None):
+            def of_dispatched(self, sent, *arguments):
                 seen.append(sent.x.scales)
-                return super().__call__(sent, row_weights)
+                return super().of_dispatched(sent, *arguments)
 
         experts = Spied(**arrays, quantize="fp8", round_scale=True)
         jax_ep.moe(x, ids, weights, experts, group=ranks(R).group)

@@ -10,6 +10,7 @@ from layers import E, R, inputs, layer
 
 import jax_ep
 from jax_ep import _extension
+from jax_ep._ops import expert_layer
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -79,15 +80,64 @@ def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
     assert count_calls(text) == {"route": 1, "pull": 2, "push": 1}
 
 
+def count_layer_calls(
+    gpu_group, monkeypatch, width=2048, wanted=(0, 1, 2, 3), overlap=True, weights_first=False
+):
+    """Returns the calls of a layer, and of the gradients that are wanted: of x, w, w_up and w_down."""
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
+    monkeypatch.setattr(expert_layer, "_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(expert_layer, "_MIN_RANKS", 1)
+    on = ranks(R)
+    x, ids, w = inputs()
+    arrays = jnp.ones((x.shape[0], width)), w, jnp.ones((E, width, 32)), jnp.ones((E, 16, width))
+
+    def shard(ids, x, w, up, down):
+        experts = jax_ep.GatedExperts(up, down, overlap=overlap)
+        options = {"experts_apply_weights": weights_first, "implementation": "ffi"}
+        return jax_ep.moe(x, ids, w, experts, group=gpu_group, **options)
+
+    loss = lambda *arrays: jnp.sum(on.map(shard)(ids, *arrays))
+    program = jax.jit(jax.value_and_grad(loss, argnums=wanted) if wanted else loss)
+    return count_calls(program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text("hlo"))
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_communication_beside_products_lowers_for_cuda(overlap, weights_first, gpu_group, monkeypatch):
+    """Two combines run beside a product: of columns that are ready, and of the tokens' gradient."""
+    options = {"overlap": overlap, "weights_first": weights_first}
+    got = count_layer_calls(gpu_group, monkeypatch, **options)
+    in_parts = overlap and weights_first
+    beside = overlap + in_parts
+    counts = {"route": 1, "push": 1, "pull": 2 + in_parts - beside, "grouped_dot": 6 + in_parts - beside}
+    assert got == counts | ({"pull_beside": beside} if beside else {})
+
+
+@pytest.mark.parametrize("wanted", [(0,), (2,), (2, 3)])
+def test_a_gradient_that_is_not_needed_is_not_computed(wanted, gpu_group, monkeypatch):
+    """One call would have both, so there is none if one of them is not needed."""
+    assert "pull_beside" not in count_layer_calls(gpu_group, monkeypatch, wanted=wanted)
+
+
+def test_columns_that_kernels_do_not_load_are_not_apart(gpu_group, monkeypatch):
+    count = lambda width: count_layer_calls(gpu_group, monkeypatch, width=width, wanted=())
+    assert count(2044) == {"route": 1, "pull": 1, "grouped_dot": 2}
+    assert count(2048) == {"route": 1, "pull": 1, "pull_beside": 1, "grouped_dot": 2}
+
+
 @pytest.mark.skipif(R == 1, reason="On one rank XLA partitions nothing.")
-@pytest.mark.parametrize("order", ["rank", "expert"])
+@pytest.mark.parametrize("order", ["rank", "expert", "layer"])
 def test_no_empty_array_crosses_shard_map_in_a_loop(order, gpu_group):
     """It crashes the compiler of jaxlib 0.11.2, in the gradient of any loop over layers."""
     on = ranks(R)
     x, ids, w = inputs()
 
     def shard(x, ids, w):
-        sent = jax_ep.dispatch(x, ids, w, group=gpu_group, num_experts=E, order=order, implementation="ffi")
+        options = {"group": gpu_group, "implementation": "ffi"}
+        if order == "layer":
+            up, down = jnp.ones((E // R, x.shape[1], 4)), jnp.ones((E // R, 2, x.shape[1]))
+            return jax_ep.moe(x, ids, w, jax_ep.GatedExperts(up, down), **options)
+        sent = jax_ep.dispatch(x, ids, w, num_experts=E, order=order, **options)
         rows = jnp.sin(sent.x)
         if order == "rank":
             moved = jax_ep.permute(rows, sent.topk_idx, num_local_experts=E // R, implementation="ffi")
@@ -125,7 +175,7 @@ def test_num_sms_reaches_all_products(monkeypatch):
 
     traced = jax.jit(run).trace(jnp.ones((20, 128)), jnp.ones((3, 128, 256)))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"@jax_ep_grouped_dot(?:_fp8)?\b.*num_sms = 50 : i64", text)) == 3
+    assert len(re.findall(r"@jax_ep_grouped_dot\b.*num_sms = 50 : i64", text)) == 3
 
 
 def test_a_grouped_product_and_its_gradients_lower_for_cuda(monkeypatch):
@@ -152,7 +202,7 @@ def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
     given = jnp.ones((20, 128)), jnp.ones((3, 128, 512)), jnp.ones((3, 256, 128))
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*given)
     counts = count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo"))
-    assert counts == {"grouped_dot_fp8": 4, "grouped_dot_fp8_weights": 2, "quantize": 4, "quantize_gated": 2}
+    assert counts == {"grouped_dot": 6, "quantize": 4, "quantize_gated": 2}
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8_all"])

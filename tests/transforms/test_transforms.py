@@ -115,6 +115,21 @@ def test_eager_mode():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_gated_experts_in_eager_mode():
+    on = ranks(2)
+    x, ids, w = inputs(2)
+    up, down = jnp.full((E, x.shape[1], 8), 0.1), jnp.full((E, 4, x.shape[1]), 0.2)
+
+    def loss(x, w, up, down):
+        shard = lambda x, ids, w, *given: jax_ep.moe(x, ids, w, jax_ep.GatedExperts(*given), group=on.group)
+        return jnp.sum(jnp.sin(on.map(shard)(x, ids, w, up, down)))
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+    for got, want in zip(gradients(x, w, up, down), jax.jit(gradients)(x, w, up, down), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_replicated_weights_get_their_gradient_summed():
     """An expert parameter that is the same on all ranks, under check_vma."""
     on = ranks(R)

@@ -35,7 +35,7 @@ static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiatePull() {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PullInstantiate, InstantiatePull, ffi::Ffi::BindInstantiate());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PullHandler, Pull<CpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PullHandler, PullArrays<CpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 }  // namespace jax_ep

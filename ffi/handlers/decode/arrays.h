@@ -101,4 +101,10 @@ class Arrays {
   std::optional<ffi::Error> error_;
 };
 
+// Binds all operands, all results and the attributes.
+template <typename Attributes, typename Binding>
+auto BindArrays(Binding binding) {
+  return std::move(binding).RemainingArgs().RemainingRets().template Attrs<Attributes>();
+}
+
 }  // namespace jax_ep

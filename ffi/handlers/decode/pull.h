@@ -48,12 +48,12 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
 }
 
 template <typename Context>
-typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                              RoutingAttributes attributes) {
+typename Context::Result Pull(Context context, const std::vector<ffi::AnyBuffer>& args,
+                              const std::vector<ffi::AnyBuffer>& rets, RoutingAttributes attributes) {
   const char* op = "combine";
   PullParams params{};
   Shape& shape = params.shape;
-  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  Arrays in(op, args), out(op, rets);
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
@@ -79,6 +79,12 @@ typename Context::Result Pull(Context context, ffi::RemainingArgs args, ffi::Rem
   params.num_summands = static_cast<int32_t>(params.summands.size());
   params.num_biases = static_cast<int32_t>(params.biases.size());
   return RunPull(context, op, std::move(member), std::move(params));
+}
+
+template <typename Context>
+typename Context::Result PullArrays(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                    RoutingAttributes attributes) {
+  return Pull(context, BuffersOf(args), BuffersOf(rets), attributes);
 }
 
 }  // namespace jax_ep

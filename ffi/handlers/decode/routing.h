@@ -105,12 +105,6 @@ inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
   return {shape.capacity, shape.weights_per_row()};
 }
 
-// Binds all operands, all results and the attributes of an op that moves rows.
-template <typename Attributes, typename Binding>
-auto BindArrays(Binding binding) {
-  return std::move(binding).RemainingArgs().RemainingRets().template Attrs<Attributes>();
-}
-
 }  // namespace jax_ep
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::RoutingAttributes, StructMember<std::string_view>("group"),

@@ -31,6 +31,17 @@ DevicePeers* GpuCallSite::FindPeers(const std::string& key) {
   return peers;
 }
 
+ffi::Error GpuCallSite::CheckPeers() const {
+  const DevicePeers* const peers = has_succeeded_.load() ? peers_.load() : nullptr;
+  const std::string text = peers == nullptr ? "" : peers->DescribeFailure();
+  return text.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+}
+
+SideStream& GpuCallSite::SideStreamOf(int32_t device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return side_streams_[device];
+}
+
 bool GpuCallSite::FixPath(bool fits_arena) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!through_arena_) through_arena_ = fits_arena;

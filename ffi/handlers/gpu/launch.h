@@ -12,6 +12,7 @@
 #include "handlers/decode/check.h"
 #include "kernels/launches.h"
 #include "runtime/gpu/peers.h"
+#include "runtime/gpu/side_stream.h"
 
 namespace jax_ep {
 
@@ -40,13 +41,16 @@ class GpuCallSite {
   // Returns the device side of an open group, null if there is none. It never changes, because it lives as
   // long as the process.
   DevicePeers* FindPeers(const std::string& key);
-  // Returns the device side after a call has succeeded, null before.
-  const DevicePeers* peers() const { return has_succeeded_.load() ? peers_.load() : nullptr; }
+  // Returns an error if the group has failed after a call has succeeded.
+  ffi::Error CheckPeers() const;
+  // Returns the stream of a device on which the op runs, if it runs beside another.
+  SideStream& SideStreamOf(int32_t device);
 
  private:
   const std::string program_;
   mutable std::mutex mutex_;
   std::map<int32_t, Call> calls_;
+  std::map<int32_t, SideStream> side_streams_;
   std::optional<bool> through_arena_;
   std::shared_ptr<Group> group_;
   std::atomic<DevicePeers*> peers_{nullptr};
@@ -103,6 +107,9 @@ struct OpDescription {
 ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member,
                             const OpDescription& description,
                             const std::function<cudaError_t(const Peers&)>& launch);
+
+// Runs a pull that was decoded. If the first call fails, the next one may take another path.
+ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member, PullParams params);
 
 // Returns the shapes of a routing as a text.
 std::string Describe(const Shape& shape);

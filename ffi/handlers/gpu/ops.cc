@@ -178,7 +178,7 @@ static ffi::Error RunPush(const GpuContext& context, const char* op, GroupMember
   return error;
 }
 
-static ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member, PullParams params) {
+ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member, PullParams params) {
   auto error = TryLaunch(context, op, member, params);
   if (error.failure()) context.site->ReleasePath();
   return error;
@@ -228,10 +228,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuInstantiate, InstantiateGpu, ffi::Ffi::BindInst
 // Runs before every execution of a program, also if its ops are replayed from a CUDA graph and no handler is
 // called. So an op that failed stops the next execution.
 static ffi::Error InitializeGpu(GpuCallSite* site, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
-  const DevicePeers* peers = site->peers();
-  if (peers == nullptr) return ffi::Error::Success();
-  const std::string text = peers->DescribeFailure();
-  return text.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kDeadlineExceeded, text);
+  return site->CheckPeers();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -246,7 +243,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRouteHandler, Route<GpuContext>,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPushHandler, Push<GpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullHandler, Pull<GpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullHandler, PullArrays<GpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuLayoutHandler, Layout<GpuLocalContext>,

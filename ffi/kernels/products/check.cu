@@ -129,7 +129,7 @@ ProductCheck CompareKind(const ProductEngine& engine, const ProductEngine& plain
   params.num_rows = kRows;
   params.num_groups = params.num_home = kGroups;
   params.inner = kInner;
-  params.outer = kOuter;
+  params.outer = params.matrix_width = kOuter;
   std::byte* const sizes = memory.Take(sizeof(kGroupSizes));
   std::byte* const first_row = memory.Take(sizeof(kFirstRow));
   std::byte* const largest = memory.Take(2 * sizeof(uint32_t));

@@ -178,9 +178,9 @@ bool SuitsTma(const GroupedDotParams& params) {
   const int vector = params.row_scales != nullptr ? kFp8Block : kProductAlignment / sizeof(uint16_t);
   return (params.type == Float::kF16 || params.type == Float::kBF16) && params.num_rows > 0 &&
          params.num_groups > 0 && params.inner > 0 && params.inner % vector == 0 && params.outer > 0 &&
-         params.outer % vector == 0 && aligned(params.rows) && aligned(params.others) &&
-         aligned(params.row_scales) && aligned(params.other_scales) && aligned(params.out) &&
-         aligned(params.redundant) && aligned(params.scratch);
+         params.outer % vector == 0 && params.matrix_width % vector == 0 && aligned(params.rows) &&
+         aligned(params.others) && aligned(params.row_scales) && aligned(params.other_scales) &&
+         aligned(params.out) && aligned(params.redundant) && aligned(params.scratch);
 }
 
 // Uses the plain engine for products that the device's engine does not support, or failed to compute.

@@ -23,23 +23,23 @@ __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays&
                               int64_t first, int rows) {
   constexpr int64_t kOut = sizeof(uint16_t);
   const int64_t element = params.row_scales != nullptr ? 1 : kOut;
-  const int64_t inner = params.inner, outer = params.outer;
+  const int64_t inner = params.inner, outer = params.outer, width = params.matrix_width;
   const auto* a = static_cast<const std::byte*>(params.rows) + first * inner * element;
   const auto* others = static_cast<const std::byte*>(params.others);
   auto* out = static_cast<std::byte*>(params.out);
   const bool of_weights = params.product == GroupedDot::kWeights;
   groups.a[group] = a;
   groups.b[group] = of_weights ? others + first * outer * element
-                               : params.OfGroup(others, params.redundant, group, inner * outer * element);
+                               : params.OfGroup(others, params.redundant, group, inner * width * element);
   groups.d[group] = of_weights ? params.OfGroup(out, params.redundant, group, inner * outer * kOut)
                                : out + first * outer * kOut;
   groups.a_strides[group] = inner;
-  groups.b_strides[group] = params.product == GroupedDot::kRowsTransposed ? inner : outer;
+  groups.b_strides[group] = params.product == GroupedDot::kRowsTransposed ? inner : width;
   groups.d_strides[group] = outer;
   if (params.row_scales != nullptr) {
     groups.a_scales[group] = params.row_scales + first * (inner / kFp8Block);
     groups.b_scales[group] = params.OfGroup(params.other_scales, params.redundant_scales, group,
-                                            (outer / kFp8Block) * (inner / kFp8Block));
+                                            (width / kFp8Block) * (inner / kFp8Block));
   }
   if (HasTransposedRows(params)) {
     groups.a[group] = static_cast<const std::byte*>(params.rows) + first;

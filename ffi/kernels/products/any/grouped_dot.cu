@@ -57,9 +57,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kUnit>) RowsKernel(Groupe
   const int rows = ClearEmptyRows(tile, out, n0, N);
   if (rows == 0) return;
   const Matrix<T> a{static_cast<const T*>(params.rows) + int64_t{tile.first} * K, K, rows, K};
+  const int width = params.matrix_width;
   const T* weights =
-      params.OfGroup(static_cast<const T*>(params.others), params.redundant, tile.group, int64_t{K} * N);
-  const Matrix<T> b = kTransposed ? Matrix<T>{weights, K, N, K} : Matrix<T>{weights, N, K, N};
+      params.OfGroup(static_cast<const T*>(params.others), params.redundant, tile.group, int64_t{K} * width);
+  const Matrix<T> b = kTransposed ? Matrix<T>{weights, K, N, K} : Matrix<T>{weights, width, K, N};
   MultiplyBy<kUnit, false, kTransposed>(a, b, K, 0, n0, out, N, rows, N);
 }
 
@@ -81,12 +82,12 @@ __global__ void __launch_bounds__(kThreads) RowsFp8Kernel(GroupedDotParams param
                        0,
                        kFp8Shift};
   const ScaledMatrix b{params.OfGroup(static_cast<const __nv_fp8_e4m3*>(params.others), params.redundant,
-                                      tile.group, int64_t{K} * N),
+                                      tile.group, int64_t{K} * params.matrix_width),
                        K,
                        N,
                        K,
                        params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
-                                      int64_t{N / kFp8Block} * blocks),
+                                      int64_t{params.matrix_width / kFp8Block} * blocks),
                        blocks,
                        1,
                        kFp8Shift,

@@ -52,7 +52,7 @@ class ScaleLoader {
     if constexpr (!kOfWeights) {
       const int64_t blocks = params.inner / kFp8Block;
       const float* const group = params.OfGroup(params.other_scales, params.redundant_scales, tile.group,
-                                                params.outer / kFp8Block * blocks);
+                                                params.matrix_width / kFp8Block * blocks);
       for (int half = 0; half < kHalves; ++half) {
         const int row = min(part.first_column / kFp8Block + half, params.outer / kFp8Block - 1);
         of_matrix_[half] = group + row * blocks;

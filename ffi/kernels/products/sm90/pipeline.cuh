@@ -76,32 +76,36 @@ struct Maps {
 inline cudaError_t Describe(const GroupedDotParams& params, int element_bytes, bool is_transposed,
                             Box of_rows, Box of_columns, Maps& maps) {
   cudaError_t error = cudaSuccess;
-  const auto describe = [&](const void* data, int64_t count, int64_t rows, int64_t width, Box box,
-                            CUtensorMap& map) {
-    if (error != cudaSuccess || count == 0) return;
-    error = DescribeMatrices(element_bytes, data, count, rows, width, box, map);
+  const auto describe = [&](const Matrices& matrices, Box box, CUtensorMap& map) {
+    if (error == cudaSuccess && matrices.count > 0) error = DescribeMatrices(matrices, box, map);
   };
-  const auto describe_out = [&](void* data, int64_t count, int64_t rows, CUtensorMap& map) {
-    if (error != cudaSuccess || count == 0) return;
-    error = DescribeMatrices(sizeof(uint16_t), data, count, rows, params.outer, {kStoredRows, kStoredColumns},
-                             map);
+  const auto operand = [&](const void* data, int64_t rows, int64_t width) {
+    return Matrices(element_bytes, data, 1, rows, width);
+  };
+  const auto result = [&](void* data, int64_t count, int64_t rows, CUtensorMap& map) {
+    describe({sizeof(uint16_t), data, count, rows, params.outer}, {kStoredRows, kStoredColumns}, map);
   };
   const int64_t home = params.num_home, redundant = params.num_groups - params.num_home;
   const int64_t rows = params.num_rows, inner = params.inner, outer = params.outer;
   if (params.product == GroupedDot::kWeights) {
-    describe(params.rows, 1, is_transposed ? inner : rows, is_transposed ? rows : inner, of_rows, maps.rows);
-    describe(params.others, 1, is_transposed ? outer : rows, is_transposed ? rows : outer, of_columns,
-             maps.columns[0]);
-    describe_out(params.out, home, inner, maps.out[0]);
-    describe_out(params.redundant, redundant, inner, maps.out[1]);
+    describe(is_transposed ? operand(params.rows, inner, rows) : operand(params.rows, rows, inner), of_rows,
+             maps.rows);
+    describe(is_transposed ? operand(params.others, outer, rows) : operand(params.others, rows, outer),
+             of_columns, maps.columns[0]);
+    result(params.out, home, inner, maps.out[0]);
+    result(params.redundant, redundant, inner, maps.out[1]);
     return error;
   }
   const bool along_sum = params.product == GroupedDot::kRowsTransposed;
-  const int64_t height = along_sum ? outer : inner, width = along_sum ? inner : outer;
-  describe(params.rows, 1, rows, inner, of_rows, maps.rows);
-  describe(params.others, home, height, width, of_columns, maps.columns[0]);
-  describe(params.redundant, redundant, height, width, of_columns, maps.columns[1]);
-  describe_out(params.out, 1, rows, maps.out[0]);
+  const auto matrices = [&](const void* data, int64_t count) {
+    const int64_t height = along_sum ? outer : inner, width = along_sum ? inner : outer;
+    const int64_t row_stride = along_sum ? inner : params.matrix_width;
+    return Matrices(element_bytes, data, count, height, width, row_stride, inner * params.matrix_width);
+  };
+  describe(operand(params.rows, rows, inner), of_rows, maps.rows);
+  describe(matrices(params.others, home), of_columns, maps.columns[0]);
+  describe(matrices(params.redundant, redundant), of_columns, maps.columns[1]);
+  result(params.out, 1, rows, maps.out[0]);
   return error;
 }
 

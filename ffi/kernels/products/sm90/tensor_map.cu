@@ -34,14 +34,16 @@ cudaError_t Describe(CUtensorMapDataType type, CUtensorMapSwizzle swizzle, const
 }  // namespace
 
 // The types of one size differ in nothing that a copy does.
-cudaError_t DescribeMatrices(int element_bytes, const void* matrices, int64_t count, int64_t rows,
-                             int64_t width, Box box, CUtensorMap& map) {
-  const auto type = element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  const auto row_bytes = static_cast<cuuint64_t>(width * element_bytes),
-             num_rows = static_cast<cuuint64_t>(rows);
-  return Describe(type, CU_TENSOR_MAP_SWIZZLE_128B, matrices,
-                  {static_cast<cuuint64_t>(width), num_rows, static_cast<cuuint64_t>(count)},
-                  {row_bytes, row_bytes * num_rows}, box, map);
+cudaError_t DescribeMatrices(const Matrices& matrices, Box box, CUtensorMap& map) {
+  const auto type =
+      matrices.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto bytes = [&](int64_t elements) {
+    return static_cast<cuuint64_t>(elements * matrices.element_bytes);
+  };
+  return Describe(type, CU_TENSOR_MAP_SWIZZLE_128B, matrices.data,
+                  {static_cast<cuuint64_t>(matrices.width), static_cast<cuuint64_t>(matrices.rows),
+                   static_cast<cuuint64_t>(matrices.count)},
+                  {bytes(matrices.row_stride), bytes(matrices.matrix_stride)}, box, map);
 }
 
 cudaError_t DescribeScales(const float* scales, int64_t rows, int64_t width, int64_t stride, int box_columns,

@@ -1,0 +1,41 @@
+#include "runtime/gpu/side_stream.h"
+
+#include <initializer_list>
+
+namespace jax_ep {
+
+// A call site may outlive the driver's context, at the end of the process. Then these calls only fail.
+SideStream::~SideStream() {
+  if (forked_ != nullptr) (void)cudaEventDestroy(forked_);
+  if (joined_ != nullptr) (void)cudaEventDestroy(joined_);
+  if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+  (void)cudaGetLastError();
+}
+
+cudaError_t SideStream::Open() {
+  int least = 0, greatest = 0;
+  cudaError_t error = cudaSuccess;
+  if (stream_ == nullptr) {
+    error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (error == cudaSuccess) error = cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest);
+  }
+  for (cudaEvent_t* event : {&forked_, &joined_}) {
+    if (error != cudaSuccess || *event != nullptr) continue;
+    error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  }
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
+static cudaError_t Order(cudaStream_t first, cudaEvent_t event, cudaStream_t second) {
+  cudaError_t error = cudaEventRecord(event, first);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(second, event, 0);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
+cudaError_t SideStream::Fork(cudaStream_t main) { return Order(main, forked_, stream_); }
+
+cudaError_t SideStream::Join(cudaStream_t main) { return Order(stream_, joined_, main); }
+
+}  // namespace jax_ep
