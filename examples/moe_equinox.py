@@ -12,8 +12,7 @@ class MoE(eqx.Module):
     """A layer to call outside of shard_map, with x [B, ..., width]; B is sharded over the group's axis."""
 
     router: jax.Array
-    up: jax.Array
-    down: jax.Array
+    experts: jax_ep.GatedExperts
     top_k: int = eqx.field(static=True)
     mesh: Mesh = eqx.field(static=True)
     group: jax_ep.Group = eqx.field(static=True)
@@ -25,22 +24,19 @@ class MoE(eqx.Module):
         # Each device creates and stores only its own experts.
         spread = jax.jit(matrices, static_argnums=1, out_shardings=NamedSharding(mesh, P(group.axis_name)))
         self.router = matrix(router, (width, num_experts))
-        self.up = spread(up, (num_experts, width, hidden))
-        self.down = spread(down, (num_experts, hidden, width))
+        self.experts = jax_ep.GatedExperts(
+            spread(up, (num_experts, width, 2 * hidden)),  # gate and up
+            spread(down, (num_experts, hidden, width)),
+        )
         self.top_k, self.mesh, self.group = top_k, mesh, group
 
     def __call__(self, x):
-        ep, num_experts = P(self.group.axis_name), self.up.shape[0]
+        ep = P(self.group.axis_name)
 
-        @jax.shard_map(mesh=self.mesh, in_specs=(P(), ep, ep, ep), out_specs=ep)
-        def layer(router, up, down, x):
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), ep, ep), out_specs=ep)
+        def layer(router, experts, x):
             weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), self.top_k)
-
-            def experts(sent):
-                hidden = jax.nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
-                return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
-
             # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
-            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=num_experts)
+            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group)
 
-        return layer(self.router, self.up, self.down, x)
+        return layer(self.router, self.experts, x)

@@ -25,18 +25,13 @@ class MoE(nn.Module):
         # nn.get_sharding reads the parameters' shardings from this.
         spread = nn.with_partitioning(matrices, (axis, None, None), mesh=self.mesh)
         router = self.param("router", matrix, (width, self.num_experts))
-        up = self.param("up", spread, (self.num_experts, width, self.hidden))
+        up = self.param("up", spread, (self.num_experts, width, 2 * self.hidden))  # gate and up
         down = self.param("down", spread, (self.num_experts, self.hidden, width))
 
-        @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(axis), P(axis), P(axis)), out_specs=P(axis))
-        def layer(router, up, down, x):
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(axis), P(axis)), out_specs=P(axis))
+        def layer(router, experts, x):
             weights, topk_idx = jax.lax.top_k(nn.softmax(x @ router), self.top_k)
-
-            def experts(sent):
-                hidden = nn.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
-                return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
-
             # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
-            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=self.num_experts)
+            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group)
 
-        return layer(router, up, down, x)
+        return layer(router, jax_ep.GatedExperts(up, down), x)

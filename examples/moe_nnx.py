@@ -16,7 +16,7 @@ class MoE(nnx.Module):
         # Each device stores only its own experts.
         spread = nnx.with_partitioning(matrices, (group.axis_name, None, None), mesh=mesh)
         self.router = nnx.Param(matrix(rngs.params(), (width, num_experts)))
-        self.up = nnx.Param(spread(rngs.params(), (num_experts, width, hidden)))
+        self.up = nnx.Param(spread(rngs.params(), (num_experts, width, 2 * hidden)))  # gate and up
         self.down = nnx.Param(spread(rngs.params(), (num_experts, hidden, width)))
         self.num_experts, self.top_k = num_experts, top_k
         self.mesh, self.group = mesh, group
@@ -24,15 +24,10 @@ class MoE(nnx.Module):
     def __call__(self, x):
         ep = P(self.group.axis_name)
 
-        @jax.shard_map(mesh=self.mesh, in_specs=(P(), ep, ep, ep), out_specs=ep)
-        def layer(router, up, down, x):
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), ep, ep), out_specs=ep)
+        def layer(router, experts, x):
             weights, topk_idx = jax.lax.top_k(jax.nn.softmax(x @ router), self.top_k)
-
-            def experts(sent):
-                hidden = nnx.gelu(jax_ep.grouped_dot(sent.x, up, sent.group_sizes))
-                return jax_ep.grouped_dot(hidden, down, sent.group_sizes)
-
             # The default buffers drop no rows. With a capacity, pass return_stats=True and watch num_dropped.
-            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group, num_experts=self.num_experts)
+            return jax_ep.moe(x, topk_idx, weights, experts, group=self.group)
 
-        return layer(self.router[...], self.up[...], self.down[...], x)
+        return layer(self.router[...], jax_ep.GatedExperts(self.up[...], self.down[...]), x)

@@ -48,8 +48,8 @@ def check(parameters, x, out, gradients, d_x):
     def dense(parameters, x):
         router, up, down = parameters
         weights, ids = jax.lax.top_k(jax.nn.softmax(x @ router), K)
-        hidden = jax.nn.gelu(jnp.einsum("bsh,ehf->bsef", x, up))
-        every = jnp.einsum("bsef,efh->bseh", hidden, down)
+        gate, up = jnp.split(jnp.einsum("bsh,ehf->bsef", x, up), 2, axis=-1)
+        every = jnp.einsum("bsef,efh->bseh", jax.nn.silu(gate) * up, down)
         return jnp.einsum("bske,bseh->bsh", jax.nn.one_hot(ids, E) * weights[..., None], every)
 
     run = jax.jit(jax.grad(lambda p, x: loss(lambda x: dense(p, x), x), (0, 1), has_aux=True))
@@ -86,8 +86,8 @@ def test_linen(place, x):
 
 def test_equinox(place, x):
     model = moe_equinox.MoE(H, **SIZES, **place, key=jax.random.key(0))
-    assert is_spread(model.up, place["mesh"])
+    assert is_spread(model.experts.w_up, place["mesh"])
     both = lambda model_and_x: loss(*model_and_x)
     (gradients, d_x), out = eqx.filter_jit(eqx.filter_grad(both, has_aux=True))((model, x))
-    leaves = lambda model: (model.router, model.up, model.down)
+    leaves = lambda model: (model.router, model.experts.w_up, model.experts.w_down)
     check(leaves(model), x, out, leaves(gradients), d_x)
