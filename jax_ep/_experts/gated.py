@@ -11,15 +11,13 @@ from jax_ep._checks import PyTree
 from jax_ep._experts.activations import Gated, activate, activation_gradients
 from jax_ep._experts.engine import AnyFactors, Engine, Factors, Gradients, Product, quantize_physical
 from jax_ep._experts.fp8_operands import Columns, QuantizedWeights
-from jax_ep._experts.products import fp8_product, fp8_weight_gradient, product, times
+from jax_ep._experts.products import factors_of_weights, fp8_product, fp8_weight_gradient, product
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
 
 Result = TypeVar("Result")
-Left = TypeVar("Left")
-Right = TypeVar("Right")
 
 Weights = Matrices | QuantizedWeights
 """Matrices of experts, in FP8 or not."""
@@ -81,12 +79,13 @@ class FloatProducts:
         return as_array(product(self.engine, self.factors(rows, w, sizes)))
 
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
-        return times(self.engine, as_array(rows), wide_of(w), sizes, transposed=True)
+        factors = Factors(as_array(rows), wide_of(w), sizes, kind=Product.ROWS_TRANSPOSED)
+        return as_array(product(self.engine, factors))
 
     def weight_factors(
         self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int
     ) -> Factors[jax.Array, Matrices]:
-        return _of_weights(as_array(rows), as_array(d_rows), sizes, num_redundant)
+        return factors_of_weights(as_array(rows), as_array(d_rows), sizes, num_redundant)
 
     def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
         return product(self.engine, self.weight_factors(rows, d_rows, sizes, num_redundant))
@@ -134,10 +133,10 @@ class Fp8:
                 rows = self.engine.quantize_columns(rows, sizes)
             assert isinstance(rows, Columns)
             assert isinstance(d_rows, Columns)
-            return _of_weights(rows, d_rows, sizes, num_redundant)
+            return factors_of_weights(rows, d_rows, sizes, num_redundant)
         is_fp8 = isinstance(rows, QuantizedArray)
         rows = dequantize_fp8(rows) if is_fp8 else as_array(rows).astype(jnp.bfloat16)
-        return _of_weights(rows, as_array(d_rows), sizes, num_redundant)
+        return factors_of_weights(rows, as_array(d_rows), sizes, num_redundant)
 
     def weight_gradient(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> Matrices:
         factors = self.weight_factors(rows, d_rows, sizes, num_redundant)
@@ -169,11 +168,8 @@ class Fp8:
 def _of_turned(
     rows: QuantizedArray, turned: QuantizedArray, sizes: jax.Array
 ) -> Factors[QuantizedArray, QuantizedArray]:
+    """Returns the operands of rows times matrices that are stored transposed."""
     return Factors(rows, jax.tree.map(lambda part: part.swapaxes(1, 2), turned), sizes)
-
-
-def _of_weights(rows: Left, d_rows: Right, sizes: jax.Array, num_redundant: int) -> Factors[Left, Right]:
-    return Factors(rows, d_rows, sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
 
 
 def wide_of(w: Weights) -> Matrices:

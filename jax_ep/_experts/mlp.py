@@ -24,7 +24,7 @@ from jax_ep._experts.gated import (
     without_carrier,
     without_values,
 )
-from jax_ep._experts.products import times_rows
+from jax_ep._experts.products import factors_of_weights, product
 from jax_ep._jax.custom_vjp import custom_vjp
 from jax_ep._jax.sharding import merge_dimensions, split_dimension, vary_alike
 from jax_ep._rows.counts import groups_of_rows
@@ -233,7 +233,7 @@ def _sum_of_groups(engine: Engine, rows: jax.Array, sizes: jax.Array) -> jax.Arr
     """
     ones = vary_alike([jnp.ones((rows.shape[0], 8), rows.dtype), rows])[0]
     exact = engine.with_precision(jax.lax.Precision.HIGHEST)
-    return as_array(times_rows(exact, ones, rows, sizes, 0))[:, 0]
+    return as_array(product(exact, factors_of_weights(ones, rows, sizes, 0)))[:, 0]
 
 
 def _num_redundant(w: Weights) -> int:

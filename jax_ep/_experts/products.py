@@ -22,6 +22,8 @@ Given = TypeVar(
     "Given", Factors[jax.Array, Matrices], Factors[QuantizedArray, QuantizedArray], Factors[Columns, Columns]
 )
 Result = TypeVar("Result", jax.Array, Matrices)
+Left = TypeVar("Left")
+Right = TypeVar("Right")
 
 PrecisionName = Literal[
     "default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32"
@@ -83,20 +85,11 @@ def _product_bwd(
 product.defvjp(_product_fwd, _product_bwd)
 
 
-def times(
-    engine: Engine, rows: jax.Array, w: Matrices, group_sizes: jax.Array, *, transposed: bool = False
-) -> jax.Array:
-    """Returns rows times the matrices of their groups, or times the transposes of these."""
-    kind = Product.ROWS_TRANSPOSED if transposed else Product.ROWS
-    return as_array(product(engine, Factors(rows, w, group_sizes, kind=kind)))
-
-
-def times_rows(
-    engine: Engine, rows: jax.Array, others: jax.Array, group_sizes: jax.Array, num_redundant: int
-) -> Matrices:
-    """Returns for each group its rows, transposed, times its others: a gradient of matrices."""
-    factors = Factors(rows, others, group_sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
-    return product(engine, factors)
+def factors_of_weights(
+    rows: Left, d_rows: Right, group_sizes: jax.Array, num_redundant: int
+) -> Factors[Left, Right]:
+    """Returns the operands of a gradient of matrices: each group's rows, transposed, times its others."""
+    return Factors(rows, d_rows, group_sizes, kind=Product.WEIGHTS, num_redundant=num_redundant)
 
 
 def precision_of(

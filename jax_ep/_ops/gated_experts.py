@@ -74,43 +74,48 @@ class GatedExperts:
 
     def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
         """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
-        return gated_mlp(sent.x, self.w_up, self.w_down, sent.group_sizes, **self._options(row_weights))
+        options = _mlp_options(self, row_weights)
+        return gated_mlp(sent.x, self.w_up, self.w_down, sent.group_sizes, **options)
 
-    def of_dispatched(
-        self,
-        sent: DispatchedByExpert[Any],
-        tokens: Push,
-        backend: Backend,
-        applies_weights: bool,
-        quantizes_gradient: bool,
-    ) -> jax.Array:
-        """Returns the combined sums [T, H]. Their gradient goes to the tokens, not to the rows `sent`.
 
-        `sent` is the dispatch of these tokens. `applies_weights`: the experts apply the row weights, and the
-        combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
-        """
-        rows = sent.x
-        if isinstance(rows, QuantizedArray):
-            rows = dataclasses.replace(rows, carrier=None)
-        assert sent.row_weights is not None
-        options = self._options(sent.row_weights if applies_weights else None)
-        mlp, operands = prepare(rows, self.w_up, self.w_down, sent.group_sizes, **options)
-        call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, self.overlap)
-        return expert_layer(call, sent.handle, tokens, sent.row_weights, operands)
+def combined_rows(
+    experts: GatedExperts,
+    sent: DispatchedByExpert[Any],
+    tokens: Push,
+    backend: Backend,
+    *,
+    applies_weights: bool,
+    quantizes_gradient: bool,
+) -> jax.Array:
+    """Returns the sums [T, H] of the experts' rows. Their gradient goes to the tokens, not to `sent`.
 
-    def _options(self, row_weights: jax.Array | None) -> dict[str, Any]:
-        return {
-            "b_up": _bias(self.b_up),
-            "b_down": _bias(self.b_down),
-            "row_weights": row_weights,
-            "activation": self.activation,
-            "precision": self.precision,
-            "quantize": self.quantize,
-            "save": self.save,
-            "round_scale": self.round_scale,
-            "num_sms": self.num_sms,
-            "implementation": self.implementation,
-        }
+    `sent` is the dispatch of these tokens. `applies_weights`: the experts apply the row weights, and the
+    combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
+    """
+    rows = sent.x
+    if isinstance(rows, QuantizedArray):
+        rows = dataclasses.replace(rows, carrier=None)
+    assert sent.row_weights is not None
+    options = _mlp_options(experts, sent.row_weights if applies_weights else None)
+    mlp, operands = prepare(rows, experts.w_up, experts.w_down, sent.group_sizes, **options)
+    call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap)
+    return expert_layer(call, sent.handle, tokens, sent.row_weights, operands)
+
+
+def _mlp_options(experts: GatedExperts, row_weights: jax.Array | None) -> dict[str, Any]:
+    """Returns the keyword arguments of `gated_mlp`."""
+    return {
+        "b_up": _bias(experts.b_up),
+        "b_down": _bias(experts.b_down),
+        "row_weights": row_weights,
+        "activation": experts.activation,
+        "precision": experts.precision,
+        "quantize": experts.quantize,
+        "save": experts.save,
+        "round_scale": experts.round_scale,
+        "num_sms": experts.num_sms,
+        "implementation": experts.implementation,
+    }
 
 
 def _bias(bias: ArrayLike | PhysicalWeights | None) -> jax.Array | None:

@@ -34,8 +34,6 @@ from jax_ep._rows.padded import flat_rows, shaped_like
 from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._rows.weights import PhysicalWeights
 
-Shape = tuple[int, ...]
-
 _CHECK = OpArguments("gated_mlp")
 
 _NO_GRADIENT = (
@@ -162,8 +160,22 @@ def prepare(
         raise ValueError(f"gated_mlp: save must be 'preactivation' or 'inputs', got {save!r}")
     if round_scale and quantize is None:
         raise ValueError("gated_mlp: round_scale needs quantize, because only FP8 has scales")
-    operands = _check(quantize, rows, w_up, w_down, group_sizes, b_up, b_down, row_weights)
-    rows_per_group = _CHECK.rows_per_group(operands.rows.shape, wide_of(operands.w_down).shape[0])
+    is_fp8 = quantize is not None
+    operands = MlpOperands(
+        rows=_rows(is_fp8, rows),
+        w_up=_weights(is_fp8, "w_up", w_up),
+        w_down=_weights(is_fp8, "w_down", w_down),
+        group_sizes=_CHECK.array("group_sizes", group_sizes),
+        b_up=_or_none("b_up", b_up),
+        b_down=_or_none("b_down", b_down),
+        row_weights=_or_none("row_weights", row_weights),
+    )
+    _check_dtypes(is_fp8, operands)
+    _check_shapes(is_fp8, operands)
+    shape, num_experts = operands.rows.shape, wide_of(operands.w_down).shape[0]
+    rows_per_group = _CHECK.rows_per_group(shape, num_experts)
+    sizes = _CHECK.group_sizes(operands.group_sizes, num_experts, shape[0], rows_per_group)
+    operands = dataclasses.replace(operands, group_sizes=sizes)
     options = Options(num_sms=num_sms, round_scale=bool(round_scale), rows_per_group=rows_per_group)
     engine = choose_engine(implementation, options)
     operands = _with_flat_rows(operands, rows_per_group)
@@ -210,64 +222,42 @@ def _check_activation(activation: Activation, half: jax.ShapeDtypeStruct) -> Non
         raise TypeError(f"{takes}, that returns floating {list(half.shape)}, got {got} from {activation!r}")
 
 
-def _check(
-    quantize: str | None,
-    given_rows: ArrayLike | QuantizedArray,
-    w_up: ArrayLike | PhysicalWeights | QuantizedWeights,
-    w_down: ArrayLike | PhysicalWeights | QuantizedWeights,
-    group_sizes: ArrayLike,
-    b_up: ArrayLike | None,
-    b_down: ArrayLike | None,
-    row_weights: ArrayLike | None,
-) -> MlpOperands:
-    """Returns the arguments as arrays. Those in FP8 get no gradients of their own."""
+def _or_none(name: str, value: ArrayLike | None) -> jax.Array | None:
+    return None if value is None else _CHECK.array(name, value)
 
-    def array(name: str, value: ArrayLike | None) -> jax.Array | None:
-        return None if value is None else _CHECK.array(name, value)
 
-    is_fp8 = quantize is not None
-    rows: Rows
-    if isinstance(given_rows, QuantizedArray):
-        if not is_fp8 or block_of(_CHECK, given_rows) != (1, BLOCK):
-            raise TypeError(
-                "gated_mlp: a QuantizedArray of rows needs quantize='fp8', and scales of 1 x 128 elements"
-            )
-        values, scales = jax.lax.stop_gradient((given_rows.values, given_rows.scales))
-        rows = dataclasses.replace(given_rows, values=values, scales=scales)
-    else:
-        rows = _CHECK.array("rows", given_rows)
-    matrices: list[Weights] = []
-    for name, w in (("w_up", w_up), ("w_down", w_down)):
-        if isinstance(w, QuantizedWeights):
-            if not is_fp8:
-                raise TypeError(f"gated_mlp: {name} of quantize_weights needs quantize='fp8' or 'fp8_all'")
-            fixed = jax.lax.stop_gradient((w.transposed, w.kept))
-            matrices.append(QuantizedWeights(w.w, *fixed))
-        else:
-            matrices.append(_CHECK.matrices(name, w))
-    wide = [wide_of(w) for w in matrices]
-    numbers = wide if isinstance(rows, QuantizedArray) else [rows, *wide]
-    dtypes = {w.dtype for w in numbers}
+def _rows(is_fp8: bool, given: ArrayLike | QuantizedArray) -> Rows:
+    """Returns the rows as an array, or those in FP8 without gradients of their own."""
+    if not isinstance(given, QuantizedArray):
+        return _CHECK.array("rows", given)
+    if not is_fp8 or block_of(_CHECK, given) != (1, BLOCK):
+        raise TypeError(
+            "gated_mlp: a QuantizedArray of rows needs quantize='fp8', and scales of 1 x 128 elements"
+        )
+    values, scales = jax.lax.stop_gradient((given.values, given.scales))
+    return dataclasses.replace(given, values=values, scales=scales)
+
+
+def _weights(is_fp8: bool, name: str, w: ArrayLike | PhysicalWeights | QuantizedWeights) -> Weights:
+    """Returns matrices as arrays, or those in FP8 without gradients of their own."""
+    if not isinstance(w, QuantizedWeights):
+        return _CHECK.matrices(name, w)
+    if not is_fp8:
+        raise TypeError(f"gated_mlp: {name} of quantize_weights needs quantize='fp8' or 'fp8_all'")
+    return QuantizedWeights(w.w, *jax.lax.stop_gradient((w.transposed, w.kept)))
+
+
+def _check_dtypes(is_fp8: bool, operands: MlpOperands) -> None:
+    numbers = [wide_of(operands.w_up), wide_of(operands.w_down)]
+    if not isinstance(operands.rows, QuantizedArray):
+        numbers.insert(0, operands.rows)
+    dtypes = {array.dtype for array in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
     if not fits or not all(map(is_differentiable, dtypes)):
         raise TypeError(
             "gated_mlp: rows, w_up and w_down must have one floating dtype of 16 bits or more, or in "
             f"FP8 any of 16 or 32 bits, got {', '.join(map(_checks.shape_text, numbers))}"
         )
-    operands = MlpOperands(
-        rows=rows,
-        w_up=matrices[0],
-        w_down=matrices[1],
-        group_sizes=_CHECK.array("group_sizes", group_sizes),
-        b_up=array("b_up", b_up),
-        b_down=array("b_down", b_down),
-        row_weights=array("row_weights", row_weights),
-    )
-    _check_shapes(is_fp8, rows.shape, wide[0].shape, wide[1].shape, operands)
-    num_experts = wide[0].shape[0]
-    rows_per_group = _CHECK.rows_per_group(rows.shape, num_experts)
-    sizes = _CHECK.group_sizes(operands.group_sizes, num_experts, rows.shape[0], rows_per_group)
-    return dataclasses.replace(operands, group_sizes=sizes)
 
 
 def _with_flat_rows(operands: MlpOperands, rows_per_group: int) -> MlpOperands:
@@ -280,7 +270,8 @@ def _with_flat_rows(operands: MlpOperands, rows_per_group: int) -> MlpOperands:
     return dataclasses.replace(operands, rows=rows, row_weights=row_weights)
 
 
-def _check_shapes(is_fp8: bool, rows: Shape, up: Shape, down: Shape, operands: MlpOperands) -> None:
+def _check_shapes(is_fp8: bool, operands: MlpOperands) -> None:
+    rows, up, down = operands.rows.shape, wide_of(operands.w_up).shape, wide_of(operands.w_down).shape
     if len(rows) not in (2, 3) or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
             "gated_mlp: rows must be [C, H], or [L, C, H] of padded experts, w_up [L, H, 2, F] or "

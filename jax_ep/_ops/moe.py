@@ -17,7 +17,7 @@ from jax_ep._ops.balance import balance_as
 from jax_ep._ops.combine import combine_as
 from jax_ep._ops.dispatch import dispatch_as
 from jax_ep._ops.dispatched import DispatchedByExpert
-from jax_ep._ops.gated_experts import GatedExperts
+from jax_ep._ops.gated_experts import GatedExperts, combined_rows
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.backend import Push
@@ -282,8 +282,13 @@ def moe(
             check_quantize_gradient(check, quantize_gradient, jax.tree.structure(x), [x])
         _, backend = check.open_handle(sent.handle, implementation)
         source = Push((x,), topk_weights.astype(jnp.float32))
-        out = experts.of_dispatched(
-            sent, source, backend, experts_apply_weights, quantize_gradient is not None
+        out = combined_rows(
+            experts,
+            sent,
+            source,
+            backend,
+            applies_weights=experts_apply_weights,
+            quantizes_gradient=quantize_gradient is not None,
         )
     else:
         with jax.named_scope("jax_ep.experts"):

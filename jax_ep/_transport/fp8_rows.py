@@ -134,6 +134,7 @@ def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> Mo
 
 
 def pull_backward_as_fp8(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
+    """Computes what `pull_backward` does, of one leaf without weights to return, by rows in FP8."""
     handle, scaled, biases = saved
     ((cotangent,), _) = cotangents
     sent, _ = push(backend, handle, Push(_pack(backend, cotangent, False, COTANGENT_FLOOR)))

@@ -11,7 +11,8 @@
 
 namespace jax_ep {
 
-// The attributes of both, and how many operands and results the first one has.
+// The attributes of both, side by side because such a struct cannot have another one in it, and how many
+// operands and results the first one has.
 struct PullBesideAttributes {
   std::string_view group;
   int64_t order, num_ranks, num_experts, capacity, alignment, masks, quantize;
