@@ -97,7 +97,9 @@ nb::dict GpuTargets() {
   targets["jax_ep_route"] = GpuStages(GpuRouteHandler);
   targets["jax_ep_push"] = GpuStages(GpuPushHandler);
   targets["jax_ep_pull"] = GpuStages(GpuPullHandler);
-  targets["jax_ep_pull_beside"] = GpuStages(GpuPullBesideHandler, GpuPullBesideInitialize);
+  targets["jax_ep_route_beside"] = GpuStages(GpuRouteBesideHandler, GpuBesideInitialize);
+  targets["jax_ep_push_beside"] = GpuStages(GpuPushBesideHandler, GpuBesideInitialize);
+  targets["jax_ep_pull_beside"] = GpuStages(GpuPullBesideHandler, GpuBesideInitialize);
   targets["jax_ep_gather"] = GpuStages(GpuGatherHandler);
 #if defined(JAX_EP_WITH_NCCL)
   targets["jax_ep_rail_hop"] = GpuStages(GpuRailHopHandler);

@@ -17,8 +17,9 @@ cudaError_t LaunchBalance(const BalanceParams& params, const Device& device, cud
 // Writes topk_idx, chunk_counts (see index.h), and each row's index within its chunk to sent_rows.
 cudaError_t LaunchCount(const Shape& shape, const TopkIds& ids, int32_t* topk_idx, int32_t* sent_rows,
                         int32_t* chunk_counts, cudaStream_t stream);
+// Records `starting`, if it is not null, before the kernel that moves rows, after the one that counts them.
 cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
-                       cudaStream_t stream);
+                       cudaStream_t stream, cudaEvent_t starting = nullptr);
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream);
 // Launch the kernels for few tokens, which use the arena (kernels/protocol/arena.h): a push that routes, and

@@ -38,6 +38,10 @@ class Products(Protocol):
         """Multiplies rows as they are, or as `prepare` or `activate` returns them."""
         ...
 
+    def transposed_factors(self, rows: Rows, w: Weights, sizes: jax.Array) -> AnyFactors:
+        """Returns the operands of `times_transposed`."""
+        ...
+
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array: ...
 
     @property
@@ -78,9 +82,11 @@ class FloatProducts:
     def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         return as_array(product(self.engine, self.factors(rows, w, sizes)))
 
+    def transposed_factors(self, rows: Rows, w: Weights, sizes: jax.Array) -> Factors[jax.Array, Matrices]:
+        return Factors(as_array(rows), wide_of(w), sizes, kind=Product.ROWS_TRANSPOSED)
+
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
-        factors = Factors(as_array(rows), wide_of(w), sizes, kind=Product.ROWS_TRANSPOSED)
-        return as_array(product(self.engine, factors))
+        return as_array(product(self.engine, self.transposed_factors(rows, w, sizes)))
 
     def weight_factors(
         self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int
@@ -121,11 +127,16 @@ class Fp8:
     def times(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
         return fp8_product(self.engine, self.factors(rows, w, sizes))
 
-    def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+    def transposed_factors(
+        self, rows: Rows, w: Weights, sizes: jax.Array
+    ) -> Factors[QuantizedArray, QuantizedArray]:
         assert isinstance(rows, QuantizedArray)
         is_ready = isinstance(w, QuantizedWeights)
         kept = w.kept if is_ready else quantize_physical(self.engine, w, transposed=False)[0]
-        return fp8_product(self.engine, _of_turned(rows, kept, sizes))
+        return _of_turned(rows, kept, sizes)
+
+    def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
+        return fp8_product(self.engine, self.transposed_factors(rows, w, sizes))
 
     def weight_factors(self, rows: Kept, d_rows: Kept, sizes: jax.Array, num_redundant: int) -> AnyFactors:
         if self.weight_gradients:

@@ -80,8 +80,10 @@ def mlp(call: MlpCall, operands: MlpOperands) -> jax.Array:
     return down(call, operands, _activate(call, operands, _preactivation(call, operands, operands.rows)))
 
 
-def _preactivation(call: MlpCall, operands: MlpOperands, rows: Rows) -> jax.Array:
-    z = call.products.times(rows, operands.w_up, operands.group_sizes)
+def _preactivation(
+    call: MlpCall, operands: MlpOperands, rows: Rows, product: jax.Array | None = None
+) -> jax.Array:
+    z = call.products.times(rows, operands.w_up, operands.group_sizes) if product is None else product
     if operands.b_up is None:
         return z
     bias = _per_row(call, operands.b_up, operands.group_sizes, z)
@@ -92,9 +94,30 @@ def _activate(call: MlpCall, operands: MlpOperands, z: jax.Array) -> Rows:
     return call.products.activate(Gated(z, operands.row_weights, operands.group_sizes, call.activation))
 
 
-def down(call: MlpCall, operands: MlpOperands, hidden: Rows) -> jax.Array:
-    """Returns the second product of what `until_down` returns, and its bias."""
-    out = call.products.times(hidden, operands.w_down, operands.group_sizes)
+def up(call: MlpCall, operands: MlpOperands) -> jax.Array:
+    """Returns the first product, without its bias."""
+    operands = from_bits(operands)
+    rows, _ = call.products.prepare(operands.rows, operands.group_sizes)
+    return call.products.times(rows, _merged(operands).w_up, operands.group_sizes)
+
+
+def up_factors(call: MlpCall, operands: MlpOperands) -> AnyFactors:
+    """Returns the operands of the first product."""
+    operands = from_bits(operands)
+    rows, _ = call.products.prepare(operands.rows, operands.group_sizes)
+    return call.products.factors(rows, _merged(operands).w_up, operands.group_sizes)
+
+
+def down_factors(call: MlpCall, operands: MlpOperands, hidden: Rows) -> AnyFactors:
+    """Returns the operands of the second product."""
+    operands = from_bits(operands)
+    return call.products.factors(hidden, operands.w_down, operands.group_sizes)
+
+
+def down(call: MlpCall, operands: MlpOperands, hidden: Rows, product: jax.Array | None = None) -> jax.Array:
+    """Returns the second product of what `until_down` returns, if it is not given, and its bias."""
+    operands = from_bits(operands)
+    out = call.products.times(hidden, operands.w_down, operands.group_sizes) if product is None else product
     if operands.b_down is not None:
         wide = out.astype(sum_dtype(out.dtype))
         bias = _per_row(call, operands.b_down, operands.group_sizes, out)
@@ -125,18 +148,21 @@ def _forward(call: MlpCall, operands: MlpOperands) -> tuple[jax.Array, Saved]:
         rows = without_carrier(operands.rows)
         return mlp(call, operands), (dataclasses.replace(operands, rows=rows), None, None)
     hidden, saved = until_down(call, operands)
-    return down(call, from_bits(operands), hidden), saved
+    return down(call, operands, hidden), saved
 
 
-def until_down(call: MlpCall, operands: MlpOperands) -> tuple[Rows, Saved]:
-    """Returns the activation, as the second product takes it, and what the backward pass needs."""
+def until_down(call: MlpCall, operands: MlpOperands, product: jax.Array | None = None) -> tuple[Rows, Saved]:
+    """Returns the activation, as the second product takes it, and what the backward pass needs.
+
+    `product`: the first product, if it is already computed.
+    """
     given, operands = operands, from_bits(operands)
     merged = _merged(operands)  # what is saved is what came, so that a scan does not store it again
     if not call.saves_preactivation:
-        hidden = _activate(call, merged, _preactivation(call, merged, operands.rows))
+        hidden = _activate(call, merged, _preactivation(call, merged, operands.rows, product))
         return hidden, (dataclasses.replace(given, rows=without_carrier(given.rows)), None, None)
     rows, saved_rows = call.products.prepare(operands.rows, operands.group_sizes)
-    z = _preactivation(call, merged, rows)
+    z = _preactivation(call, merged, rows, product)
     operands = dataclasses.replace(operands, rows=without_values(operands.rows))
     return _activate(call, merged, z), as_bits((operands, saved_rows, z))
 
@@ -146,8 +172,20 @@ def _mlp_backward(call: MlpCall, saved: Saved, d_out: jax.Array) -> tuple[MlpOpe
 
 
 def _backward(call: MlpCall, saved: Saved, d_out: jax.Array) -> tuple[MlpOperands]:
-    gradients, of_up = backward_until_up(call, saved, d_out)
-    return (with_gradients(saved, gradients, of_up.compute(call.products)),)
+    return (backward(call, saved, d_out),)
+
+
+def backward(call: MlpCall, saved: Saved, d_out: jax.Array, d_hidden: jax.Array | None = None) -> MlpOperands:
+    """Returns the gradients in the places of their primals. `d_hidden`: as for `backward_until_up`."""
+    gradients, of_up = backward_until_up(call, saved, d_out, d_hidden)
+    return with_gradients(saved, gradients, of_up.compute(call.products))
+
+
+def with_preactivation(call: MlpCall, saved: Saved, product: jax.Array | None = None) -> Saved:
+    """Returns what was saved, with the preactivation. `product`: the first product, if it is computed."""
+    operands, _, _ = from_bits(saved)
+    rows, saved_rows = call.products.prepare(operands.rows, operands.group_sizes)
+    return as_bits((operands, saved_rows, _preactivation(call, _merged(operands), rows, product)))
 
 
 @jax.tree_util.register_dataclass
@@ -167,18 +205,43 @@ class UpGradient:
         return products.weight_gradient(self.rows, self.d_z, self.group_sizes, self.num_redundant)
 
 
-def backward_until_up(call: MlpCall, saved: Saved, d_out: jax.Array) -> tuple[MlpOperands, UpGradient]:
-    """Returns all gradients except that of w_up: of rows as an array, of matrices as they are computed."""
+def d_hidden_factors(call: MlpCall, saved: Saved, d_out: jax.Array) -> AnyFactors:
+    """Returns the operands of the first product of a backward pass."""
+    operands, rows = _cotangent_rows(call, saved, d_out)
+    return call.products.transposed_factors(rows, operands.w_down, operands.group_sizes)
+
+
+def d_hidden(call: MlpCall, saved: Saved, d_out: jax.Array) -> jax.Array:
+    """Returns the first product of a backward pass."""
+    operands, rows = _cotangent_rows(call, saved, d_out)
+    return call.products.times_transposed(rows, operands.w_down, operands.group_sizes)
+
+
+def _cotangent_rows(call: MlpCall, saved: Saved, d_out: jax.Array) -> tuple[MlpOperands, Rows]:
+    operands, _, z = from_bits(saved)
+    assert z is not None
+    rows, _ = call.products.cotangents(d_out.astype(z.dtype), operands.group_sizes)
+    return operands, rows
+
+
+def backward_until_up(
+    call: MlpCall, saved: Saved, d_out: jax.Array, d_hidden: jax.Array | None = None
+) -> tuple[MlpOperands, UpGradient]:
+    """Returns all gradients except that of w_up: of rows as an array, of matrices as they are computed.
+
+    `d_hidden`: the first product, if it is already computed.
+    """
+    if saved[2] is None:
+        # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
+        saved, d_out = jax.lax.optimization_barrier((saved, d_out))
+        saved = with_preactivation(call, saved)
     operands, saved_rows, z = from_bits(saved)
     products, sizes = call.products, operands.group_sizes
-    if z is None:
-        # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
-        operands, d_out = jax.lax.optimization_barrier((operands, d_out))
-        rows, saved_rows = products.prepare(operands.rows, sizes)
-        z = _preactivation(call, _merged(operands), rows)
     assert saved_rows is not None
+    assert z is not None
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)
-    d_hidden = products.times_transposed(d_out_rows, operands.w_down, sizes)
+    if d_hidden is None:
+        d_hidden = products.times_transposed(d_out_rows, operands.w_down, sizes)
     gated = Gated(z, operands.row_weights, sizes, call.activation, needs_wide_d_z=operands.b_up is not None)
     gradients = products.gradients(gated, d_hidden)
     d_w_down = products.weight_gradient(

@@ -122,3 +122,29 @@ def _differentiated_as_backward(functions: object, transpose: Any, cotangent: ob
 
 
 _differentiated_as.defvjp(_differentiated_as_forward, _differentiated_as_backward)
+
+
+def attached(function: Callable[..., Tree], value: Tree, *operands: object) -> Tree:
+    """Returns the value, which is that of function(*operands), with the derivatives of function.
+
+    If no gradient comes, none is computed.
+    """
+    return cast(Tree, inlined(_attach)(function, value, operands))
+
+
+@custom_vjp(0)
+def _attach(function: Callable[..., object], value: object, operands: tuple[object, ...]) -> object:
+    return value
+
+
+def _attach_forward(function: Callable[..., object], *arguments: Any) -> tuple[object, object]:
+    value, operands = primal_values(arguments)
+    return attached(function, value, *operands), operands
+
+
+def _attach_backward(function: Callable[..., Any], operands: Any, cotangents: object) -> Any:
+    cotangents = nonzero_cotangents(cotangents)
+    return None, None if cotangents is None else jax.vjp(function, *operands)[1](cotangents)
+
+
+_attach.defvjp(_attach_forward, _attach_backward, symbolic_zeros=True)

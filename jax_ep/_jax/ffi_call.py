@@ -28,6 +28,8 @@ _OPS = {
     "route": "dispatch",
     "push": "redispatch",
     "pull": "combine",
+    "route_beside": "dispatch",
+    "push_beside": "redispatch",
     "pull_beside": "combine",
     "quantize": "quantize_fp8",
     "quantize_gated": "gated_mlp",
@@ -66,16 +68,20 @@ def call(
     return _primitive(target).bind(*operands, **parameters)
 
 
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call(Generic[T]):
     """A call that is not made yet: the arguments of `call`, and a function that reads its results."""
 
-    target: str
+    target: str = dataclasses.field(metadata=_STATIC)
     operands: Sequence[jax.Array]
-    results: Sequence[Result]
-    attributes: Mapping[str, Attribute]
-    read: Callable[[list[jax.Array]], T]
-    aliases: Sequence[tuple[int, int]] = ()
+    results: Sequence[Result] = dataclasses.field(metadata=_STATIC)
+    attributes: Mapping[str, Attribute] = dataclasses.field(metadata=_STATIC)
+    read: Callable[[list[jax.Array]], T] = dataclasses.field(metadata=_STATIC)
+    aliases: Sequence[tuple[int, int]] = dataclasses.field(default=(), metadata=_STATIC)
 
     def run(self) -> T:
         return self.read(call(self.target, self.operands, self.results, self.aliases, **self.attributes))

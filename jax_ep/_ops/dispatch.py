@@ -10,6 +10,7 @@ from jax_ep import _checks, checkpoint_names
 from jax_ep._checks import PyTree
 from jax_ep._extension import Implementation
 from jax_ep._group.group import Group, ranks_of, resolve_implementation
+from jax_ep._jax.ffi_call import Call
 from jax_ep._jax.sharding import align_axes, unshard
 from jax_ep._ops.arguments import OpArguments, count_invalid, wrong_valid_tokens
 from jax_ep._ops.dispatched import DispatchedByExpert, DispatchedByRank
@@ -31,6 +32,7 @@ from jax_ep._transport.routing import (
 )
 
 Rows = TypeVar("Rows")
+Computed = TypeVar("Computed")
 
 
 @overload
@@ -215,7 +217,7 @@ def dispatch(
         no `DispatchStatistics`, or a gradient was requested through rows of quantize="fp8" in an op
         that has none for them, or through a dispatch with active_ranks or on_timeout="mask".
     """
-    return dispatch_as(
+    sent, _ = dispatch_as(
         OpArguments("dispatch"),
         x,
         topk_idx,
@@ -235,6 +237,7 @@ def dispatch(
         statistics=statistics,
         implementation=implementation,
     )
+    return sent
 
 
 def dispatch_as(
@@ -257,8 +260,12 @@ def dispatch_as(
     on_timeout: OnTimeout = "raise",
     statistics: DispatchStatistics | None = None,
     implementation: str | Asynchronous | None,
-) -> DispatchedByRank[PyTree] | DispatchedByExpert[PyTree]:
-    """Does what `dispatch` does. Errors in its arguments name the op of `check`."""
+    beside: Call[Computed] | None = None,
+) -> tuple[DispatchedByRank[PyTree] | DispatchedByExpert[PyTree], Computed | None]:
+    """Does what `dispatch` does. Errors in its arguments name the op of `check`.
+
+    Also returns the result of a call that runs at the same time, if there is one and it could do so.
+    """
     check.require_manual(group)
     resolve_implementation(group, requested_implementation(implementation))  # raises before the other checks
     if not isinstance(order, str) or order not in ("rank", "expert", "expert_padded"):
@@ -294,9 +301,10 @@ def dispatch_as(
     with jax.named_scope("jax_ep.dispatch"):
         backend = choose(group, implementation, is_empty=routing.is_empty)
         if quantize is None:
-            rows, out = send(backend, routing, payload, ids, weights, attendance)
+            rows, out = send(backend, routing, payload, ids, weights, attendance, beside)
         else:
-            rows, out = send_fp8(backend, routing, payload, ids, weights, attendance, quantize, round_scale)
+            options = quantize, round_scale
+            rows, out = send_fp8(backend, routing, payload, ids, weights, attendance, *options, beside)
         arrived_weights = in_buffers(routing, name_all(out.weights, checkpoint_names.weights))
     if statistics is not None:
         statistics = add_to(statistics, out)
@@ -321,10 +329,11 @@ def dispatch_as(
     checked = debug.check(check.op, checked, find, routing.ranks, alone=out.attended.may_miss)
     common = {"x": rows, **checked}
     if out.topk_idx is not None:
-        return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common)
+        return DispatchedByRank(topk_idx=out.topk_idx, topk_weights=arrived_weights, **common), out.beside
     assert out.group_sizes is not None  # by expert
     common["handle"] = dataclasses.replace(checked["handle"], has_weights=weights is not None)
-    return DispatchedByExpert(row_weights=arrived_weights, group_sizes=out.group_sizes, **common)
+    sent = DispatchedByExpert(row_weights=arrived_weights, group_sizes=out.group_sizes, **common)
+    return sent, out.beside
 
 
 def _capacity_and_alignment(

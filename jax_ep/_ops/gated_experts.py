@@ -1,7 +1,9 @@
 """GatedExperts: what the experts of a layer are, for `moe` in the place of a function."""
 
 import dataclasses
-from typing import Any, Literal
+import functools
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,17 @@ from jax.typing import ArrayLike
 
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.fp8_operands import QuantizedWeights
+from jax_ep._experts.mlp import MlpCall, up, up_factors
 from jax_ep._experts.products import PrecisionName
 from jax_ep._extension import Implementation
+from jax_ep._jax.custom_vjp import attached
+from jax_ep._jax.ffi_call import Call
+from jax_ep._ops.beside import LayerCall, engine_beside
 from jax_ep._ops.dispatched import DispatchedByExpert
-from jax_ep._ops.expert_layer import LayerCall, expert_layer
+from jax_ep._ops.expert_layer import Shared, expert_layer
 from jax_ep._ops.gated_mlp import gated_mlp, prepare
 from jax_ep._rows.fp8 import QuantizedArray
-from jax_ep._rows.weights import PhysicalWeights
+from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
 from jax_ep._transport.backend import Backend, Push
 
 # Of a field that is part of the program, and no array.
@@ -48,9 +54,9 @@ class GatedExperts:
       precision: of products of float32 operands, as for `grouped_dot`.
       num_sms: how many SMs the products take at most, as for `grouped_dot`.
       implementation: None, "ffi" or "xla": that of the products.
-      overlap: if true, `moe` combines rows while products run, on three or more GPUs of one host, in a
-        `shard_map` over all mesh axes: the tokens' gradient beside that of w_up, and sums without b_down
-        beside the second product. Results have the same bits, but rows of both need memory at once.
+      overlap: whether `moe` moves rows while products run, where it can: between GPUs of one host, in a
+        `shard_map` over all mesh axes. None: where that was measured to be faster (docs/howto/overlap.md).
+        Results have the same bits, but rows of both need memory at once.
     """
 
     w_up: ArrayLike | PhysicalWeights | QuantizedWeights
@@ -64,7 +70,7 @@ class GatedExperts:
     precision: PrecisionName | jax.lax.Precision | None = dataclasses.field(default=None, metadata=_STATIC)
     num_sms: int | None = dataclasses.field(default=None, metadata=_STATIC)
     implementation: Implementation | None = dataclasses.field(default=None, metadata=_STATIC)
-    overlap: bool = dataclasses.field(default=True, metadata=_STATIC)
+    overlap: bool | None = dataclasses.field(default=None, metadata=_STATIC)
 
     @property
     def num_experts(self) -> int:
@@ -74,8 +80,15 @@ class GatedExperts:
 
     def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
         """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
-        options = _mlp_options(self, row_weights)
+        options = mlp_options(self, row_weights)
         return gated_mlp(sent.x, self.w_up, self.w_down, sent.group_sizes, **options)
+
+
+class SharedExpert(NamedTuple):
+    """A shared expert, as `combined_rows` takes it."""
+
+    call: MlpCall
+    arrays: Shared
 
 
 def combined_rows(
@@ -86,23 +99,49 @@ def combined_rows(
     *,
     applies_weights: bool,
     quantizes_gradient: bool,
+    shared: SharedExpert | None,
 ) -> jax.Array:
     """Returns the sums [T, H] of the experts' rows. Their gradient goes to the tokens, not to `sent`.
 
-    `sent` is the dispatch of these tokens. `applies_weights`: the experts apply the row weights, and the
-    combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
+    A shared expert's rows are added. `sent` is the dispatch of these tokens. `applies_weights`: the experts
+    apply the row weights, and the combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
     """
     rows = sent.x
     if isinstance(rows, QuantizedArray):
         rows = dataclasses.replace(rows, carrier=None)
     assert sent.row_weights is not None
-    options = _mlp_options(experts, sent.row_weights if applies_weights else None)
+    options = mlp_options(experts, sent.row_weights if applies_weights else None)
     mlp, operands = prepare(rows, experts.w_up, experts.w_down, sent.group_sizes, **options)
-    call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap)
-    return expert_layer(call, sent.handle, tokens, sent.row_weights, operands)
+    of_shared, arrays = (None, None) if shared is None else shared
+    call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap, of_shared)
+    return expert_layer(call, sent.handle, tokens, sent.row_weights, operands, arrays)
 
 
-def _mlp_options(experts: GatedExperts, row_weights: jax.Array | None) -> dict[str, Any]:
+def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLike | None) -> SharedExpert:
+    """Returns the shared expert of tokens [T, H], of which the first are valid."""
+    valid = x.shape[0] if num_valid_tokens is None else num_valid_tokens
+    sizes = jnp.clip(jnp.asarray(valid, jnp.int32).reshape(1), 0, x.shape[0])
+    call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **mlp_options(shared, None))
+    return SharedExpert(call, Shared(operands))
+
+
+def first_product_of(shared: SharedExpert, backend: Backend, overlap: bool | None) -> Call[Matrices] | None:
+    """Returns the call of a shared expert's first product, if it should run beside the dispatch."""
+    call, operands = shared.call, shared.arrays.operands
+    engine = engine_beside(call, backend, overlap, math.prod(operands.rows.shape))
+    return None if engine is None else engine.call_of(up_factors(call, jax.lax.stop_gradient(operands)))
+
+
+def with_first_product(shared: SharedExpert, computed: Matrices | None) -> SharedExpert:
+    """Returns the shared expert, whose first product was computed, if it was."""
+    call, operands = shared.call, shared.arrays.operands
+    product = None if computed is None else as_array(computed)
+    if product is not None and call.quantize is None:  # in FP8 it has no second derivative
+        product = attached(functools.partial(up, call), product, operands)
+    return SharedExpert(call, Shared(operands, product))
+
+
+def mlp_options(experts: GatedExperts, row_weights: jax.Array | None) -> dict[str, Any]:
     """Returns the keyword arguments of `gated_mlp`."""
     return {
         "b_up": _bias(experts.b_up),

@@ -17,10 +17,17 @@ from jax_ep._ops.balance import balance_as
 from jax_ep._ops.combine import combine_as
 from jax_ep._ops.dispatch import dispatch_as
 from jax_ep._ops.dispatched import DispatchedByExpert
-from jax_ep._ops.gated_experts import GatedExperts, combined_rows
+from jax_ep._ops.gated_experts import (
+    GatedExperts,
+    combined_rows,
+    first_product_of,
+    shared_expert,
+    with_first_product,
+)
 from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.backend import Push
+from jax_ep._transport.choice import choose
 from jax_ep._transport.fp8_rows import Quantize, check_quantize_gradient
 from jax_ep._transport.payload import Payload
 
@@ -79,6 +86,7 @@ def moe(
     num_redundant_experts: int = 0,
     expert_params: PyTree = None,
     experts_apply_weights: bool = False,
+    shared: GatedExperts | None = None,
     return_stats: Literal[False] = False,
     implementation: Implementation | None = None,
 ) -> Sums: ...
@@ -103,6 +111,7 @@ def moe(
     num_redundant_experts: int = 0,
     expert_params: PyTree = None,
     experts_apply_weights: bool = False,
+    shared: GatedExperts | None = None,
     return_stats: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[Sums, MoEStats]: ...
@@ -126,6 +135,7 @@ def moe(
     num_redundant_experts: int = 0,
     expert_params: PyTree = None,
     experts_apply_weights: bool = False,
+    shared: GatedExperts | None = None,
     return_stats: bool = False,
     implementation: Implementation | None = None,
 ) -> Sums | tuple[Sums, MoEStats]:
@@ -177,13 +187,18 @@ def moe(
         `gated_mlp` does with `row_weights`, and `moe` sums the rows that it returns. If it applies them
         before its last product, the backward pass does not need these rows, which saves memory, or under
         `jax.checkpoint` a product. `GatedExperts` applies them there.
+      shared: a shared expert, which every token goes to with weight 1: `GatedExperts` of one expert, whose
+        w_up is [1, H, 2, F'] and w_down [1, F', H]. Each rank computes it for its own tokens, and its rows
+        are added to the sums. Needs `GatedExperts` as expert_fn, whose `overlap` says whether the shared
+        expert's products run while rows travel.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla": that of communication. The ops that expert_fn calls take their
         own `implementation`.
 
     Returns:
       [..., T, H'] sums over k of topk_weights[..., k] * expert_k(x), or of expert_k(x) with
-      experts_apply_weights, in the dtype of expert_fn's result; with return_stats `(sums, MoEStats)`.
+      experts_apply_weights, in the dtype of expert_fn's result, plus rows of a shared expert; with
+      return_stats `(sums, MoEStats)`.
 
     Raises:
       ValueError: an argument is out of range or does not fit the others, expert_fn returned another number
@@ -216,6 +231,8 @@ def moe(
             f"{type(expert_fn).__name__}"
         )
     experts = expert_fn if isinstance(expert_fn, GatedExperts) else None
+    if shared is not None:
+        _check_shared(shared, experts)
     round_scale = False
     if experts is not None:
         if expert_params is not None:
@@ -237,6 +254,10 @@ def moe(
     if experts is None:
         _check_signature(expert_fn, ("sent",) if expert_params is None else ("sent", "params"))
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
+    beside = of_shared = None
+    if experts is not None and shared is not None:
+        of_shared = shared_expert(shared, x, num_valid_tokens)
+        beside = first_product_of(of_shared, choose(group, implementation), experts.overlap)
     placement = None
     if num_redundant_experts:
         if num_valid_tokens is not None:
@@ -254,7 +275,7 @@ def moe(
         if capacity is None and capacity_factor is None:
             alignment = check.at_least_one("expert_alignment", expert_alignment)
             capacity = placement.capacity(alignment)
-    sent = dispatch_as(
+    sent, product = dispatch_as(
         check,
         x,
         topk_idx,
@@ -269,6 +290,7 @@ def moe(
         round_scale=round_scale,
         num_valid_tokens=None if num_redundant_experts else num_valid_tokens,
         implementation=implementation,
+        beside=beside,
     )
     assert isinstance(sent, DispatchedByExpert)
     if expert_params is not None and not num_redundant_experts:
@@ -289,6 +311,7 @@ def moe(
             backend,
             applies_weights=experts_apply_weights,
             quantizes_gradient=quantize_gradient is not None,
+            shared=None if of_shared is None else with_first_product(of_shared, product),
         )
     else:
         with jax.named_scope("jax_ep.experts"):
@@ -322,6 +345,20 @@ def moe(
             num_replicas=placement.num_replicas,
         )
     return out, stats
+
+
+def _check_shared(shared: object, experts: GatedExperts | None) -> None:
+    if not isinstance(shared, GatedExperts) or experts is None:
+        raise TypeError(
+            "moe: shared must be GatedExperts, and so must be what computes the other experts, got "
+            f"{type(shared).__name__} beside {'a function' if experts is None else 'GatedExperts'}; compute "
+            "it by yourself, and add it to what moe returns"
+        )
+    if shared.num_experts != 1:
+        raise ValueError(
+            f"moe: shared must be one expert, with w_up [1, H, 2, F] and w_down [1, F, H], got "
+            f"{shared.num_experts}; several are one whose F is the sum of theirs"
+        )
 
 
 def _check_signature(expert_fn: Callable[..., object], arguments: tuple[str, ...]) -> None:

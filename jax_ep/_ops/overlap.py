@@ -173,28 +173,27 @@ def dispatch_start(
     Raises:
       ValueError, TypeError: as `dispatch`.
     """
-    return Pending(
-        dispatch_as(
-            OpArguments("dispatch_start"),
-            x,
-            topk_idx,
-            topk_weights,
-            group=group,
-            num_experts=num_experts,
-            order=order,
-            capacity=capacity,
-            capacity_factor=capacity_factor,
-            host_capacity=host_capacity,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            round_scale=round_scale,
-            num_valid_tokens=num_valid_tokens,
-            active_ranks=active_ranks,
-            on_timeout=on_timeout,
-            statistics=statistics,
-            implementation=Asynchronous(implementation),
-        )
+    sent, _ = dispatch_as(
+        OpArguments("dispatch_start"),
+        x,
+        topk_idx,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        order=order,
+        capacity=capacity,
+        capacity_factor=capacity_factor,
+        host_capacity=host_capacity,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        round_scale=round_scale,
+        num_valid_tokens=num_valid_tokens,
+        active_ranks=active_ranks,
+        on_timeout=on_timeout,
+        statistics=statistics,
+        implementation=Asynchronous(implementation),
     )
+    return Pending(sent)
 
 
 @overload

@@ -8,12 +8,13 @@ new option of an op is a field of `Push` or `Pull`.
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.typing import DTypeLike
 
 from jax_ep._group.ranks import Ranks
+from jax_ep._jax.ffi_call import Call
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.routing import Handle, Routing
@@ -43,6 +44,8 @@ class Push:
     products [C] of the rows, before they are scaled, with the factors."""
     packing: Packing = dataclasses.field(default=Packing.NONE, metadata={"static": True})
     """Only `route` packs rows. The only leaf then arrives as two: values and scales."""
+    beside: Call[Any] | None = None
+    """A product that `route` of `Ffi` computes at the same time on GPUs: `Routed.beside`."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +74,7 @@ class Routed(NamedTuple):
     num_dropped: jax.Array  # [1]
     attended: AttendanceResult
     handle: Handle
+    beside: Any = None  # what `Push.beside` computes, if it was computed
 
 
 class LayoutCounts(NamedTuple):

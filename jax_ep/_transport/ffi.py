@@ -5,6 +5,7 @@ the benchmark, which measures the links with it.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ import numpy as np
 
 from jax_ep import _extension
 from jax_ep._group.ranks import Ranks
-from jax_ep._jax.ffi_call import Attribute, Call, Result, call, or_scalar
+from jax_ep._jax.ffi_call import Attribute, Call, Result, call, or_scalar, run_beside
 from jax_ep._jax.platform import on_platform
 from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, quantize_blocks
 from jax_ep._rows.quantize import quantize_by_kernel
@@ -23,7 +24,7 @@ from jax_ep._transport import collectives
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import mesh_position
-from jax_ep._transport.ffi_local import INT, FfiLocal, by_name, call_named, rows_like, scratch
+from jax_ep._transport.ffi_local import INT, FfiLocal, by_name, rows_like, scratch
 from jax_ep._transport.routing import ORDERS, Handle, Routing, placed_handle
 
 
@@ -148,12 +149,16 @@ class Ffi:
             **_attendance_types(routing, attendance),
         }
         operands = [topk_idx, or_scalar(topk_weights), or_scalar(attendance.active_ranks, INT), *leaves]
-        named, rows = call_named(
+        arrived = rows_like(leaves if packing is Packing.NONE else _fp8_types(*leaves), routing.capacity)
+        route = Call(
             "route",
             [_position(self.ranks, operands), *operands],
-            results,
-            rows_like(leaves if packing is Packing.NONE else _fp8_types(*leaves), routing.capacity),
+            [*results.values(), *arrived],
             _routing_attributes(routing, attendance.masks, packing),
+            functools.partial(by_name, results),
+        )
+        (named, rows), computed = (
+            (route.run(), None) if sent.beside is None else run_beside(route, sent.beside)
         )
         handle = Handle(
             topk_idx=named["topk_idx"],
@@ -174,6 +179,7 @@ class Ffi:
             num_dropped=named["num_dropped"],
             attended=_read_attendance(attendance, named),
             handle=handle,
+            beside=computed,
         )
 
     def all_gather(self, numbers: jax.Array) -> jax.Array:
@@ -201,8 +207,7 @@ class Ffi:
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is None:
-            weights, moved = self._push(handle, sent)
-            return tuple(moved), None if sent.weights is None else weights
+            return self.push_call(handle, sent).run()
         leaves = sent.leaves
         scaled: list[jax.Array] = list(leaves)
         all_dots: Any = 0
@@ -210,26 +215,32 @@ class Ffi:
         for dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
             places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
             alike, factors = (tuple(arrays[i] for i in places) for arrays in (leaves, sent.factors))
-            dots, moved = self._push(handle, dataclasses.replace(sent, leaves=alike, factors=factors))
+            moved, dots = self.push_call(
+                handle, dataclasses.replace(sent, leaves=alike, factors=factors)
+            ).run()
             all_dots = all_dots + dots
             for i, rows in zip(places, moved, strict=True):
                 scaled[i] = rows
         return tuple(scaled), all_dots
 
-    def _push(self, handle: Handle, sent: Push) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the weights, or dot products, that arrive, and the rows."""
+    def push_call(self, handle: Handle, sent: Push) -> Call[tuple[Leaves, jax.Array | None]]:
+        """Returns the call of a push. If it scales its leaves, all have one dtype."""
         routing = handle.routing
         weighs = sent.weights is not None or sent.row_weights is not None
         weights = [or_scalar(sent.weights), or_scalar(sent.row_weights)]
         operands = [*_handle_arrays(handle), *weights, *sent.leaves, *sent.factors]
-        weights, *moved = call(
+
+        def read(arrays: list[jax.Array]) -> tuple[Leaves, jax.Array | None]:
+            weights, *moved = arrays
+            return tuple(moved), weights if weighs else None
+
+        return Call(
             "push",
             [_position(self.ranks, operands), *operands],
             [_weights_type(routing, weighs), *rows_like(sent.leaves, routing.capacity)],
-            (),
-            **_routing_attributes(routing),
+            _routing_attributes(routing),
+            read,
         )
-        return weights, moved
 
     def pull(
         self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS

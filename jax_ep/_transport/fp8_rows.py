@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_ep import _checks, checkpoint_names
 from jax_ep._checks import Arguments, PyTree, TreeDef
 from jax_ep._jax.custom_vjp import custom_vjp, without_gradient
+from jax_ep._jax.ffi_call import Call
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable
@@ -77,15 +78,16 @@ def send_fp8(
     attendance: Attendance,
     quantize: Quantize,
     round_scale: bool,
+    beside: Call[Any] | None = None,
 ) -> tuple[jax.Array | QuantizedArray, Routed]:
     """Does what `send` does, with rows that travel as FP8, and arrive as `quantize` specifies."""
     (x,) = payload.leaves
     if backend.packs_fp8(routing, x):
         packing = Packing.FP8_ROUNDED if round_scale else Packing.FP8
-        packed_sent = Push(payload.leaves, topk_weights, packing=packing)
+        packed_sent = Push(payload.leaves, topk_weights, packing=packing, beside=beside)
         routed = _route_as_fp8(backend, routing, topk_idx, packed_sent, attendance)
     else:
-        packed_sent = Push(_pack(backend, x, round_scale), topk_weights)
+        packed_sent = Push(_pack(backend, x, round_scale), topk_weights, beside=beside)
         routed = route(backend, routing, topk_idx, packed_sent, attendance)
     sent = Push(payload.leaves, topk_weights)
     packed = _unpack(name_all(routed.rows, checkpoint_names.rows))
@@ -135,12 +137,23 @@ def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> Mo
 
 def pull_backward_as_fp8(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     """Computes what `pull_backward` does, of one leaf without weights to return, by rows in FP8."""
-    handle, scaled, biases = saved
+    handle, _, _ = saved
+    moved = push(backend, handle, cotangents_sent_as_fp8(backend, cotangents))
+    return None, cotangents_of_fp8(saved, cotangents, moved)
+
+
+def cotangents_sent_as_fp8(backend: Backend, cotangents: Moved) -> Push:
     ((cotangent,), _) = cotangents
-    sent, _ = push(backend, handle, Push(_pack(backend, cotangent, False, COTANGENT_FLOOR)))
+    return Push(_pack(backend, cotangent, False, COTANGENT_FLOOR))
+
+
+def cotangents_of_fp8(saved: Pulled, cotangents: Moved, moved: Moved) -> Pull:
+    """Returns the cotangents of a pull's operands, of which `moved` arrived by `cotangents_sent_as_fp8`."""
+    handle, scaled, biases = saved
+    ((cotangent,), _), (sent, _) = cotangents, moved
     d_biases = tuple(cotangent.astype(bias.dtype) for bias in biases)
     if scaled is None:
-        return None, Pull((dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases)
+        return Pull((dequantize_fp8(_unpack(sent), cotangent.dtype),), None, d_biases)
     (rows,), row_weights = scaled
     wide = dequantize_fp8(_unpack(sent), jnp.float32)
     arrived, others, weights = (
@@ -148,7 +161,7 @@ def pull_backward_as_fp8(backend: Backend, saved: Pulled, cotangents: Moved) -> 
     )
     d_rows = (arrived * weights).astype(rows.dtype).reshape(rows.shape)
     d_row_weights = jnp.sum(arrived * others, axis=1).astype(row_weights.dtype)
-    return None, Pull((d_rows,), d_row_weights, d_biases)
+    return Pull((d_rows,), d_row_weights, d_biases)
 
 
 pull_with_fp8_gradient.defvjp(pull_forward, pull_backward_as_fp8)

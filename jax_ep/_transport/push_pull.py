@@ -5,7 +5,7 @@ the handle of the forward pass, so nothing is routed twice.
 """
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_ep import checkpoint_names
 from jax_ep._checks import PyTree
 from jax_ep._jax.custom_vjp import custom_vjp, inlined, nonzero_cotangents, primal_values
+from jax_ep._jax.ffi_call import Call
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
@@ -44,10 +45,12 @@ def send(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
     attendance: Attendance,
+    beside: Call[Any] | None = None,
 ) -> tuple[PyTree, Routed]:
     """Routes a payload. Returns the rows that arrive, as users get them, and the other results."""
     sent = Push(payload.leaves, topk_weights)
-    out = attach(backend, route(backend, routing, topk_idx, sent, attendance), sent, attendance)
+    routed = route(backend, routing, topk_idx, dataclasses.replace(sent, beside=beside), attendance)
+    out = attach(backend, routed, sent, attendance)
     return arrived(routing, payload, out.rows), out
 
 
@@ -72,9 +75,9 @@ def route(
 
 
 def name_indices(routed: Routed) -> Routed:
-    """Names everything except the rows and weights for `jax.checkpoint`."""
-    named = name_all(routed._replace(rows=(), weights=None), checkpoint_names.handle)
-    return named._replace(rows=routed.rows, weights=routed.weights)
+    """Names everything except the rows, weights and what was computed beside them for `jax.checkpoint`."""
+    named = name_all(routed._replace(rows=(), weights=None, beside=None), checkpoint_names.handle)
+    return named._replace(rows=routed.rows, weights=routed.weights, beside=routed.beside)
 
 
 def attach(backend: Backend, routed: Routed, sent: Push, attendance: Attendance) -> Routed:
@@ -192,15 +195,33 @@ def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Moved,
 
 def pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
     """Computes, for row c of token t: d row = weight * cotangent[t], d weight = <row, cotangent[t]>."""
-    handle, scaled, biases = saved
-    sums, returned = cotangents
-    d_biases = tuple(sums[0].astype(bias.dtype) for bias in biases)
+    handle, scaled, _ = saved
+    sent = cotangents_sent(saved, cotangents)
     if scaled is None:
-        d_rows, d_weights = push(backend, handle, Push(sums, returned))
-        return None, Pull(d_rows, None, d_biases, d_weights)
+        return None, cotangents_of(saved, cotangents, push(backend, handle, sent))
+    moved = push_scaled(backend, handle, sent.leaves, *scaled)
+    return None, cotangents_of(saved, cotangents, moved)
+
+
+def cotangents_sent(saved: Pulled, cotangents: Moved) -> Push:
+    """Returns the push that is the transpose of a pull."""
+    _, scaled, _ = saved
+    sums, returned = cotangents
+    if scaled is None:
+        return Push(sums, returned)
     rows, row_weights = scaled
-    d_rows, d_row_weights = push_scaled(backend, handle, sums, rows, row_weights)
-    return None, Pull(d_rows, d_row_weights, d_biases)
+    return Push(sums, row_weights=row_weights, factors=rows)
+
+
+def cotangents_of(saved: Pulled, cotangents: Moved, moved: Moved) -> Pull:
+    """Returns the cotangents of a pull's operands, of which `moved` arrived by `cotangents_sent`."""
+    _, scaled, biases = saved
+    sums, _ = cotangents
+    d_biases = tuple(sums[0].astype(bias.dtype) for bias in biases)
+    d_rows, d_weights = moved
+    if scaled is None:
+        return Pull(d_rows, None, d_biases, d_weights)
+    return Pull(d_rows, d_weights, d_biases)
 
 
 pull.defvjp(pull_forward, pull_backward)

@@ -58,7 +58,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Ops that are made of other ops.
 COMPOSED = {
     "moe": {"balance", "replicate", "dispatch", "dispatched", "combine", "gated_experts"},
-    "gated_experts": {"dispatched", "expert_layer", "gated_mlp"},
+    "gated_experts": {"beside", "dispatched", "expert_layer", "gated_mlp"},
+    "expert_layer": {"beside"},
     "overlap": {"dispatch", "dispatched", "combine", "replicate", "statistics"},
     "dispatch": {"dispatched", "statistics"},
     "dispatched": {"statistics"},

@@ -1,5 +1,6 @@
 """GatedExperts: the same values and gradients as the function that it stands for."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep._ops import expert_layer, moe
+from jax_ep._ops import moe
 from jax_ep._ops.gated_experts import combined_rows
 
 pytestmark = pytest.mark.processes
@@ -21,7 +22,7 @@ E = R * L
 
 
 @functools.cache
-def inputs(dtype, width=H, has_biases=True):
+def inputs(dtype, width=H, has_biases=True, is_shared=False):
     ids = jnp.asarray(routing("sprinkled", R, T, K, E).reshape(-1, K))
     arrays = {
         "x": jnp.asarray(floats((R * T, width)), dtype),
@@ -31,7 +32,13 @@ def inputs(dtype, width=H, has_biases=True):
         "b_up": jnp.asarray(floats((E, 2, F), seed=5), dtype),
         "b_down": jnp.asarray(floats((E, width), seed=6), dtype),
     }
-    return ids, arrays if has_biases else {k: v for k, v in arrays.items() if not k.startswith("b_")}
+    if not has_biases:
+        arrays = {name: array for name, array in arrays.items() if not name.startswith("b_")}
+    if is_shared:  # each rank has its own, so that mixed up gradients differ
+        arrays["s_up"] = jnp.asarray(floats((R, width, 2, F), seed=7) / width**0.5, dtype)
+        arrays["s_down"] = jnp.asarray(floats((R, F, width), seed=8) / F**0.5, dtype)
+        arrays["s_bias"] = jnp.asarray(floats((R, width), seed=9), dtype)
+    return ids, arrays
 
 
 def value_and_gradients(shard, dtype, **options):
@@ -48,9 +55,12 @@ def value_and_gradients(shard, dtype, **options):
 
 
 def by_object(moe_options, **options):
-    def shard(ids, x, weights, **arrays):
+    def shard(ids, x, weights, s_up=None, s_down=None, s_bias=None, **arrays):
         experts = jax_ep.GatedExperts(**arrays, **options)
-        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, **moe_options)
+        shared = None
+        if s_up is not None:
+            shared = dataclasses.replace(experts, w_up=s_up, w_down=s_down, b_up=None, b_down=s_bias)
+        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, shared=shared, **moe_options)
 
     return shard
 
@@ -58,7 +68,7 @@ def by_object(moe_options, **options):
 def by_function(moe_options, redundant=0, **options):
     applies = moe_options.get("experts_apply_weights", False)
 
-    def shard(ids, x, weights, **arrays):
+    def shard(ids, x, weights, s_up=None, s_down=None, s_bias=None, **arrays):
         def experts(sent, arrays=arrays):
             biases = {name: jnp.asarray(arrays[name]) for name in ("b_up", "b_down")}
             row_weights = sent.row_weights if applies else None
@@ -73,9 +83,14 @@ def by_function(moe_options, redundant=0, **options):
             )
 
         given = {"expert_params": arrays} if redundant else {}
-        return jax_ep.moe(
+        sums = jax_ep.moe(
             x, ids, weights, experts, group=ranks(R).group, num_experts=E, **given, **moe_options
         )
+        if s_up is None:
+            return sums
+        num_valid = moe_options.get("num_valid_tokens", T)
+        sizes = jnp.asarray([num_valid], jnp.int32)
+        return sums + jax_ep.gated_mlp(x, s_up, s_down, sizes, b_down=s_bias, **options)
 
     return shard
 
@@ -93,12 +108,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# With a shared expert.
+SHARED = {
+    "shared": (jnp.float32, {"num_valid_tokens": 7}, {"activation": "gelu"}, {}),
+    "shared, weights": (jnp.float32, {"experts_apply_weights": True}, {"save": "inputs"}, {}),
+    "shared, fp8": (jnp.bfloat16, {"num_redundant_experts": 1}, {"quantize": "fp8_all"}, {"quantize": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES | SHARED)
 def test_equals_the_function(case):
-    dtype, moe_options, options, told = CASES[case]
+    dtype, moe_options, options, told = (CASES | SHARED)[case]
     redundant = moe_options.get("num_redundant_experts", 0)
-    got = value_and_gradients(by_object(moe_options, **options), dtype)
-    want = value_and_gradients(by_function({**moe_options, **told}, redundant, **options), dtype)
+    given = {"is_shared": case in SHARED}
+    got = value_and_gradients(by_object(moe_options, **options), dtype, **given)
+    want = value_and_gradients(by_function({**moe_options, **told}, redundant, **options), dtype, **given)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert all(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(want))
 
@@ -117,34 +141,43 @@ def test_in_a_function():
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="Nothing overlaps on CPUs.")
-@pytest.mark.parametrize("weights_first", [False, True])
-@pytest.mark.parametrize("quantize", [None, "fp8", "fp8_all"])
-def test_overlap_changes_no_bit(quantize, weights_first, monkeypatch):
-    monkeypatch.setattr(expert_layer, "_MIN_ELEMENTS", 1)
-    monkeypatch.setattr(expert_layer, "_MIN_RANKS", 2)
+@pytest.mark.parametrize(
+    ("quantize", "save", "weights_first", "is_shared"),
+    [
+        (None, "preactivation", False, False),
+        (None, "inputs", True, False),
+        (None, "inputs", False, True),
+        ("fp8", "preactivation", True, False),
+        ("fp8", "inputs", False, True),
+        ("fp8_all", "preactivation", False, True),
+        ("fp8_all", "inputs", True, True),
+    ],
+)
+def test_overlap_changes_no_bit(quantize, save, weights_first, is_shared):
     options = {"experts_apply_weights": weights_first}
     given = {"width": 1536, "has_biases": False}  # a second product of 1024 columns, and of 512
 
     def results(overlap):
-        shard = by_object(options, quantize=quantize, overlap=overlap)
-        return value_and_gradients(shard, jnp.bfloat16, **given)
+        shard = by_object(options, quantize=quantize, save=save, overlap=overlap)
+        return value_and_gradients(shard, jnp.bfloat16, **given, is_shared=is_shared)
 
     jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("save", ["preactivation", "inputs"])
+def test_second_derivatives(save):
     """Those of the function form, also where communication runs beside products."""
 
-    def second(make):
+    def second(make, **options):
         def penalty(ids, arrays):
-            shard = make({"experts_apply_weights": True}, precision="highest")
+            shard = make({"experts_apply_weights": True}, precision="highest", save=save, **options)
             square = lambda arrays: jnp.sum(ranks(R).map(lambda ids, a: shard(ids, **a))(ids, arrays) ** 2)
             return jnp.sum(jax.grad(square)(arrays)["x"] ** 2)
 
-        ids, arrays = inputs(jnp.float32)
+        ids, arrays = inputs(jnp.float32, is_shared=True)
         return jax.jit(jax.grad(penalty, argnums=1))(ids, arrays)
 
-    got, want = second(by_object), second(by_function)
+    got, want = second(by_object, overlap=True), second(by_function)
     for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6 * np.max(np.abs(other)))
 
@@ -226,6 +259,17 @@ def test_quantized_weights():
 def test_refuses(options, error):
     with pytest.raises(ValueError, match=error):
         value_and_gradients(by_object(options), jnp.float32)
+
+
+def test_a_shared_expert_is_one_and_needs_gated_experts():
+    def shard(make, ids, x, weights, w_up, w_down, **biases):
+        shared = jax_ep.GatedExperts(w_up, w_down)  # of two
+        return jax_ep.moe(x, ids, weights, make(shared), group=ranks(R).group, num_experts=E, shared=shared)
+
+    with pytest.raises(ValueError, match=r"shared must be one expert.*got 2"):
+        value_and_gradients(functools.partial(shard, lambda shared: shared), jnp.float32)
+    with pytest.raises(TypeError, match="got GatedExperts beside a function"):
+        value_and_gradients(functools.partial(shard, lambda _: lambda sent: sent.x), jnp.float32)
 
 
 def test_a_function_needs_the_number_of_experts():

@@ -1,5 +1,6 @@
 """Programs lowered for CUDA on any machine: what a GPU would be asked to run."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,7 @@ from layers import E, R, inputs, layer
 
 import jax_ep
 from jax_ep import _extension
-from jax_ep._ops import expert_layer
+from jax_ep._ops import beside
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
@@ -81,46 +82,62 @@ def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
 
 
 def count_layer_calls(
-    gpu_group, monkeypatch, width=2048, wanted=(0, 1, 2, 3), overlap=True, weights_first=False
+    gpu_group, monkeypatch, width=2048, wanted=(0, 1, 2, 3), shared=False, weights_first=False, **options
 ):
     """Returns the calls of a layer, and of the gradients that are wanted: of x, w, w_up and w_down."""
     monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
-    monkeypatch.setattr(expert_layer, "_MIN_ELEMENTS", 1)
-    monkeypatch.setattr(expert_layer, "_MIN_RANKS", 1)
     on = ranks(R)
     x, ids, w = inputs()
     arrays = jnp.ones((x.shape[0], width)), w, jnp.ones((E, width, 32)), jnp.ones((E, 16, width))
 
     def shard(ids, x, w, up, down):
-        experts = jax_ep.GatedExperts(up, down, overlap=overlap)
-        options = {"experts_apply_weights": weights_first, "implementation": "ffi"}
-        return jax_ep.moe(x, ids, w, experts, group=gpu_group, **options)
+        experts = jax_ep.GatedExperts(up, down, **options)
+        layer_options = {"experts_apply_weights": weights_first, "implementation": "ffi"}
+        if shared:
+            layer_options["shared"] = dataclasses.replace(experts, w_up=up[:1], w_down=down[:1])
+        return jax_ep.moe(x, ids, w, experts, group=gpu_group, **layer_options)
 
     loss = lambda *arrays: jnp.sum(on.map(shard)(ids, *arrays))
     program = jax.jit(jax.value_and_grad(loss, argnums=wanted) if wanted else loss)
     return count_calls(program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text("hlo"))
 
 
-@pytest.mark.parametrize("weights_first", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_communication_beside_products_lowers_for_cuda(overlap, weights_first, gpu_group, monkeypatch):
-    """Two combines run beside a product: of columns that are ready, and of the tokens' gradient."""
-    options = {"overlap": overlap, "weights_first": weights_first}
-    got = count_layer_calls(gpu_group, monkeypatch, **options)
-    in_parts = overlap and weights_first
-    beside = overlap + in_parts
-    counts = {"route": 1, "push": 1, "pull": 2 + in_parts - beside, "grouped_dot": 6 + in_parts - beside}
-    assert got == counts | ({"pull_beside": beside} if beside else {})
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"overlap": False}, {"route": 1, "push": 1, "pull": 2, "grouped_dot": 6}),
+        # Tokens' gradients travel beside the gradient of w_up.
+        ({}, {"route": 1, "push": 1, "pull": 1, "pull_beside": 1, "grouped_dot": 5}),
+        # So do sums of columns that are ready.
+        ({"weights_first": True}, {"route": 1, "push": 1, "pull": 1, "pull_beside": 2, "grouped_dot": 5}),
+        # The first product is repeated beside the cotangents of the sums.
+        ({"save": "inputs"}, {"route": 1, "push_beside": 1, "pull": 1, "pull_beside": 1, "grouped_dot": 5}),
+        # A shared expert's products run beside the dispatch, the sums and their cotangents.
+        ({"shared": True}, {"route_beside": 1, "push_beside": 1, "pull_beside": 2, "grouped_dot": 8}),
+        (
+            {"shared": True, "weights_first": True},
+            {"route_beside": 1, "push_beside": 1, "pull_beside": 3, "grouped_dot": 8},
+        ),
+    ],
+)
+def test_communication_beside_products_lowers_for_cuda(options, counts, gpu_group, monkeypatch):
+    assert count_layer_calls(gpu_group, monkeypatch, **{"overlap": True, **options}) == counts
+
+
+def test_short_communication_runs_in_sequence(gpu_group, monkeypatch):
+    assert "pull_beside" not in count_layer_calls(gpu_group, monkeypatch)
+    monkeypatch.setattr(beside, "_MIN_ELEMENTS", 1)
+    assert ("pull_beside" in count_layer_calls(gpu_group, monkeypatch)) == (R > 2)
 
 
 @pytest.mark.parametrize("wanted", [(0,), (2,), (2, 3)])
 def test_a_gradient_that_is_not_needed_is_not_computed(wanted, gpu_group, monkeypatch):
     """One call would have both, so there is none if one of them is not needed."""
-    assert "pull_beside" not in count_layer_calls(gpu_group, monkeypatch, wanted=wanted)
+    assert "pull_beside" not in count_layer_calls(gpu_group, monkeypatch, wanted=wanted, overlap=True)
 
 
 def test_columns_that_kernels_do_not_load_are_not_apart(gpu_group, monkeypatch):
-    count = lambda width: count_layer_calls(gpu_group, monkeypatch, width=width, wanted=())
+    count = lambda width: count_layer_calls(gpu_group, monkeypatch, width=width, wanted=(), overlap=True)
     assert count(2044) == {"route": 1, "pull": 1, "grouped_dot": 2}
     assert count(2048) == {"route": 1, "pull": 1, "pull_beside": 1, "grouped_dot": 2}
 

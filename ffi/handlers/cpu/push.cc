@@ -60,11 +60,11 @@ static ffi::ErrorOr<std::unique_ptr<CpuCallSite>> InstantiatePush() {
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteInstantiate, InstantiateRoute, ffi::Ffi::BindInstantiate());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteHandler, Route<CpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RouteHandler, RouteArrays<CpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PushInstantiate, InstantiatePush, ffi::Ffi::BindInstantiate());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PushHandler, Push<CpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PushHandler, PushArrays<CpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<CpuContext>()));
 
 }  // namespace jax_ep

@@ -28,12 +28,12 @@ typename Context::Result FinishPush(Context context, const char* op, PushParams 
 
 // Decodes a push that routes.
 template <typename Context>
-typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                               RoutingAttributes attributes) {
+typename Context::Result Route(Context context, const std::vector<ffi::AnyBuffer>& args,
+                               const std::vector<ffi::AnyBuffer>& rets, RoutingAttributes attributes) {
   const char* op = "dispatch";
   PushParams params{};
   Shape& shape = params.shape;
-  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  Arrays in(op, args), out(op, rets);
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.topk_idx = in.TakeIds("topk_idx");
@@ -58,15 +58,21 @@ typename Context::Result Route(Context context, ffi::RemainingArgs args, ffi::Re
   return FinishPush(context, op, std::move(params), in, out, attributes.group);
 }
 
+template <typename Context>
+typename Context::Result RouteArrays(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                     RoutingAttributes attributes) {
+  return Route(context, BuffersOf(args), BuffersOf(rets), attributes);
+}
+
 // Decodes a push along a handle. With weights of rows it scales, and the rows' dot products take the place of
 // the weights that arrive.
 template <typename Context>
-typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                              RoutingAttributes attributes) {
+typename Context::Result Push(Context context, const std::vector<ffi::AnyBuffer>& args,
+                              const std::vector<ffi::AnyBuffer>& rets, RoutingAttributes attributes) {
   const char* op = "redispatch";
   PushParams params{};
   Shape& shape = params.shape;
-  Arrays in(op, BuffersOf(args)), out(op, BuffersOf(rets));
+  Arrays in(op, args), out(op, rets);
   params.position_operand = in.TakePosition();
   if (auto error = MakeShape(op, attributes, in.Peek(), shape); error.failure()) return Context::Fail(error);
   params.handle = TakeHandle(in, shape);
@@ -83,6 +89,12 @@ typename Context::Result Push(Context context, ffi::RemainingArgs args, ffi::Rem
   params.arrived_weights = out.TakeFloats("arrived weights", ArrivedWeightsShape(shape), weighted || scales);
   // The rows [C, ...] follow.
   return FinishPush(context, op, std::move(params), in, out, attributes.group);
+}
+
+template <typename Context>
+typename Context::Result PushArrays(Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                    RoutingAttributes attributes) {
+  return Push(context, BuffersOf(args), BuffersOf(rets), attributes);
 }
 
 }  // namespace jax_ep

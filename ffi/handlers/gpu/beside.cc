@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "handlers/decode/pull.h"
+#include "handlers/decode/push.h"
 #include "handlers/gpu/grouped_dot.h"
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
@@ -13,7 +14,7 @@ namespace jax_ep {
 
 // The attributes of both, side by side because such a struct cannot have another one in it, and how many
 // operands and results the first one has.
-struct PullBesideAttributes {
+struct BesideAttributes {
   std::string_view group;
   int64_t order, num_ranks, num_experts, capacity, alignment, masks, quantize;
   std::string_view program;
@@ -31,7 +32,7 @@ struct PullBesideAttributes {
 }  // namespace jax_ep
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_ep::PullBesideAttributes, StructMember<std::string_view>("group"), StructMember<int64_t>("order"),
+    jax_ep::BesideAttributes, StructMember<std::string_view>("group"), StructMember<int64_t>("order"),
     StructMember<int64_t>("num_ranks"), StructMember<int64_t>("num_experts"),
     StructMember<int64_t>("capacity"), StructMember<int64_t>("alignment"), StructMember<int64_t>("masks"),
     StructMember<int64_t>("quantize"), StructMember<std::string_view>("program"),
@@ -43,25 +44,28 @@ namespace jax_ep {
 
 using Buffers = std::vector<ffi::AnyBuffer>;
 
+// Decodes and launches an op that communicates.
+using Launch = ffi::Error (*)(GpuContext, const Buffers&, const Buffers&, RoutingAttributes);
+
 static std::pair<Buffers, Buffers> SplitAt(const Buffers& buffers, int64_t first) {
   const auto middle = buffers.begin() + static_cast<std::ptrdiff_t>(first);
   return {Buffers(buffers.begin(), middle), Buffers(middle, buffers.end())};
 }
 
 // Runs before every execution of a program, and never while a CUDA graph is recorded.
-static ffi::Error InitializePullBeside(GpuCallSite* site, int32_t device, ffi::RemainingArgs,
-                                       ffi::RemainingRets, ffi::Dictionary) {
+static ffi::Error InitializeBeside(GpuCallSite* site, int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
+                                   ffi::Dictionary) {
   if (auto error = site->CheckPeers(); error.failure()) return error;
   SideStream& side = site->SideStreamOf(device);
   if (side.is_open()) return ffi::Error::Success();
   try {
-    return LaunchResult("combine", OnDevice(device, [&] { return side.Open(); }));
+    return LaunchResult("moe", OnDevice(device, [&] { return side.Open(); }));
   } catch (const std::exception& error) {
-    return ffi::Error::Internal(Text("combine: GPU ", device, ": ", error.what()));
+    return ffi::Error::Internal(Text("moe: GPU ", device, ": ", error.what()));
   }
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullBesideInitialize, InitializePullBeside,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuBesideInitialize, InitializeBeside,
                               ffi::Ffi::BindInitialize()
                                   .Ctx<ffi::State<GpuCallSite>>()
                                   .Ctx<ffi::DeviceOrdinal>()
@@ -69,37 +73,46 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullBesideInitialize, InitializePullBeside,
                                   .RemainingRets()
                                   .Attrs());
 
-// The pull is launched first, and usually starts first, while the product is set up. Its blocks wait for each
-// other, so all of them need room at once. Otherwise it waits for the product, which never waits for it. The
-// product hands out its tiles while it runs: a block that gets its SM later computes fewer of them.
-static ffi::Error PullBeside(GpuContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                             PullBesideAttributes attributes) {
+// The kernel that communicates is launched first, and usually starts first, while the product is set up. Its
+// blocks wait for each other, so all of them need room at once. Otherwise it waits for the product, which
+// never waits for it. The product hands out its tiles while it runs: a block that gets its SM later computes
+// fewer.
+template <Launch launch>
+ffi::Error Beside(GpuContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  BesideAttributes attributes) {
   const Buffers operands = BuffersOf(args), results = BuffersOf(rets);
   if (attributes.num_operands < 0 || attributes.num_operands > static_cast<int64_t>(operands.size()) ||
       attributes.num_results < 0 || attributes.num_results > static_cast<int64_t>(results.size())) {
-    return InvalidArgument("combine: it has ", operands.size(), " operands and ", results.size(),
+    return InvalidArgument("moe: it has ", operands.size(), " operands and ", results.size(),
                            " results, got ", attributes.num_operands, " and ", attributes.num_results);
   }
-  const auto [of_pull, of_product] = SplitAt(operands, attributes.num_operands);
-  const auto [pulled, products] = SplitAt(results, attributes.num_results);
+  const auto [sent, of_product] = SplitAt(operands, attributes.num_operands);
+  const auto [received, products] = SplitAt(results, attributes.num_results);
   std::optional<GroupedDotParams> product;
   auto error = DecodeGroupedDot({"grouped_dot", of_product}, {"grouped_dot", products},
                                 attributes.of_product(), product);
   if (error.failure()) return error;
   SideStream& side = context.site->SideStreamOf(context.device);
-  error = LaunchResult("combine", side.Fork(context.stream));
+  error = LaunchResult("moe", side.Fork(context.stream));
   if (error.failure()) return error;
   GpuContext beside = context;
   beside.stream = side.stream();
-  error = Pull(beside, of_pull, pulled, attributes.routing());
+  beside.starting = side.starting();
+  error = launch(beside, sent, received, attributes.routing());
+  if (error.success()) error = LaunchResult("moe", side.AwaitStart(context.stream));
+  if (error.success()) error = RunGroupedDot(product, context.stream);
   // Also after a failure: a graph that is recorded must not end with a stream that was not joined.
-  auto product_error = error.failure() ? ffi::Error::Success() : RunGroupedDot(product, context.stream);
-  return FirstError(
-      {std::move(error), std::move(product_error), LaunchResult("combine", side.Join(context.stream))});
+  return FirstError({std::move(error), LaunchResult("moe", side.Join(context.stream))});
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullBesideHandler, PullBeside,
-                              BindArrays<PullBesideAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRouteBesideHandler, Beside<Route<GpuContext>>,
+                              BindArrays<BesideAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPushBesideHandler, Beside<Push<GpuContext>>,
+                              BindArrays<BesideAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullBesideHandler, Beside<Pull<GpuContext>>,
+                              BindArrays<BesideAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

@@ -63,6 +63,7 @@ struct GpuContext {
   cudaStream_t stream;
   int32_t device;
   GpuCallSite* site;
+  cudaEvent_t starting = nullptr;  // recorded before the kernel that communicates, if not null
 
   static ffi::Error Fail(ffi::Error error) { return error; }
   static ffi::Error FailRun(ffi::Error error) { return error; }
@@ -108,7 +109,8 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
                             const OpDescription& description,
                             const std::function<cudaError_t(const Peers&)>& launch);
 
-// Runs a pull that was decoded. If the first call fails, the next one may take another path.
+// Run a push or a pull that was decoded. If the first call fails, the next one may take another path.
+ffi::Error RunPush(const GpuContext& context, const char* op, GroupMember member, PushParams params);
 ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member, PullParams params);
 
 // Returns the shapes of a routing as a text.

@@ -9,6 +9,7 @@
 #include "handlers/decode/push.h"
 #include "handlers/gpu/handlers.h"
 #include "handlers/gpu/launch.h"
+#include "kernels/launch/launch.h"
 #include "kernels/launches.h"
 #include "kernels/protocol/arena.h"
 #include "runtime/gpu/peers.h"
@@ -120,8 +121,10 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
     }
     const int64_t num_weights = int64_t{shape.capacity} * shape.weights_per_row();
     Poison(params.arrived_weights, num_weights * sizeof(float), context.stream);
-    const auto launch = through_arena ? cuda::LaunchFewTokensPush : cuda::LaunchPush;
-    return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
+    const cuda::Device device = ThisDevice(member.group.get(), through_arena);
+    if (!through_arena) return cuda::LaunchPush(params, peers, device, context.stream, context.starting);
+    const cudaError_t error = cuda::RecordStart(context.starting, context.stream);
+    return error == cudaSuccess ? cuda::LaunchFewTokensPush(params, peers, device, context.stream) : error;
   });
 }
 
@@ -166,13 +169,14 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
       if (!adds_in_place) Poison(summand.out, shape.num_tokens * bytes, context.stream);
       Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
     }
+    const cudaError_t error = cuda::RecordStart(context.starting, context.stream);
+    if (error != cudaSuccess) return error;
     const auto launch = through_arena ? cuda::LaunchFewTokensPull : cuda::LaunchPull;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }
 
-// Run a push or a pull. If the first call fails, the next one may take another path.
-static ffi::Error RunPush(const GpuContext& context, const char* op, GroupMember member, PushParams params) {
+ffi::Error RunPush(const GpuContext& context, const char* op, GroupMember member, PushParams params) {
   auto error = TryLaunch(context, op, member, params);
   if (error.failure()) context.site->ReleasePath();
   return error;
@@ -237,10 +241,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 // A launch depends only on the addresses of its operands, because epochs and the peers' addresses are read on
 // the device. So it may be recorded in a CUDA graph.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRouteHandler, Route<GpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuRouteHandler, RouteArrays<GpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPushHandler, Push<GpuContext>,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPushHandler, PushArrays<GpuContext>,
                               BindArrays<RoutingAttributes>(ffi::Ffi::Bind().Ctx<GpuContext>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuPullHandler, PullArrays<GpuContext>,

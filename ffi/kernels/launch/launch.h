@@ -33,4 +33,11 @@ cudaError_t Launch(void (*kernel)(Params...), dim3 blocks, int num_threads, int6
   return LaunchAs(config, kernel, args...);
 }
 
+// Records an event, if it is not null, before a launch. Clears an error as a launch does.
+inline cudaError_t RecordStart(cudaEvent_t starting, cudaStream_t stream) {
+  const cudaError_t error = starting == nullptr ? cudaSuccess : cudaEventRecord(starting, stream);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 }  // namespace jax_ep::cuda

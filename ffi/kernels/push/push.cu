@@ -176,7 +176,7 @@ cudaError_t LaunchPushKernel(const PushArgs& args, int num_blocks, std::optional
 }  // namespace
 
 cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Device& device,
-                       cudaStream_t stream) {
+                       cudaStream_t stream, cudaEvent_t starting) {
   PushArgs args{params};
   args.peers = peers;
   std::copy_n(params.payloads.begin(), args.num_payloads, args.payloads);
@@ -200,7 +200,8 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                                           params.handle.sent_rows, params.chunk_counts, stream);
     if (error != cudaSuccess) return error;
   }
-  return LaunchPushKernel(args, plan.total(), scaled, device, stream);
+  const cudaError_t error = RecordStart(starting, stream);
+  return error == cudaSuccess ? LaunchPushKernel(args, plan.total(), scaled, device, stream) : error;
 }
 
 // A permute is a push on one device. The routed ids belong to the row map and are not needed afterwards, so

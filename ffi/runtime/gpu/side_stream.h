@@ -20,11 +20,14 @@ class SideStream {
   // called, which makes `main` wait for it. If `main` is being recorded in a CUDA graph, so is this stream.
   cudaError_t Fork(cudaStream_t main);
   cudaError_t Join(cudaStream_t main);
+  // Makes `main` wait until `starting()`, which must have been recorded on this stream since Fork.
+  cudaError_t AwaitStart(cudaStream_t main);
   cudaStream_t stream() const { return stream_; }
+  cudaEvent_t starting() const { return starting_; }
 
  private:
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t forked_ = nullptr, joined_ = nullptr;
+  cudaEvent_t forked_ = nullptr, starting_ = nullptr, joined_ = nullptr;
 };
 
 }  // namespace jax_ep
