@@ -55,9 +55,11 @@ test-gpu-processes:
 		--ignore tests/commands -m processes -k "not eager" $(ARGS)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
-# time before it enters and before it leaves, and outputs are first filled with a poison pattern.
+# time before it enters and before it leaves, and outputs are first filled with a poison pattern. Then layers
+# whose communication runs beside products.
 stress-gpu:
 	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/support/stress.py $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PYTHON) tests/support/stress_layers.py
 
 # Ranks that come late, stall, die or call something else: what the others then get (docs/sharp_bits.md).
 faults-gpu:
