@@ -10,7 +10,7 @@ from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
-PARTS = ("communication", "layer", "products", "skew")
+PARTS = ("communication", "layer", "products", "skew", "model")
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
@@ -31,7 +31,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="communication: dispatch, combine and their related ops; layer: expert products next to dense "
         "ones, and the whole layer next to its parts; products: expert products alone on one device, in "
         "bfloat16 and FP8, next to dense ones of padded rows, in bursts after pauses; skew: layers with and "
-        "without redundant experts under skewed routings (default: communication and layer on GPUs, "
+        "without redundant experts under skewed routings; model: a training step of a decoder, of the shapes "
+        "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny (default: communication and layer on GPUs, "
         "communication elsewhere)",
     )
     parser.add_argument(
@@ -66,8 +67,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time round trips with implementation='xla' and with JAX's own collectives, and in the "
-        "part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
+        help="also time round trips and, in the part model, experts with implementation='xla' or JAX's own "
+        "collectives, and in the part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"
@@ -109,7 +110,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw the sweep, or the part products or skew, to this file (.png, .svg or .pdf)",
+        help="draw the sweep, or the part products, skew or model, to this file (.png, .svg or .pdf)",
     )
     parser.add_argument(
         "--from-json",
@@ -124,11 +125,11 @@ def set_up_devices(options: argparse.Namespace) -> None:
 
     Must be called before JAX initializes its devices.
     """
-    drawn = {"products", "skew"} & set(options.parts or ())
+    drawn = {"products", "skew", "model"} & set(options.parts or ())
     if options.plot and not (options.sweep or options.from_json) and len(drawn) != 1:
         raise SystemExit(
-            "bench: --plot draws a sweep, or one of the parts products and skew; choose the quantity to vary "
-            "with --sweep, or pass --parts with one of them"
+            "bench: --plot draws a sweep, or one of the parts products, skew and model; choose the quantity "
+            "to vary with --sweep, or pass --parts with one of them"
         )
     if options.from_json and not options.plot:
         raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")

@@ -60,16 +60,16 @@ def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple
     kernel counts with the median of all its calls, because the first call also waits for late devices.
     """
     totals = []
-    for kernels in _kernels(run, arguments):
+    for of_device in kernels(run, arguments):
         times: dict[str, list[float]] = defaultdict(list)
-        for name, begin, end in kernels:
+        for name, begin, end in of_device:
             if not names or any(part in name for part in names):
                 times[name].append((end - begin) / 1e3)
         totals.append(sum(statistics.median(calls) * len(calls) for calls in times.values()) / steps)
     return max(totals, default=0.0) or None
 
 
-def _kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:
+def kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:
     """Profiles a run, and returns the kernels of each device: name, begin and end in nanoseconds."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -13,7 +13,8 @@ AXIS = "ep"
 def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
     """Returns a dispatch by expert, and its combine.
 
-    The dispatch sorts the rows by expert, exchanges them, and groups the received rows by expert.
+    The dispatch sorts the rows by expert, exchanges them, and groups the received rows by expert. The combine
+    multiplies them by the weights [T, K], if there are any.
     """
     local = shape.experts // size
     num_sent = shape.tokens * shape.top_k
@@ -53,7 +54,7 @@ def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
         state = (order, regroup, receive_starts, receive_sizes, remote_send_starts, send_sizes)
         return received[regroup], state
 
-    def combine(y: jax.Array, state: tuple) -> jax.Array:
+    def combine(y: jax.Array, state: tuple, weights: jax.Array | None = None) -> jax.Array:
         order, regroup, receive_starts, receive_sizes, remote_send_starts, send_sizes = state
         returned = jax.lax.ragged_all_to_all(
             jnp.zeros_like(y).at[regroup].set(y),
@@ -65,9 +66,17 @@ def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
             axis_name=AXIS,
         )
         rows = jnp.zeros_like(returned).at[order].set(returned)
-        return rows.reshape(-1, shape.top_k, y.shape[1]).astype(jnp.float32).sum(axis=1).astype(y.dtype)
+        rows = rows.reshape(-1, shape.top_k, y.shape[1]).astype(jnp.float32)
+        rows = rows if weights is None else rows * weights[:, :, None]
+        return rows.sum(axis=1).astype(y.dtype)
 
     return dispatch, combine
+
+
+def group_sizes(ids: jax.Array, shape: Shape, size: int) -> jax.Array:
+    """Returns int32 [L]: how many rows each expert of this rank receives."""
+    counts = jax.lax.psum(jnp.bincount(ids.reshape(-1), length=shape.experts), AXIS)
+    return counts.reshape(size, -1)[jax.lax.axis_index(AXIS)]
 
 
 def all_gather(_: Shape, __: int) -> tuple[Callable, Callable]:

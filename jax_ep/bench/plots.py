@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax_ep.bench.model import ModelStep
 from jax_ep.bench.products import DIRECTIONS, ExpertProduct
 from jax_ep.bench.report import Result, by_shape
 from jax_ep.bench.skew import SkewedLayer
@@ -133,6 +134,33 @@ def plot_products(path: Path, results: list[ExpertProduct]) -> None:
     has_peer = any(r.by == "DeepGEMM" for r in grouped)
     lines = [Line2D([], [], color="black", label="DeepGEMM")] if has_peer else []
     figure.legend(handles=[*bars, *lines], loc="outside lower center", ncols=2)
+    _save(figure, path)
+
+
+def plot_models(path: Path, results: list[ModelStep]) -> None:
+    """Plots where the time of training steps goes: a bar for each step, its kernels by kind."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(r.name for r in results))
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(results) + 0.3 * len(names)), layout="constrained")
+    counts = [sum(r.name == name for r in results) for name in names]
+    grid = figure.subplots(len(names), 1, squeeze=False, height_ratios=counts)[:, 0]
+    kinds = list(dict.fromkeys(kind for r in results for kind in r.kinds_us))
+    for axes, name in zip(grid, names, strict=True):
+        steps = [r for r in results if r.name == name]
+        begins = [0.0] * len(steps)
+        for number, kind in enumerate(kinds):
+            widths = [r.kinds_us.get(kind, 0.0) / 1e3 for r in steps]
+            label = kind if name == names[0] else "_"
+            axes.barh(range(len(steps)), widths, left=begins, color=f"C{number}", label=label)
+            begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+        axes.plot([r.us / 1e3 for r in steps], range(len(steps)), "k|", markersize=14, label="_")
+        axes.set_yticks(range(len(steps)), [r.by for r in steps])
+        axes.invert_yaxis()
+        axes.set_title(f"{name}, {steps[0].layers} layers, {steps[0].ranks} devices", fontsize="medium")
+        axes.grid(True, axis="x", alpha=0.3)
+    grid[-1].set_xlabel("milliseconds of kernels; the line is the time end to end")
+    figure.legend(loc="outside lower center", ncols=3)
     _save(figure, path)
 
 

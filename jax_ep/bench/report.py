@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_ep.bench.layers import Work
+from jax_ep.bench.model import ModelStep
 from jax_ep.bench.products import ExpertProduct
 from jax_ep.bench.shapes import Shape
 from jax_ep.bench.skew import LocalOp, SkewedLayer
@@ -235,6 +236,24 @@ def show_local(console: Console, results: list[LocalOp]) -> None:
         console.print(table)
 
 
+def show_models(console: Console, results: list[ModelStep]) -> None:
+    """Prints a table of training steps for each model."""
+    tables: dict[str, Table] = {}
+    for r in results:
+        if r.name not in tables:
+            sizes = f"{r.layers} layers, {r.tokens // r.ranks} tokens a device, {r.ranks} devices"
+            table = Table("experts by", title=f"{r.name}: training step, {sizes}")
+            for column in ("ms", "tokens/s", "MFU", "GiB", "dropped", "loss 1", f"loss {len(r.losses)}"):
+                table.add_column(column, justify="right")
+            tables[r.name] = table
+        losses = (f"{loss:.4f}" for loss in (r.losses[0], r.losses[-1]))
+        mfu = "" if r.mfu is None else f"{r.mfu:.0%}"
+        speed = f"{r.us / 1e3:.1f}", f"{r.tokens_per_second:,.0f}", mfu
+        tables[r.name].add_row(r.by, *speed, f"{r.memory / 2**30:.1f}", str(r.num_dropped), *losses)
+    for table in tables.values():
+        console.print(table)
+
+
 class Record:
     """All measurements so far, written to a JSON file as soon as they are made, if there is a file.
 
@@ -248,6 +267,7 @@ class Record:
         self.products: list[ExpertProduct] = []
         self.skew: list[SkewedLayer] = []
         self.local: list[LocalOp] = []
+        self.models: list[ModelStep] = []
         self._path = path
         self._header: dict[str, Any] = {}
         if path is not None:
@@ -272,6 +292,7 @@ class Record:
             "products": [dataclasses.asdict(result) for result in self.products],
             "skew": [dataclasses.asdict(result) for result in self.skew],
             "one device": [dataclasses.asdict(result) for result in self.local],
+            "models": [dataclasses.asdict(result) for result in self.models],
         }
         partial = self._path.with_name(f"{self._path.name}.partial")
         partial.write_text(json.dumps(report, indent=2) + "\n")

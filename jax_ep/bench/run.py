@@ -18,6 +18,7 @@ from jax_ep.bench import (
     deep_gemm,
     layers,
     measure,
+    model,
     plots,
     processes,
     products,
@@ -242,6 +243,20 @@ def time_skew(name: str, ranks: int, options: argparse.Namespace) -> Iterator[sk
     yield from skew.results(name, shape, mesh, x, weights, ids_of, options)
 
 
+def models_of(options: argparse.Namespace) -> list[str]:
+    """Returns the names of the models to train."""
+    names = options.shapes or (["qwen3_30b_a3b"] if on_gpus() else ["tiny"])
+    unknown = [name for name in names if name not in model.DECODERS]
+    if unknown:
+        raise SystemExit(f"bench: the part model has {', '.join(model.DECODERS)}, got {', '.join(unknown)}")
+    return names
+
+
+def time_models(name: str, ranks: int, options: argparse.Namespace) -> Iterator[model.ModelStep]:
+    """Times training steps of a model, one by one."""
+    yield from model.results(name, mesh_of(ranks), options, on_gpus())
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints its results, and returns the exit status."""
     if options.from_json:
@@ -309,6 +324,10 @@ def run(options: argparse.Namespace) -> int:
     if "skew" in parts:
         skewed = (row for name in names_of(options) for row in time_skew(name, ranks, options))
         record.extend(record.skew, progress.track("skew", skewed, None, quiet=is_quiet))
+    if "model" in parts:
+        steps = (row for name in models_of(options) for row in time_models(name, ranks, options))
+        record.extend(record.models, progress.track("model", steps, None, quiet=is_quiet))
+    report.show_models(console, record.models)
     report.show_skew(console, record.skew)
     report.show_local(console, record.local)
     if is_quiet:
@@ -318,6 +337,8 @@ def run(options: argparse.Namespace) -> int:
         plots.plot(options.plot, record.results, options.sweep)
     elif options.plot and "products" in parts:
         plots.plot_products(options.plot, record.products)
+    elif options.plot and "model" in parts:
+        plots.plot_models(options.plot, record.models)
     elif options.plot:
         plots.plot_skew(options.plot, record.skew)
     return 0

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep.bench import products, programs
+from jax_ep.bench import model, products, programs
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
@@ -232,3 +233,23 @@ def test_version(run_command):
     status, output = run_command("--version")
     assert status == 0
     assert output.strip() == f"jax_ep {jax_ep.__version__}"
+
+
+@pytest.mark.slow
+def test_a_model_s_step(tmp_path, bench):
+    """All ways of making the layer of experts train the same model."""
+    options = ["--parts", "model", "--peers", "--devices", "2", "--json", "out.json", "--plot", "model.svg"]
+    status, output = bench(*options)
+    assert status == 0, output
+    steps = json.loads((tmp_path / "out.json").read_text())["models"]
+    assert [step["by"] for step in steps] == [
+        "jax_ep",
+        "jax_ep, FP8",
+        "jax_ep, redundant experts",
+        "all_gather",
+    ]
+    for step in steps:
+        assert len(step["losses"]) == model.STEPS
+        assert step["losses"][-1] < 0.5 * step["losses"][0]
+        np.testing.assert_allclose(step["losses"], steps[0]["losses"], rtol=0.02)
+    assert "redundant experts" in (tmp_path / "model.svg").read_text()
