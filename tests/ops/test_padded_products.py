@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TOLERANCE, assert_close, floats, quantize, ranks, routing, same_bits
+from cases import TOLERANCE, assert_close, floats, more_on_gpus, quantize, ranks, routing, same_bits
 from devices import make_mesh, most_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -67,8 +67,17 @@ def assert_alike(got, want):
 
 
 @SHARED
-@pytest.mark.parametrize(("inner", "outer"), [(256, 384), (40, 24), (5, 3)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "inner", "outer"),
+    more_on_gpus(
+        [("float32", 40, 24), ("bfloat16", 256, 384), ("float16", 5, 3)],
+        [
+            *(("float32", *widths) for widths in ((256, 384), (5, 3))),
+            *(("bfloat16", *widths) for widths in ((40, 24), (5, 3))),
+            *(("float16", *widths) for widths in ((256, 384), (40, 24))),
+        ],
+    ),
+)
 def test_products_and_gradients(dtype, inner, outer):
     rows, w = padded((inner,), jnp.dtype(dtype), 1), floats((L, inner, outer), jnp.dtype(dtype), 2)
     cotangent = padded((outer,), jnp.dtype(dtype), 3)
@@ -79,7 +88,7 @@ def test_products_and_gradients(dtype, inner, outer):
         return value, *transposed(cotangent)
 
     with jax.default_matmul_precision("highest"):
-        value, d_rows, d_w = run(rows, w, SIZES, cotangent)
+        value, d_rows, d_w = jax.device_get(run(rows, w, SIZES, cotangent))
         want = run(adjacent(rows), w, SIZES, adjacent(cotangent))
         # Of sizes that are out of range, as many rows count as there are.
         wild = run(rows, w, np.where(SIZES == 0, -7, np.where(SIZES == C, 2**31 - 1, SIZES)), cotangent)
@@ -187,12 +196,23 @@ def gated_case(name, extra):
 @SHARED
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [
-        *((name, None) for name in OPTIONS),
-        *((name, extra) for name in ("float32", "fp8_all") for extra in ("biases", "weights")),
-        *((name, "redundant") for name in ("bfloat16", "fp8", "fp8_all, inputs")),
-        *((name, "quantized") for name in ("fp8", "fp8_all")),
-    ],
+    more_on_gpus(
+        [
+            ("float32", "biases"),
+            ("bfloat16", "redundant"),
+            ("inputs", None),
+            ("a function", None),
+            ("fp8", "quantized"),
+            ("fp8_all", "biases"),
+            ("fp8_all, inputs", "redundant"),
+        ],
+        [
+            *((name, None) for name in OPTIONS if name not in ("inputs", "a function")),
+            *((name, "weights") for name in ("float32", "fp8_all")),
+            ("fp8", "redundant"),
+            ("fp8_all", "quantized"),
+        ],
+    ),
 )
 def test_gated_experts(name, extra):
     arguments, options = gated_case(name, extra)
@@ -221,12 +241,14 @@ def test_gated_experts(name, extra):
 
 
 @SHARED
-@pytest.mark.parametrize("quantize_rows", [None, "fp8"])
-@pytest.mark.parametrize("products", [None, "fp8_all"])
+@pytest.mark.parametrize(
+    ("products", "quantize_rows"), more_on_gpus([("fp8_all", "fp8")], [(None, None), ("fp8_all", None)])
+)
 def test_a_layer_equals_that_of_expert_order(products, quantize_rows):
-    """From dispatch to combine, with gradients, on rows and on FP8 rows with a carrier."""
-    if quantize_rows and not products:
-        pytest.skip("FP8 rows need FP8 products")
+    """From dispatch to combine, with gradients, on rows and on FP8 rows with a carrier.
+
+    test_dispatch_padded.py has a layer whose rows and products are not in FP8.
+    """
     R = min(most_ranks(), 4)
     on, experts, tokens, k = ranks(R), 2 * R, 24, 2
     x, weights = floats((R * tokens, H), jnp.bfloat16), floats((R * tokens, k), seed=7)

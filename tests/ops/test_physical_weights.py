@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats, quantize, same_bits
+from cases import floats, more_on_gpus, quantize, same_bits
 
 import jax_ep
 
@@ -42,7 +42,12 @@ FUNCTIONS = {
 }
 
 
-CASES = [*((name, jnp.bfloat16) for name in FUNCTIONS), ("gated_mlp", jnp.float32)]
+# The others differ from these in what kernels read.
+OTHERS = ("gated_mlp", "gated_mlp in fp8")
+CASES = more_on_gpus(
+    [(name, jnp.bfloat16) for name in FUNCTIONS if name not in OTHERS],
+    [*((name, jnp.bfloat16) for name in OTHERS), ("gated_mlp", jnp.float32)],
+)
 
 
 @pytest.mark.one_jax

@@ -76,6 +76,11 @@ def pairwise(*parameters: Any) -> list[tuple]:
     return [tuple(values[i] for values, i in zip(parameters, row, strict=True)) for row in chosen]
 
 
+def more_on_gpus(cases: list, more: list) -> list:
+    """Returns the cases of a test: on GPUs, whose kernels have more branches, also those of `more`."""
+    return [*cases, *more] if jax.default_backend() == "gpu" else cases
+
+
 def weights_of(sent):
     """The weights that a dispatch of either order brought: [C, K] by rank, [C] by expert."""
     return sent.topk_weights if isinstance(sent, jax_ep.DispatchedByRank) else sent.row_weights
