@@ -43,8 +43,11 @@ def popular(kind, num_ranks, num_experts, rows, seed=0):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("num_ranks", "local", "places"),
-    [(1, 4, 1), (3, 1, 1), (4, 4, 4), (8, 4, 2), (16, 8, 3)],
+    ("num_ranks", "local", "places", "implementation"),
+    [
+        *((*sizes, "ffi") for sizes in ((1, 4, 1), (3, 1, 1), (4, 4, 4), (8, 4, 2), (16, 8, 3))),
+        *((*sizes, "xla") for sizes in ((3, 1, 1), (8, 4, 2))),
+    ],
 )
 def test_plan_equals_that_of_the_oracle(num_ranks, local, places, implementation):
     for seed, kind in enumerate([0.6, 1.5, 1.5, 2.5, "hot", "incast", "nothing"]):

@@ -102,10 +102,12 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
 @pytest.mark.parametrize(("dtype", "width"), [(BF16, 4096), (np.dtype(np.float32), 3600)], ids=str)
 def test_long_rows_of_many_tokens(dtype, width, order):
     """On GPUs these come through shared memory, those of 14400 bytes in two parts."""
-    tokens = 1100
+    # Programs for CPUs have no parts, and the oracle takes long.
+    tokens = 1100 if jax.default_backend() == "gpu" else 110
     biases = (floats((2, tokens, width), seed=6).astype(dtype),)
     weighted = order == "expert"
-    options = {"order": order, "weighted": weighted, "exact": weighted, "biases": biases, "capacity": 1000}
+    options = {"order": order, "weighted": weighted, "exact": weighted, "biases": biases}
+    options["capacity"] = 10 * tokens // 11
     got, expected = run(routing("uniform", 2, tokens, 2, 8), 8, (width,), dtype, "ffi", **options)
     assert_close(got, expected)
 

@@ -16,6 +16,7 @@ from cases import (
     ROUTINGS,
     assert_close,
     floats,
+    more_on_gpus,
     pairwise,
     ranks,
     routing,
@@ -94,8 +95,13 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("order", ["rank", "expert"])
-@pytest.mark.parametrize(("size", "per_host"), [(3, None), (7, None), (6, 3), (6, 2), (6, 1)])
+@pytest.mark.parametrize(
+    ("size", "per_host", "order"),
+    more_on_gpus(
+        [(3, None, "rank"), (7, None, "expert"), (6, 3, "expert"), (6, 2, "rank"), (6, 1, "expert")],
+        [(3, None, "expert"), (7, None, "rank"), (6, 3, "rank"), (6, 2, "expert"), (6, 1, "rank")],
+    ),
+)
 def test_dispatch_accepts_any_number_of_ranks(size, per_host, order):
     tokens, k, experts = 130, 4, 6 * size
     ids, weights = routing("sprinkled", size, tokens, k, experts), floats((size, tokens, k))
@@ -104,14 +110,30 @@ def test_dispatch_accepts_any_number_of_ranks(size, per_host, order):
     check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
 
 
+# Tokens, choices and experts.
+EXTREME_SIZES = {
+    "T1_K1": (1, 1, 8),
+    "T1_K16": (1, 16, 64),
+    "K_exceeds_E": (5, 16, 8),
+    "E_equals_R": (9, 1, 8),
+    "E512": (4, 4, 512),
+    "T33": (33, 8, 64),
+    "K20_E1024": (70, 20, 1024),
+    "several_waves": (1300, 3, 16),
+}
+
+
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("tokens", "k", "experts"),
-    [(1, 1, 8), (1, 16, 64), (5, 16, 8), (9, 1, 8), (4, 4, 512), (33, 8, 64), (70, 20, 1024), (1300, 3, 16)],
-    ids=["T1_K1", "T1_K16", "K_exceeds_E", "E_equals_R", "E512", "T33", "K20_E1024", "several_waves"],
+    ("size", "order", "implementation"),
+    [
+        *((size, "expert", "ffi") for size in EXTREME_SIZES),
+        *((size, "rank", "ffi") for size in more_on_gpus([*EXTREME_SIZES][::2], [*EXTREME_SIZES][1::2])),
+        *((size, "expert", "xla") for size in ("T1_K16", "K_exceeds_E", "K20_E1024")),
+    ],
 )
-@pytest.mark.parametrize(("order", "implementation"), [("rank", "ffi"), ("expert", "ffi"), ("expert", "xla")])
-def test_extreme_sizes(tokens, k, experts, order, implementation):
+def test_extreme_sizes(size, order, implementation):
+    tokens, k, experts = EXTREME_SIZES[size]
     ids = routing("sprinkled", MANY, tokens, k, experts)
     x = tagged_rows(MANY, tokens, 4, np.float32)
     got = run_dispatch(x, ids, None, experts, implementation, order=order)
@@ -167,12 +189,14 @@ DTYPES = [
 
 @pytest.mark.parametrize(
     ("width", "order", "per_host", "implementation"),
-    [
-        (1, "rank", None, "ffi"),
-        pytest.param(1, "rank", None, "xla", marks=pytest.mark.one_jax),
-        pytest.param(16, "rank", None, "ffi", marks=pytest.mark.one_jax),
-        pytest.param(5, "expert", 2, "ffi", marks=pytest.mark.one_jax),
-    ],
+    more_on_gpus(
+        [
+            (1, "rank", None, "ffi"),
+            pytest.param(1, "rank", None, "xla", marks=pytest.mark.one_jax),
+            pytest.param(5, "expert", 2, "ffi", marks=pytest.mark.one_jax),
+        ],
+        [(16, "rank", None, "ffi")],
+    ),
 )
 def test_any_dtype_and_row_size_bit_for_bit(width, order, per_host, implementation):
     """Each dtype by a dispatch of its own, all in one program."""

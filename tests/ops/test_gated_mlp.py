@@ -482,7 +482,12 @@ def test_rejects(changed, error, text):
 
 @pytest.mark.parametrize(
     ("options", "split"),
-    [({}, True), ({}, False), ({"quantize": "fp8"}, True), ({"quantize": "fp8_all", "save": "inputs"}, False)],
+    [
+        ({}, True),
+        ({}, False),
+        ({"quantize": "fp8"}, True),
+        ({"quantize": "fp8_all", "save": "inputs"}, False),
+    ],
     ids=str,
 )
 def test_a_scan_stores_no_weights(options, split):

@@ -157,8 +157,7 @@ def inputs(width=H):
 
 OPTIONS = [
     {},
-    {"capacity": 3 * T * K, "expert_alignment": 4, "num_valid_tokens": 9},
-    {"quantize": "fp8_dequantize"},
+    {"capacity": 3 * T * K, "expert_alignment": 4, "num_valid_tokens": 9, "quantize": "fp8_dequantize"},
     *({"hosts": hosts} for hosts in per_host()[1:]),
 ]
 

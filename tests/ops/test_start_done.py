@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import count_calls, floats, ranks, routing, same_bits
+from cases import count_calls, floats, pairwise, ranks, routing, same_bits
 from devices import most_ranks, need_gpu, skip_or_fail
 
 import jax_ep
@@ -76,9 +76,16 @@ def assert_same(got, want):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("order", "quantize"), [("rank", "fp8"), ("expert", None), ("expert", "fp8"), ("expert_padded", None)]
+    ("travels", "annotated", "implementation"),
+    pairwise(
+        [("rank", "fp8"), ("expert", None), ("expert", "fp8"), ("expert_padded", None)],
+        [False, True],
+        ["ffi", "xla"],
+    ),
+    indirect=["annotated"],
 )
-def test_results_are_the_same(annotated, implementation, order, quantize):
+def test_results_are_the_same(annotated, implementation, travels):
+    order, quantize = travels
     options = {"order": order, "quantize": quantize, "implementation": implementation}
 
     def shard(way, group, x, ids, weights, _, counts):
