@@ -1,7 +1,7 @@
 """Rows of groups as the kernels find them, padded, or of sizes that exceed 32 bits: see group_sizes.cc."""
 
 import pytest
-from test_protocol_source import FFI, build, run
+from stress_programs import build, run
 
 pytestmark = pytest.mark.no_jax
 
@@ -39,19 +39,13 @@ MISTAKES = {
 
 
 def test_group_sizes_beyond_32_bits(tmp_path):
-    done = run(build("group_sizes", tmp_path / "group_sizes", level="-O1"))
+    done = run(build("group_sizes", tmp_path / "group_sizes", options=("-O1",)))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_group_sizes_find_planted_mistake(mistake, tmp_path):
-    header, right, wrong = MISTAKES[mistake]
-    text = (FFI / header).read_text()
-    assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
-    copy = tmp_path / header
-    copy.parent.mkdir(parents=True)
-    copy.write_text(text.replace(right, wrong))
-    done = run(build("group_sizes", tmp_path / "group_sizes", tmp_path, level="-Og"))
+def test_group_sizes_find_planted_mistake(mistake, tmp_path, build_with_mistake):
+    done = run(build_with_mistake("group_sizes", [MISTAKES[mistake]], tmp_path))
     assert done.returncode == 1
     assert "group_sizes: seed" in done.stderr

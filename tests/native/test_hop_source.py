@@ -1,14 +1,10 @@
 """The protocol between hosts, compiled for the host, over a network that reorders: see hop_stress.cc."""
 
-import pathlib
-import subprocess
-
 import pytest
+from stress_programs import build, run
 
 pytestmark = pytest.mark.no_jax
 
-HERE = pathlib.Path(__file__).parent
-FFI = HERE.parents[1] / "ffi"
 EXCHANGE, WAIT, HOP = "kernels/hop/exchange.cuh", "kernels/hop/wait.cuh", "kernels/hop/window.h"
 POLL = "kernels/protocol/wait.cuh"
 
@@ -94,34 +90,16 @@ FIRST_SEEDS = {
 }
 
 
-def build(target, *first, level="-O1"):
-    """Compiles the program; sources in the folders `first` take the place of the real ones."""
-    folders = [f"-I{folder}" for folder in (*first, HERE / "emulation", FFI, HERE)]
-    # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
-    options = ["-std=c++17", level, "-U_FORTIFY_SOURCE", *folders]
-    subprocess.run(["g++", *options, str(HERE / "hop_stress.cc"), "-o", str(target)], check=True)
-    return target
-
-
-def run(program, scenarios, seed):
-    return subprocess.run([program, str(scenarios), str(seed)], capture_output=True, text=True, timeout=200)
-
-
 @pytest.mark.slow
 def test_hop(tmp_path):
-    done = run(build(tmp_path / "hop_stress"), 300, 1)
+    done = run(build("hop_stress", tmp_path / "hop_stress"), "300", "1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_planted_mistake_is_found(mistake, tmp_path):
-    for name, right, wrong in MISTAKES[mistake]:
-        copy = tmp_path / name
-        text = (copy if copy.exists() else FFI / name).read_text()
-        assert text.count(right) == 1, f"{name} has {right!r} not once"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(text.replace(right, wrong))
-    done = run(build(tmp_path / "hop_stress", tmp_path, level="-Og"), 1500, FIRST_SEEDS.get(mistake, 1))
+def test_each_planted_mistake_is_found(mistake, tmp_path, build_with_mistake):
+    program = build_with_mistake("hop_stress", MISTAKES[mistake], tmp_path)
+    done = run(program, "1500", str(FIRST_SEEDS.get(mistake, 1)))
     assert done.returncode == 1, done.stdout
     assert "hop_stress: seed" in done.stderr

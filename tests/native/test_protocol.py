@@ -41,6 +41,7 @@ def test_three_ranks(blocks, may_stop):
     assert_holds(Protocol(blocks, 1, (ALIKE,) * 3, may_stop), 30_000)
 
 
+@pytest.mark.slow
 def test_three_ranks_and_two_ops():
     assert_holds(Protocol((1, 1, 1), 2, (ALIKE,) * 3), 100_000)
 

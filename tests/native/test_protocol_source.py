@@ -3,15 +3,11 @@
 See protocol_stress.cc, and arena_stress.cc for ops that go through the arena.
 """
 
-import pathlib
-import subprocess
-
 import pytest
+from stress_programs import build, run
 
 pytestmark = pytest.mark.no_jax
 
-HERE = pathlib.Path(__file__).parent
-FFI = HERE.parents[1] / "ffi"
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
@@ -112,20 +108,6 @@ ARENA_MISTAKES = {
 }
 
 
-def build(name, target, *first, level="-O2"):
-    """Compiles a program of the tests. Headers in the folders `first` replace the real ones."""
-    folders = [f"-I{folder}" for folder in (*first, HERE / "emulation", FFI, HERE)]
-    # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
-    options = ["-std=c++17", level, "-U_FORTIFY_SOURCE", *folders]
-    subprocess.run(["g++", *options, str(HERE / f"{name}.cc"), "-o", str(target)], check=True)
-    return target
-
-
-def run(program, *arguments):
-    """Runs a program and returns how it ended."""
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     return build("protocol_stress", tmp_path_factory.mktemp("protocol") / "protocol_stress")
@@ -152,29 +134,20 @@ def test_arena_protocol(arena_program, arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_planted(name, fault, changes, folder, seed=1):
-    """Plants a mistake in a program's headers and returns how the program ended."""
-    for header, right, wrong in changes:
-        copy = folder / header
-        text = (copy if copy.exists() else FFI / header).read_text()
-        assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(text.replace(right, wrong))
-    program = build(name, folder / name, folder, level="-Og")
-    return run(program, "faults", "1000", str(seed), fault)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_protocol_finds_planted_mistake(mistake, tmp_path):
-    done = run_planted("protocol_stress", *MISTAKES[mistake], tmp_path, FIRST_SEEDS.get(mistake, 1))
+def test_protocol_finds_planted_mistake(mistake, tmp_path, build_with_mistake):
+    fault, changes = MISTAKES[mistake]
+    program = build_with_mistake("protocol_stress", changes, tmp_path)
+    done = run(program, "faults", "1000", str(FIRST_SEEDS.get(mistake, 1)), fault)
     assert done.returncode == 1, done.stdout
     assert "protocol_stress: seed" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ARENA_MISTAKES)
-def test_arena_protocol_finds_planted_mistake(mistake, tmp_path):
-    done = run_planted("arena_stress", *ARENA_MISTAKES[mistake], tmp_path)
+def test_arena_protocol_finds_planted_mistake(mistake, tmp_path, build_with_mistake):
+    fault, changes = ARENA_MISTAKES[mistake]
+    done = run(build_with_mistake("arena_stress", changes, tmp_path), "faults", "1000", "1", fault)
     assert done.returncode == 1, done.stdout
     assert "arena_stress: seed" in done.stderr

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, floats, ranks, routing
+from cases import BF16, floats, pairwise, ranks, routing
 from devices import most_ranks
 
 import jax_ep
@@ -21,11 +21,15 @@ R, T, K, E, H = most_ranks(), 16, 4, 16, 512
 L, CAPACITY = E // R, R * T
 COUNTS = np.array([(5 * rank + 7) % (T + 1) for rank in range(R)], np.int32)  # of valid tokens
 
-each_implementation = pytest.mark.parametrize("implementation", ["ffi", "xla"])
-each_mode = pytest.mark.parametrize(
-    ("quantize", "round_scale"), [(None, False), ("fp8", False), ("fp8", True)]
-)
-each_batch = pytest.mark.parametrize("partly_valid", [False, True])
+# (implementation, quantize, round_scale, partly_valid): tests share a program for each.
+MODES = [
+    (implementation, *rounded, partly_valid)
+    for rounded, implementation, partly_valid in pairwise(
+        [(None, False), ("fp8", False), ("fp8", True)], ["ffi", "xla"], [False, True]
+    )
+]
+NAMES = ("implementation", "quantize", "round_scale", "partly_valid")
+each_mode = pytest.mark.parametrize(NAMES, MODES)
 
 
 def tagged():
@@ -107,9 +111,7 @@ def difference(a, b):
     return 1 - 2 * (a * b).sum() / (a * a + b * b).sum()
 
 
-@each_implementation
 @each_mode
-@each_batch
 def test_counts(implementation, quantize, round_scale, partly_valid):
     sent, *_ = run(tagged(), implementation, quantize, round_scale, partly_valid)
     counts = np.array([len(found) for found in arrivals(partly_valid)])
@@ -119,9 +121,7 @@ def test_counts(implementation, quantize, round_scale, partly_valid):
     assert not sent.num_dropped.any()
 
 
-@each_implementation
 @each_mode
-@each_batch
 def test_which_rows_a_rank_fills(implementation, quantize, round_scale, partly_valid):
     """The handle has the row of each choice; an expert's rows are filled rank by rank."""
     sent, *_ = run(tagged(), implementation, quantize, round_scale, partly_valid)
@@ -142,9 +142,7 @@ def test_which_rows_a_rank_fills(implementation, quantize, round_scale, partly_v
     np.testing.assert_array_equal(sums, np.broadcast_to(np.cumsum(sent_to, axis=0), sums.shape))
 
 
-@each_implementation
 @each_mode
-@each_batch
 def test_rows_say_where_they_come_from(implementation, quantize, round_scale, partly_valid):
     x = tagged()
     sent, rows, _ = run(x, implementation, quantize, round_scale, partly_valid)
@@ -156,9 +154,7 @@ def test_rows_say_where_they_come_from(implementation, quantize, round_scale, pa
             np.testing.assert_array_equal(np.frexp(scales)[0], 0.5)
 
 
-@each_implementation
 @each_mode
-@each_batch
 def test_weights_lie_beside_the_rows(implementation, quantize, round_scale, partly_valid):
     """And are zero where there is no row."""
     sent, *_ = run(tagged(), implementation, quantize, round_scale, partly_valid)
@@ -168,23 +164,20 @@ def test_weights_lie_beside_the_rows(implementation, quantize, round_scale, part
     np.testing.assert_array_equal(sent.row_weights, want)
 
 
-@each_implementation
-@pytest.mark.parametrize("round_scale", [False, True])
-def test_fp8_rows_are_near_what_was_sent(implementation, round_scale):
+@pytest.mark.parametrize(NAMES, [mode for mode in MODES if mode[1] == "fp8"])
+def test_fp8_rows_are_near_what_was_sent(implementation, quantize, round_scale, partly_valid):
     """Within half a step of FP8: 2^-4 of a number, and of small ones a part of their block's largest."""
     x = random_rows()
-    sent, *_ = run(x, implementation, "fp8", round_scale, False)
-    values, scales = filled(sent.x.values, False), filled(sent.x.scales, False)
-    for e, found in enumerate(arrivals(False)):
+    sent, *_ = run(x, implementation, quantize, round_scale, partly_valid)
+    values, scales = filled(sent.x.values, partly_valid), filled(sent.x.scales, partly_valid)
+    for e, found in enumerate(arrivals(partly_valid)):
         got = values[e].astype(np.float32).reshape(-1, H // 128, 128) * scales[e][:, :, None]
         want = np.array([x[source, token] for source, token, _ in found], np.float32).reshape(got.shape)
         largest = np.abs(want).max(axis=2, keepdims=True)
         assert (np.abs(got - want) <= 2**-4 * np.abs(want) * (1 + 1e-5) + 2**-17 * largest).all()
 
 
-@each_implementation
 @each_mode
-@each_batch
 @pytest.mark.parametrize("rows", [tagged, random_rows])
 def test_combine_is_the_weighted_sum(implementation, quantize, round_scale, partly_valid, rows):
     """With the peer's bounds. Empty rows are NaN in combine's operand."""
@@ -197,14 +190,14 @@ def test_combine_is_the_weighted_sum(implementation, quantize, round_scale, part
     assert not sums[total[:, :, 0] == 0].any()
 
 
-@each_implementation
 @each_mode
-def test_runs_give_the_same_bits(implementation, quantize, round_scale):
+def test_runs_give_the_same_bits(implementation, quantize, round_scale, partly_valid):
     x = random_rows()
 
     def bits():
-        sent, _, sums = run(x, implementation, quantize, round_scale, False)
-        filled_rows = [array.tobytes() for leaf in jax.tree.leaves(sent.x) for array in filled(leaf, False)]
+        sent, _, sums = run(x, implementation, quantize, round_scale, partly_valid)
+        leaves = jax.tree.leaves(sent.x)
+        filled_rows = [array.tobytes() for leaf in leaves for array in filled(leaf, partly_valid)]
         rest = jax.tree.leaves((sent.row_weights, sent.group_sizes, sent.handle, sums))
         return filled_rows, [array.tobytes() for array in rest]
 

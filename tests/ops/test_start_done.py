@@ -5,6 +5,7 @@ no notice of the annotation, but JAX transforms the annotated op as it does for 
 """
 
 import functools
+import gc
 import inspect
 import re
 
@@ -105,6 +106,7 @@ def test_start_leaves_no_tracers(on_gpus, gpu_group):
     shard = lambda *a: layer("apart", group, *a, order="rank")
     function = ranks(R).map(shard)
     x, *rest = arrays()
+    gc.freeze()  # each check collects garbage, and would visit whatever earlier tests have left
     with jax.checking_leaks():
         traced = jax.jit(jax.grad(lambda x: jnp.sum(function(x, *rest)))).trace(x)
         traced.lower(lowering_platforms=("cuda",) if on_gpus else None)

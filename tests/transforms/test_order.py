@@ -53,20 +53,17 @@ def pairs_of(layer, gradient, around=lambda layer: layer):
     return unordered(jax.grad(loss, (0, 1, 2)) if gradient else function, *parameters())
 
 
-ways = pytest.mark.parametrize(
-    "around",
-    [
-        lambda layer: layer,
-        jax.checkpoint,
-        lambda layer: jax.checkpoint(layer, policy=jax_ep.save_ep_residuals),
-    ],
-    ids=["plain", "checkpoint", "save_ep_residuals"],
-)
-
-
-@pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("name", ["moe_with_shared_expert", "layer_in_order", "two_halves"])
-@ways
+@pytest.mark.parametrize(
+    ("gradient", "around"),
+    [
+        (False, lambda layer: layer),
+        (True, lambda layer: layer),
+        (True, jax.checkpoint),
+        (True, lambda layer: jax.checkpoint(layer, policy=jax_ep.save_ep_residuals)),
+    ],
+    ids=["forward", "plain", "checkpoint", "save_ep_residuals"],
+)
 def test_programs_of_the_page(name, gradient, around):
     function = functions_of_the_page()[name]
     takes_shared = name != "two_halves"

@@ -184,7 +184,7 @@ OPS = {
     ),
 }
 LOCAL = {"grouped_dot", "grouped_dot of physical weights", "gated_mlp"}
-# `make test` has these with "ffi". Of their operands each is batched alone, or those that are listed here.
+# `make test` has these with "ffi", and with the operands that are listed here, if any.
 QUICK = {
     "dispatch by expert": None,
     "moe with redundant experts": [("ids",)],  # one plan per element for the same matrices
@@ -200,10 +200,13 @@ CASES = [
 ]
 
 
-def subsets(names, every):
-    """Returns each operand alone, and with `every` also all but one: of three operands all proper subsets."""
+def subsets(names, each_alone):
+    """Returns which operands are batched: all, and each alone, or without `each_alone` only the last one.
+
+    So any two operands are batched together, and one without the other.
+    """
     alone = [(name,) for name in names]
-    return alone + [tuple(name for name in names if name != one) for (one,) in alone if every]
+    return [tuple(names), *(alone if each_alone else alone[-1:])]
 
 
 def loss_of(function, options, element, *operands):
@@ -230,7 +233,8 @@ def test_vmap_equals_a_loop(name, implementation):
     elements = 3 * np.tile(np.arange(B, dtype=np.float32), (R, 1))
     floating = [i for i, array in enumerate(operands.values(), 1) if array.dtype == np.float32]
     one = on_ranks(jax.value_and_grad(loss, floating, has_aux=True))
-    for subset in QUICK.get(name) or subsets(operands, every=implementation == "ffi" and name not in QUICK):
+    # JAX's own ops, which make up "xla", need no rules of this package.
+    for subset in QUICK.get(name) or subsets(operands, each_alone=implementation != "xla"):
         is_batched = [True, *(operand in subset for operand in operands)]
         axes = [0 if batched else None for batched in is_batched]
         arrays = [elements, *operands.values()]
