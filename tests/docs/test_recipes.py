@@ -354,6 +354,7 @@ def test_a_new_placement_runs_the_same_program(on_ranks):
     assert len(traced) == 1
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("num_experts", [R + 2, R + R // 2 + 1, 5])
 def test_uneven_experts(on_ranks, num_experts):
     x, ids, weights = tokens(num_experts)
@@ -366,6 +367,7 @@ def test_uneven_experts(on_ranks, num_experts):
     check(recipe, lambda p, x, w: dense(p, x, ids, w), feed_forward_parameters(num_experts), x, weights)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(10, 8), (5, 8), (16, 8), (1, 1), (60, 8)])
 def test_experts_are_dealt_out_evenly(num_experts, num_ranks):
     places = recipes_balance.expert_places(num_experts, num_ranks)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ranks
+from cases import quantize, ranks
 from devices import make_mesh
 from jax.sharding import PartitionSpec as P
 from wrong import GROUPS, IDS, MATRICES, OBJECTS, E, H, R, T, W, X, combine, dispatch, moe, traced
@@ -149,7 +149,7 @@ def test_capacity_factor(order, alignment, factor, capacity):
 
 def test_products_without_their_scales():
     rows, weights = jnp.ones((8, 128)), jnp.ones((2, 128, 128))
-    q, w = jax_ep.quantize_fp8(rows), jax_ep.quantize_fp8(weights, block=(128, 128))
+    q, w = quantize(rows), quantize(weights, block=(128, 128))
     with pytest.raises(TypeError, match="float8_e4m3fn need their scales; pass the QuantizedArrays"):
         jax_ep.grouped_dot(q.values, w.values, jnp.asarray([4, 4], jnp.int32))
 

@@ -187,7 +187,7 @@ def test_local_ops_on_arrays_that_are_sharded_over_an_explicit_axis(implementati
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+@pytest.mark.parametrize("implementation", ["ffi", pytest.param("xla", marks=pytest.mark.one_jax)])
 def test_vmap_on_explicit_mesh(implementation):
     """Over a batch that no axis shards."""
     mesh = make_mesh((OUTER, INNER), ("dp", "ep"), AxisType.Explicit)

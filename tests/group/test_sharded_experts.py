@@ -75,7 +75,10 @@ def dense(parameters, x, ids, weights):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name) for name, case in CASES.items()]
+    [
+        pytest.param(case, id=name, marks=[] if case.kind is AxisType.Explicit else pytest.mark.one_jax)
+        for name, case in CASES.items()
+    ]
     + [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()],
 )
 def test_gated_mlp_with_sharded_matrices(case, open_group):
@@ -131,6 +134,7 @@ def test_gated_mlp_with_sharded_matrices(case, open_group):
         assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
 
 
+@pytest.mark.one_jax
 def test_gradients_in_fp8_under_explicit_axes():
     mesh = make_mesh((2,), ("x",), AxisType.Explicit)
     given = floats((256, 128)), floats((3, 128, 2, 256), seed=2), floats((3, 256, 128), seed=3)

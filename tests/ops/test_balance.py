@@ -69,6 +69,7 @@ def counts_and_places(draw):
     return np.asarray(rows, np.int32).reshape(num_ranks, -1), draw(st.integers(1, local))
 
 
+@pytest.mark.one_jax
 @settings(max_examples=60)
 @given(counts_and_places(), st.sampled_from([0.0, 0.02]))
 @example((np.full((2, 4), 2**27, np.int32), 1), 0.02)
@@ -99,6 +100,7 @@ def test_every_plan_is_valid(drawn, tolerance):
         np.testing.assert_array_equal(rows[:, :local].reshape(-1), total)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("sigma", [0.6, 1.5])
 @pytest.mark.parametrize("num_ranks", [4, 8, 64])
 def test_two_places_balance_a_skewed_router(num_ranks, sigma):
@@ -109,6 +111,7 @@ def test_two_places_balance_a_skewed_router(num_ranks, sigma):
         assert after.max() <= 1.03 * after.mean()
 
 
+@pytest.mark.one_jax
 def test_a_place_for_every_expert_balances_any_router():
     for kind in ("hot", "incast", 2.5):
         counts = popular(kind, 8, 32, 1000)
@@ -344,6 +347,7 @@ def test_rejects_wrong_counts():
         jax_ep.plan_redundant_experts(many, num_redundant_experts=1)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("places", [1, 2])
 def test_nothing_moves_if_the_total_is_too_large(places, implementation):
     counts = np.full((2, 4), 2**28, np.int32) + np.arange(4, dtype=np.int32) * 10**7

@@ -112,6 +112,7 @@ def test_long_rows_of_many_tokens(dtype, width, order):
     assert_close(got, expected)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_sums_of_many_long_rows(num_ranks, order):
@@ -121,6 +122,7 @@ def test_sums_of_many_long_rows(num_ranks, order):
     assert_close(got, expected)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_several_arrays_of_long_rows(order):
     on, ids, options = ranks(2), routing("uniform", 2, 300, 3, 8), {"num_experts": 8, "order": order}
@@ -178,6 +180,7 @@ def test_weights_and_biases(dtype, num_biases, weighted, capacity, implementatio
     assert_close(got, expected, terms=4)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("capacity", [None, 6])
 def test_biases_by_rank(capacity, implementation):
     ids = routing("sprinkled", 4, 9, 4, 16)
@@ -226,6 +229,7 @@ def test_the_sum_is_in_float32_and_in_order(implementation):
     np.testing.assert_array_equal(got, np.full((4, 1, 1), 5.0))
 
 
+@pytest.mark.one_jax
 def test_rows_at_a_rank_are_added_first_in_the_order_of_k(implementation):
     """By expert: (1 + 0) at rank 0 plus (2^24 - 2^24) at rank 1. In other orders the one is rounded away."""
     ids = np.tile(np.array([2, 0, 3, 1], np.int32), (2, 1, 1))

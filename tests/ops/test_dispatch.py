@@ -163,6 +163,7 @@ def test_capacity(aligned, size, implementation):
     check(got, expected, got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("alignment", [2, 8, 128])
 def test_blocks_start_at_multiples_of_the_alignment(alignment, implementation):
     ids = routing("empty_experts", 4, 11, 2, 16)
@@ -331,6 +332,7 @@ def test_int64_ids(implementation):
     check(got, oracle.dispatch(x, ids, None, 8, "expert"), got.x)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.float64], ids=lambda d: np.dtype(d).name)
 def test_weights_of_other_dtypes_become_float32(dtype, implementation):
     ids = routing("uniform", 2, 5, 2, 4)

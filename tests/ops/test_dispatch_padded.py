@@ -70,6 +70,7 @@ def sent_by(group, x, ids, weights, **options):
     return jax_ep.dispatch(x, ids, weights, group=group, num_experts=E, order="expert_padded", **options)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ["distinct", "repeated", "few rows"])
 def test_rows_lie_in_their_expert_s_block(implementation, case):
@@ -151,6 +152,7 @@ def test_redispatch_and_payloads(implementation):
     np.testing.assert_allclose(sums, x * (ids >= 0).sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_fp8(implementation):
     _, ids, weights = routing()

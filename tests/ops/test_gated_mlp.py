@@ -90,10 +90,11 @@ ACTIVATIONS = {
 @pytest.mark.parametrize(
     ("dtype", "options", "tolerance"),
     [
-        (jnp.float32, {}, 1e-5),  # with_gradients sets the precision "highest"
+        # with_gradients sets the precision "highest"
+        pytest.param(jnp.float32, {}, 1e-5, marks=pytest.mark.one_jax),
         pytest.param(jnp.float32, {"precision": "high"}, 5e-3, marks=ONLY_GPU),  # tf32
         (jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01),
-        (jnp.bfloat16, {"quantize": "fp8"}, 0.08),
+        pytest.param(jnp.bfloat16, {"quantize": "fp8"}, 0.08, marks=pytest.mark.one_jax),
         (jnp.bfloat16, {"quantize": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
     ],
     ids=str,
@@ -108,6 +109,7 @@ def test_values_and_gradients(dtype, options, tolerance):
     assert not got[1][USED:].any()
 
 
+@pytest.mark.one_jax
 def test_a_function_as_activation_and_gradients_of_gradients():
     rows, up, down, *_ = arrays(jnp.float32)
     rows = rows.at[USED:].set(0)
@@ -339,6 +341,7 @@ def test_a_policy_may_keep_fp8():
     assert_near(got, want, 1e-3)
 
 
+@pytest.mark.one_jax
 def test_packed_gate_and_up_give_the_same_bits():
     """No layout needs a copy of the matrices."""
     rows, up, down, b_up, *_ = arrays(jnp.float32)
@@ -399,6 +402,7 @@ def test_explicit_axes_may_shard_the_inner_width():
         assert same_bits(one, other)
 
 
+@pytest.mark.one_jax
 def test_rows_and_weights_under_explicit_sharding():
     mesh = make_mesh((2,), ("x",), AxisType.Explicit)
     rows, up, down, *_ = arrays(jnp.float32)

@@ -252,6 +252,7 @@ def test_bfloat16_gradients_are_sums_in_float32(implementation):
     np.testing.assert_allclose(np.asarray(d_x, np.float32), want.reshape(-1, H), rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.one_jax
 def test_rows_of_two_widths_with_weights(implementation):
     """float64 rows beside float32 ones: the weights' gradient sums over both."""
     with jax.enable_x64(True):

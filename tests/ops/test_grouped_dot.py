@@ -81,7 +81,7 @@ def test_products_of_width_0(num_rows, inner, outer, dtype):
     np.testing.assert_array_equal(d_weights, np.zeros((4, inner, outer)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.one_jax), "float32"])
 def test_a_window_of_experts(dtype):
     """Has the bits of all experts where rows are its own; other rows are zero, and are not read."""
     sizes, C, M, N = np.array([130, 40, 0, 200, 9], np.int32), 400, 64, 24
@@ -295,7 +295,14 @@ def test_gradients_of_gradients():
 
 
 @pytest.mark.parametrize(
-    "sharded", [(None, None), ("a", None), (None, "a"), ("a", "b"), ("a", "a"), (("a", "b"), "a")], ids=str
+    "sharded",
+    [
+        *(pytest.param(axes, marks=pytest.mark.one_jax) for axes in ((None, None), ("a", None), (None, "a"))),
+        ("a", "b"),
+        pytest.param(("a", "a"), marks=pytest.mark.one_jax),
+        (("a", "b"), "a"),
+    ],
+    ids=str,
 )
 def test_explicit_sharding(sharded):
     """The result is sharded as the rows' first and the matrices' last dimension."""

@@ -124,6 +124,7 @@ def assert_equal(results, expected):
             assert_close(got, want, jnp.bfloat16 if got.dtype == jnp.bfloat16 else None, terms=H)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("op", COMMUNICATING)
 def test_implementations_of_communicating_ops_agree(op):
     on, given = ranks(R), (floats((R, T, H)), routing("sprinkled", R, T, K, E), floats((R, T, K), seed=4))

@@ -282,7 +282,14 @@ def test_vmap():
     assert same_bits(got, np.stack([run(rows[0], w, sizes[0]), run(rows[1], w, sizes[1])]))
 
 
-@pytest.mark.parametrize("sharded", [(None, None), ("a", None), (None, "a"), ("a", "b")], ids=str)
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        *(pytest.param(axes, marks=pytest.mark.one_jax) for axes in ((None, None), ("a", None), (None, "a"))),
+        ("a", "b"),
+    ],
+    ids=str,
+)
 def test_explicit_sharding(sharded):
     """The result is sharded as the first two dimensions of rows and the last one of matrices."""
     mesh = make_mesh((2, 2), ("a", "b"), AxisType.Explicit)
