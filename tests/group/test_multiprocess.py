@@ -99,7 +99,7 @@ def test_the_example_learns():
 def test_the_demo_in_two_processes(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    options = ["--processes", "2", "--devices", "2", "--experts", "4", "--steps", "8", "--text", str(text)]
+    options = ["--processes", "2", "--devices", "2", "--experts", "4", "--steps", "5", "--text", str(text)]
     done = subprocess.run(
         [sys.executable, "-m", "jax_ep", "demo", *options], capture_output=True, text=True, timeout=230
     )
