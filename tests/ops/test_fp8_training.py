@@ -1,4 +1,4 @@
-"""Training with rows that travel as FP8."""
+"""Training with rows that travel as FP8, and with products in FP8."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats, quantize, ranks, same_bits
+from cases import floats, more_on_gpus, quantize, ranks, routing, same_bits
 from devices import most_ranks
 
 import jax_ep
@@ -48,6 +48,48 @@ def test_round_scale_reaches_rows_and_weights():
     of_quantized = jax.jit(lambda *given: jax_ep.gated_mlp(*given, SIZES, quantize="fp8", round_scale=True))
     np.testing.assert_array_equal(out, of_quantized(rounded, *weights))
     assert not same_bits(out, experts_gradients(rows, up, down, cotangent)[0])
+
+
+@functools.cache
+def gradients_of_layer(products, quantize, applies_weights, dtype):
+    """Returns the gradients of moe in tokens, router weights and both matrices."""
+    on, experts, tokens, k, H, F = ranks(R), 2 * R, 40, 2, 256, 128
+    x, weights = floats((R * tokens, H), jnp.bfloat16), floats((R * tokens, k), seed=7)
+    cotangent = floats(x.shape, seed=8)
+    ids = routing("random", R, tokens, k, experts).reshape(-1, k)
+    up = (floats((experts, H, 2, F), seed=2) / H**0.5).astype(jnp.bfloat16)
+    down = (floats((experts, F, H), seed=3) / F**0.5).astype(jnp.bfloat16)
+
+    def layer(x, ids, weights, up, down):
+        def expert_fn(sent):
+            row_weights = sent.row_weights if applies_weights else None
+            more = {"quantize": products, "row_weights": row_weights}
+            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, **more)
+
+        options = {"group": on.group, "num_experts": experts, "experts_apply_weights": applies_weights}
+        both_ways = {"quantize": quantize, "quantize_gradient": quantize}
+        return jax_ep.moe(x, ids, weights, expert_fn, **options, **both_ways)
+
+    def loss(x, weights, up, down):
+        out = on.map(layer)(x.astype(dtype), ids, weights, up.astype(dtype), down.astype(dtype))
+        return jnp.sum(out.astype(jnp.float32) * cotangent)
+
+    return jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, weights, up, down))
+
+
+@pytest.mark.parametrize(
+    ("quantize", "products", "applies_weights"),
+    more_on_gpus([("fp8", "fp8_all", False)], [(None, "fp8", True)]),
+)
+def test_gradients_of_a_layer_are_near_those_in_float32(quantize, products, applies_weights):
+    """Its gradients are near those in float32."""
+    got = gradients_of_layer(products, quantize, applies_weights, jnp.bfloat16)
+    want = gradients_of_layer(None, None, False, jnp.float32)
+    for one, other in zip(got, want, strict=True):
+        one, other = one.astype(np.float64), other.astype(np.float64)
+        assert np.linalg.norm(one - other) <= 0.1 * np.linalg.norm(other)
+        slope = np.sum(one * other) / np.sum(other**2)
+        assert abs(slope - 1) < 0.03  # no bias
 
 
 @functools.cache
