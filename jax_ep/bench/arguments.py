@@ -28,8 +28,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--parts",
         nargs="+",
         choices=PARTS,
-        help="communication: dispatch, combine and their related ops; layer: expert products next to dense "
-        "ones, and the whole layer next to its parts; products: expert products alone on one device, in "
+        help="communication: dispatch, combine and their related ops; layer: a layer in sequence, and with "
+        "communication beside its products; products: expert products alone on one device, in "
         "bfloat16 and FP8, next to dense ones of padded rows, in bursts after pauses; skew: layers with and "
         "without redundant experts under skewed routings; model: a training step of a decoder, of the shapes "
         "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny (default: communication and layer on GPUs, "
@@ -67,8 +67,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time round trips and, in the part model, experts with implementation='xla' or JAX's own "
-        "collectives, and in the part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
+        help="also time round trips, layers and models with JAX's own collectives, and in the part products "
+        "those of DeepGEMM (pip install torch sgl-deep-gemm)",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"
@@ -93,7 +93,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
         "uniform routing (default: the worst case; padded experts always have room for it). In the part "
-        "skew: that of the layer that may drop rows (default: 1.25)",
+        "skew that of the layer that may drop rows, and in the parts layer and model (default: 1.25)",
     )
     parser.add_argument(
         "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"
@@ -110,7 +110,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw the sweep, or the part products, skew or model, to this file (.png, .svg or .pdf)",
+        help="draw the sweep, or the part layer (its kernels), products, skew or model, to this file (.png, "
+        ".svg or .pdf)",
     )
     parser.add_argument(
         "--from-json",
@@ -125,11 +126,11 @@ def set_up_devices(options: argparse.Namespace) -> None:
 
     Must be called before JAX initializes its devices.
     """
-    drawn = {"products", "skew", "model"} & set(options.parts or ())
+    drawn = {"layer", "products", "skew", "model"} & set(options.parts or ())
     if options.plot and not (options.sweep or options.from_json) and len(drawn) != 1:
         raise SystemExit(
-            "bench: --plot draws a sweep, or one of the parts products, skew and model; choose the quantity "
-            "to vary with --sweep, or pass --parts with one of them"
+            "bench: --plot draws a sweep, or one of the parts layer, products, skew and model; choose one "
+            "with --sweep or --parts"
         )
     if options.from_json and not options.plot:
         raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")

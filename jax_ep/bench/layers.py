@@ -1,295 +1,242 @@
-"""Benchmarks of a layer's expert products and of the whole layer.
+"""Benchmark of a layer, with and without communication beside its products.
 
-Each product is compared with a dense product of equal work, and the layer with its parts. The experts are
-those of most models: `w_down(silu(gate) * up)`, where one product computes both gate and up. They are
-composed of JAX's ops and `grouped_dot`, or one `gated_mlp`, also in FP8.
+The layer is `moe` with `GatedExperts`, in sequence and with `overlap=True`, and its communication alone. The
+alternative, with --peers, is what one would write without expert parallelism: all tokens
+are gathered on each rank, which takes those of its experts, with the same products, and all sums are added.
+FP8 weights come quantized in a forward pass. A training step quantizes them.
 """
 
 import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.bench import measure, processes
+from jax_ep.bench.products import can_be_fp8, pause_s
 from jax_ep.bench.shapes import Shape
+from jax_ep.bench.timed import normal, on_ranks, with_gradients
 
-CALLS = 8
+FORWARD, BOTH = "forward", "forward + backward"
+BFLOAT16, FP8 = "bfloat16", "FP8"
+Span = tuple[str, float, float]  # kind of a kernel, begin and end in microseconds
+
+
+class Case(NamedTuple):
+    """What is measured of a shape."""
+
+    dtype: str
+    direction: str
+    has_shared: bool  # there is a shared expert, as wide as one of the others
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """Measurement of a product or a layer. Times are in microseconds per call, on the slowest rank."""
+class Layer:
+    """Measurement of a layer. Times are in microseconds, end to end, of the slowest process."""
 
     name: str
     shape: Shape
     ranks: int
-    op: str
-    by: str
     routing: str
-    capacity: int | None  # None: the worst case
-    device_us: float | None
-    end_to_end_us: float
-    flop: float  # of one rank, if all ranks receive the same number of rows
-    # Of the dense product's or the composed experts' rate; for a layer, its slower part's share of the time.
-    share: float | None
+    capacity: int
+    dtype: str  # "bfloat16" or "FP8"
+    direction: str
+    has_shared: bool  # it has a shared expert, as wide as one of the others
+    communication_us: float  # alone
+    sequence_us: float
+    us: float  # overlapped
+    alternative_us: float | None
+    sequence_bytes: int  # temporary memory
+    bytes: int  # overlapped
 
     @property
-    def us(self) -> float:
-        return self.device_us or self.end_to_end_us
+    def op(self) -> str:
+        return f"{self.direction}{', shared expert' * self.has_shared}, {self.dtype}"
 
     @property
     def label(self) -> str:
-        return f"{self.op}, {self.by}, {self.name}"
+        return f"layer {self.op}, {self.name}"
+
+    @property
+    def hidden(self) -> float:
+        """The share of the communication that overlapping hides."""
+        return (self.sequence_us - self.us) / self.communication_us
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A program to time."""
+class Timeline:
+    """The kernels of one device in a training step of a layer."""
 
-    op: str
-    by: str
-    flop: float
-    function: Callable[..., Any]
+    label: str
+    sequence: list[Span]
+    overlapped: list[Span]
+
+
+def all_gathered(
+    experts: jax_ep.GatedExperts, capacity: int, x: jax.Array, ids: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a layer's sums [T, H], and how many rows were dropped, without expert parallelism."""
+    x, ids, weights = (jax.lax.all_gather(array, "ep", tiled=True) for array in (x, ids, weights))
+    local = experts.num_experts
+    ids = ids - jax.lax.axis_index("ep") * local
+    ids = jnp.where((ids >= 0) & (ids < local), ids, -1)
+    moved = jax_ep.permute(x, ids, num_local_experts=local, capacity=capacity)
+    rows = rows_of(experts, moved.x, moved.group_sizes)
+    sums = jax_ep.unpermute(rows, moved.row_map, topk_weights=weights)
+    return jax.lax.psum_scatter(sums, "ep", tiled=True), moved.num_dropped
+
+
+def rows_of(experts: jax_ep.GatedExperts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Returns the experts' rows of rows that lie group by group."""
+    return jax_ep.gated_mlp(rows, experts.w_up, experts.w_down, sizes, quantize=experts.quantize)
+
+
+def shared_rows(shared: jax_ep.GatedExperts | None, x: jax.Array) -> jax.Array | float:
+    """Returns the rows of a shared expert, in sequence."""
+    return 0.0 if shared is None else rows_of(shared, x, jnp.full((1,), x.shape[0], jnp.int32))
+
+
+def functions(
+    group: jax_ep.Group, num_experts: int, capacity: int, quantize: Any, has_shared: bool
+) -> dict[str, Callable[..., Any]]:
+    """Returns what a rank runs, by its name, as a function of x, ids, weights, and experts' matrices."""
+    options: Any = {"group": group, "capacity": capacity}
+
+    def made(matrices: Any, overlap: bool = False) -> tuple[jax_ep.GatedExperts, jax_ep.GatedExperts | None]:
+        up, down, shared_up, shared_down = matrices
+        experts = jax_ep.GatedExperts(up, down, quantize=quantize, overlap=overlap)
+        shared = dataclasses.replace(experts, w_up=shared_up, w_down=shared_down)
+        return experts, shared if has_shared else None
+
+    def layer(overlap: bool, x: jax.Array, ids: jax.Array, weights: jax.Array, *matrices: Any) -> jax.Array:
+        experts, shared = made(matrices, overlap)
+        return jax_ep.moe(x, ids, weights, experts, shared=shared, **options)
+
+    def alternative(x: jax.Array, ids: jax.Array, weights: jax.Array, *matrices: Any) -> jax.Array:
+        experts, shared = made(matrices)
+        return all_gathered(experts, capacity, x, ids, weights)[0] + shared_rows(shared, x)
+
+    def communication(x: jax.Array, ids: jax.Array, weights: jax.Array, *_: Any) -> jax.Array:
+        way: Any = None if quantize is None else "fp8_dequantize"
+        return jax_ep.moe(
+            x, ids, weights, lambda sent: sent.x, num_experts=num_experts, quantize=way, **options
+        )
+
+    return {
+        "sequence": functools.partial(layer, False),
+        "overlapped": functools.partial(layer, True),
+        "alternative": alternative,
+        "communication": communication,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program with its arguments."""
+
+    program: Any
     arguments: tuple[Any, ...]
-    compared_with: tuple[tuple[str, str], ...] = ()  # (op, by) of the programs that set the reference time
 
+    def __call__(self) -> Any:
+        return self.program(*self.arguments)
 
-def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
-    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
-
-
-def normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns random bfloat16 values, sharded along the first dimension."""
-
-    def make(key: jax.Array) -> jax.Array:
-        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
-
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P("ep")))(jax.random.key(seed))
-
-
-def on_ranks(mesh: jax.sharding.Mesh, function: Any) -> Any:
-    """Returns a program that runs a function on every rank. All arrays are sharded along their first axis."""
-    spec = P(*mesh.axis_names)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-
-
-def _fits_fp8(weights: jax.Array) -> bool:
-    """Returns whether FP8, with its scales of 128 x 128 elements, divides the matrices."""
-    return weights.shape[1] % 128 == 0 and weights.shape[2] % 128 == 0
-
-
-def _transposed(array: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.swapaxes(1, 2), array)
-
-
-def _gradient(function: Callable[..., jax.Array], *arguments: jax.Array) -> Callable[[jax.Array], Any]:
-    return jax.vjp(function, *arguments)[1]
-
-
-def with_gradients(function: Any) -> Any:
-    """Returns a function that computes the value and its gradients, except for the second argument."""
-
-    # The second argument holds integers, which have no gradient.
-    def run(first: jax.Array, integers: jax.Array, *rest: jax.Array) -> Any:
-        def call(first: jax.Array, *rest: jax.Array) -> Any:
-            return function(first, integers, *rest)
-
-        value, transposed = jax.vjp(call, first, *rest)
-        return value, transposed(value)
-
-    return run
-
-
-def product_programs(
-    local: Any,
-    name: str,
-    rows: jax.Array,
-    weights: jax.Array,
-    cotangent: jax.Array,
-    sizes: jax.Array,
-    count: int,
-) -> Iterator[Program]:
-    """Yields the products of rows [C, M] and matrices [L, M, N] on each rank, forward and backward.
-
-    The dense products use the first `count` rows and the first matrix.
-    """
-    flop = 2.0 * count * weights.shape[1] * weights.shape[2]
-    dot = jax_ep.grouped_dot
-    grouped = {
-        "forward": lambda r, w, d, s: dot(r, w, s),
-        "dgrad": lambda r, w, d, s: _gradient(lambda r: dot(r, w, s), r)(d),
-        "wgrad": lambda r, w, d, s: _gradient(lambda w: dot(r, w, s), w)(d),
-    }
-    dense = {
-        "forward": lambda r, w, d, s: r[:count] @ w[0],
-        "dgrad": lambda r, w, d, s: d[:count] @ w[0].T,
-        "wgrad": lambda r, w, d, s: r[:count].T @ d[:count],
-    }
-    arguments = rows, weights, cotangent, sizes
-    for direction, function in dense.items():
-        yield Program(f"{name} {direction}", "dense", flop, local(function), arguments)
-    for direction, function in grouped.items():
-        op = f"{name} {direction}"
-        yield Program(op, "grouped_dot", flop, local(function), arguments, ((op, "dense"),))
-    if not _fits_fp8(weights):
-        return
-    fp8_rows = local(jax_ep.quantize_fp8)(rows)
-    # Tensor cores read FP8 matrices transposed, so the weights are stored that way.
-    fp8_weights = local(lambda w: _transposed(jax_ep.quantize_fp8(w, block=(128, 128))))(weights)
-    fp8 = local(lambda r, w, s: dot(r, _transposed(w), s))
-    op = f"{name} forward"
-    yield Program(op, "grouped_dot, FP8", flop, fp8, (fp8_rows, fp8_weights, sizes), ((op, "dense"),))
-
-
-def layer_programs(local: Any, moe: Any, arrays: dict[str, Any], flop: float) -> Iterator[Program]:
-    """Yields the layer, its communication alone and its experts alone, composed and as one op.
-
-    Each comes twice: the forward pass, and both passes. In FP8 the weights come quantized.
-    """
-
-    def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return moe(x, ids, weights, lambda sent: sent.x)
-
-    def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return moe(x, ids, weights, lambda sent: swiglu(up, down, sent.x, sent.group_sizes))
-
-    def layer_in_fp8(x: jax.Array, fixed: Any, weights: jax.Array, *matrices: Any) -> jax.Array:
-        ids, quantized = fixed
-        up, down = _with_weights(quantized, matrices)
-
-        def experts(sent: Any) -> jax.Array:
-            return jax_ep.gated_mlp(sent.x, up, down, sent.group_sizes, quantize="fp8")
-
-        return moe(x, ids, weights, experts, quantize="fp8")
-
-    def composed(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return swiglu(up, down, rows, sizes)
-
-    def gated(rows: jax.Array, sizes: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return jax_ep.gated_mlp(rows, up, down, sizes)
-
-    def gated_in_fp8(rows: jax.Array, fixed: Any, *matrices: jax.Array) -> jax.Array:
-        sizes, quantized = fixed
-        up, down = _with_weights(quantized, matrices)
-        return jax_ep.gated_mlp(rows, up, down, sizes, quantize="fp8")
-
-    rows, x, matrices = arrays["rows"], (arrays["x"], arrays["ids"], arrays["weights"]), arrays["matrices"]
-    sizes = arrays["sizes"]
-    for direction, factor in (("forward", 1), ("forward + backward", 3)):
-        experts, work = f"experts {direction}", factor * flop
-
-        def timed(function: Any, factor: int = factor) -> Any:
-            return local(function if factor == 1 else with_gradients(function))
-
-        yield Program(f"communication {direction}", "ffi", 0.0, timed(communication), x)
-        yield Program(experts, "composed", work, timed(composed), (rows, sizes, *matrices))
-        of_composed = ((experts, "composed"),)
-        yield Program(experts, "gated_mlp", work, timed(gated), (rows, sizes, *matrices), of_composed)
-        parts = (f"communication {direction}", "ffi"), (experts, "composed")
-        yield Program(f"layer {direction}", "composed", work, timed(layer), (*x, *matrices), parts)
-        if "quantized" not in arrays:
-            continue
-        by, quantized = "gated_mlp, FP8", arrays["quantized"]
-        fixed = sizes, quantized
-        yield Program(experts, by, work, timed(gated_in_fp8), (rows, fixed, *matrices), of_composed)
-        operands = x[0], (x[1], quantized), x[2], *matrices
-        parts = (f"communication {direction}", "ffi"), (experts, by)
-        yield Program(f"layer {direction}", by, work, timed(layer_in_fp8), operands, parts)
-
-
-def _with_weights(quantized: Any, matrices: tuple[jax.Array, ...]) -> list[Any]:
-    """Returns quantized weights whose gradient goes to the matrices."""
-    return [dataclasses.replace(q, w=w) for q, w in zip(quantized, matrices, strict=True)]
+    @property
+    def temporary_bytes(self) -> int:
+        return self.program.memory_analysis().temp_size_in_bytes
 
 
 def programs(
-    group: jax_ep.Group,
-    mesh: jax.sharding.Mesh,
-    shape: Shape,
-    arguments: tuple[jax.Array, jax.Array, jax.Array],
-    capacity: int | None,
-) -> Iterator[Program]:
-    """Yields all programs for a shape: the products of both matrices, and the layer with its parts."""
-    shared: dict[str, Any] = {"group": group, "num_experts": shape.experts, "implementation": "ffi"}
-    local = functools.partial(on_ranks, mesh)
-
-    def moe(*arguments: Any, **options: Any) -> jax.Array:
-        return jax_ep.moe(*arguments, capacity=capacity, **shared, **options)
-
-    def route(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sent: Any = jax_ep.dispatch(*arguments, capacity=capacity, **shared)
-        return sent.x, sent.group_sizes
-
-    rows, sizes = local(route)(*arguments)
-    experts, width, inner = shape.experts, shape.hidden, shape.inner
-    up = normal(mesh, 1, (experts, width, 2 * inner))
-    down = normal(mesh, 2, (experts, inner, width))
-    count = min(shape.tokens * shape.top_k, rows.shape[0] // mesh.size)
-    wide, narrow = (normal(mesh, seed, (rows.shape[0], n)) for seed, n in ((3, 2 * inner), (4, inner)))
-    yield from product_programs(local, "up", rows, up, wide, sizes, count)
-    yield from product_programs(local, "down", narrow, down, rows, sizes, count)
-    x, ids, weights = arguments
-    arrays: dict[str, Any] = {"x": x, "ids": ids, "weights": weights, "rows": rows, "sizes": sizes}
-    arrays["matrices"] = up, down
-    if _fits_fp8(up) and _fits_fp8(down):
-        # Without the weights themselves, of which a program would return a copy.
-        quantize = local(lambda w: dataclasses.replace(jax_ep.quantize_weights(w), w=None))
-        arrays["quantized"] = quantize(up), quantize(down)
-    yield from layer_programs(local, moe, arrays, 2.0 * count * 3 * width * inner)
-
-
-def time_programs(
-    untimed: Iterator[Program], options: argparse.Namespace, on_gpu: bool
-) -> Iterator[tuple[Program, float | None, float]]:
-    """Yields each program with its time on the devices, if available, and its end-to-end time."""
-    for program in untimed:
-
-        def run(*arguments: Any, program: Program = program) -> Any:
-            for _ in range(CALLS - 1):
-                program.function(*arguments)
-            return program.function(*arguments)
-
-        end_to_end = measure.end_to_end_us(run, program.arguments, CALLS, options.repeats)
-        device = measure.kernels_us(run, program.arguments, CALLS, ()) if on_gpu else None
-        yield program, processes.slowest(device), processes.slowest(end_to_end) or end_to_end
+    group: jax_ep.Group, mesh: Mesh, arguments: tuple[Any, ...], capacity: int, case: Case, peers: bool
+) -> dict[str, Compiled]:
+    """Returns the programs of a case, compiled."""
+    dtype, direction, has_shared = case
+    num_experts = jax.tree.leaves(arguments[3])[0].shape[0]
+    quantize = "fp8" if dtype == FP8 else None
+    if dtype == FP8 and direction == FORWARD:
+        arguments = *arguments[:3], *map(on_ranks(mesh, jax_ep.quantize_weights), arguments[3:])
+    made = {}
+    for name, function in functions(group, num_experts, capacity, quantize, has_shared).items():
+        if (name == "communication" and has_shared) or (name == "alternative" and not peers):
+            continue
+        run = function if direction == FORWARD else with_gradients(function)
+        made[name] = Compiled(on_ranks(mesh, run).lower(*arguments).compile(), arguments)
+    return made
 
 
 def results(
-    name: str,
-    shape: Shape,
-    mesh: jax.sharding.Mesh,
-    arguments: Any,
-    capacity: int | None,
-    options: argparse.Namespace,
-) -> Iterator[Work]:
-    """Yields the measurements of all programs for a shape."""
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
-    times: dict[tuple[str, str], float] = {}
+    name: str, shape: Shape, mesh: Mesh, inputs: tuple[Any, ...], capacity: int, options: argparse.Namespace
+) -> Iterator[Layer]:
+    """Yields the measurements of a shape. `inputs`: x, ids and weights."""
+    arguments = *inputs, *matrices_of(shape, mesh)
+    dtypes = (BFLOAT16, FP8) if can_be_fp8(shape.hidden, shape.inner) else (BFLOAT16,)
     with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
-        untimed = programs(group, mesh, shape, arguments, capacity)
-        for program, device, end_to_end in time_programs(untimed, options, on_gpu):
-            us = times[program.op, program.by] = device or end_to_end
-            yield Work(
-                name=name,
-                shape=shape,
-                ranks=mesh.size,
-                op=program.op,
-                by=program.by,
-                routing=options.routing,
-                capacity=capacity,
-                device_us=device,
-                end_to_end_us=end_to_end,
-                flop=program.flop,
-                share=max(times[key] for key in program.compared_with) / us
-                if program.compared_with
-                else None,
-            )
+        for dtype in dtypes:
+            for direction in (FORWARD, BOTH):
+                communication_us = 0.0
+                for has_shared in (False, True):
+                    case = Case(dtype, direction, has_shared)
+                    made = programs(group, mesh, arguments, capacity, case, options.peers)
+                    runs, wait = list(made.values()), jax.block_until_ready
+                    bursts = measure.bursts_us(runs, wait, options.repeats, pause_s=pause_s())
+                    us = {key: processes.slowest(t) or t for key, t in zip(made, bursts, strict=True)}
+                    communication_us = us.get("communication", communication_us)
+                    yield Layer(
+                        name=name,
+                        shape=shape,
+                        ranks=mesh.size,
+                        routing=options.routing,
+                        capacity=capacity,
+                        dtype=dtype,
+                        direction=direction,
+                        has_shared=has_shared,
+                        communication_us=communication_us,
+                        sequence_us=us["sequence"],
+                        us=us["overlapped"],
+                        alternative_us=us.get("alternative"),
+                        sequence_bytes=made["sequence"].temporary_bytes,
+                        bytes=made["overlapped"].temporary_bytes,
+                    )
         group.check()
+
+
+def matrices_of(shape: Shape, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Returns w_up and w_down of the experts, and of a shared one on each rank."""
+    experts, width, inner = shape.experts, shape.hidden, shape.inner
+    return (
+        normal(mesh, 1, (experts, width, 2 * inner)),
+        normal(mesh, 2, (experts, inner, width)),
+        normal(mesh, 3, (mesh.size, width, 2 * inner)),
+        normal(mesh, 4, (mesh.size, inner, width)),
+    )
+
+
+def timelines(
+    name: str, shape: Shape, mesh: Mesh, inputs: tuple[Any, ...], capacity: int, options: argparse.Namespace
+) -> list[Timeline]:
+    """Profiles a training step of the layer, with and without a shared expert."""
+    arguments, found = (*inputs, *matrices_of(shape, mesh)), []
+    with jax_ep.Group(mesh, "ep", num_sms=options.num_sms) as group:
+        for has_shared in (False, True):
+            case = Case(BFLOAT16, BOTH, has_shared)
+            made = programs(group, mesh, arguments, capacity, case, peers=False)
+            spans = [spans_of(made[key]) for key in ("sequence", "overlapped")]
+            if not all(spans):
+                raise SystemExit("bench: --plot of the part layer needs GPUs, whose profiles have kernels")
+            found.append(Timeline(f"{name}, {case.direction}{', shared expert' * has_shared}", *spans))
+    return found
+
+
+def spans_of(run: Compiled) -> list[Span]:
+    """Returns the kernels of a call on the first device, from the first one on."""
+    jax.block_until_ready(run())
+    devices = measure.kernels(lambda: run(), ())
+    kernels = sorted(devices[0], key=lambda kernel: kernel[1]) if devices else []
+    return [
+        (measure.kind_of(name), (begin - kernels[0][1]) / 1e3, (end - kernels[0][1]) / 1e3)
+        for name, begin, end in kernels
+    ]

@@ -13,6 +13,22 @@ import jax
 
 BURST_S = 0.1
 
+# Parts of kernels' names, and what such kernels do. The first one that is found counts.
+_KINDS = (
+    ("communication", ("PushKernel", "PullKernel", "CountKernel", "FewTokens", "nccl")),
+    ("conversions to FP8", ("Quantize",)),
+    ("products of experts", ("FloatsKernel", "RowsKernel", "WeightsKernel", "SetUpKernel", "GroupedDot")),
+    ("attention", ("flash", "fmha", "sdpa")),
+    ("other products", ("gemm", "nvjet", "cutlass", "cublas")),
+)
+THE_REST = "the rest"
+KINDS = (*(kind for kind, _ in _KINDS), THE_REST)
+
+
+def kind_of(kernel: str) -> str:
+    """Returns what a kernel does, one of KINDS."""
+    return next((kind for kind, parts in _KINDS if any(part in kernel for part in parts)), THE_REST)
+
 
 def end_to_end_us(run: Callable[..., Any], arguments: Any, steps: int, repeats: int) -> float:
     """Returns the microseconds per step of a program: the median of several runs after a warm-up run."""

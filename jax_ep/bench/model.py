@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.bench import measure, peers
+from jax_ep.bench.layers import all_gathered, shared_rows
 from jax_ep.bench.shapes import MODELS, Shape
 
 STEPS = 10  # whose losses are compared
@@ -91,9 +92,6 @@ class ModelStep:
 
 def by_jax_ep(group: jax_ep.Group, shape: Shape, factor: float, redundant: int = 0, **options: Any) -> Moe:
     def moe(w: Parameters, x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shared = (
-            jax_ep.GatedExperts(w["shared_up"], w["shared_down"], **options) if "shared_up" in w else None
-        )
         sums, stats = jax_ep.moe(
             x,
             ids,
@@ -102,7 +100,7 @@ def by_jax_ep(group: jax_ep.Group, shape: Shape, factor: float, redundant: int =
             group=group,
             capacity_factor=None if redundant else factor,
             num_redundant_experts=redundant,
-            shared=shared,
+            shared=_shared(w, **options),
             return_stats=True,
         )
         return sums, stats.num_dropped
@@ -111,19 +109,12 @@ def by_jax_ep(group: jax_ep.Group, shape: Shape, factor: float, redundant: int =
 
 
 def by_all_gather(group: jax_ep.Group, shape: Shape, factor: float) -> Moe:
-    """Every device gets all tokens, takes those of its experts, and all sums are added."""
     capacity = int(factor * shape.tokens * shape.top_k)
 
     def moe(w: Parameters, x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x_all, ids_all, weights_all = (jax.lax.all_gather(a, "ep", tiled=True) for a in (x, ids, weights))
-        local = shape.experts // group.size
-        ids_all = ids_all - jax.lax.axis_index("ep") * local
-        ids_all = jnp.where((ids_all >= 0) & (ids_all < local), ids_all, -1)
-        moved = jax_ep.permute(x_all, ids_all, num_local_experts=local, capacity=capacity)
-        rows = jax_ep.gated_mlp(moved.x, w["up"], w["down"], moved.group_sizes)
-        sums = jax_ep.unpermute(rows, moved.row_map, topk_weights=weights_all)
-        sums = jax.lax.psum_scatter(sums, "ep", tiled=True)
-        return sums + _shared(w, x), moved.num_dropped
+        experts = jax_ep.GatedExperts(w["up"], w["down"])
+        sums, dropped = all_gathered(experts, capacity, x, ids, weights)
+        return sums + shared_rows(_shared(w), x), dropped
 
     return moe
 
@@ -132,19 +123,19 @@ def by_ragged_all_to_all(group: jax_ep.Group, shape: Shape, factor: float) -> Mo
     """Rows are sorted by expert, and exchanged by JAX's collective."""
 
     def moe(w: Parameters, x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dispatch, combine = peers.ragged_all_to_all(shape, group.size)
+        # The worst case: rows past the end of the buffer would be written all the same.
+        dispatch, combine = peers.ragged_all_to_all(
+            shape, group.size, group.size * shape.tokens * shape.top_k
+        )
         rows, state = dispatch(x, ids)
         rows = jax_ep.gated_mlp(rows, w["up"], w["down"], peers.group_sizes(ids, shape, group.size))
-        return combine(rows, state, weights) + _shared(w, x), jnp.zeros((1,), jnp.int32)
+        return combine(rows, state, weights) + shared_rows(_shared(w), x), jnp.zeros((1,), jnp.int32)
 
     return moe
 
 
-def _shared(w: Parameters, x: jax.Array) -> jax.Array | float:
-    if "shared_up" not in w:
-        return 0.0
-    sizes = jnp.full((1,), x.shape[0], jnp.int32)
-    return jax_ep.gated_mlp(x, w["shared_up"], w["shared_down"], sizes)
+def _shared(w: Parameters, **options: Any) -> jax_ep.GatedExperts | None:
+    return jax_ep.GatedExperts(w["shared_up"], w["shared_down"], **options) if "shared_up" in w else None
 
 
 def makers(on_gpu: bool) -> dict[str, Callable[..., Moe]]:
@@ -245,7 +236,7 @@ def time_step(
 
     parameters = jax.jit(initial, out_shardings=shardings)(jax.random.key(0))
     rng = np.random.default_rng(0)
-    tokens = rng.zipf(1.2, mesh.size * model.tokens).astype(np.int32) % model.vocabulary
+    tokens = rng.integers(model.vocabulary, size=mesh.size * model.tokens, dtype=np.int32)
     tokens = jax.device_put(tokens, NamedSharding(mesh, P("ep")))
     with jax_ep.Group(mesh, "ep") as group:
         moe = makers(on_gpu)[by](group, shape, options.capacity or 1.25)
@@ -302,21 +293,11 @@ def time_step(
     )
 
 
-# Parts of kernels' names, and what such kernels do. The first one that is found counts.
-KINDS = (
-    ("communication", ("PushKernel", "PullKernel", "CountKernel", "nccl", "FewTokens")),
-    ("products of experts", ("FloatsKernel", "RowsFp8", "ColumnsFp8", "SetUpKernel", "Quantize")),
-    ("attention", ("flash", "fmha", "sdpa")),
-    ("other products", ("gemm", "nvjet", "cutlass", "cublas")),
-)
-
-
 def kinds_of(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     """Returns the microseconds of kernels of each kind. Kernels that overlap count twice."""
     sums: dict[str, float] = defaultdict(float)
     for name, begin, end in kernels:
-        kind = next((kind for kind, parts in KINDS if any(part in name for part in parts)), "the rest")
-        sums[kind] += (end - begin) / 1e3
+        sums[measure.kind_of(name)] += (end - begin) / 1e3
     return dict(sums)
 
 

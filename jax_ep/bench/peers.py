@@ -10,7 +10,7 @@ from jax_ep.bench.shapes import Shape
 AXIS = "ep"
 
 
-def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
+def ragged_all_to_all(shape: Shape, size: int, capacity: int | None = None) -> tuple[Callable, Callable]:
     """Returns a dispatch by expert, and its combine.
 
     The dispatch sorts the rows by expert, exchanges them, and groups the received rows by expert. The combine
@@ -18,7 +18,8 @@ def ragged_all_to_all(shape: Shape, size: int) -> tuple[Callable, Callable]:
     """
     local = shape.experts // size
     num_sent = shape.tokens * shape.top_k
-    capacity = int(num_sent * 1.5)  # a uniform routing sends each rank little more than `num_sent` rows
+    if capacity is None:
+        capacity = int(num_sent * 1.5)  # a uniform routing sends each rank little more than `num_sent` rows
 
     def dispatch(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
         flat = ids.reshape(-1)

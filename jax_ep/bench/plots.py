@@ -5,6 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax_ep.bench.layers import Span, Timeline
+from jax_ep.bench.measure import KINDS
 from jax_ep.bench.model import ModelStep
 from jax_ep.bench.products import DIRECTIONS, ExpertProduct
 from jax_ep.bench.report import Result, by_shape
@@ -134,6 +136,30 @@ def plot_products(path: Path, results: list[ExpertProduct]) -> None:
     has_peer = any(r.by == "DeepGEMM" for r in grouped)
     lines = [Line2D([], [], color="black", label="DeepGEMM")] if has_peer else []
     figure.legend(handles=[*bars, *lines], loc="outside lower center", ncols=2)
+    _save(figure, path)
+
+
+def plot_timelines(path: Path, timelines: list[Timeline]) -> None:
+    """Plots the kernels of layers over time, a lane for each kind: in sequence above, overlapped below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.6 + 2.2 * len(timelines)), layout="constrained")
+    grid = figure.subplots(2 * len(timelines), 1, squeeze=False, sharex=True)[:, 0]
+    rows: list[tuple[str, list[Span]]] = []
+    for t in timelines:
+        rows += [(f"{t.label}, in sequence", t.sequence), (f"{t.label}, overlapped", t.overlapped)]
+    kinds = [kind for kind in KINDS if any(kind == span[0] for _, spans in rows for span in spans)]
+    for axes, (label, spans) in zip(grid, rows, strict=True):
+        for lane, kind in enumerate(kinds):
+            bars = [(begin / 1e3, (end - begin) / 1e3) for of, begin, end in spans if of == kind]
+            axes.broken_barh(bars, (lane - 0.4, 0.8), color=f"C{lane}", linewidth=0)
+        last = max(end for _, _, end in spans) / 1e3
+        axes.axvline(last, color="black", linestyle=":")
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.invert_yaxis()
+        axes.set_title(f"{label}: {last:.1f} ms", fontsize="medium", loc="left")
+        axes.grid(True, axis="x", alpha=0.3)
+    grid[-1].set_xlabel("milliseconds")
     _save(figure, path)
 
 

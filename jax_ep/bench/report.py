@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from jax_ep.bench.layers import Work
+from jax_ep.bench.layers import Layer
 from jax_ep.bench.model import ModelStep
 from jax_ep.bench.products import ExpertProduct
 from jax_ep.bench.shapes import Shape
@@ -133,32 +133,28 @@ def show_hops(console: Console, results: list[Result]) -> None:
         console.print(table)
 
 
-def show_work(console: Console, results: list[Work]) -> None:
-    """Prints a table of products and layers for each shape. The TFLOP/s use the device time if available."""
+def show_layers(console: Console, results: list[Layer]) -> None:
+    """Prints a table of layers for each shape."""
     tables: dict[str, Table] = {}
     for r in results:
-        title = (
-            f"{r.name}: experts {r.shape.inner} wide inside, {r.shape.tokens} tokens a rank, {r.ranks} ranks"
-        )
-        if title not in tables:
-            tables[title] = Table("op", "by", title=title)
-            for column in (
-                "device us",
-                "end to end us",
-                "TFLOP/s",
-                "of dense, of composed, or slower part of whole",
-            ):
-                tables[title].add_column(column, justify="right")
-        tables[title].add_row(
-            r.op,
-            r.by,
-            "" if r.device_us is None else f"{r.device_us:.0f}",
-            f"{r.end_to_end_us:.0f}",
-            f"{r.flop / r.us / 1e6:.3g}" if r.flop else "",
-            "" if r.share is None else f"{r.share:.0%}",
-        )
+        if r.name not in tables:
+            sizes = f"{r.shape.tokens} tokens a rank, {r.shape.experts} experts {r.shape.inner} wide"
+            table = Table("layer", title=f"{r.name}: {sizes}, {r.ranks} ranks, capacity {r.capacity}; ms")
+            for column in ("communication", "in sequence", "overlapped", "hidden", "all_gather", "MB", "MB"):
+                table.add_column(column, justify="right")
+            tables[r.name] = table
+        times = (f"{us / 1e3:.3g}" for us in (r.communication_us, r.sequence_us, r.us))
+        alternative = "" if r.alternative_us is None else f"{r.alternative_us / 1e3:.3g}"
+        megabytes = (f"{size / 1e6:.4g}" for size in (r.sequence_bytes, r.bytes))
+        tables[r.name].add_row(r.op, *times, f"{r.hidden:.0%}", alternative, *megabytes)
     for table in tables.values():
         console.print(table)
+    if tables:
+        console.print(
+            "hidden: of the communication, by overlapping it with products. all_gather: all tokens on all "
+            "ranks, with the same products. MB: temporary memory, in sequence and overlapped.",
+            width=100,
+        )
 
 
 def show_products(console: Console, results: list[ExpertProduct]) -> None:
@@ -263,7 +259,7 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         self.results: list[Result] = []
-        self.work: list[Work] = []
+        self.layers: list[Layer] = []
         self.products: list[ExpertProduct] = []
         self.skew: list[SkewedLayer] = []
         self.local: list[LocalOp] = []
@@ -288,7 +284,7 @@ class Record:
             **self._header,
             "complete": is_complete,
             "results": [dataclasses.asdict(result) for result in self.results],
-            "layers": [dataclasses.asdict(result) for result in self.work],
+            "layers": [dataclasses.asdict(result) for result in self.layers],
             "products": [dataclasses.asdict(result) for result in self.products],
             "skew": [dataclasses.asdict(result) for result in self.skew],
             "one device": [dataclasses.asdict(result) for result in self.local],

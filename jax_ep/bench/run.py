@@ -211,12 +211,12 @@ def hops_of(case: Case, ids: np.ndarray, hosts: int, host_rows: int) -> report.H
     return report.Hops(between / case.shape.tokens, *map(round, sizes))
 
 
-def time_layer(name: str, ranks: int, options: argparse.Namespace) -> Iterator[layers.Work]:
-    """Times the products and the layer of a shape, one after the other."""
+def of_layer(name: str, ranks: int, options: argparse.Namespace) -> tuple[Any, ...]:
+    """Returns the arguments of the benchmark of a shape's layer."""
     mesh, shape = mesh_of(ranks), SHAPES[name]
     arguments = inputs(shape, route(options.routing, shape, ranks), mesh)
-    capacity = capacity_of(options.capacity, shape, ranks, "expert")
-    yield from layers.results(name, shape, mesh, arguments, capacity, options)
+    capacity = capacity_of(options.capacity or 1.25, shape, ranks, "expert")
+    return name, shape, mesh, arguments, capacity, options
 
 
 def time_products(
@@ -273,7 +273,7 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: --sweep sms needs GPUs")
     parts = parts_of(options)
     routing = "several routings" if parts == ["skew"] else f"{options.routing} routing"
-    statistic = "fastest" if parts == ["products"] else "median"
+    statistic = "fastest" if set(parts) <= {"products", "layer"} else "median"
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {routing}, {statistic} of {options.repeats} runs"
@@ -299,9 +299,9 @@ def run(options: argparse.Namespace) -> int:
     report.show(console, record.results)
     report.show_hops(console, record.results)
     if "layer" in parts:
-        work = (row for name in names_of(options) for row in time_layer(name, ranks, options))
-        record.extend(record.work, progress.track("layer", work, None, quiet=is_quiet))
-    report.show_work(console, record.work)
+        timed = (row for name in names_of(options) for row in layers.results(*of_layer(name, ranks, options)))
+        record.extend(record.layers, progress.track("layer", timed, None, quiet=is_quiet))
+    report.show_layers(console, record.layers)
     if "products" in parts:
         notes: list[str] = []
         if options.peers and (package := deep_gemm.missing()):
@@ -337,6 +337,8 @@ def run(options: argparse.Namespace) -> int:
         plots.plot(options.plot, record.results, options.sweep)
     elif options.plot and "products" in parts:
         plots.plot_products(options.plot, record.products)
+    elif options.plot and "layer" in parts:
+        plots.plot_timelines(options.plot, layers.timelines(*of_layer(names_of(options)[0], ranks, options)))
     elif options.plot and "model" in parts:
         plots.plot_models(options.plot, record.models)
     elif options.plot:

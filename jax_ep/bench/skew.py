@@ -26,9 +26,9 @@ import numpy as np
 import jax_ep
 from jax_ep._extension import Implementation
 from jax_ep._transport.routing import worst_case_capacity
-from jax_ep.bench.layers import Program, normal, on_ranks, swiglu, time_programs, with_gradients
 from jax_ep.bench.routings import capacity_of, route
 from jax_ep.bench.shapes import Shape
+from jax_ep.bench.timed import Program, normal, on_ranks, swiglu, time_programs, with_gradients
 
 DROPPING_CAPACITY = 1.25
 BALANCED_CAPACITY = 1.05
@@ -252,7 +252,7 @@ def programs_of(
         arguments = tuple(arrays[name] for name in names)
         if op not in compiled:
             compiled[op] = on_ranks(mesh, function).lower(*arguments).compile()
-        yield Program(op, ops.shared["implementation"], 0.0, compiled[op], arguments)
+        yield Program(op, ops.shared["implementation"], compiled[op], arguments)
 
 
 def times_of(programs: list[Program], options: argparse.Namespace) -> dict[str, Time]:
@@ -274,7 +274,7 @@ def plan_programs(implementation: Implementation) -> Iterator[Program]:
                 ids = route(routing, shape, ranks).reshape(ranks, -1)
                 counts = np.stack([np.bincount(row, minlength=PLANNED_EXPERTS) for row in ids])
             op = f"plan, {ranks} ranks, {PLANNED_EXPERTS} experts, S = {PLANNED_PLACES}, {routing}"
-            yield Program(op, implementation, 0.0, jax.jit(plan), (jnp.asarray(counts, jnp.int32),))
+            yield Program(op, implementation, jax.jit(plan), (jnp.asarray(counts, jnp.int32),))
 
 
 def copy_programs(
@@ -297,9 +297,9 @@ def copy_programs(
     def copy(weights: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf + 1, weights)  # XLA could drop a mere copy
 
-    yield Program("copy", "XLA", 0.0, on_ranks(mesh, copy), ((up, down),))
+    yield Program("copy", "XLA", on_ranks(mesh, copy), ((up, down),))
     for op, function in (("replicate", replicate), ("gradient of replicate", gradient)):
-        yield Program(op, by, 0.0, on_ranks(mesh, function), ((up, down),), (("copy", "XLA"),))
+        yield Program(op, by, on_ranks(mesh, function), ((up, down),), (("copy", "XLA"),))
 
 
 def local_results(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep.bench import model, products, programs
+from jax_ep.bench import layers, model, products, programs
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
@@ -89,35 +89,17 @@ def test_a_sweep_of_tokens_begins_with_one(tmp_path, bench):
 
 
 @pytest.mark.slow
-def test_products_and_layers(tmp_path, bench):
-    status, output = bench("--parts", "layer", "--devices", "2", "--json", "out.json")
+def test_layers(tmp_path, bench):
+    status, output = bench("--parts", "layer", "--devices", "2", "--peers", "--json", "out.json")
     assert status == 0, output
-    assert "experts 128 wide inside, 32 tokens a rank, 2 ranks" in output
+    assert "32 tokens a rank, 16 experts 128 wide, 2 ranks, capacity 80" in output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["results"] == []
-    timed = {(r["op"], r["by"]): r for r in report["layers"]}
-    ways = [f"{what} {way}" for what in ("up", "down") for way in ("forward", "dgrad", "wgrad")]
-    directions = ("forward", "forward + backward")
-    parts = {
-        "communication": ["ffi"],
-        "experts": ["composed", "gated_mlp", "gated_mlp, FP8"],
-        "layer": ["composed", "gated_mlp, FP8"],
-    }
-    both = {
-        (f"{part} {way}", by)
-        for part, implementations in parts.items()
-        for way in directions
-        for by in implementations
-    }
-    products = {(op, by) for op in ways for by in ("dense", "grouped_dot")}
-    fp8 = {(f"{what} forward", "grouped_dot, FP8") for what in ("up", "down")}
-    assert set(timed) == products | fp8 | both
-    # 64 rows by 128 x 256; a SwiGLU layer has three products of 128 x 128, and twice as much backward.
-    assert timed["up forward", "dense"]["flop"] == 2 * 64 * 128 * 256
-    assert timed["layer forward + backward", "composed"]["flop"] == 3 * 2 * 64 * 3 * 128 * 128
-    for (op, by), result in timed.items():
-        is_compared = by.startswith(("grouped_dot", "gated_mlp")) or op.startswith("layer")
-        assert (result["share"] is not None) == is_compared
+    timed = [(r["dtype"], r["direction"], r["has_shared"]) for r in report["layers"]]
+    ways = [(way, shared) for way in (layers.FORWARD, layers.BOTH) for shared in (False, True)]
+    assert timed == [(dtype, *way) for dtype in (layers.BFLOAT16, layers.FP8) for way in ways]
+    for r in report["layers"]:
+        assert all(r[f"{way}us"] > 0 for way in ("communication_", "sequence_", "", "alternative_"))
 
 
 @pytest.mark.slow
