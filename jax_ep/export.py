@@ -8,6 +8,8 @@ _TARGETS = (
     "route",
     "push",
     "pull",
+    "route_beside",
+    "push_beside",
     "pull_beside",
     "hop",
     "rail_hop",

@@ -104,7 +104,7 @@ def shared_rows(shared: jax_ep.GatedExperts | None, x: jax.Array) -> jax.Array |
 def functions(
     group: jax_ep.Group, num_experts: int, capacity: int, quantize: Any, has_shared: bool
 ) -> dict[str, Callable[..., Any]]:
-    """Returns what a rank runs, by its name, as a function of x, ids, weights, and experts' matrices."""
+    """Returns what a rank runs, by its name: functions of x, ids, weights, and the experts' matrices."""
     options: Any = {"group": group, "capacity": capacity}
 
     def made(matrices: Any, overlap: bool = False) -> tuple[jax_ep.GatedExperts, jax_ep.GatedExperts | None]:
@@ -121,7 +121,7 @@ def functions(
         experts, shared = made(matrices)
         return all_gathered(experts, capacity, x, ids, weights)[0] + shared_rows(shared, x)
 
-    def communication(x: jax.Array, ids: jax.Array, weights: jax.Array, *_: Any) -> jax.Array:
+    def communication(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         way: Any = None if quantize is None else "fp8_dequantize"
         return jax_ep.moe(
             x, ids, weights, lambda sent: sent.x, num_experts=num_experts, quantize=way, **options
@@ -164,7 +164,8 @@ def programs(
         if (name == "communication" and has_shared) or (name == "alternative" and not peers):
             continue
         run = function if direction == FORWARD else with_gradients(function)
-        made[name] = Compiled(on_ranks(mesh, run).lower(*arguments).compile(), arguments)
+        given = arguments[:3] if name == "communication" else arguments
+        made[name] = Compiled(on_ranks(mesh, run).lower(*given).compile(), given)
     return made
 
 

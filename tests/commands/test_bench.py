@@ -275,8 +275,8 @@ def test_padded_experts_are_for_few_tokens(tokens, padded):
 
 def test_kernels_us_counts_named_kernels_by_their_medians(monkeypatch):
     kernels = [("a", 1000, 3000), ("b", 2000, 4000), ("b", 2500, 2600), ("a", 9000, 10000)]
-    monkeypatch.setattr(measure, "_kernels", lambda *_: [kernels, [("a", 0, 1000)]])
+    monkeypatch.setattr(measure, "kernels", lambda *_: [kernels, [("a", 0, 1000)]])
     assert measure.kernels_us(print, (), 2, ("a",)) == 1.5  # twice the median of 2 and 1
     assert measure.kernels_us(print, (), 1, ("a", "b")) == 3 + 2 * 1.05
-    monkeypatch.setattr(measure, "_kernels", lambda *_: [])
+    monkeypatch.setattr(measure, "kernels", lambda *_: [])
     assert measure.kernels_us(print, (), 2, ()) is None

@@ -58,7 +58,8 @@ def test_all_handlers_of_ops_are_listed():
     targets = {*module.cpu_targets(), *module.cuda_targets()} - {"jax_ep_gather", "jax_ep_reserve"}
     listed = {check.is_custom_call() for check in jax_ep.export.disabled_checks()}
     assert targets <= listed
-    on_gpus = ("grouped_dot", "pull_beside", "quantize", "quantize_gated", "rail_hop")
+    beside = [f"{op}_beside" for op in ("route", "push", "pull")]
+    on_gpus = (*beside, "grouped_dot", "quantize", "quantize_gated", "rail_hop")
     assert not listed - targets - {f"jax_ep_{name}" for name in on_gpus}
 
 
