@@ -231,12 +231,13 @@ def backward_until_up(
 
     `d_hidden`: the first product, if it is already computed.
     """
+    sizes = saved[0].group_sizes
     if saved[2] is None:
         # Without it XLA keeps the product of the forward pass, or computes this one too early to save memory.
         saved, d_out = jax.lax.optimization_barrier((saved, d_out))
         saved = with_preactivation(call, saved)
     operands, saved_rows, z = from_bits(saved)
-    products, sizes = call.products, operands.group_sizes
+    products = call.products
     assert saved_rows is not None
     assert z is not None
     d_out_rows, d_out_columns = products.cotangents(d_out.astype(z.dtype), sizes)

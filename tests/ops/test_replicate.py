@@ -242,8 +242,8 @@ def scanned(wrap):
         body = wrap(lambda x: layer(x, ids, weights, w, S)[0])
         return jnp.sum(jax.lax.scan(lambda x, _: (body(x), None), x, None, length=2)[0] ** 2)
 
-    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w)
-    return jax.device_get(lowered.compile()(x, w)), lowered.as_text()
+    program = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    return jax.device_get(program(x, w)), program.lower(x, w).as_text()
 
 
 @functools.cache
