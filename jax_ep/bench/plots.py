@@ -171,7 +171,7 @@ def plot_models(path: Path, results: list[ModelStep]) -> None:
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(results) + 0.3 * len(names)), layout="constrained")
     counts = [sum(r.name == name for r in results) for name in names]
     grid = figure.subplots(len(names), 1, squeeze=False, height_ratios=counts)[:, 0]
-    kinds = list(dict.fromkeys(kind for r in results for kind in r.kinds_us))
+    kinds = [kind for kind in (*KINDS, "all") if any(kind in r.kinds_us for r in results)]
     for axes, name in zip(grid, names, strict=True):
         steps = [r for r in results if r.name == name]
         begins = [0.0] * len(steps)
