@@ -3,7 +3,8 @@
 The layer is `moe` with `GatedExperts`, in sequence and with `overlap=True`, and its communication alone. The
 alternative, with --peers, is what one would write without expert parallelism: all tokens
 are gathered on each rank, which takes those of its experts, with the same products, and all sums are added.
-FP8 weights come quantized in a forward pass. A training step quantizes them.
+FP8 weights come quantized in a forward pass. A training step quantizes them. The communication of FP8 rows
+also converts them back.
 """
 
 import argparse
