@@ -141,8 +141,7 @@ def sums_of_hidden(
         ((sums,), _, _), rows = run_beside(_ffi(call).pull_call(handle, of_first), second)
         of_second = Pull((as_array(rows).astype(dtype),), weights)
         rest, of_shared = _pull_beside_down(call, handle, of_second, shared)
-        joined = jnp.concatenate([sums, rest], axis=1)
-        return joined if of_shared is None else joined + of_shared
+        return _added(jnp.concatenate([sums, rest], axis=1), of_shared)
 
     if columns is None:
         return in_sequence(handle, weights, hidden, operands, shared)
@@ -162,12 +161,11 @@ def sums_of(call: LayerCall, handle: Handle, pulled: Pull, shared: SharedRows | 
     """Returns the sums of rows, and of a shared expert's."""
 
     def beside(handle: Handle, pulled: Pull, shared: SharedRows | None) -> jax.Array:
-        sums, of_shared = _pull_beside_down(call, handle, pulled, shared)
-        return sums if of_shared is None else sums + of_shared
+        return _added(*_pull_beside_down(call, handle, pulled, shared))
 
     def in_sequence(handle: Handle, pulled: Pull, shared: SharedRows | None) -> jax.Array:
         (sums,), _ = pull(call.backend, handle, pulled)
-        return sums if shared is None else sums + _shared_rows(call, shared)
+        return _added(sums, None if shared is None else _shared_rows(call, shared))
 
     if call.engine_of_shared(handle.routing.num_tokens * pulled.rows[0].shape[1]) is None:
         return in_sequence(handle, pulled, shared)
@@ -188,6 +186,10 @@ def _pull_beside_down(
             return sums, _shared_rows(call, shared, as_array(computed))
     (sums,), _ = pull(call.backend, handle, pulled)
     return sums, None if shared is None else _shared_rows(call, shared)
+
+
+def _added(sums: jax.Array, of_shared: jax.Array | None) -> jax.Array:
+    return sums if of_shared is None else sums + of_shared.astype(sums.dtype)
 
 
 def _shared_rows(call: LayerCall, shared: SharedRows, product: jax.Array | None = None) -> jax.Array:
@@ -211,8 +213,8 @@ def push_beside_up(call: LayerCall, pulled: Pulled, d_sums: jax.Array, saved: Sa
         return d_pulled, with_preactivation(call.mlp, saved, as_array(computed))
 
     engine = call.engine_beside(d_sums.size)
-    if engine is None:  # the product is repeated when it is needed
-        return push_cotangents(call, pulled, d_sums), saved
+    if engine is None:
+        return in_sequence(pulled, d_sums, saved)
     return differentiated_as(beside, in_sequence, pulled, d_sums, saved)
 
 

@@ -33,6 +33,7 @@ from jax_ep._ops.beside import (
     pull_beside_up,
     push_beside_shared,
     push_beside_up,
+    push_cotangents,
     sums_of,
     sums_of_hidden,
 )
@@ -108,12 +109,18 @@ class _Residuals:
     shared: Saved | None
     needs_both: bool = dataclasses.field(metadata={"static": True})
     """True if a gradient of the tokens is needed, and one of w_up. Otherwise XLA drops what is not."""
+    needs_shared: bool = dataclasses.field(metadata={"static": True})
+    """True if gradients of what travels are needed, and of what a shared expert's first product leads to."""
 
 
 def _layer_forward(call: LayerCall, *differentiated: object) -> tuple[jax.Array, _Residuals]:
     handle, sent, arrived_weights, operands, shared = primal_values(differentiated)
-    _, given_sent, _, given, _ = cast(tuple[Handle, Push, jax.Array, MlpOperands, object], differentiated)
-    needs_both = is_differentiated(given_sent) and is_differentiated(given.w_up)
+    given = cast(tuple[Handle, Push, jax.Array, MlpOperands, Shared | None], differentiated)
+    _, of_sent, _, of_experts, given_shared = given
+    needs_both = is_differentiated(of_sent) and is_differentiated(of_experts.w_up)
+    needs_shared = is_differentiated((of_sent, of_experts)) and given_shared is not None
+    if needs_shared and given_shared is not None:
+        needs_shared = is_differentiated((given_shared.operands.rows, given_shared.operands.w_up))
 
     def run(
         handle: Handle, weights: jax.Array, operands: MlpOperands, shared: Shared | None
@@ -128,8 +135,8 @@ def _layer_forward(call: LayerCall, *differentiated: object) -> tuple[jax.Array,
 
     sums, out, of_mlp, of_shared = call.once_in_fp8(run, handle, arrived_weights, operands, shared)
     x = jnp.zeros((), sent.leaves[0].dtype)
-    residuals = _Residuals(for_backward(handle), x, arrived_weights, out, of_mlp, of_shared, needs_both)
-    return sums, residuals
+    saved = for_backward(handle), x, arrived_weights, out, of_mlp, of_shared
+    return sums, _Residuals(*saved, needs_both, needs_shared)
 
 
 def _layer_backward(
@@ -149,10 +156,12 @@ def _gradients(
     handle, weights, out = residuals.handle, residuals.weights, residuals.out
     pulled: Pulled = (handle, None if out is None else ((out,), weights), [])
     saved, d_hidden = residuals.mlp, None
-    if call.mlp.saves_preactivation:
+    if not call.mlp.saves_preactivation and call.engine_beside(d_sums.size) is not None:
+        d_pulled, saved = push_beside_up(call, pulled, d_sums, saved)
+    elif residuals.needs_shared:
         d_pulled, d_hidden = push_beside_shared(call, pulled, d_sums, residuals.shared)
     else:
-        d_pulled, saved = push_beside_up(call, pulled, d_sums, saved)
+        d_pulled = push_cotangents(call, pulled, d_sums)
     (d_out,), d_weights = d_pulled.rows, d_pulled.row_weights
     gradients, of_up = backward_until_up(call.mlp, saved, d_out)
     if d_weights is None:
@@ -169,7 +178,8 @@ def _gradients(
     shared = None
     if residuals.shared is not None:
         assert call.shared is not None
-        shared = Shared(backward(call.shared, residuals.shared, d_sums, d_hidden))
+        d_rows = d_sums.astype(residuals.shared[0].dtype())
+        shared = Shared(backward(call.shared, residuals.shared, d_rows, d_hidden))
     return Push(sums, returned_weights), dataclasses.replace(gradients, rows=None, row_weights=None), shared
 
 

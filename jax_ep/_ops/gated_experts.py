@@ -16,6 +16,7 @@ from jax_ep._experts.products import PrecisionName
 from jax_ep._extension import Implementation
 from jax_ep._jax.custom_vjp import attached
 from jax_ep._jax.ffi_call import Call
+from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.beside import LayerCall, engine_beside
 from jax_ep._ops.dispatched import DispatchedByExpert
 from jax_ep._ops.expert_layer import Shared, expert_layer
@@ -121,8 +122,11 @@ def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLik
     """Returns the shared expert of tokens [T, H], of which the first are valid."""
     valid = x.shape[0] if num_valid_tokens is None else num_valid_tokens
     sizes = jnp.clip(jnp.asarray(valid, jnp.int32).reshape(1), 0, x.shape[0])
-    call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **mlp_options(shared, None))
-    return SharedExpert(call, Shared(operands))
+    try:
+        call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **mlp_options(shared, None))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"moe: shared: {error}") from None
+    return SharedExpert(call, Shared(vary_alike(operands)))
 
 
 def first_product_of(shared: SharedExpert, backend: Backend, overlap: bool | None) -> Call[Matrices] | None:

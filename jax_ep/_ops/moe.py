@@ -189,8 +189,8 @@ def moe(
         `jax.checkpoint` a product. `GatedExperts` applies them there.
       shared: a shared expert, which every token goes to with weight 1: `GatedExperts` of one expert, whose
         w_up is [1, H, 2, F'] and w_down [1, F', H]. Each rank computes it for its own tokens, and its rows
-        are added to the sums. Needs `GatedExperts` as expert_fn, whose `overlap` says whether the shared
-        expert's products run while rows travel.
+        are added to the sums, in their dtype. Needs `GatedExperts` as expert_fn, whose `overlap` says whether
+        the shared expert's products run while rows travel.
       return_stats: also return how many rows came, and how many were dropped.
       implementation: None, "ffi" or "xla": that of communication. The ops that expert_fn calls take their
         own `implementation`.
@@ -256,6 +256,8 @@ def moe(
     x, topk_idx, topk_weights = map(_merge_leading, (x, topk_idx, topk_weights))
     beside = of_shared = None
     if experts is not None and shared is not None:
+        if num_valid_tokens is not None:
+            check.valid_tokens(num_valid_tokens, topk_idx)  # raises before it is used here
         of_shared = shared_expert(shared, x, num_valid_tokens)
         beside = first_product_of(of_shared, choose(group, implementation), experts.overlap)
     placement = None

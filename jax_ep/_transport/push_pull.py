@@ -75,9 +75,12 @@ def route(
 
 
 def name_indices(routed: Routed) -> Routed:
-    """Names everything except the rows, weights and what was computed beside them for `jax.checkpoint`."""
-    named = name_all(routed._replace(rows=(), weights=None, beside=None), checkpoint_names.handle)
-    return named._replace(rows=routed.rows, weights=routed.weights, beside=routed.beside)
+    """Names everything except the rows and weights for `jax.checkpoint`.
+
+    So also what was computed beside them: without it all of the op would be repeated.
+    """
+    named = name_all(routed._replace(rows=(), weights=None), checkpoint_names.handle)
+    return named._replace(rows=routed.rows, weights=routed.weights)
 
 
 def attach(backend: Backend, routed: Routed, sent: Push, attendance: Attendance) -> Routed:

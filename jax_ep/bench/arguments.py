@@ -129,8 +129,8 @@ def set_up_devices(options: argparse.Namespace) -> None:
     drawn = {"layer", "products", "skew", "model"} & set(options.parts or ())
     if options.plot and not (options.sweep or options.from_json) and len(drawn) != 1:
         raise SystemExit(
-            "bench: --plot draws a sweep, or one of the parts layer, products, skew and model; choose one "
-            "with --sweep or --parts"
+            "bench: --plot draws a sweep, or one of the parts layer, products, skew and model; choose the "
+            "quantity to vary with --sweep, or pass --parts with one of them"
         )
     if options.from_json and not options.plot:
         raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")

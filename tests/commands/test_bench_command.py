@@ -194,7 +194,10 @@ def test_a_capacity(tmp_path, bench):
     ("options", "text"),
     [
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
-        (["--parts", "products", "skew", "--plot", "out.svg"], "one of the parts products and skew"),
+        (
+            ["--parts", "products", "skew", "--plot", "out.svg"],
+            "one of the parts layer, products, skew and model",
+        ),
         (["--from-json", "out.json"], "--from-json needs the file to draw to; pass --plot"),
         (
             ["--from-json", "nowhere.json", "--plot", "out.svg"],

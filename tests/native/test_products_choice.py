@@ -17,6 +17,7 @@ CUDA = """
 enum cudaError_t { cudaSuccess };
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
 typedef struct Stream* cudaStream_t;
+typedef struct Event* cudaEvent_t;
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 9, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -90,7 +90,8 @@ def by_function(moe_options, redundant=0, **options):
             return sums
         num_valid = moe_options.get("num_valid_tokens", T)
         sizes = jnp.asarray([num_valid], jnp.int32)
-        return sums + jax_ep.gated_mlp(x, s_up, s_down, sizes, b_down=s_bias, **options)
+        of_shared = jax_ep.gated_mlp(x, s_up, s_down, sizes, b_down=s_bias, **options)
+        return sums + of_shared.astype(sums.dtype)
 
     return shard
 
@@ -112,6 +113,8 @@ CASES = {
 SHARED = {
     "shared": (jnp.float32, {"num_valid_tokens": 7}, {"activation": "gelu"}, {}),
     "shared, weights": (jnp.float32, {"experts_apply_weights": True}, {"save": "inputs"}, {}),
+    # The sums of FP8 rows are bfloat16, and so is the sum with the shared expert's float32 rows.
+    "shared, fp8, float32": (jnp.float32, {"quantize": "fp8"}, {"quantize": "fp8"}, {}),
     "shared, fp8": (jnp.bfloat16, {"num_redundant_experts": 1}, {"quantize": "fp8_all"}, {"quantize": "fp8"}),
 }
 

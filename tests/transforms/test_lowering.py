@@ -82,23 +82,36 @@ def test_a_layer_and_its_gradient_lower_for_cuda(gpu_group):
 
 
 def count_layer_calls(
-    gpu_group, monkeypatch, width=2048, wanted=(0, 1, 2, 3), shared=False, weights_first=False, **options
+    gpu_group,
+    monkeypatch,
+    width=2048,
+    wanted=range(6),
+    shared=False,
+    weights_first=False,
+    wrap=lambda shard: shard,
+    **options,
 ):
-    """Returns the calls of a layer, and of the gradients that are wanted: of x, w, w_up and w_down."""
+    """Returns the calls of a layer, and of the gradients that are wanted: of x, w, and matrices.
+
+    A shared expert has matrices of its own, on every rank, whose gradients may be wanted, too.
+    """
     monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
     on = ranks(R)
     x, ids, w = inputs()
     arrays = jnp.ones((x.shape[0], width)), w, jnp.ones((E, width, 32)), jnp.ones((E, 16, width))
+    arrays += jnp.ones((1, width, 32)), jnp.ones((1, 16, width))
 
-    def shard(ids, x, w, up, down):
+    def shard(ids, x, w, up, down, shared_up, shared_down):
         experts = jax_ep.GatedExperts(up, down, **options)
         layer_options = {"experts_apply_weights": weights_first, "implementation": "ffi"}
         if shared:
-            layer_options["shared"] = dataclasses.replace(experts, w_up=up[:1], w_down=down[:1])
+            layer_options["shared"] = dataclasses.replace(experts, w_up=shared_up, w_down=shared_down)
         return jax_ep.moe(x, ids, w, experts, group=gpu_group, **layer_options)
 
-    loss = lambda *arrays: jnp.sum(on.map(shard)(ids, *arrays))
-    program = jax.jit(jax.value_and_grad(loss, argnums=wanted) if wanted else loss)
+    specs = (*[jax.sharding.PartitionSpec("ep")] * 5, *[jax.sharding.PartitionSpec()] * 2)
+    mapped = jax.shard_map(wrap(shard), mesh=on.mesh, in_specs=specs, out_specs=specs[0])
+    loss = lambda *arrays: jnp.sum(mapped(ids, *arrays))
+    program = jax.jit(jax.value_and_grad(loss, argnums=tuple(wanted)) if wanted else loss)
     return count_calls(program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text("hlo"))
 
 
@@ -128,6 +141,35 @@ def test_short_communication_runs_in_sequence(gpu_group, monkeypatch):
     assert "pull_beside" not in count_layer_calls(gpu_group, monkeypatch)
     monkeypatch.setattr(beside, "_MIN_ELEMENTS", 1)
     assert ("pull_beside" in count_layer_calls(gpu_group, monkeypatch)) == (R > 2)
+
+
+def test_a_policy_keeps_what_was_computed_beside_a_dispatch(gpu_group, monkeypatch):
+    wrap = lambda shard: jax.checkpoint(shard, policy=jax_ep.save_ep_residuals)
+    calls = count_layer_calls(gpu_group, monkeypatch, shared=True, overlap=True, wrap=wrap)
+    assert calls["route_beside"] == 1
+    assert "route" not in calls
+
+
+def test_a_second_derivative_beside_products_lowers_for_cuda(gpu_group, monkeypatch):
+    """Of a shared expert whose matrices are the same on all ranks, which the rows that travel are not."""
+
+    def squared_gradient(shard):
+        def wrapped(ids, x, *arrays):
+            value = lambda x: jnp.sum(shard(ids, x, *arrays) ** 2)
+            return jax.grad(value)(x)
+
+        return wrapped
+
+    assert count_layer_calls(gpu_group, monkeypatch, shared=True, overlap=True, wrap=squared_gradient)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [((0,), 1), ((4,), 0), ((4, 5), 0), ((2,), 0), ((2, 4), 1)],  # of x; shared; w_up; and both
+)
+def test_a_shared_expert_s_gradient_is_computed_if_it_is_needed(wanted, count, gpu_group, monkeypatch):
+    calls = count_layer_calls(gpu_group, monkeypatch, wanted=wanted, shared=True, overlap=True)
+    assert calls.get("push_beside", 0) == count
 
 
 @pytest.mark.parametrize("wanted", [(0,), (2,), (2, 3)])
