@@ -10,7 +10,7 @@ All functions here have the same results, and derivatives, as the sequence of th
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,55 +97,49 @@ def engine_beside(
     return engine if has_stream(backend.ranks) else None
 
 
-SharedRows = tuple[Rows, MlpOperands]
-"""What the second product of a shared expert takes."""
+class Hidden(NamedTuple):
+    """The operands of a second product, as `down` takes them."""
+
+    rows: Rows
+    operands: MlpOperands
 
 
-def sums_of_hidden(
-    call: LayerCall,
-    handle: Handle,
-    weights: jax.Array | None,
-    hidden: Rows,
-    operands: MlpOperands,
-    shared: SharedRows | None,
-) -> jax.Array:
+class ToSum(NamedTuple):
+    """The operands of second products, and of the sums of their rows."""
+
+    handle: Handle
+    weights: jax.Array | None  # by which the combine multiplies rows
+    experts: Hidden
+    shared: Hidden | None  # of a shared expert
+
+
+def sums_of_hidden(call: LayerCall, to_sum: ToSum) -> jax.Array:
     """Returns the sums of the second product's rows, and of a shared expert's."""
-    num_sums = handle.routing.num_tokens * wide_of(operands.w_down).shape[2]
+    operands = to_sum.experts.operands
+    num_sums = to_sum.handle.routing.num_tokens * wide_of(operands.w_down).shape[2]
     engine = call.engine_beside(num_sums)
     columns = None if engine is None or operands.b_down is not None else _parts(operands)
 
-    def in_sequence(
-        handle: Handle,
-        weights: jax.Array | None,
-        hidden: Rows,
-        operands: MlpOperands,
-        shared: SharedRows | None,
-    ) -> jax.Array:
+    def in_sequence(to_sum: ToSum) -> jax.Array:
+        handle, weights, (hidden, operands), shared = to_sum
         out = down(call.mlp, operands, hidden)
         return sums_of(call, handle, Pull((out,), weights), shared)
 
-    def in_parts(
-        handle: Handle,
-        weights: jax.Array | None,
-        hidden: Rows,
-        operands: MlpOperands,
-        shared: SharedRows | None,
-    ) -> jax.Array:
+    def in_parts(to_sum: ToSum) -> jax.Array:
+        handle, weights, (hidden, operands), shared = to_sum
         factors, dtype = down_factors(call.mlp, operands, hidden), operands.dtype()
         assert engine is not None
         assert columns is not None
         first, second = (engine.call_of(factors, part) for part in columns)
         if first is None or second is None:
-            return in_sequence(handle, weights, hidden, operands, shared)
+            return in_sequence(to_sum)
         of_first = Pull((as_array(first.run()).astype(dtype),), weights)
         ((sums,), _, _), rows = run_beside(_ffi(call).pull_call(handle, of_first), second)
         of_second = Pull((as_array(rows).astype(dtype),), weights)
         rest, of_shared = _pull_beside_down(call, handle, of_second, shared)
         return _added(jnp.concatenate([sums, rest], axis=1), of_shared)
 
-    if columns is None:
-        return in_sequence(handle, weights, hidden, operands, shared)
-    return differentiated_as(in_parts, in_sequence, handle, weights, hidden, operands, shared)
+    return in_sequence(to_sum) if columns is None else differentiated_as(in_parts, in_sequence, to_sum)
 
 
 def _parts(operands: MlpOperands) -> tuple[slice, slice] | None:
@@ -157,13 +151,13 @@ def _parts(operands: MlpOperands) -> tuple[slice, slice] | None:
     return slice(0, first), slice(first, width)
 
 
-def sums_of(call: LayerCall, handle: Handle, pulled: Pull, shared: SharedRows | None) -> jax.Array:
+def sums_of(call: LayerCall, handle: Handle, pulled: Pull, shared: Hidden | None) -> jax.Array:
     """Returns the sums of rows, and of a shared expert's."""
 
-    def beside(handle: Handle, pulled: Pull, shared: SharedRows | None) -> jax.Array:
+    def beside(handle: Handle, pulled: Pull, shared: Hidden | None) -> jax.Array:
         return _added(*_pull_beside_down(call, handle, pulled, shared))
 
-    def in_sequence(handle: Handle, pulled: Pull, shared: SharedRows | None) -> jax.Array:
+    def in_sequence(handle: Handle, pulled: Pull, shared: Hidden | None) -> jax.Array:
         (sums,), _ = pull(call.backend, handle, pulled)
         return _added(sums, None if shared is None else _shared_rows(call, shared))
 
@@ -173,7 +167,7 @@ def sums_of(call: LayerCall, handle: Handle, pulled: Pull, shared: SharedRows | 
 
 
 def _pull_beside_down(
-    call: LayerCall, handle: Handle, pulled: Pull, shared: SharedRows | None
+    call: LayerCall, handle: Handle, pulled: Pull, shared: Hidden | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the sums of rows, and a shared expert's rows, without derivatives."""
     rows = pulled.rows[0]
@@ -192,29 +186,27 @@ def _added(sums: jax.Array, of_shared: jax.Array | None) -> jax.Array:
     return sums if of_shared is None else sums + of_shared.astype(sums.dtype)
 
 
-def _shared_rows(call: LayerCall, shared: SharedRows, product: jax.Array | None = None) -> jax.Array:
+def _shared_rows(call: LayerCall, shared: Hidden, product: jax.Array | None = None) -> jax.Array:
     assert call.shared is not None
     hidden, operands = shared
     return down(call.shared, operands, hidden, product)
 
 
-def push_beside_up(call: LayerCall, pulled: Pulled, d_sums: jax.Array, saved: Saved) -> tuple[Pull, Saved]:
+def push_beside_up(
+    call: LayerCall, engine: KernelEngine, pulled: Pulled, d_sums: jax.Array, saved: Saved
+) -> tuple[Pull, Saved]:
     """Returns the cotangents of a pull, and what was saved, with the first product, which is repeated."""
 
     def in_sequence(pulled: Pulled, d_sums: jax.Array, saved: Saved) -> tuple[Pull, Saved]:
         return push_cotangents(call, pulled, d_sums), with_preactivation(call.mlp, saved)
 
     def beside(pulled: Pulled, d_sums: jax.Array, saved: Saved) -> tuple[Pull, Saved]:
-        assert engine is not None
         product = engine.call_of(up_factors(call.mlp, saved[0]))
         if product is None:
             return in_sequence(pulled, d_sums, saved)
         d_pulled, computed = _push_beside(call, pulled, d_sums, product)
         return d_pulled, with_preactivation(call.mlp, saved, as_array(computed))
 
-    engine = call.engine_beside(d_sums.size)
-    if engine is None:
-        return in_sequence(pulled, d_sums, saved)
     return differentiated_as(beside, in_sequence, pulled, d_sums, saved)
 
 

@@ -5,7 +5,7 @@ So the order of both passes is in one place. `beside` runs communication beside 
 
 import dataclasses
 import functools
-from typing import cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ from jax_ep._jax.custom_vjp import (
 )
 from jax_ep._jax.sharding import align_axes, vary_alike
 from jax_ep._ops.beside import (
+    Hidden,
     LayerCall,
-    SharedRows,
+    ToSum,
     pull_beside_up,
     push_beside_shared,
     push_beside_up,
@@ -54,46 +55,43 @@ class Shared:
     """Its first product, if it was computed beside the dispatch. It has the derivatives of that product."""
 
 
-def expert_layer(
-    call: LayerCall,
-    handle: Handle,
-    sent: Push,
-    arrived_weights: jax.Array,
-    operands: MlpOperands,
-    shared: Shared | None,
-) -> jax.Array:
+class LayerOperands(NamedTuple):
+    """The arrays of a layer, whose rows and weights come from the dispatch of `sent`."""
+
+    handle: Handle
+    sent: Push  # tokens [T, H] and their weights [T, K]
+    arrived_weights: jax.Array
+    experts: MlpOperands
+    shared: Shared | None
+
+
+def expert_layer(call: LayerCall, operands: LayerOperands) -> jax.Array:
     """Returns the sums [T, H] of the experts' rows, plus those of a shared expert.
 
-    Rows and weights come from the dispatch of `sent`, tokens [T, H] and their weights [T, K]. The gradient
-    goes to `sent` directly, and none to what was dispatched. Only a second derivative goes through it.
+    The gradient goes to `sent` directly, and none to what was dispatched. Only a second derivative goes
+    through it.
     """
-    moved = align_axes((handle, sent, arrived_weights), handle.routing.ranks.axes)
-    (handle, sent, arrived_weights), operands, shared = vary_alike((moved, operands, shared))
+    moved = align_axes(operands[:3], operands.handle.routing.ranks.axes)
+    operands = vary_alike(LayerOperands(*moved, *operands[3:]))
     with jax.named_scope("jax_ep.experts"):
-        return _inlined_layer(call, handle, sent, arrived_weights, *as_bits((operands, shared)))
+        experts, shared = as_bits((operands.experts, operands.shared))
+        return _inlined_layer(call, operands._replace(experts=experts, shared=shared))
 
 
 @custom_vjp(0)
-def _layer(
-    call: LayerCall,
-    handle: Handle,
-    sent: Push,
-    arrived_weights: jax.Array,
-    operands: MlpOperands,
-    shared: Shared | None,
-) -> jax.Array:
-    hidden, _ = until_down(call.mlp, operands)
-    of_shared, _ = _until_down_of_shared(call, shared)
-    weights = arrived_weights if call.weighs else None
-    return sums_of_hidden(call, handle, weights, hidden, operands, of_shared)
+def _layer(call: LayerCall, operands: LayerOperands) -> jax.Array:
+    hidden, _ = until_down(call.mlp, operands.experts)
+    of_shared, _ = _until_down_of_shared(call, operands.shared)
+    weights = operands.arrived_weights if call.weighs else None
+    return sums_of_hidden(call, ToSum(operands.handle, weights, Hidden(hidden, operands.experts), of_shared))
 
 
-def _until_down_of_shared(call: LayerCall, shared: Shared | None) -> tuple[SharedRows | None, Saved | None]:
+def _until_down_of_shared(call: LayerCall, shared: Shared | None) -> tuple[Hidden | None, Saved | None]:
     if shared is None:
         return None, None
     assert call.shared is not None
     hidden, saved = until_down(call.shared, shared.operands, shared.product)
-    return (hidden, shared.operands), saved
+    return Hidden(hidden, shared.operands), saved
 
 
 @jax.tree_util.register_dataclass
@@ -113,41 +111,40 @@ class _Residuals:
     """True if gradients of what travels are needed, and of what a shared expert's first product leads to."""
 
 
-def _layer_forward(call: LayerCall, *differentiated: object) -> tuple[jax.Array, _Residuals]:
-    handle, sent, arrived_weights, operands, shared = primal_values(differentiated)
-    given = cast(tuple[Handle, Push, jax.Array, MlpOperands, Shared | None], differentiated)
-    _, of_sent, _, of_experts, given_shared = given
-    needs_both = is_differentiated(of_sent) and is_differentiated(of_experts.w_up)
-    needs_shared = is_differentiated((of_sent, of_experts)) and given_shared is not None
-    if needs_shared and given_shared is not None:
-        needs_shared = is_differentiated((given_shared.operands.rows, given_shared.operands.w_up))
-
+def _layer_forward(call: LayerCall, differentiated: LayerOperands) -> tuple[jax.Array, _Residuals]:
     def run(
-        handle: Handle, weights: jax.Array, operands: MlpOperands, shared: Shared | None
+        handle: Handle, weights: jax.Array, experts: MlpOperands, shared: Shared | None
     ) -> tuple[jax.Array, jax.Array | None, Saved, Saved | None]:
-        hidden, saved = until_down(call.mlp, operands)
+        hidden, saved = until_down(call.mlp, experts)
         of_shared, saved_shared = _until_down_of_shared(call, shared)
         if not call.weighs:
-            sums = sums_of_hidden(call, handle, None, hidden, operands, of_shared)
+            sums = sums_of_hidden(call, ToSum(handle, None, Hidden(hidden, experts), of_shared))
             return sums, None, saved, saved_shared
-        out = down(call.mlp, operands, hidden)
+        out = down(call.mlp, experts, hidden)
         return sums_of(call, handle, Pull((out,), weights), of_shared), out, saved, saved_shared
 
-    sums, out, of_mlp, of_shared = call.once_in_fp8(run, handle, arrived_weights, operands, shared)
-    x = jnp.zeros((), sent.leaves[0].dtype)
-    saved = for_backward(handle), x, arrived_weights, out, of_mlp, of_shared
-    return sums, _Residuals(*saved, needs_both, needs_shared)
+    handle, sent, weights, experts, shared = primal_values(differentiated)
+    sums, out, saved, saved_shared = call.once_in_fp8(run, handle, weights, experts, shared)
+    _, of_sent, _, of_experts, of_shared = differentiated
+    first = None if of_shared is None else (of_shared.operands.rows, of_shared.operands.w_up)
+    return sums, _Residuals(
+        handle=for_backward(handle),
+        x=jnp.zeros((), sent.leaves[0].dtype),
+        weights=weights,
+        out=out,
+        mlp=saved,
+        shared=saved_shared,
+        needs_both=is_differentiated(of_sent) and is_differentiated(of_experts.w_up),
+        needs_shared=is_differentiated(first) and is_differentiated((of_sent, of_experts)),
+    )
 
 
-def _layer_backward(
-    call: LayerCall, residuals: _Residuals, d_sums: jax.Array
-) -> tuple[None, Push | None, None, MlpOperands | None, Shared | None]:
+def _layer_backward(call: LayerCall, residuals: _Residuals, d_sums: jax.Array) -> tuple[LayerOperands | None]:
     cotangent = nonzero_cotangents(d_sums)
     if cotangent is None:
-        return None, None, None, None, None
-    run = functools.partial(_gradients, call)
-    sent, gradients, shared = call.once_in_fp8(run, residuals, cotangent)
-    return None, sent, None, gradients, shared
+        return (None,)
+    sent, experts, shared = call.once_in_fp8(functools.partial(_gradients, call), residuals, cotangent)
+    return (LayerOperands(None, sent, None, experts, shared),)  # pyright: ignore
 
 
 def _gradients(
@@ -156,8 +153,9 @@ def _gradients(
     handle, weights, out = residuals.handle, residuals.weights, residuals.out
     pulled: Pulled = (handle, None if out is None else ((out,), weights), [])
     saved, d_hidden = residuals.mlp, None
-    if not call.mlp.saves_preactivation and call.engine_beside(d_sums.size) is not None:
-        d_pulled, saved = push_beside_up(call, pulled, d_sums, saved)
+    engine = None if call.mlp.saves_preactivation else call.engine_beside(d_sums.size)
+    if engine is not None:
+        d_pulled, saved = push_beside_up(call, engine, pulled, d_sums, saved)
     elif residuals.needs_shared:
         d_pulled, d_hidden = push_beside_shared(call, pulled, d_sums, residuals.shared)
     else:

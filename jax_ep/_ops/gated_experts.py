@@ -19,7 +19,7 @@ from jax_ep._jax.ffi_call import Call
 from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.beside import LayerCall, engine_beside
 from jax_ep._ops.dispatched import DispatchedByExpert
-from jax_ep._ops.expert_layer import Shared, expert_layer
+from jax_ep._ops.expert_layer import LayerOperands, Shared, expert_layer
 from jax_ep._ops.gated_mlp import gated_mlp, prepare
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
@@ -81,7 +81,7 @@ class GatedExperts:
 
     def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
         """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
-        options = mlp_options(self, row_weights)
+        options = _mlp_options(self, row_weights)
         return gated_mlp(sent.x, self.w_up, self.w_down, sent.group_sizes, **options)
 
 
@@ -111,11 +111,11 @@ def combined_rows(
     if isinstance(rows, QuantizedArray):
         rows = dataclasses.replace(rows, carrier=None)
     assert sent.row_weights is not None
-    options = mlp_options(experts, sent.row_weights if applies_weights else None)
+    options = _mlp_options(experts, sent.row_weights if applies_weights else None)
     mlp, operands = prepare(rows, experts.w_up, experts.w_down, sent.group_sizes, **options)
     of_shared, arrays = (None, None) if shared is None else shared
     call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap, of_shared)
-    return expert_layer(call, sent.handle, tokens, sent.row_weights, operands, arrays)
+    return expert_layer(call, LayerOperands(sent.handle, tokens, sent.row_weights, operands, arrays))
 
 
 def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLike | None) -> SharedExpert:
@@ -123,7 +123,7 @@ def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLik
     valid = x.shape[0] if num_valid_tokens is None else num_valid_tokens
     sizes = jnp.clip(jnp.asarray(valid, jnp.int32).reshape(1), 0, x.shape[0])
     try:
-        call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **mlp_options(shared, None))
+        call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **_mlp_options(shared, None))
     except (TypeError, ValueError) as error:
         raise type(error)(f"moe: shared: {error}") from None
     return SharedExpert(call, Shared(vary_alike(operands)))
@@ -145,7 +145,7 @@ def with_first_product(shared: SharedExpert, computed: Matrices | None) -> Share
     return SharedExpert(call, Shared(operands, product))
 
 
-def mlp_options(experts: GatedExperts, row_weights: jax.Array | None) -> dict[str, Any]:
+def _mlp_options(experts: GatedExperts, row_weights: jax.Array | None) -> dict[str, Any]:
     """Returns the keyword arguments of `gated_mlp`."""
     return {
         "b_up": _bias(experts.b_up),

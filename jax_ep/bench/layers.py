@@ -29,11 +29,15 @@ Span = tuple[str, float, float]  # kind of a kernel, begin and end in microsecon
 
 
 class Case(NamedTuple):
-    """What is measured of a shape."""
+    """The layer of a shape in one dtype and direction."""
 
-    dtype: str
-    direction: str
-    has_shared: bool  # there is a shared expert, as wide as one of the others
+    dtype: str  # BFLOAT16 or FP8
+    direction: str  # FORWARD or BOTH
+    has_shared: bool  # it has a shared expert, as wide as one of the others
+
+    @property
+    def op(self) -> str:
+        return f"{self.direction}{', shared expert' * self.has_shared}, {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Layer:
     ranks: int
     routing: str
     capacity: int
-    dtype: str  # "bfloat16" or "FP8"
+    dtype: str  # as in its Case, and so the two below
     direction: str
-    has_shared: bool  # it has a shared expert, as wide as one of the others
+    has_shared: bool
     communication_us: float  # alone
     sequence_us: float
     us: float  # overlapped
@@ -57,7 +61,7 @@ class Layer:
 
     @property
     def op(self) -> str:
-        return f"{self.direction}{', shared expert' * self.has_shared}, {self.dtype}"
+        return Case(self.dtype, self.direction, self.has_shared).op
 
     @property
     def label(self) -> str:
@@ -193,9 +197,7 @@ def results(
                         ranks=mesh.size,
                         routing=options.routing,
                         capacity=capacity,
-                        dtype=dtype,
-                        direction=direction,
-                        has_shared=has_shared,
+                        **case._asdict(),
                         communication_us=communication_us,
                         sequence_us=us["sequence"],
                         us=us["overlapped"],
@@ -229,14 +231,14 @@ def timelines(
             spans = [spans_of(made[key]) for key in ("sequence", "overlapped")]
             if not all(spans):
                 raise SystemExit("bench: --plot of the part layer needs GPUs, whose profiles have kernels")
-            found.append(Timeline(f"{name}, {case.direction}{', shared expert' * has_shared}", *spans))
+            found.append(Timeline(f"{name}, {case.op}", *spans))
     return found
 
 
 def spans_of(run: Compiled) -> list[Span]:
     """Returns the kernels of a call on the first device, from the first one on."""
     jax.block_until_ready(run())
-    devices = measure.kernels(lambda: run(), ())
+    devices = measure.kernels(run, ())
     kernels = sorted(devices[0], key=lambda kernel: kernel[1]) if devices else []
     return [
         (measure.kind_of(name), (begin - kernels[0][1]) / 1e3, (end - kernels[0][1]) / 1e3)

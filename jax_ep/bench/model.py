@@ -86,7 +86,7 @@ class ModelStep:
 
     @property
     def mfu(self) -> float | None:
-        """The share of the tensor cores' peak in bfloat16; None on CPUs."""
+        """The share of PEAK_TFLOPS, which is that of an H100 or H200; None on CPUs."""
         return None if "all" in self.kinds_us else self.flop / self.us / 1e6 / PEAK_TFLOPS
 
 
@@ -278,18 +278,18 @@ def time_step(
     assert analysis is not None
     memory = analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
     return ModelStep(
-        name,
-        shape,
-        mesh.size,
-        model.layers,
-        by,
-        len(tokens),
-        statistics.median(times),
-        flop_of(model, shape),
-        memory,
-        int(dropped),
-        losses,
-        kinds,
+        name=name,
+        shape=shape,
+        ranks=mesh.size,
+        layers=model.layers,
+        by=by,
+        tokens=len(tokens),
+        us=statistics.median(times),
+        flop=flop_of(model, shape),
+        memory=memory,
+        num_dropped=int(dropped),
+        losses=losses,
+        kinds_us=kinds,
     )
 
 

@@ -28,7 +28,7 @@ from jax_ep._extension import Implementation
 from jax_ep._transport.routing import worst_case_capacity
 from jax_ep.bench.routings import capacity_of, route
 from jax_ep.bench.shapes import Shape
-from jax_ep.bench.timed import Program, normal, on_ranks, swiglu, time_programs, with_gradients
+from jax_ep.bench.timed import Program, normal, on_ranks, time_programs, with_gradients
 
 DROPPING_CAPACITY = 1.25
 BALANCED_CAPACITY = 1.05
@@ -107,6 +107,11 @@ class LocalOp:
     @property
     def label(self) -> str:
         return f"{self.op}, {self.by}"
+
+
+def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
+    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
 
 
 def shape_on(ranks: int, shape: Shape) -> Shape:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax_ep
 from jax_ep.bench import measure, processes
 
 CALLS = 8
@@ -25,11 +24,6 @@ class Program:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     compared_with: tuple[tuple[str, str], ...] = ()  # (op, by) of the programs that set the reference time
-
-
-def swiglu(up: jax.Array, down: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    gate, value = jnp.split(jax_ep.grouped_dot(rows, up, sizes), 2, axis=1)
-    return jax_ep.grouped_dot(jax.nn.silu(gate) * value, down, sizes)
 
 
 def normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:

@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import (
-    assert_close,
-    dequantize,
-    floats,
-    pairwise,
-    ranks,
-    routing,
-    same_bits,
-    weights_of,
-)
+from cases import assert_close, dequantize, floats, pairwise, ranks, routing, same_bits, weights_of
 from cases import quantize as quantize_fp8
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
