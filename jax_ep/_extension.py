@@ -1,5 +1,7 @@
 """The compiled extension: loads it, registers its handlers, and reports what it supports."""
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -150,16 +152,42 @@ def reason_against_ffi(platform: str) -> str:
         if built is None:
             return "the extension was built without its CUDA part; build it with JAX_EP_CUDA=ON"
         version = jax.local_devices(backend="gpu")[0].client.platform_version
-        runtime = re.search(r"cuda (\d+)", version)
-        if runtime is None:
+        if not re.search(r"cuda \d", version):
             return f"JAX does not use the GPUs through CUDA ({version!r})"
-        major = int(runtime.group(1)) // 1000
-        if built // 1000 != major:
-            return f"the extension was built with CUDA {built // 1000}, but JAX uses CUDA {major}"
-        return ""
+        return reason_against_driver(built)
     if platform != "cpu":
         return f"there are no handlers for platform {platform!r}, only for 'cpu' and 'gpu'"
     return ""
+
+
+@functools.cache
+def driver_cuda_version() -> int:
+    """Returns the newest CUDA version that the NVIDIA driver supports, 13000 for 13.0; 0 without a driver."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def cuda_text(version: int) -> str:
+    """Returns a CUDA version as text, "12.9" for 12090."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def reason_against_driver(built: int) -> str:
+    """Returns why the NVIDIA driver cannot run an extension built with this CUDA version. Empty if it can.
+
+    The version of JAX's CUDA plugin does not matter, because the extension contains CUDA's runtime and shares
+    only the driver's memory and streams with JAX.
+    """
+    driver = driver_cuda_version()
+    if driver // 1000 >= built // 1000:
+        return ""
+    return (
+        f"the extension was built with CUDA {cuda_text(built)}, but the NVIDIA driver supports CUDA "
+        f"{cuda_text(driver)}. Install a driver for CUDA {built // 1000}, or an extension built with "
+        "an older CUDA (docs/building.md)"
+    )
 
 
 def has_handlers(platform: str) -> bool:

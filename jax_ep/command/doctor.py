@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import os
 import re
@@ -24,7 +23,7 @@ from jax_ep import _extension, _installation
 from jax_ep._group import cpu_threads, descriptors, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
-from jax_ep.command.info import labeled, mesh_of, version
+from jax_ep.command.info import cuda_majors, cuda_plugins, labeled, mesh_of, version
 from jax_ep.command.options import set_up_virtual_devices
 
 # Longest time of one check, in seconds. A check may include compilations and the start of CUDA.
@@ -75,11 +74,10 @@ def _versions(devices: Sequence[Any]) -> Iterator[Finding]:
     yield Finding("python", f"{sys.version.split()[0]}, {sys.executable}")
     pairs = ", ".join(f"{name} {version(name)}" for name in ("jaxlib", "numpy"))
     yield Finding("jax", f"{jax.__version__}, {pairs}")
-    plugins = {f"jax-cuda{n}-{kind}": None for n in (12, 13) for kind in ("plugin", "pjrt")}
-    installed = {name: version(name) for name in plugins if version(name) != "not installed"}
-    if installed:
+    if installed := cuda_plugins():
         alike = set(installed.values()) <= {version("jaxlib")}
-        cure = "" if alike else "install the version of jaxlib: pip install -U 'jax[cuda13]'"
+        extra = f"cuda{max(cuda_majors(installed))}"
+        cure = "" if alike else f"install the version of jaxlib: pip install -U 'jax[{extra}]'"
         yield Finding("", ", ".join(f"{name} {text}" for name, text in installed.items()), cure, not alike)
     if Path("/proc/driver/nvidia/version").exists():
         yield _driver(devices)
@@ -88,13 +86,12 @@ def _versions(devices: Sequence[Any]) -> Iterator[Finding]:
 def _driver(devices: Sequence[Any]) -> Finding:
     text = Path("/proc/driver/nvidia/version").read_text()
     match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
-    driver, cuda = match.group() if match else "unknown", ctypes.c_int(0)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
-    supports = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}" if cuda.value else "no version that is known"
+    driver, cuda = match.group() if match else "unknown", _extension.driver_cuda_version()
+    supports = _extension.cuda_text(cuda) if cuda else "no version that is known"
     text = f"{driver}, supports CUDA {supports}; JAX runs on {devices[0].client.platform_version!r}"
     is_unused = devices[0].platform == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
-    cure = "this host has NVIDIA GPUs that JAX does not use: pip install 'jax[cuda13]'" if is_unused else ""
+    install = f"pip install 'jax[{'cuda13' if cuda >= 13000 else 'cuda12'}]'"
+    cure = f"this host has NVIDIA GPUs that JAX does not use: {install}" if is_unused else ""
     return Finding("driver", text, cure)
 
 

@@ -5,7 +5,7 @@ import platform
 import re
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -25,6 +25,35 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def cuda_plugins() -> dict[str, str]:
+    """Returns the versions of JAX's CUDA plugins that are installed."""
+    names = [f"jax-cuda{major}-{kind}" for major in (12, 13) for kind in ("plugin", "pjrt")]
+    return {name: version(name) for name in names if version(name) != "not installed"}
+
+
+def cuda_majors(plugins: Iterable[str]) -> list[int]:
+    """Returns the CUDA versions that plugins are for: 12, 13 or both."""
+    return sorted({int(name.removeprefix("jax-cuda").split("-")[0]) for name in plugins})
+
+
+def cuda_problems(built: int | None, plugins: Iterable[str], driver: int) -> list[str]:
+    """Returns why the extension, JAX's CUDA plugins and the NVIDIA driver do not fit each other."""
+    majors = cuda_majors(plugins)
+    if not majors:
+        return ["JAX has no CUDA plugin: pip install 'jax[cuda12]' or 'jax[cuda13]'"]
+    problems = []
+    if len(majors) > 1:
+        problems.append("JAX needs one CUDA plugin, and has two: uninstall the packages of one of them")
+    if not driver:
+        return [*problems, "there is no NVIDIA driver"]
+    if max(majors) > driver // 1000:
+        supported = _extension.cuda_text(driver)
+        problems.append(f"JAX's plugin needs a driver for CUDA {max(majors)}; this one supports {supported}")
+    if built is not None and (reason := _extension.reason_against_driver(built)):
+        problems.append(reason)
+    return problems
 
 
 # Architectures on which this project has executed the kernels for grouped products.
@@ -80,6 +109,15 @@ def collect() -> dict[str, Any]:
             for d in devices
         ],
     }
+    built = (report["build"] or {}).get("cuda")
+    plugins = cuda_plugins()
+    if built or plugins:
+        driver = _extension.driver_cuda_version()
+        report["cuda"] = {
+            "plugins": plugins,
+            "driver": _extension.cuda_text(driver) if driver else None,
+            "problems": cuda_problems(built, plugins, driver),
+        }
     if report["build"] is not None and "cuda_architectures" in report["build"]:
         report["product_engines"] = _product_engines(report["build"]["cuda_architectures"])
     if on_gpu and not _extension.reason_against_ffi("gpu") and module is not None:
@@ -98,6 +136,15 @@ def collect() -> dict[str, Any]:
     return report
 
 
+def _cuda_lines(cuda: dict[str, Any]) -> list[str]:
+    plugins = ", ".join(f"{name} {text}" for name, text in cuda["plugins"].items())
+    supports = f"supports CUDA {cuda['driver']}" if cuda["driver"] else "none"
+    lines = labeled("CUDA", f"JAX's plugin: {plugins or 'none'}; driver: {supports}")
+    for problem in cuda["problems"]:
+        lines += labeled("", f"NOTE: {problem}")
+    return lines
+
+
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = [f"{name:12s}{version}" for name, version in report["versions"].items()]
     lines.insert(1, f"{'':12s}from {report['folder']}")
@@ -108,8 +155,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ffi = ".".join(map(str, build["ffi_api_version"]))
         lines.append(f"extension   for XLA FFI {ffi}, compiler {build['compiler']}")
         if "cuda" in build:
-            major, minor = build["cuda"] // 1000, build["cuda"] % 1000 // 10
-            lines.append(f"{'':12s}CUDA {major}.{minor}, architectures {build['cuda_architectures']}")
+            cuda = _extension.cuda_text(build["cuda"])
+            lines.append(f"{'':12s}CUDA {cuda}, architectures {build['cuda_architectures']}")
             if "cutlass" in build:
                 lines.append(f"{'':12s}CUTLASS {build['cutlass']}")
             for product in report.get("product_engines", ()):
@@ -117,6 +164,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
                 lines.append(f"{'':12s}{product['architecture']}: engine {product['engine']}, {state}")
         else:
             lines.append(f"{'':12s}without CUDA")
+    if "cuda" in report:
+        lines += _cuda_lines(report["cuda"])
     for device in report["devices"]:
         text = f"{device['platform']} {device['id']}: {device['kind']}"
         if "memory" in device:

@@ -6,6 +6,7 @@ import sys
 import types
 
 import jax
+import pytest
 
 import jax_ep
 from jax_ep import _extension
@@ -55,6 +56,39 @@ def test_names_the_engine_of_each_architecture(monkeypatch):
     for architecture in ("80: engine any", "100: engine sm100", "103: engine sm100"):
         assert f"            sm_{architecture}, compiled, never executed" in lines
     assert "            sm_90: engine sm90, executed" in lines
+
+
+@pytest.mark.parametrize(
+    ("built", "majors", "driver", "expected"),
+    [
+        (13000, (13,), 13000, []),
+        (12090, (13,), 13000, []),
+        (12090, (12,), 12020, []),
+        (None, (12,), 13000, []),
+        (12090, (), 13000, ["JAX has no CUDA plugin"]),
+        (12090, (12,), 0, ["there is no NVIDIA driver"]),
+        (12090, (12, 13), 13000, ["JAX needs one CUDA plugin, and has two"]),
+        (12090, (13,), 12080, ["JAX's plugin needs a driver for CUDA 13; this one supports 12.8"]),
+        (
+            13000,
+            (12,),
+            12080,
+            ["the extension was built with CUDA 13.0, but the NVIDIA driver"],
+        ),
+    ],
+)
+def test_names_cuda_versions_that_do_not_fit(built, majors, driver, expected, monkeypatch):
+    plugins = {f"jax-cuda{major}-plugin": "0.10.2" for major in majors}
+    monkeypatch.setattr(_extension, "driver_cuda_version", lambda: driver)
+    problems = info.cuda_problems(built, plugins, driver)
+    assert [problem[: len(text)] for problem, text in zip(problems, expected, strict=True)] == expected
+    supported = _extension.cuda_text(driver) if driver else None
+    cuda = {"plugins": plugins, "driver": supported, "problems": problems}
+    lines = info._lines(info.collect() | {"cuda": cuda})
+    first = next(line for line in lines if line.startswith("CUDA  "))
+    assert (plugins == {}) == ("JAX's plugin: none;" in first)
+    assert f"supports CUDA {supported}" in first or not driver
+    assert sum(line.startswith("            NOTE: ") for line in lines) == len(expected)
 
 
 def test_without_the_extension(monkeypatch, capsys):

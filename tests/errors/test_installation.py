@@ -163,3 +163,31 @@ def test_a_build_without_fast_products_warns(monkeypatch):
                 assert not _extension.has_fp8_products()
         else:
             assert not _extension.has_fp8_products()
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize(
+    ("built", "driver", "jax_cuda", "expected"),
+    [
+        (13000, 13010, "cuda 13000", ""),
+        (12090, 13000, "cuda 13000", ""),  # one wheel serves both plugins
+        (12090, 12020, "cuda 12090", ""),
+        (13000, 13000, "cuda 12090", ""),
+        (
+            13000,
+            12080,
+            "cuda 12090",
+            r"built with CUDA 13\.0, but the NVIDIA driver supports CUDA 12\.8",
+        ),
+        (13000, 13000, "rocm 70000", r"JAX does not use the GPUs through CUDA"),
+    ],
+)
+def test_the_driver_decides_whether_a_cuda_build_runs(built, driver, jax_cuda, expected, monkeypatch):
+    module = types.SimpleNamespace(build_info=lambda: {"cuda": built})
+    client = types.SimpleNamespace(platform_version=f"PJRT C API\n{jax_cuda}")
+    monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
+    monkeypatch.setattr(_extension, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [types.SimpleNamespace(client=client)])
+    reason = _extension.reason_against_ffi("gpu")
+    assert bool(reason) == bool(expected)
+    assert re.search(expected, reason), reason

@@ -37,8 +37,9 @@ LoadResult Load() {
   if (!find(nccl.GetVersion, "ncclGetVersion") || nccl.GetVersion(&version) != ncclSuccess) {
     result.reason = "NCCL does not return its version";
   } else if (version < kMinNcclVersion) {
-    result.reason = Text("JAX has loaded NCCL ", NcclVersionText(version), ", and at least ",
-                         NcclVersionText(kMinNcclVersion), " is needed (pip install -U nvidia-nccl-cu13)");
+    result.reason = Text(
+        "JAX has loaded NCCL ", NcclVersionText(version), ", and at least ", NcclVersionText(kMinNcclVersion),
+        " is needed (pip install -U nvidia-nccl-cu13, or nvidia-nccl-cu12 with jax[cuda12])");
   } else if (!find(nccl.GetErrorString, "ncclGetErrorString") || !find(nccl.GetUniqueId, "ncclGetUniqueId") ||
              !find(nccl.CommInitRank, "ncclCommInitRank") || !find(nccl.CommDestroy, "ncclCommDestroy") ||
              !find(nccl.CommAbort, "ncclCommAbort") || !find(nccl.MemFree, "ncclMemFree") ||
