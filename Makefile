@@ -12,7 +12,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-slow test-gpu test-gpu-processes stress-gpu faults-gpu lint format sanitize bench docs wheels clean
+.PHONY: demo test test-slow test-gpu test-gpu-processes stress-gpu faults-gpu lint format check-cuda12 sanitize bench
+.PHONY: docs wheels clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
@@ -68,6 +69,10 @@ faults-gpu:
 # The CPU handlers under AddressSanitizer + UBSan, and what threads share under ThreadSanitizer.
 sanitize: $(VENV)/.group-test $(VENV)/.built
 	tests/native/sanitize.sh $(BIN)/python
+
+# Compiles the CUDA part with the headers and the assembler of CUDA 12.9. ARGS are the files of kernels, by default all.
+check-cuda12: $(addprefix $(VENV)/.group-,build cuda cuda12)
+	tests/native/check_cuda12.sh $(BIN)/python $(ARGS)
 
 # The documentation as a site, in build/site; a warning is an error. Its notebooks run, on the CPU.
 docs: $(addprefix $(VENV)/.group-,docs demo bench examples) $(VENV)/.built
