@@ -329,8 +329,9 @@ struct GroupedDotParams {
   // and their scales.
   void* redundant;
   const float* redundant_scales;
-  void* scratch;    // [GroupedDotScratchBytes(L, ...)] of the kernels
-  int32_t num_sms;  // most SMs to use; 0: all
+  void* scratch;     // [GroupedDotScratchBytes(L, ...)] of the kernels
+  bool clears_rows;  // rows of out that belong to no group are zero; otherwise they may be undefined
+  int32_t num_sms;   // most SMs to use; 0: all
 
   // Returns the matrix of a group, of `size` elements, or its scales.
   template <typename T>

@@ -61,6 +61,8 @@ class Options:
     round_scale: bool = False  # scales are rounded up to powers of two
     rows_per_group: int = 0
     """S, if each group has S rows, of which it fills the first ones. 0: groups follow each other."""
+    clears_rows: bool = True
+    """False: results in rows of no group may be undefined, also those of products."""
 
 
 class Gradients(NamedTuple):
@@ -76,7 +78,8 @@ class Gradients(NamedTuple):
 class Engine(Protocol):
     """Products and conversions of one op. It is hashable.
 
-    Results in rows of no group are undefined, except those of products, which are zero.
+    Results in rows of no group are undefined, except those of products, which are zero unless
+    `Options.clears_rows` is false.
     """
 
     @property

@@ -107,6 +107,7 @@ class KernelEngine:
             "num_sms": np.int64(self.options.num_sms),
             "rows_per_group": np.int64(self.options.rows_per_group),
             "first_column": np.int64(0 if columns is None else columns.start),
+            "clears_rows": np.int64(self.options.clears_rows),
         }
 
         def read(results: list[jax.Array]) -> Matrices:

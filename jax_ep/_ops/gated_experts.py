@@ -112,7 +112,10 @@ def combined_rows(
         rows = dataclasses.replace(rows, carrier=None)
     assert sent.row_weights is not None
     options = _mlp_options(experts, sent.row_weights if applies_weights else None)
-    mlp, operands = prepare(rows, experts.w_up, experts.w_down, sent.group_sizes, **options)
+    # The combine reads rows of tokens only.
+    mlp, operands = prepare(
+        rows, experts.w_up, experts.w_down, sent.group_sizes, clears_rows=False, **options
+    )
     of_shared, arrays = (None, None) if shared is None else shared
     call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap, of_shared)
     return expert_layer(call, LayerOperands(sent.handle, tokens, sent.row_weights, operands, arrays))

@@ -151,8 +151,12 @@ def prepare(
     round_scale: bool,
     num_sms: int | None,
     implementation: Implementation | None,
+    clears_rows: bool = True,
 ) -> tuple[MlpCall, MlpOperands]:
-    """Returns the arguments of `gated_mlp`, checked. Rows have one dimension then."""
+    """Returns the arguments of `gated_mlp`, checked. Rows have one dimension then.
+
+    `clears_rows`: rows of no expert become zero. Otherwise they may be undefined.
+    """
     num_sms = _CHECK.most_sms(num_sms) or 0
     if quantize is not None and not (isinstance(quantize, str) and quantize in ("fp8", "fp8_all")):
         raise ValueError(f"gated_mlp: quantize must be None, 'fp8' or 'fp8_all', got {quantize!r}")
@@ -176,7 +180,12 @@ def prepare(
     rows_per_group = _CHECK.rows_per_group(shape, num_experts)
     sizes = _CHECK.group_sizes(operands.group_sizes, num_experts, shape[0], rows_per_group)
     operands = dataclasses.replace(operands, group_sizes=sizes)
-    options = Options(num_sms=num_sms, round_scale=bool(round_scale), rows_per_group=rows_per_group)
+    options = Options(
+        num_sms=num_sms,
+        round_scale=bool(round_scale),
+        rows_per_group=rows_per_group,
+        clears_rows=clears_rows,
+    )
     engine = choose_engine(implementation, options)
     operands = _with_flat_rows(operands, rows_per_group)
     products_precision = precision_of(_CHECK, precision, operands.dtype())

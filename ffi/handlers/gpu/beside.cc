@@ -18,14 +18,14 @@ struct BesideAttributes {
   std::string_view group;
   int64_t order, num_ranks, num_experts, capacity, alignment, masks, quantize;
   std::string_view program;
-  int64_t product, allow_tf32, num_sms, rows_per_group, first_column;
+  int64_t product, allow_tf32, num_sms, rows_per_group, first_column, clears_rows;
   int64_t num_operands, num_results;
 
   RoutingAttributes routing() const {
     return {group, order, num_ranks, num_experts, capacity, alignment, masks, quantize, program};
   }
   ProductAttributes of_product() const {
-    return {product, allow_tf32, num_sms, rows_per_group, first_column};
+    return {product, allow_tf32, num_sms, rows_per_group, first_column, clears_rows};
   }
 };
 
@@ -38,7 +38,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("quantize"), StructMember<std::string_view>("program"),
     StructMember<int64_t>("product"), StructMember<int64_t>("allow_tf32"), StructMember<int64_t>("num_sms"),
     StructMember<int64_t>("rows_per_group"), StructMember<int64_t>("first_column"),
-    StructMember<int64_t>("num_operands"), StructMember<int64_t>("num_results"));
+    StructMember<int64_t>("clears_rows"), StructMember<int64_t>("num_operands"),
+    StructMember<int64_t>("num_results"));
 
 namespace jax_ep {
 

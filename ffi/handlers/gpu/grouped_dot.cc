@@ -72,7 +72,7 @@ static ffi::Error CheckSizes(const ProductAttributes& attributes, bool is_fp8, b
                              int64_t num_rows, int64_t num_groups, int64_t inner, int64_t outer,
                              int64_t scratch_bytes) {
   constexpr int64_t kMax = (int64_t{1} << 31) - 256;  // they are rounded up to whole tiles in 32 bits
-  const auto& [product, allow_tf32, num_sms, rows_per_group, first_column] = attributes;
+  const int64_t num_sms = attributes.num_sms, rows_per_group = attributes.rows_per_group;
   if (std::max({num_rows, num_groups, inner, outer, num_sms, rows_per_group}) > kMax || num_sms < 0) {
     return InvalidArgument("grouped_dot: sizes must be at most ", kMax,
                            ", and num_sms must be 0 or more; got ", num_rows, " rows, ", num_groups,
@@ -206,6 +206,7 @@ ffi::Error DecodeGroupedDot(Arrays in, Arrays results, const ProductAttributes& 
   params.out = out->untyped_data();
   params.scratch = scratch->untyped_data();
   params.num_sms = static_cast<int32_t>(attributes.num_sms);
+  params.clears_rows = attributes.clears_rows != 0;
   // Without elements nothing is launched, because a grid must have blocks.
   if (out->element_count() > 0 || redundant_out->element_count() > 0) decoded = params;
   return ffi::Error::Success();

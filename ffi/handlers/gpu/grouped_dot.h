@@ -15,6 +15,7 @@ struct ProductAttributes {
   int64_t num_sms;
   int64_t rows_per_group;
   int64_t first_column;  // of the matrices, from which on the result has as many as it is wide
+  int64_t clears_rows;   // GroupedDotParams
 };
 
 // Decodes a product, which is in FP8 if its rows are. Returns in `params` none if it has no elements.
@@ -29,4 +30,5 @@ ffi::Error RunGroupedDot(const std::optional<GroupedDotParams>& params, cudaStre
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_ep::ProductAttributes, StructMember<int64_t>("product"),
                                       StructMember<int64_t>("allow_tf32"), StructMember<int64_t>("num_sms"),
                                       StructMember<int64_t>("rows_per_group"),
-                                      StructMember<int64_t>("first_column"));
+                                      StructMember<int64_t>("first_column"),
+                                      StructMember<int64_t>("clears_rows"));

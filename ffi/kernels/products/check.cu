@@ -130,6 +130,7 @@ ProductCheck CompareKind(const ProductEngine& engine, const ProductEngine& plain
   params.num_groups = params.num_home = kGroups;
   params.inner = kInner;
   params.outer = params.matrix_width = kOuter;
+  params.clears_rows = true;
   std::byte* const sizes = memory.Take(sizeof(kGroupSizes));
   std::byte* const first_row = memory.Take(sizeof(kFirstRow));
   std::byte* const largest = memory.Take(2 * sizeof(uint32_t));

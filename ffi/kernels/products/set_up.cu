@@ -17,6 +17,11 @@ __host__ __device__ bool HasTransposedRows(const GroupedDotParams& params) {
   return params.row_scales != nullptr && params.product == GroupedDot::kWeights;
 }
 
+// Returns whether rows of the result are cleared.
+__host__ __device__ bool ClearsRows(const GroupedDotParams& params) {
+  return params.clears_rows && params.product != GroupedDot::kWeights;
+}
+
 // Describes a group: the `rows` rows from `first` on. CUTLASS leaves a tile undefined if there is nothing to
 // sum over, so a group without rows gets no tiles.
 __device__ void DescribeGroup(const GroupedDotParams& params, const GroupArrays& groups, int group,
@@ -125,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
   if (params.first_row != nullptr && !is_padded) {
     begin = min(max(int64_t{*params.first_row}, int64_t{0}), num_rows);
   }
-  if (!of_weights) Clear(out, begin * width);
+  const bool clears_rows = ClearsRows(params);
+  if (clears_rows) Clear(out, begin * width);
   for (int base = 0; base < params.num_groups; base += kWarp) {
     const int group = base + lane;
     const bool is_group = group < params.num_groups;
@@ -146,10 +152,10 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
         Clear(params.OfGroup(out, params.redundant, group, matrix), matrix);
       }
     }
-    if (is_padded && !of_weights) ClearPadding(params, base, rows);
+    if (is_padded && clears_rows) ClearPadding(params, base, rows);
     begin += __shfl_sync(kAllLanes, end, kWarp - 1);
   }
-  if (!of_weights && !is_padded && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
+  if (clears_rows && !is_padded && begin < num_rows) Clear(out + begin * width, (num_rows - begin) * width);
   if (groups.transposed_scales != nullptr) TransposeScales(params, groups.transposed_scales);
 }
 
@@ -201,7 +207,10 @@ bool HasRoomForScaleLayouts(const GroupedDotParams& params) {
 cudaError_t SetUpGroups(const GroupedDotParams& params, ScaleForm scale_form, int num_sms,
                         cudaStream_t stream, GroupArrays& groups) {
   groups = ArraysOf(params, scale_form);
-  return Launch(SetUpKernel, dim3(num_sms), kThreads, 0, stream, false, params, groups);
+  // One block describes the groups.
+  const bool is_small =
+      params.product != GroupedDot::kWeights && !ClearsRows(params) && groups.transposed_scales == nullptr;
+  return Launch(SetUpKernel, dim3(is_small ? 1 : num_sms), kThreads, 0, stream, false, params, groups);
 }
 
 cudaError_t PreloadSetUp() {
