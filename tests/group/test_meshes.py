@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import pairwise
+from cases import floats, pairwise
 from devices import make_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,6 +56,51 @@ def test_independent_groups_of_a_mesh(shape):
     with jax_ep.Group(mesh, "ep") as group:
         assert group.size == shape[1]
         check_layer(mesh, group, P(("dp", "ep")))
+
+
+@pytest.mark.one_jax
+@pytest.mark.skipif(R < 8, reason="Three axes of two devices each.")
+def test_gated_experts_divided_over_a_third_axis():
+    """With a shared expert, all of them divided by columns, in an Explicit mesh."""
+    tokens, width, inner, experts, k = 12, 32, 24, 4, 2
+    mesh = make_mesh((2, 2, 2), ("dp", "ep", "tp"), AxisType.Explicit)
+    by_token, up, down = P(("dp", "ep")), P("ep", None, None, "tp"), P("ep", "tp")
+    specs = (by_token, by_token, up, down, P(None, None, None, "tp"), P(None, "tp"))
+    shapes = (
+        (4 * tokens, width),
+        (4 * tokens, k),
+        (experts, width, 2, inner),
+        (experts, inner, width),
+        (1, width, 2, inner),
+        (1, inner, width),
+    )
+    arrays = [floats(shape, seed=i) * 0.3 for i, shape in enumerate(shapes)]
+    ids = np.random.default_rng(0).integers(0, experts, (4 * tokens, k)).astype(np.int32)
+
+    def of_mesh(ids, x, weights, w_up, w_down, *shared):
+        made = jax_ep.GatedExperts(w_up, w_down)
+        options = {"group": group, "shared": jax_ep.GatedExperts(*shared)}
+        return jax.lax.psum(jax_ep.moe(x, ids, weights, made, **options), "tp")
+
+    def of_all(ids, x, weights, w_up, w_down, shared_up, shared_down):
+        def rows(w_up, w_down):
+            gate, up = jnp.einsum("th,ehpf->petf", x, w_up)
+            return jnp.einsum("etf,efh->teh", jax.nn.silu(gate) * up, w_down)
+
+        chosen = jnp.sum(jax.nn.one_hot(ids, experts) * weights[..., None], axis=1)
+        return jnp.einsum("te,teh->th", chosen, rows(w_up, w_down)) + rows(shared_up, shared_down)[:, 0]
+
+    def gradients(function, arrays, ids):
+        loss = lambda arrays: jnp.sum(jnp.sin(function(ids, *arrays)))
+        return jax.jit(jax.value_and_grad(loss))(arrays)
+
+    with jax_ep.Group(mesh, "ep") as group, jax.set_mesh(mesh):
+        mapped = jax.shard_map(of_mesh, mesh=mesh, in_specs=(by_token, *specs), out_specs=by_token)
+        put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        got = gradients(mapped, put, jax.device_put(ids, NamedSharding(mesh, by_token)))
+    want = gradients(of_all, [jnp.asarray(array) for array in arrays], ids)
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.max(np.abs(other)))
 
 
 def test_a_group_over_the_first_axis():

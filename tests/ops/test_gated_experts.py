@@ -166,6 +166,26 @@ def test_overlap_changes_no_bit(quantize, save, weights_first, is_shared):
     jax.tree.map(np.testing.assert_array_equal, results(True), results(False))
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="Nothing overlaps on CPUs.")
+def test_overlap_needs_memory_for_one_more_array_of_rows():
+    tokens, width, inner = 1024, 1536, 512
+    capacity = tokens * K
+    shapes = {"x": (R * tokens, width), "w_up": (E, width, 2 * inner), "w_down": (E, inner, width)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    arrays["weights"] = jax.ShapeDtypeStruct((R * tokens, K), jnp.float32)
+    ids = jax.ShapeDtypeStruct((R * tokens, K), jnp.int32)
+
+    def temporaries(overlap):
+        shard = by_object({"capacity": capacity}, overlap=overlap)
+        run = ranks(R).map(lambda ids, arrays: shard(ids, **arrays))
+        loss = lambda arrays, ids: jnp.sum(run(ids, arrays).astype(jnp.float32))
+        compiled = jax.jit(jax.grad(loss)).lower(arrays, ids).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    rows = capacity * width * 2
+    assert temporaries(True) <= temporaries(False) + 1.25 * rows
+
+
 @pytest.mark.parametrize("save", ["preactivation", "inputs"])
 def test_second_derivatives(save):
     """Those of the function form, also where communication runs beside products."""
