@@ -9,6 +9,8 @@ import pathlib
 import jaxlib.version
 
 os.environ.setdefault("NPROC", "32")  # docs/sharp_bits.md: XLA:CPU needs two threads a device
+# The matrices are small: NumPy's threads would only wait for the next one, and take processors from XLA.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 flags = os.environ.get("XLA_FLAGS", "")
 if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in flags:
     # Most of the time goes into compiling programs. The first and the last of these halve it. The second
