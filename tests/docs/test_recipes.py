@@ -78,6 +78,7 @@ def check(recipe, reference, *arguments):
     assert_equal((got, gradients), (want, wanted))
 
 
+@pytest.mark.one_jax
 def test_expert_biases(on_ranks):
     biases = {"up_bias": floats((E, F), seed=5), "down_bias": floats((E, H), seed=6)}
     x, ids, weights = tokens()
@@ -90,7 +91,9 @@ def test_expert_biases(on_ranks):
     )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 3e-2, marks=pytest.mark.one_jax)]
+)
 def test_int8_experts(on_ranks, dtype, tolerance):
     """Against the same integers times their scales, and not far from the matrices themselves."""
     parameters = feed_forward_parameters()
@@ -109,6 +112,7 @@ def to_float(quantized):
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), quantized)
 
 
+@pytest.mark.one_jax
 def test_weights_inside_experts(on_ranks):
     x, ids, weights = tokens()
 
@@ -127,6 +131,7 @@ def test_weights_inside_experts(on_ranks):
     )
 
 
+@pytest.mark.one_jax
 def test_shared_experts(on_ranks):
     shared = {"up": floats((H, 5), seed=7) / H**0.5, "down": floats((5, H), seed=8)}
     x, ids, weights = tokens()
@@ -198,6 +203,7 @@ def test_last_batch_runs_the_same_program(on_ranks):
     assert len(traced) == 1
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("count", [1, 5])
 def test_replicated_tokens(on_ranks, count):
     x, ids, weights = (array[:count] for array in tokens())
@@ -270,6 +276,7 @@ def test_balanced_layer(on_ranks):
     assert_equal((got, gradients), (want, wanted))
 
 
+@pytest.mark.one_jax
 def test_counts_have_what_a_full_buffer_drops(on_ranks):
     bias = jnp.zeros(E).at[0].set(100.0)  # every token chooses expert 0
     capacity = N // 2
@@ -284,6 +291,7 @@ def test_counts_have_what_a_full_buffer_drops(on_ranks):
     assert stats.tokens_per_expert[0] == capacity
 
 
+@pytest.mark.one_jax
 def test_biases_bring_balance(on_ranks):
     """By updates of the bias alone: a router that prefers few experts comes to use all of them."""
     parameters, x = feed_forward_parameters(), floats((N, H))
@@ -326,6 +334,7 @@ def test_placed_experts(on_ranks):
     check(recipe, lambda p, x, w: dense(p, x, ids, w), feed_forward_parameters(), x, weights)
 
 
+@pytest.mark.one_jax
 def test_a_new_placement_runs_the_same_program(on_ranks):
     """A server: two steps, a placement from their counts, and a step with it, without a new compilation."""
     parameters, (x, ids, weights) = feed_forward_parameters(), tokens()

@@ -58,6 +58,7 @@ def run(folders, *arguments):
     )
 
 
+@pytest.mark.one_jax
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(
     "arguments",

@@ -62,6 +62,7 @@ def test_no_time_out(timeout_s):
         jax_ep.Group(make_mesh((4,), ("ep",)), "ep", timeout_s=timeout_s)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, 1e300, 1e9])
 def test_very_long_time_outs(timeout_s):
     """A rank that is late is waited for: neither nanoseconds nor deadlines overflow."""

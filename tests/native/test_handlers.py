@@ -55,6 +55,7 @@ def balance(counts=None, places=1, tolerance=20, min_rows=1, source=None, **shap
     return call("balance", [(expected[name], jnp.int32) for name in names], counts, source, **attributes)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
@@ -80,6 +81,7 @@ def test_balance(changed, text):
         balance(**changed)
 
 
+@pytest.mark.one_jax
 def test_rows_that_do_not_fit():
     x, row_map, absent = jnp.zeros((4, 3)), jnp.zeros((4, 2), jnp.int32), jnp.zeros(())
     with pytest.raises(jax.errors.JaxRuntimeError, match="the result must have 4 rows of y's shape"):

@@ -45,7 +45,7 @@ def test_rejects_gradients_of_complex_rows(name):
     ("order", "policy", "implementation"),
     [
         pytest.param("rank", None, "ffi", marks=pytest.mark.one_jax),
-        ("expert_padded", None, "ffi"),
+        pytest.param("expert_padded", None, "ffi", marks=pytest.mark.one_jax),
         ("expert", jax_ep.save_ep_residuals, "xla"),
     ],
 )

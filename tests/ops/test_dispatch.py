@@ -343,6 +343,7 @@ def test_weights_of_other_dtypes_become_float32(dtype, implementation):
     check(got, oracle.dispatch(x, ids, weights.astype(np.float32), 4, "rank"), got.x)
 
 
+@pytest.mark.one_jax
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=25)
 def test_random_routings(data):

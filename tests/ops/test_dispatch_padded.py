@@ -234,6 +234,7 @@ def poison_empty_rows(monkeypatch):
     monkeypatch.setattr(ffi.Ffi, "route", poisoned)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("rematerialised", [False, True])
 @pytest.mark.parametrize("through", ["rows", "weights"])
 def test_empty_rows_are_zero_where_a_gradient_goes_through_them(through, rematerialised, monkeypatch):

@@ -114,10 +114,7 @@ CASES = {
 # With the newest JAX, one of each kind.
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[] if case in ("plain", "shared, fp8") else pytest.mark.one_jax)
-        for case in CASES
-    ],
+    [pytest.param(case, marks=[] if case in ("plain", "shared") else pytest.mark.one_jax) for case in CASES],
 )
 def test_equals_the_function(case):
     dtype, moe_options, options, told = CASES[case]
@@ -129,6 +126,7 @@ def test_equals_the_function(case):
     assert all(np.any(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(want))
 
 
+@pytest.mark.one_jax
 def test_in_a_function():
     """They can be called, between a dispatch and a combine of one's own, or in a function that moe takes."""
 
@@ -186,6 +184,7 @@ def test_overlap_needs_memory_for_one_more_array_of_rows():
     assert temporaries(True) <= temporaries(False) + 1.25 * rows
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("save", ["preactivation", "inputs"])
 def test_second_derivatives(save):
     """Those of the function form, also where communication runs beside products."""

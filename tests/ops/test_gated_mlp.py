@@ -93,7 +93,7 @@ ACTIVATIONS = {
         # with_gradients sets the precision "highest"
         pytest.param(jnp.float32, {}, 1e-5, marks=pytest.mark.one_jax),
         pytest.param(jnp.float32, {"precision": "high"}, 5e-3, marks=ONLY_GPU),  # tf32
-        (jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01),
+        pytest.param(jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01, marks=pytest.mark.one_jax),
         pytest.param(jnp.bfloat16, {"quantize": "fp8"}, 0.08, marks=pytest.mark.one_jax),
         (jnp.bfloat16, {"quantize": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
     ],
@@ -444,8 +444,8 @@ def test_rejects(changed, error, text):
     ("options", "split"),
     [
         ({}, True),
-        ({}, False),
-        ({"quantize": "fp8"}, True),
+        pytest.param({}, False, marks=pytest.mark.one_jax),
+        pytest.param({"quantize": "fp8"}, True, marks=pytest.mark.one_jax),
         ({"quantize": "fp8_all", "save": "inputs"}, False),
     ],
     ids=str,

@@ -66,6 +66,7 @@ def test_products_and_gradients(sizes, inner, outer):
         begin += size
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("num_rows", "inner", "outer"), [(40, 0, 8), (40, 8, 0), (0, 8, 8), (40, 0, 0)], ids=str
 )
@@ -107,6 +108,7 @@ def test_a_window_of_experts(dtype):
         assert got[0].any()
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spoilt", [0, 1, 3])
 def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt, dtype):
@@ -122,6 +124,7 @@ def test_a_matrix_that_is_not_finite_spoils_the_rows_of_its_expert_alone(spoilt,
     np.testing.assert_array_equal(np.asarray(d_rows, np.float32), np.broadcast_to(want[:, None], (C, 16)))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_are_summed_in_float32(dtype):
     sizes = np.array([300, 0, 212], np.int32)

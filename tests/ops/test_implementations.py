@@ -152,6 +152,7 @@ def test_table_has_every_op():
     assert names <= {*COMMUNICATING, *LOCAL}
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("op", [*COMMUNICATING, *LOCAL])
 @pytest.mark.parametrize("given", ["cuda", 1, ("ffi",)], ids=str)
 def test_rejects_unknown_implementation(op, given):
@@ -171,6 +172,7 @@ def test_rejects_unknown_implementation(op, given):
 PRODUCTS = ["grouped_dot", "gated_mlp", "gated_mlp, FP8", "quantize_fp8", "quantize_weights"]
 
 
+@pytest.mark.one_jax
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_products_choose_kernels_by_implementation(op, monkeypatch):

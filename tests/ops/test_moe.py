@@ -56,7 +56,12 @@ def kept_choices(ids, capacity, alignment):
 
 @pytest.mark.parametrize(
     ("capacity", "alignment", "experts_apply_weights"),
-    [(None, 1, False), (None, 8, True), (20, 1, True), (40, 8, False)],
+    [
+        pytest.param(None, 1, False, marks=pytest.mark.one_jax),
+        (None, 8, True),
+        (20, 1, True),
+        pytest.param(40, 8, False, marks=pytest.mark.one_jax),
+    ],
 )
 def test_layer_and_gradients(capacity, alignment, experts_apply_weights, implementation):
     ids, (x, weights, up, down) = inputs()
@@ -102,7 +107,7 @@ def test_bfloat16_rows_and_a_wider_result():
     np.testing.assert_allclose(got, np.tile(np.asarray(x, np.float32), (1, 2)) * total, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lead", [(2,), (5, 2)])
+@pytest.mark.parametrize("lead", [(2,), pytest.param((5, 2), marks=pytest.mark.one_jax)])
 def test_leading_axes_are_tokens(lead, implementation):
     ids, (x, weights, *_) = inputs()
     on = ranks(R)
@@ -123,6 +128,7 @@ def test_leading_axes_are_tokens(lead, implementation):
     np.testing.assert_array_equal(split.reshape(whole.shape), whole)
 
 
+@pytest.mark.one_jax
 def test_experts_see_the_rows_weights_and_experts(implementation):
     """Experts that return their own number times the row's weight, which the sum then multiplies again."""
     ids, (x, weights, *_) = inputs()
@@ -143,6 +149,7 @@ def test_experts_see_the_rows_weights_and_experts(implementation):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_jax
 def test_stats(implementation):
     ids, (x, weights, *_) = inputs()
     on, capacity = ranks(R), 8

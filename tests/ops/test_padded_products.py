@@ -127,6 +127,7 @@ def no_rows(rows, w, sizes):
     return out, *transposed(jnp.ones_like(out))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("shape", [(3, 0, 8), (3, 4, 0), (0, 4, 8)], ids=str)
 def test_no_rows_and_no_width(shape):
     experts, capacity, width = shape

@@ -112,6 +112,7 @@ def test_gradient_of_weights_along_a_handle(order, implementation):
     np.testing.assert_array_equal(d_weights, want)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_empty_payload_routes_only(order, implementation):
     ids, weights = routing("sprinkled", R, T, K, E), floats((R, T, K))
@@ -185,6 +186,7 @@ def test_no_tokens(order, capacity, implementation):
         assert not getattr(sent, name).any()
 
 
+@pytest.mark.one_jax
 def test_no_tokens_local(implementation):
     by = {"implementation": implementation}
     counts = functools.partial(jax_ep.get_dispatch_layout, num_experts=8, num_ranks=4, ranks_per_node=2)

@@ -207,6 +207,7 @@ def test_layer_is_that_without_redundant_experts(options, implementation):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * max(1, np.abs(other).max()))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("order", ["rank", "expert_padded"])
 def test_other_orders_take_the_ids_of_a_plan(order, implementation):
     """The sum of a token's rows, each times the number of its logical expert, whose weight came along."""
@@ -252,7 +253,12 @@ def scanned_without_remat():
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(None, marks=pytest.mark.one_jax), jax_ep.save_ep_residuals, SAVE_REPLICAS]
+    "policy",
+    [
+        pytest.param(None, marks=pytest.mark.one_jax),
+        jax_ep.save_ep_residuals,
+        pytest.param(SAVE_REPLICAS, marks=pytest.mark.one_jax),
+    ],
 )
 def test_remat_and_scan_repeat_the_plan(policy):
     """The same gradients; with the policy the plan is kept, and the replicas are sent again."""

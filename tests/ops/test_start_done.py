@@ -130,7 +130,7 @@ def computed_again(step):
         pytest.param("rank", rematerialised, True, marks=pytest.mark.one_jax),
         pytest.param("expert", plainly, False, marks=pytest.mark.one_jax),
         ("expert", rematerialised, True),
-        ("expert", computed_again, True),
+        pytest.param("expert", computed_again, True, marks=pytest.mark.one_jax),
         pytest.param("expert_padded", plainly, False, marks=pytest.mark.one_jax),
     ],
 )

@@ -62,6 +62,7 @@ def experts(op):
     return jax.jit(run)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     "op", ["gated", *(pytest.param(op, marks=pytest.mark.slow) for op in ("a window", "gated, FP8"))]
 )
@@ -134,6 +135,7 @@ def test_permute_counts_ids_that_are_no_expert(implementation):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("places", [0, 2])
 def test_plans_of_counts_that_are_none(places, implementation):
     plan = jax.jit(
@@ -212,6 +214,7 @@ if R == 4:
     IMPLEMENTATIONS.append(pytest.param("ffi", 2, marks=pytest.mark.slow))
 
 
+@pytest.mark.one_jax
 @pytest.mark.moves_rows
 @pytest.mark.parametrize(("implementation", "hosts"), IMPLEMENTATIONS)
 def test_every_placement_has_its_weights(hosts, implementation):
