@@ -165,7 +165,8 @@ def test_overlap_changes_no_bit(quantize, save, weights_first, is_shared):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="Nothing overlaps on CPUs.")
-def test_overlap_needs_memory_for_one_more_array_of_rows():
+def test_overlap_needs_memory_for_what_travels():
+    """While the gradient of w_up is computed, the rows that are combined, and their sums at each rank."""
     tokens, width, inner = 1024, 1536, 512
     capacity = tokens * K
     shapes = {"x": (R * tokens, width), "w_up": (E, width, 2 * inner), "w_down": (E, inner, width)}
@@ -180,8 +181,8 @@ def test_overlap_needs_memory_for_one_more_array_of_rows():
         compiled = jax.jit(jax.grad(loss)).lower(arrays, ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    rows = capacity * width * 2
-    assert temporaries(True) <= temporaries(False) + 1.25 * rows
+    most = (capacity + R * tokens) * width * 2
+    assert temporaries(True) <= temporaries(False) + most
 
 
 @pytest.mark.one_jax
