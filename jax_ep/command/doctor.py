@@ -23,7 +23,7 @@ from jax_ep import _extension, _installation
 from jax_ep._group import cpu_threads, descriptors, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
-from jax_ep.command.info import cuda_majors, cuda_plugins, labeled, mesh_of, version
+from jax_ep.command.info import cuda_majors, cuda_plugins, cuda_problems, labeled, mesh_of, version
 from jax_ep.command.options import set_up_virtual_devices
 
 # Longest time of one check, in seconds. A check may include compilations and the start of CUDA.
@@ -76,14 +76,21 @@ def _versions(devices: Sequence[Any]) -> Iterator[Finding]:
     yield Finding("jax", f"{jax.__version__}, {pairs}")
     if installed := cuda_plugins():
         alike = set(installed.values()) <= {version("jaxlib")}
-        extra = f"cuda{max(cuda_majors(installed))}"
+        extra = f"cuda{min(cuda_majors(installed))}"
         cure = "" if alike else f"install the version of jaxlib: pip install -U 'jax[{extra}]'"
         yield Finding("", ", ".join(f"{name} {text}" for name, text in installed.items()), cure, not alike)
+    module = _extension.extension()
+    built = None if module is None else module.build_info().get("cuda")
+    problems = cuda_problems(
+        built, installed, _extension.driver_cuda_version(), on_gpu=devices[0].platform == "gpu"
+    )
+    for problem in problems if built or installed else []:
+        yield Finding("", "CUDA", problem)
     if Path("/proc/driver/nvidia/version").exists():
-        yield _driver(devices)
+        yield _driver(devices, is_explained=bool(problems))
 
 
-def _driver(devices: Sequence[Any]) -> Finding:
+def _driver(devices: Sequence[Any], is_explained: bool) -> Finding:
     text = Path("/proc/driver/nvidia/version").read_text()
     match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
     driver, cuda = match.group() if match else "unknown", _extension.driver_cuda_version()
@@ -91,7 +98,8 @@ def _driver(devices: Sequence[Any]) -> Finding:
     text = f"{driver}, supports CUDA {supports}; JAX runs on {devices[0].client.platform_version!r}"
     is_unused = devices[0].platform == "cpu" and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
     install = f"pip install 'jax[{'cuda13' if cuda >= 13000 else 'cuda12'}]'"
-    cure = f"this host has NVIDIA GPUs that JAX does not use: {install}" if is_unused else ""
+    cure = f"this host has NVIDIA GPUs that JAX does not use: {install}"
+    cure = cure if is_unused and not is_explained else ""
     return Finding("driver", text, cure)
 
 

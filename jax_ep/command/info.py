@@ -38,19 +38,28 @@ def cuda_majors(plugins: Iterable[str]) -> list[int]:
     return sorted({int(name.removeprefix("jax-cuda").split("-")[0]) for name in plugins})
 
 
-def cuda_problems(built: int | None, plugins: Iterable[str], driver: int) -> list[str]:
-    """Returns why the extension, JAX's CUDA plugins and the NVIDIA driver do not fit each other."""
+def cuda_problems(built: int | None, plugins: Iterable[str], driver: int, on_gpu: bool = False) -> list[str]:
+    """Returns why the extension, JAX's CUDA plugins and the NVIDIA driver do not fit each other.
+
+    `on_gpu`: JAX uses GPUs, perhaps by a plugin that pip did not install.
+    """
     majors = cuda_majors(plugins)
     if not majors:
-        return ["JAX has no CUDA plugin: pip install 'jax[cuda12]' or 'jax[cuda13]'"]
+        newest = "cuda13" if driver >= 13000 else "cuda12"
+        is_missing = driver and not on_gpu
+        return [f"JAX has no CUDA plugin: pip install 'jax[{newest}]'"] if is_missing else []
     problems = []
     if len(majors) > 1:
         problems.append("JAX needs one CUDA plugin, and has two: uninstall the packages of one of them")
     if not driver:
         return [*problems, "there is no NVIDIA driver"]
     if max(majors) > driver // 1000:
-        supported = _extension.cuda_text(driver)
-        problems.append(f"JAX's plugin needs a driver for CUDA {max(majors)}; this one supports {supported}")
+        supported, newest = _extension.cuda_text(driver), max(majors)
+        problems.append(
+            f"JAX's plugin needs a driver for CUDA {newest}; this one supports {supported}. Install a newer "
+            f"driver, or: pip uninstall jax-cuda{newest}-plugin jax-cuda{newest}-pjrt, then "
+            "pip install 'jax[cuda12]'"
+        )
     if built is not None and (reason := _extension.reason_against_driver(built)):
         problems.append(reason)
     return problems
@@ -116,7 +125,7 @@ def collect() -> dict[str, Any]:
         report["cuda"] = {
             "plugins": plugins,
             "driver": _extension.cuda_text(driver) if driver else None,
-            "problems": cuda_problems(built, plugins, driver),
+            "problems": cuda_problems(built, plugins, driver, on_gpu),
         }
     if report["build"] is not None and "cuda_architectures" in report["build"]:
         report["product_engines"] = _product_engines(report["build"]["cuda_architectures"])
