@@ -58,6 +58,18 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
+# Asked before the language is enabled, which fails if the compiler does not know an architecture.
+execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE JAX_EP_NVCC ERROR_QUIET)
+if(JAX_EP_NVCC MATCHES "release ([0-9]+\\.[0-9]+)" AND CMAKE_MATCH_1 VERSION_LESS 12.9)
+  if(JAX_EP_CUDA STREQUAL "ON" OR NOT "$ENV{CUDAARCHS}" STREQUAL "")
+    message(FATAL_ERROR "jax_ep: the CUDA part needs nvcc 12.9 or newer, ${CMAKE_CUDA_COMPILER} is ${CMAKE_MATCH_1}. "
+      "Set CUDACXX to a newer one, or build for the CPU alone with JAX_EP_CUDA=OFF.")
+  endif()
+  message(STATUS "jax_ep: CUDA part: off, ${CMAKE_CUDA_COMPILER} is ${CMAKE_MATCH_1}, older than 12.9 "
+    "(JAX_EP_CUDA=AUTO)")
+  return()
+endif()
+
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
     # CMake itself reads it in a fresh build tree alone.
@@ -67,15 +79,6 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 enable_language(CUDA)
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.9)
-  if(JAX_EP_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "jax_ep: the CUDA part needs nvcc 12.9 or newer, ${CMAKE_CUDA_COMPILER} is "
-      "${CMAKE_CUDA_COMPILER_VERSION}. Set CUDACXX to a newer one, or build for the CPU alone with JAX_EP_CUDA=OFF.")
-  endif()
-  message(STATUS "jax_ep: CUDA part: off, ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}, older than 12.9 "
-    "(JAX_EP_CUDA=AUTO)")
-  return()
-endif()
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(JAX_EP_CUDA_FOUND ON)

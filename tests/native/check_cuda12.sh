@@ -37,9 +37,11 @@ check_kernels() { # file
 }
 
 # Runs a command in the background, one for each core at a time.
+pids=()
 start() {
-  if (($(jobs -rp | wc -l) >= $(nproc))); then wait -n; fi
+  while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || true; done
   "$@" &
+  pids+=($!)
 }
 
 echo 'static_assert(CUDART_VERSION == 12090, "these are not the headers of CUDA 12.9");' > "$work/version.cu"
@@ -50,5 +52,7 @@ done
 for file in "${kernels[@]}"; do
   start check_kernels "$file"
 done
-for job in $(jobs -p); do wait "$job"; done
+failed=0
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+((failed == 0)) || exit 1
 echo "CUDA 12.9 compiles the host code and ${#kernels[@]} files of kernels"
