@@ -112,9 +112,10 @@ def combined_rows(
         rows = dataclasses.replace(rows, carrier=None)
     assert sent.row_weights is not None
     options = _mlp_options(experts, sent.row_weights if applies_weights else None)
-    # The combine reads rows of tokens only.
+    # The combine reads rows of tokens only. A function of the user's may read all rows.
+    clears_rows = callable(experts.activation)
     mlp, operands = prepare(
-        rows, experts.w_up, experts.w_down, sent.group_sizes, clears_rows=False, **options
+        rows, experts.w_up, experts.w_down, sent.group_sizes, clears_rows=clears_rows, **options
     )
     of_shared, arrays = (None, None) if shared is None else shared
     call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap, of_shared)

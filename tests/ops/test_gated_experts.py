@@ -12,8 +12,11 @@ from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._experts import xla_engine
+from jax_ep._experts.engine import Product
 from jax_ep._ops import moe
 from jax_ep._ops.gated_experts import combined_rows
+from jax_ep._rows.counts import rows_in_groups
 
 pytestmark = pytest.mark.processes
 
@@ -183,6 +186,33 @@ def test_overlap_needs_memory_for_what_travels():
 
     most = (capacity + R * tokens) * width * 2
     assert temporaries(True) <= temporaries(False) + most
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(
+    ("quantize", "save", "weights_first"), [(None, "preactivation", False), ("fp8_all", "inputs", True)]
+)
+def test_reads_no_row_without_an_expert(quantize, save, weights_first, monkeypatch):
+    """The kernels leave such rows of a layer's products as they are, here NaN."""
+
+    def results():
+        shard = by_object({"experts_apply_weights": weights_first}, quantize=quantize, save=save)
+        return value_and_gradients(shard, jnp.bfloat16)
+
+    want, original = results(), xla_engine._grouped_dot
+
+    def undefined(factors, options):
+        out = original(factors, options)
+        if options.clears_rows or factors.kind is Product.WEIGHTS:
+            return out
+        is_row = rows_in_groups(factors.group_sizes, out.shape[0], options.rows_per_group)
+        products.append(factors)
+        return jnp.where(is_row[:, None], out, jnp.nan)
+
+    products = []
+    monkeypatch.setattr(xla_engine, "_grouped_dot", undefined)
+    jax.tree.map(np.testing.assert_array_equal, results(), want)
+    assert products
 
 
 @pytest.mark.one_jax
