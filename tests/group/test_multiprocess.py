@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+import yaml
 from devices import flags_of_processes
 from processes import GPUS, run_all, shares
 
@@ -92,6 +93,36 @@ def test_the_example_learns():
     others = [line for line in done.stdout.splitlines() if not line.startswith(("step ", "8 ranks "))]
     assert all("Gloo" in line or "peer ranks" in line or line.strip("0123456789 ") == "" for line in others)
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_pods_of_the_manifest():
+    """Each as a process, with what Kubernetes would put into its command."""
+    manifest = yaml.safe_load((ROOT / "examples" / "jobset.yaml").read_text())
+    (job,) = manifest["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    env = {entry["name"]: entry for entry in container["env"]}
+    host, port = env["COORDINATOR"]["value"].split(":")
+    # JobSet names a pod after the set, the job and both indices, in a domain that has the name of the set.
+    assert host == "{0}-{1}-0-0.{0}".format(manifest["metadata"]["name"], job["name"])
+    assert 1024 <= int(port) < 65536
+    field = env["HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert pods["completionMode"] == "Indexed"
+    assert pods["completions"] == pods["parallelism"] == 2
+
+    def arguments(address, process):
+        values = {"$(COORDINATOR)": address, "$(HOST)": str(process)}
+        program, file, *rest = container["command"]
+        assert program == "python"
+        return [str(ROOT / file), *(values.get(word, word) for word in rest)]
+
+    first, _ = run_two(arguments)
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", first)]
+    assert losses[-1] < losses[0]
+    assert "8 ranks in 2 processes: GroupInfo(implementation='ffi', reason=''" in first
 
 
 @pytest.mark.slow
