@@ -57,8 +57,8 @@ def kept_choices(ids, capacity, alignment):
 @pytest.mark.parametrize(
     ("capacity", "alignment", "experts_apply_weights"),
     [
-        pytest.param(None, 1, False, marks=pytest.mark.one_jax),
-        (None, 8, True),
+        (None, 1, False),
+        pytest.param(None, 8, True, marks=pytest.mark.one_jax),
         (20, 1, True),
         pytest.param(40, 8, False, marks=pytest.mark.one_jax),
     ],

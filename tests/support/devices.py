@@ -20,7 +20,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and "optimization_level" not in flag
     )
     if jaxlib.version.__version_info__ < (0, 11):  # later versions do not have the flag
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    else:  # of what takes XLA the longest then, and is checked after each of its steps
+    else:  # compiling takes most of the time there, and each of its steps would be verified
         os.environ["XLA_FLAGS"] += " --xla_cpu_emitter_verification_level=0"
     # Lines of Python in lowered programs, which only a profile of a GPU shows, take a quarter of the rest.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
