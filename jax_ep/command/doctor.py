@@ -23,7 +23,7 @@ from jax_ep import _extension, _installation
 from jax_ep._group import cpu_threads, descriptors, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
-from jax_ep.command.info import cuda_majors, cuda_plugins, cuda_problems, labeled, mesh_of, version
+from jax_ep.command.info import cuda_majors, cuda_report, labeled, mesh_of, version
 from jax_ep.command.options import set_up_virtual_devices
 
 # Longest time of one check, in seconds. A check may include compilations and the start of CUDA.
@@ -74,23 +74,22 @@ def _versions(devices: Sequence[Any]) -> Iterator[Finding]:
     yield Finding("python", f"{sys.version.split()[0]}, {sys.executable}")
     pairs = ", ".join(f"{name} {version(name)}" for name in ("jaxlib", "numpy"))
     yield Finding("jax", f"{jax.__version__}, {pairs}")
-    if installed := cuda_plugins():
+    module = _extension.extension()
+    built = None if module is None else module.build_info().get("cuda")
+    cuda = cuda_report(built, on_gpu=devices[0].platform == "gpu") or {"plugins": {}, "problems": []}
+    if installed := cuda["plugins"]:
         alike = set(installed.values()) <= {version("jaxlib")}
         extra = f"cuda{min(cuda_majors(installed))}"
         cure = "" if alike else f"install the version of jaxlib: pip install -U 'jax[{extra}]'"
         yield Finding("", ", ".join(f"{name} {text}" for name, text in installed.items()), cure, not alike)
-    module = _extension.extension()
-    built = None if module is None else module.build_info().get("cuda")
-    problems = cuda_problems(
-        built, installed, _extension.driver_cuda_version(), on_gpu=devices[0].platform == "gpu"
-    )
-    for problem in problems if built or installed else []:
+    for problem in cuda["problems"]:
         yield Finding("", "CUDA", problem)
     if Path("/proc/driver/nvidia/version").exists():
-        yield _driver(devices, is_explained=bool(problems))
+        yield _driver(devices, is_explained=bool(cuda["problems"]))
 
 
 def _driver(devices: Sequence[Any], is_explained: bool) -> Finding:
+    """Reports the driver. `is_explained`: another finding says why JAX does not use the GPUs."""
     text = Path("/proc/driver/nvidia/version").read_text()
     match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
     driver, cuda = match.group() if match else "unknown", _extension.driver_cuda_version()

@@ -65,6 +65,22 @@ def cuda_problems(built: int | None, plugins: Iterable[str], driver: int, on_gpu
     return problems
 
 
+def cuda_report(built: int | None, on_gpu: bool) -> dict[str, Any] | None:
+    """Returns JAX's CUDA plugins, the driver's CUDA version, and what does not fit.
+
+    None if neither the extension nor JAX has a CUDA part.
+    """
+    plugins = cuda_plugins()
+    if built is None and not plugins:
+        return None
+    driver = _extension.driver_cuda_version()
+    return {
+        "plugins": plugins,
+        "driver": _extension.cuda_text(driver) if driver else None,
+        "problems": cuda_problems(built, plugins, driver, on_gpu),
+    }
+
+
 # Architectures on which this project has executed the kernels for grouped products.
 _EXECUTED = ("90",)
 
@@ -118,15 +134,8 @@ def collect() -> dict[str, Any]:
             for d in devices
         ],
     }
-    built = (report["build"] or {}).get("cuda")
-    plugins = cuda_plugins()
-    if built or plugins:
-        driver = _extension.driver_cuda_version()
-        report["cuda"] = {
-            "plugins": plugins,
-            "driver": _extension.cuda_text(driver) if driver else None,
-            "problems": cuda_problems(built, plugins, driver, on_gpu),
-        }
+    if cuda := cuda_report((report["build"] or {}).get("cuda"), on_gpu):
+        report["cuda"] = cuda
     if report["build"] is not None and "cuda_architectures" in report["build"]:
         report["product_engines"] = _product_engines(report["build"]["cuda_architectures"])
     if on_gpu and not _extension.reason_against_ffi("gpu") and module is not None:

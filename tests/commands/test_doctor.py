@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
 
 from jax_ep import _extension
-from jax_ep.command import doctor, self_test
+from jax_ep.command import doctor, info, self_test
 
 
 @pytest.fixture
@@ -95,6 +96,29 @@ def test_a_check_that_hangs_ends_the_process(monkeypatch, capsys):
         time.sleep(0.05)
     assert ended == [1]
     assert "moe         did not end within 0.05 s" in capsys.readouterr().out
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize(
+    ("built", "plugins", "notes"),
+    [
+        (None, [], ["driver"]),
+        (13000, [], ["CUDA"]),
+        (None, ["jax-cuda13-plugin"], ["driver"]),
+        (12090, ["jax-cuda12-plugin", "jax-cuda13-plugin"], ["CUDA"]),
+    ],
+)
+def test_says_once_why_gpus_are_not_used(built, plugins, notes, monkeypatch):
+    module = types.SimpleNamespace(build_info=lambda: {"cuda": built} if built else {})
+    driver = types.SimpleNamespace(exists=lambda: True, read_text=lambda: "NVRM version: 580.10")
+    monkeypatch.setattr(_extension, "extension", lambda: module)
+    monkeypatch.setattr(_extension, "driver_cuda_version", lambda: 13000)
+    monkeypatch.setattr(info, "cuda_plugins", lambda: dict.fromkeys(plugins, info.version("jaxlib")))
+    monkeypatch.setattr(doctor, "Path", lambda path: driver)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    devices = [types.SimpleNamespace(platform="cpu", client=types.SimpleNamespace(platform_version="cpu"))]
+    findings = [finding for finding in doctor._versions(devices) if finding.cure]
+    assert [finding.label or finding.text for finding in findings] == notes
 
 
 @pytest.mark.slow
