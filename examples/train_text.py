@@ -329,7 +329,8 @@ def draw(results, variants, seeds, path):
     left, right = figure.subplots(1, 2)
     for number, variant in enumerate(variants):
         for seed in seeds:
-            color, label = f"C{number}", variant.name if seed == seeds[0] else "_"
+            color = "black" if variant.experts == REFERENCE else f"C{number}"
+            label = variant.name if seed == seeds[0] else "_"  # a legend skips such labels
             steps, losses = np.array(find_run(results, variant, seed)["validation"]).T
             left.plot(steps, losses, color=color, alpha=0.7, label=label)
             reference = find_run(results, Variant(REFERENCE, 0), seed)

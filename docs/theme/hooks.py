@@ -72,7 +72,7 @@ def on_page_content(html: str, **_: Any) -> str:
         path = ROOT / "docs" / f"{found[1]}.svg"
         return inline(path.read_text(), path.stem)
 
-    name = r"(?:figures/|round_trip_|products_)\w+"
+    name = r"(?:figures/|round_trip_|products_|fp8_)\w+"
     return re.sub(rf'<img[^>]*src="(?:\.\./)*({name})\.svg"[^>]*>', drawing, html)
 
 
