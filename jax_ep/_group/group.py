@@ -219,9 +219,9 @@ class Group:
         local = [device for device in devices if device.process_index == jax.process_index()]
         try:
             if handshake.has_peers_elsewhere(devices, self._opened.size):
-                key, timeout_s = self._opened.key, self._timeout_s
-                reserve = functools.partial(memory.control_blocks, module, key, local, timeout_s)
-                memory.open_group(module, key, devices, self._opened.size, reserve, timeout_s)
+                key, size, timeout_s = self._opened.key, self._opened.size, self._timeout_s
+                reserve = functools.partial(memory.control_blocks, module, key, local, size, timeout_s)
+                memory.open_group(module, key, devices, size, reserve, timeout_s)
                 return ""
             # If several threads make equal groups at once, the first one does the work.
             with _locks.setdefault(self._opened.key, threading.Lock()):
@@ -233,11 +233,12 @@ class Group:
 
     def _open_in_one_process(self, module: Extension, devices: list[Device], local: list[Device]) -> str:
         """Opens a group on GPUs if no ranks of this process communicate with those of another one."""
-        controls = memory.control_blocks(module, self._opened.key, local, self._timeout_s)
-        if module.has_expired(self._opened.key):
+        key, size = self._opened.key, self._opened.size
+        controls = memory.control_blocks(module, key, local, size, self._timeout_s)
+        if module.has_expired(key):
             handshake.drain(local, 3 * max(self._timeout_s, handshake.LEAST_S))
-            epoch, calls = module.last_epoch(self._opened.key), module.last_call(self._opened.key)
-            reason = module.reset_device_group(self._opened.key, epoch, calls)
+            epoch, calls = module.last_epoch(key), module.last_call(key)
+            reason = module.reset_device_group(key, epoch, calls)
             if reason:
                 return reason
         ranks: list[memory.Rank] = [
@@ -246,7 +247,7 @@ class Group:
             else (-1, 0, 0, device.process_index)
             for device in devices
         ]
-        return module.open_device_group(self._opened.key, ranks, self._opened.size, -1)
+        return module.open_device_group(key, ranks, size, -1)
 
     @property
     def size(self) -> int:
@@ -271,7 +272,7 @@ class Group:
         between = None if self._ranks.within is None else "nccl" if self._ranks.rails else "xla"
         if reason or module is None:
             return GroupInfo("xla", reason, 0, self.ranks_per_node, between)
-        size = module.control_bytes() if self._ranks.platform == "gpu" else 0
+        size = module.control_bytes(self._opened.size) if self._ranks.platform == "gpu" else 0
         if self._resolve(None) == "xla":
             return GroupInfo("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
         reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
@@ -298,8 +299,9 @@ class Group:
     def close(self) -> None:
         """Frees the group's state once no equal group is open. A group may be closed twice.
 
-        On GPUs the control blocks and the arena, 37 MiB on each device, are kept until the process ends,
-        because a captured graph may hold their addresses. A new group of the same devices uses them again.
+        On GPUs the control blocks and the arena (`info().device_bytes`: 35 MiB on each device with two ranks,
+        and 0.3 MiB for each further rank) are kept until the process ends, because a captured graph may hold
+        their addresses. A new group of the same devices uses them again.
 
         Waits for running programs whose results are still referenced, because they may use the group.
         """

@@ -37,9 +37,11 @@ def _reserving(size: int) -> Callable[[np.int32], jax.Array]:
 
 
 def control_blocks(
-    module: Extension, key: str, devices: Sequence[Device], timeout_s: float
+    module: Extension, key: str, devices: Sequence[Device], num_ranks: int, timeout_s: float
 ) -> dict[int, int]:
     """Returns the address of the group's control block on each device, by device id.
+
+    `num_ranks` is the number of ranks that communicate through them.
 
     Reserves the control blocks at the first call. They are kept until the process ends, because peers and
     recorded programs hold their addresses. They are not arrays, because users would see arrays in
@@ -48,7 +50,7 @@ def control_blocks(
     if key not in _controls:
 
         def reserve() -> list[np.ndarray]:
-            program, halves = _reserving(module.control_bytes()), []
+            program, halves = _reserving(module.control_bytes(num_ranks)), []
             for device in devices:
                 with jax.default_device(device):
                     halves.append(program(np.int32(0)))

@@ -142,14 +142,15 @@ void CheckReports(const ArenaWorld& world, int f, bool all_active, Count& count)
     const Report& report = world.report(r);
     const auto phase = static_cast<Phase>(report.phase);
     if (phase != Phase::kEnter && phase != Phase::kWave) continue;
-    ++(report.missing == 1u << f ? count.exact : count.weak);
+    const bool is_exact = report.missing.Is(f);
+    ++(is_exact ? count.exact : count.weak);
     // A rank that waited for rank f may be late for ranks that do not take part in that op.
-    if (all_active && r != f && (report.missing >> f & 1) == 0) {
-      Die("rank %d misses %x, but rank %d was late", r, report.missing, f);
+    if (all_active && r != f && !report.missing.Has(f)) {
+      Die("rank %d misses %x, but rank %d was late", r, report.missing.bits, f);
     }
-    if (report.missing != 1u << f && std::getenv("VERBOSE") != nullptr) {
+    if (!is_exact && std::getenv("VERBOSE") != nullptr) {
       std::printf("seed %llu %s: rank %d says phase %d, missing %x; rank %d was late\n",
-                  static_cast<unsigned long long>(seed), what, r, report.phase, report.missing, f);
+                  static_cast<unsigned long long>(seed), what, r, report.phase, report.missing.bits, f);
     }
   }
 }

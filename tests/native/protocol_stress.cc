@@ -8,6 +8,7 @@
 //   /tmp/protocol_stress faults 2000 1 tail    (only scenarios with this fault)
 //   /tmp/protocol_stress held 300 1        (likewise: a rank is held up where it looks at the clock)
 //   /tmp/protocol_stress plain 100000 1    (ops without a fault, seed)
+//   /tmp/protocol_stress many 1 1 72       (ops of so many ranks; one of them is slow, and then late)
 //
 // The threads of all ranks' kernels are fibers of one thread, in an order that follows from the seed
 // (emulation/machine.h); so a failure repeats with the seed that is printed. TRACE=1 shows each op, VERBOSE=1
@@ -26,13 +27,14 @@ T Pick(Random& random, std::initializer_list<T> from) {
   return from.begin()[random() % from.size()];
 }
 
-Work MakeWork(Random& random, uint32_t number, uint32_t site) {
+Work MakeWork(Random& random, uint32_t number, uint32_t site, int num_ranks) {
   Work work{};
   work.number = number;
   work.call = {static_cast<uint32_t>(random()), site};
   work.pushes = Chance(random, 60);
   work.in_waves = Chance(random, 60);
-  work.by_ring = Chance(random, 35) && (work.in_waves || !work.pushes);
+  // Rings do not sum rows of more than kWarp ranks (SuitsRings).
+  work.by_ring = Chance(random, 35) && (work.in_waves || (!work.pushes && num_ranks <= kWarp));
   work.counts = Chance(random, 50);
   work.tokens = 1 + static_cast<int>(random() % 12);
   const int head = 1 + static_cast<int>(random() % 6), later = 1 + static_cast<int>(random() % 6);
@@ -56,11 +58,11 @@ void SetManner(Random& random) {
 }
 
 // Calls of several sites, each with a shape of its own, over all channels or few.
-std::vector<Work> MakeProgram(Random& random, int ops, uint32_t first_number) {
+std::vector<Work> MakeProgram(Random& random, int ops, uint32_t first_number, int num_ranks) {
   std::vector<Work> sites, program;
   const int channels = Pick(random, {1, 2, kChannels});
   for (uint32_t i = 0; i < 12; ++i)
-    sites.push_back(MakeWork(random, 0, i / channels * kChannels + i % channels));
+    sites.push_back(MakeWork(random, 0, i / channels * kChannels + i % channels, num_ranks));
   for (int i = 0; i < ops; ++i) {
     program.push_back(sites[random() % sites.size()]);
     program.back().number = first_number + i;
@@ -75,10 +77,51 @@ void RunPlain(int ops) {
   for (int done = 0; done < ops; done += 2000) {
     SetManner(random);
     emulation::Machine::Get().manner.skip_percent = 0;
-    world.SetProgram(MakeProgram(random, 2000, done));
+    world.SetProgram(MakeProgram(random, 2000, done, world.num_ranks()));
     world.RunAll(nullptr);
     if (Chance(random, 30)) world.Reset(FirstEpoch(random));
   }
+}
+
+// Ops of each kind, of more ranks than a warp has lanes. The last rank is held up in each of them. Then it is
+// late, and all others name it.
+void RunMany(int num_ranks) {
+  Random random(seed);
+  what = "many";
+  const int last = num_ranks - 1;
+  const auto run = [&](const std::vector<Work>& program, uint64_t timeout, auto&& hold_up) {
+    World world(random, num_ranks, FirstEpoch(random), timeout);
+    SetManner(random);
+    emulation::Manner& manner = emulation::Machine::Get().manner;
+    manner.skip_percent = 0;
+    manner.budget = std::max(manner.budget, 60);  // so many threads take long otherwise
+    world.SetProgram(program);
+    for (size_t i = 0; i < program.size(); ++i) hold_up(world.script(last, static_cast<int>(i)));
+    const Outcome outcome = world.RunAll(nullptr);
+    for (int r = 0; r < last && outcome.failed > 0; ++r) {
+      const Report& report = world.report(r);
+      const Reason reason{report.reason};
+      const bool is_told = reason.first_missing() == last && reason.num_missing() == 1;
+      if (!report.missing.Is(last) && !is_told) Die("rank %d does not name rank %d", r, last);
+    }
+    return outcome;
+  };
+  std::vector<Work> program;
+  for (const bool pushes : {false, true}) {
+    for (const bool by_ring : {false, true}) {
+      Work work = MakeWork(random, static_cast<uint32_t>(program.size()), 0, num_ranks);
+      work.pushes = pushes, work.by_ring = by_ring, work.in_waves = true;
+      program.push_back(work);
+    }
+  }
+  const auto hold = [&](Script& script) {
+    script.freezes_at = 1 + random() % 2000;
+    script.freezes_for = 500'000;
+    script.freezes_rank = true;
+  };
+  if (run(program, 10'000'000'000, hold).failed != 0) Die("an op failed that was held up but shortly");
+  const auto be_late = [](Script& script) { script.late_by = 20'000'000; };
+  if (run({program[0]}, 5'000'000, be_late).good != 0) Die("an op went well without a rank");
 }
 
 enum Fault {
@@ -106,28 +149,37 @@ struct Count {
 };
 Count counts[kNumFaults];
 
+// The ranks that a report or a reason names: of the latter's, the lowest one and their number.
+struct Blamed {
+  int first, number;
+
+  bool Is(int rank) const { return first == rank && number == 1; }
+  bool MayInclude(int rank) const { return first == rank || (first >= 0 && first < rank && number > 1); }
+};
+
 // What a report may say of a fault at rank f, and whether it names the fault itself.
 void CheckReport(const World& world, int r, Fault fault, int f) {
   const Report& report = world.report(r);
   if (report.phase == 0) return;
   Phase phase = static_cast<Phase>(report.phase);
-  uint32_t missing = report.missing;
+  Blamed missing{report.missing.First(), report.missing.Count()};
   int by = r;
   if (phase == Phase::kGivenUp) {
     const Reason reason{report.reason};
     if (reason.word == 0) Die("rank %d gave up without a reason", r);
-    phase = reason.phase(), missing = reason.missing(), by = reason.rank();
+    phase = reason.phase(), by = reason.rank();
+    missing = {reason.first_missing(), reason.num_missing()};
   }
-  const uint32_t all = (1u << world.num_ranks()) - 1, blamed = 1u << f;
+  const bool all_but_f = missing.number == world.num_ranks() - 1 && missing.first == (f == 0 ? 1 : 0);
   bool exact = false;
   switch (fault) {
     case kLate:
     case kNever:
-      exact = phase == Phase::kEnter && missing == blamed;
+      exact = phase == Phase::kEnter && missing.Is(f);
       break;
     case kOtherCall:
     case kWrongList:
-      exact = phase == Phase::kCall && missing == (by == f ? all & ~blamed : blamed);
+      exact = phase == Phase::kCall && (by == f ? all_but_f : missing.Is(f));
       break;
     case kWrongRank:
       exact = phase == Phase::kRank && by == f;
@@ -136,30 +188,32 @@ void CheckReport(const World& world, int r, Fault fault, int f) {
     case kGone:
       exact = (phase == Phase::kEnter || phase == Phase::kWave || phase == Phase::kLeave ||
                phase == Phase::kStuck) &&
-              missing == blamed;
-      if (phase == Phase::kStuck && missing != blamed) Die("rank %d says that %x are stuck", r, missing);
+              missing.Is(f);
+      if (phase == Phase::kStuck && !missing.Is(f))
+        Die("rank %d says that rank %d is stuck", r, missing.first);
       break;
     case kStray:
-      exact = phase == Phase::kChannel && by == f && missing == blamed;
+      exact = phase == Phase::kChannel && by == f && missing.Is(f);
       break;
     case kClash:
     case kTail:
-      exact = phase == Phase::kChannel && missing == 1u << by;
+      exact = phase == Phase::kChannel && missing.Is(by);
       break;
     default:
       return;
   }
   ++(exact ? counts[fault].exact : counts[fault].weak);
   if (!exact && std::getenv("VERBOSE") != nullptr) {
-    std::printf("seed %llu %s at %d: rank %d says phase %d (%d) missing %x by %d\n",
+    std::printf("seed %llu %s at %d: rank %d says phase %d (%d) missing %d and %d others by %d\n",
                 static_cast<unsigned long long>(seed), what, f, r, report.phase, static_cast<int>(phase),
-                missing, by);
+                missing.first, missing.number - 1, by);
   }
   // Nobody is blamed for nothing: a rank that is on time is never the only one that is missed.
   const bool names = phase == Phase::kEnter || phase == Phase::kWave || phase == Phase::kLeave;
   const bool one_fault = fault == kLate || fault == kNever || fault == kGone || fault == kOtherCall;
-  if (one_fault && names && by != f && (missing & blamed) == 0) {
-    Die("rank %d is told of phase %d, missing %x, but rank %d was", r, static_cast<int>(phase), missing, f);
+  if (one_fault && names && by != f && !missing.MayInclude(f)) {
+    Die("rank %d is told of phase %d, missing %d, but rank %d was", r, static_cast<int>(phase), missing.first,
+        f);
   }
 }
 
@@ -175,7 +229,7 @@ void RunFaults() {
   SetManner(random);
   if (Chance(random, 30)) world.stress_ns = 20000;
   const int ops = 2 + random() % 10, at = random() % ops;
-  world.SetProgram(MakeProgram(random, ops, 100));
+  world.SetProgram(MakeProgram(random, ops, 100, world.num_ranks()));
   const int f = random() % world.num_ranks();
   Script& script = world.script(f, at);
   uint64_t allowed = 0;  // time that the fault itself may cost
@@ -218,10 +272,11 @@ void RunFaults() {
       script.list = 1 + random() % 3;
       break;
     case kStray:
-      world.AddStray(f, MakeWork(random, 5000, script.work.call.site + 800), random() % 300'000);
+      world.AddStray(f, MakeWork(random, 5000, script.work.call.site + 800, world.num_ranks()),
+                     random() % 300'000);
       break;
     case kClash: {
-      const Work stray = MakeWork(random, 5000, script.work.call.site + 800);
+      const Work stray = MakeWork(random, 5000, script.work.call.site + 800, world.num_ranks());
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % 300'000);
       break;
     }
@@ -238,7 +293,7 @@ void RunFaults() {
       first.freezes_for = share(30, 60);
       world.script(f, ops - 1).late_by = share(130, 200);
       allowed += first.freezes_for + 2 * timeout;
-      const Work stray = MakeWork(random, 5000, first.work.call.site + 801);
+      const Work stray = MakeWork(random, 5000, first.work.call.site + 801, world.num_ranks());
       for (int r = 0; r < world.num_ranks(); ++r) world.AddStray(r, stray, random() % first.freezes_for);
       break;
     }
@@ -261,8 +316,8 @@ void RunFaults() {
     if (static_cast<Phase>(report.phase) != Phase::kStuck) Die("rank %d was stopped without a report", rank);
     if (fault == kTwo) return;
     if (fault != kLong) Die("rank %d was stopped", rank);
-    if (report.missing != 1u << f)
-      Die("rank %d was stopped by %x, but %d was held up", rank, report.missing, f);
+    if (!report.missing.Is(f))
+      Die("rank %d was stopped by rank %d, but %d was held up", rank, report.missing.First(), f);
     if (script.freezes_for < timeout * 17 / 10) Die("rank %d was stopped too early", rank);
   });
   const uint64_t bound = 3 * timeout + allowed + 40'000'000 + (outcome.traps > 0 ? 3'100'000'000 : 0);
@@ -286,7 +341,7 @@ void RunFaults() {
     world.Reset(world.LastEpoch());
   }
   SetManner(random);
-  world.SetProgram(MakeProgram(random, 10, 10000));
+  world.SetProgram(MakeProgram(random, 10, 10000, world.num_ranks()));
   outcome = world.RunAll(nullptr);
   if (outcome.failed != 0) Die("an op failed after the reset");
 }
@@ -300,7 +355,7 @@ uint64_t RunSlow(uint64_t look) {
   const uint64_t timeout = (3 + random() % 6) * 1'000'000;
   World world(random, 2 + random() % 2, FirstEpoch(random), timeout);
   SetManner(random);
-  world.SetProgram(MakeProgram(random, 1, 100));
+  world.SetProgram(MakeProgram(random, 1, 100, world.num_ranks()));
   Script &held = world.script(0, 0), &slow = world.script(1, 0);
   slow.freezes_at = 1 + random() % 600;
   slow.freezes_for = timeout * (40 + random() % 40) / 100;
@@ -340,6 +395,11 @@ int Main(int argc, char** argv) {
   if (plain) {
     RunPlain(count);
     std::printf("%d ops without a fault, seed %llu: well\n", count, static_cast<unsigned long long>(seed));
+    return 0;
+  }
+  if (argc > 4 && std::strcmp(argv[1], "many") == 0) {
+    for (int i = 0; i < count; ++i, ++seed) RunMany(std::atoi(argv[4]));
+    std::printf("ops of %s ranks: well\n", argv[4]);
     return 0;
   }
   if (argc > 1 && std::strcmp(argv[1], "held") == 0) {

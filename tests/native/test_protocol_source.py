@@ -71,7 +71,7 @@ ARENA_MISTAKES = {
                 ARENA_SESSION,
                 "writable_ = state.writable;",
                 "writable_ = FindWritable(epoch_, ranks_, "
-                "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kMaxRanks]);",
+                "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kArenaRanks]);",
             )
         ],
     ),

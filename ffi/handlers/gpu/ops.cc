@@ -29,7 +29,8 @@ static ffi::Error CheckAtMost(const char* op, const char* what, int64_t value, i
 }
 
 static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays) {
-  return FirstError({CheckAtMost(op, "choices a token", shape.top_k, kMaxRowsPerToken),
+  const int32_t rows_of_choices = shape.has_row_per_choice() ? shape.top_k : 0;
+  return FirstError({CheckAtMost(op, "choices a token", rows_of_choices, kMaxRowsPerToken),
                      CheckAtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
                      CheckAtMost(op, "arrays", arrays, kMaxPayloads)});
 }
@@ -38,8 +39,9 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
   return InvalidArgument(
-      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
-      kSlotChoices, " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
+      op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
+      " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
+      " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
       kArenaBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
       kMaxRoutingTableBytes >> 10,
       " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "

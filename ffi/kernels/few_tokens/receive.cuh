@@ -190,7 +190,7 @@ __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTabl
 // Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
 __device__ inline void WriteCounts(const PushArgs& args, const ArenaSession& session,
                                    const RoutingTable& table) {
-  __shared__ int rows[kMaxRanks][kMaxRanks];  // [source][destination]
+  __shared__ int rows[kArenaRanks][kArenaRanks];  // [source][destination]
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
   for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {

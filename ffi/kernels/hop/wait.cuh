@@ -79,13 +79,13 @@ JAX_EP_RARE void GiveUpHost(const HopParams& hop, uint64_t reason, uint32_t othe
   if (peers.num_ranks == 0) return;
   const bool is_on_other_mesh = HopReason{reason}.phase() == HopPhase::kMesh;
   const bool is_first =
-      CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop, 0));
+      CloseGate(peers, Reason::Of(peers.rank, is_on_other_mesh ? Phase::kRank : Phase::kHop));
   CloseAllGates(peers, 0, 1);
   // Another track reports the failure, or an earlier op of this rank has reported it.
   if (!is_first && Reason{ReasonIn(&peers.own().gate)}.rank() == peers.rank) return;
   if (!IsFirstFailure(peers)) return;
   peers.report->hop = reason;
-  WriteReport(peers, Op::kHop, is_first ? Phase::kHop : Phase::kGivenUp, 0, 0,
+  WriteReport(peers, Op::kHop, is_first ? Phase::kHop : Phase::kGivenUp, 0, {},
               Call{other_call, 0}.WithBlocks(0));
 }
 

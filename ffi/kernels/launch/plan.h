@@ -167,9 +167,13 @@ inline SmPlan PlanSms(const Shape& shape, double op_us, int32_t links, LocalWork
   return plan;
 }
 
+// Most rows of a token that rings sum: one for each lane of a warp.
+constexpr int32_t kMaxRingRows = 32;
+
 // Returns true if rings in shared memory pull and fold rows, or scale them, faster than loads into registers.
 // `row_bytes` is the size of the shortest row.
 inline bool SuitsRings(const Shape& shape, double row_bytes, bool scales) {
+  if (shape.rows_per_token() > kMaxRingRows) return false;
   const bool several = scales || (shape.is_alone() && shape.has_row_per_choice() && shape.top_k > 1);
   return shape.num_tokens >= kMinRingTokens &&
          row_bytes >= (several ? kMinSeveralRingRowBytes : kMinRingRowBytes);

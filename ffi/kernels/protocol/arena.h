@@ -13,7 +13,7 @@
 
 namespace jax_ep {
 
-constexpr int64_t kArenaBytes = int64_t{32} << 20;
+constexpr int kArenaRanks = 16;      // most ranks of a group that uses it
 constexpr int kSlotTokens = 128;     // most tokens of a rank
 constexpr int kSlotChoices = 4096;   // most choices of a rank's tokens, T * K
 constexpr int kSlotHeadBytes = 128;  // before the row: the token's weights
@@ -28,15 +28,15 @@ struct ArenaMailbox {
 
 // The words of one half of the arena.
 struct ArenaHead {
-  ArenaMailbox mailboxes[kMaxRanks];  // by source
+  ArenaMailbox mailboxes[kArenaRanks];  // by source
   EpochWord verdict;  // if ranks may be left out: those that came, as decided by this rank's leader
 };
 
 // The beginning of the arena. The slots follow.
 struct alignas(128) Arena {
   ArenaHead heads[2];
-  uint32_t begun[kMaxRanks];  // the last op that each rank has begun, as far as it has reported
-  uint32_t heard[kMaxRanks];  // the last op in which this rank has received each rank's call
+  uint32_t begun[kArenaRanks];  // the last op that each rank has begun, as far as it has reported
+  uint32_t heard[kArenaRanks];  // the last op in which this rank has received each rank's call
 };
 constexpr int64_t kSlotsOfHalf = (kArenaBytes - static_cast<int64_t>(sizeof(Arena))) / 2 / 128 * 128;
 
@@ -68,7 +68,7 @@ constexpr int64_t kMaxRoutingTableBytes = 96 * 1024;  // available to a block on
 
 // Returns whether an op with rows of `row_bytes` fits in the arena.
 inline bool FitsArena(const Shape& shape, int64_t row_bytes) {
-  if (shape.num_ranks > kMaxRanks || shape.num_tokens > kSlotTokens || shape.top_k > kMaxRowsPerToken) {
+  if (shape.num_ranks > kArenaRanks || shape.num_tokens > kSlotTokens || shape.top_k > kMaxRowsPerToken) {
     return false;
   }
   const Slots slots = SlotsOf(shape, row_bytes);

@@ -19,6 +19,11 @@
 
 namespace jax_ep::cuda {
 
+// In the arena a thread returns the ranks that it has missed as bits. This one says that it has missed none
+// but must not go on.
+constexpr uint32_t kAbortedBit = 1u << 31;
+static_assert(kArenaRanks < 31, "a bit for each rank, and one more");
+
 // Returns, to all threads of a block, the OR of their bits, which is nearly always 0. Called by the whole
 // block; synchronizes.
 __device__ inline uint32_t BlockOr(uint32_t bits) {
@@ -38,7 +43,7 @@ __device__ inline uint32_t BlockOr(uint32_t bits) {
 template <typename Fill>
 __device__ __noinline__ void FailArenaOp(const Peers& peers, Op op, uint32_t epoch, Fill&& fill) {
   if (threadIdx.x == 0) {
-    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp));
     Delay(kStoresLand);
   }
   __syncthreads();
@@ -130,7 +135,7 @@ class ArenaSession {
       const uint32_t missing = fails || attendance_.masks ? 0 : ranks & ~writable;
       fails |= missing != 0;
       if (Opening::IsOpeningThread()) {
-        if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing);
+        if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, RankBits{0, missing});
         const bool holds_channel = arena_opening.opening.HoldsChannel(peers_);
         const Call call = arena_opening.opening.CallOf(peers_);
         state_of_block() = {epoch, call, ranks, writable, holds_channel, !fails, fails};
@@ -209,8 +214,8 @@ class ArenaSession {
     // If ranks may miss ops, each rank numbers its call sites independently.
     const bool any_site = attendance_.active_ranks != nullptr;
     if (any_site ? Call::Of(word).hash == call().hash : Call::Of(word) == call()) return 0;
-    RecordFailure(peers_, op_, Phase::kCall, epoch(), 1u << r, ForHost(peers_, call(), word));
-    return kAborted;
+    RecordFailure(peers_, op_, Phase::kCall, epoch(), RankBits::Of(r), ForHost(peers_, call(), word));
+    return kAbortedBit;
   }
 
   // Settles which ranks take part, if ranks may be left out. Only the leader waits for peers: first for their
@@ -223,14 +228,14 @@ class ArenaSession {
     EpochWord* const verdict = &half().head(peers_.rank).verdict;
     if (is_leader()) {
       const uint32_t late = BlockOr(AwaitCall(threadIdx.x, log));
-      uint32_t missing = late & ~kAborted;
-      bool fails = __syncthreads_or((late & kAborted) != 0 || IsGivenUp(peers_));
+      uint32_t missing = late & ~kAbortedBit;
+      bool fails = __syncthreads_or((late & kAbortedBit) != 0 || IsGivenUp(peers_));
       if (!fails) missing |= BlockOr(await_rest(ranks() & ~missing));
       fails |= __syncthreads_or(IsGivenUp(peers_)) != 0;
       const bool misses_own = (missing >> peers_.rank & 1) != 0;  // without its own rows it cannot go on
       fails |= misses_own;
       if (threadIdx.x == 0) {
-        if (misses_own) RecordFailure(peers_, op_, Phase::kWave, epoch(), 1u << peers_.rank);
+        if (misses_own) RecordFailure(peers_, op_, Phase::kWave, epoch(), RankBits::Of(peers_.rank));
         state.ranks &= ~missing;
         state.has_failed = fails;
         if (missing != 0) peers_.report->left_out = 1;
@@ -263,8 +268,8 @@ class ArenaSession {
     if (missing == 0) return false;
     if (threadIdx.x == 0) {
       state_of_block().has_failed = true;
-      const uint32_t ranks = missing & ~kAborted;
-      if (ranks != 0) RecordFailure(peers_, op_, phase, epoch(), ranks);
+      const uint32_t ranks = missing & ~kAbortedBit;
+      if (ranks != 0) RecordFailure(peers_, op_, phase, epoch(), RankBits{0, ranks});
     }
     return true;
   }

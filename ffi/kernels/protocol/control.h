@@ -1,17 +1,18 @@
 // The control blocks, through which the ranks of a group communicate on the devices.
 //
-// Each device of a group has one in its own memory, allocated once. A rank writes to its peers' blocks and
-// reads its own. It also writes those words of its own block that no peer writes. A rank reads its peers'
-// blocks only when it gives up.
+// Each device of a group has one in its own memory, allocated once. After it lie the arena (arena.h) and the
+// mailboxes, one for each channel and rank. A rank writes to its peers' blocks and reads its own. It also
+// writes those words of its own block that no peer writes. A rank reads its peers' blocks only when it gives
+// up.
 #pragma once
 
 #include <cstdint>
 
 #include "core/params.h"
+#include "kernels/protocol/rank_set.h"
 
 namespace jax_ep {
 
-constexpr int kMaxRanks = 16;
 constexpr int kMaxPayloads = 16;
 constexpr int kMaxBiases = 8;  // of a combine
 constexpr int kMaxBins = 4096 + kMaxRanks;
@@ -26,6 +27,7 @@ constexpr int kMaxBlocks = 256;
 constexpr int kChannels = 8;
 // The channel of ops for few tokens. They share the arena (arena.h), so only one is in flight at a time.
 constexpr int kArenaChannel = kChannels;
+constexpr int64_t kArenaBytes = int64_t{32} << 20;
 
 // The identity of the op that a rank runs. Ranks whose calls differ must not exchange any data.
 struct Call {
@@ -72,6 +74,11 @@ struct Published {
 };
 static_assert(sizeof(Published) == 8 * (3 + 2 * kMaxPayloads), "made of words");
 
+// Returns the shared memory that a block needs for what all ranks publish.
+JAX_EP_HD inline int64_t PublishedBytes(int num_ranks) {
+  return AlignUp(num_ranks * static_cast<int64_t>(sizeof(Published)), 128);
+}
+
 // A number in the lower half, and the epoch of the op that it belongs to in the upper half. Both are written
 // and read at once. Therefore a reader that finds the epoch also has the number, without a fence or a flag.
 using EpochWord = uint64_t;
@@ -113,13 +120,18 @@ struct Channel {
   alignas(128) EpochWord left[kMaxRanks][kMaxBlocks];  // Left, of each block of each peer's kernel
   alignas(
       128) uint32_t wave_done[kMaxWaves][kMaxRanks];  // the last epoch in which each peer finished the wave
-  alignas(128) Mailbox mailboxes[kMaxRanks];
 };
 
 struct Control {
   Channel channels[kChannels + 1];
   uint32_t recorded;  // 1 once a failure of this rank has been recorded
 };
+constexpr int64_t kMailboxesOffset = sizeof(Control) + kArenaBytes;
+
+// Returns the size of a rank's control block, its arena and its mailboxes.
+inline int64_t ControlBytes(int num_ranks) {
+  return kMailboxesOffset + int64_t{kChannels + 1} * num_ranks * static_cast<int64_t>(sizeof(Mailbox));
+}
 
 // The reasons for a failed op.
 enum class Phase : int32_t {
@@ -136,18 +148,21 @@ enum class Phase : int32_t {
 };
 enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3, kHop = 4 };
 
-// The rank that gave up first, and the reason, in one word that every rank passes on. Never 0.
+// The rank that gave up first, and the reason, in one word that every rank passes on. Never 0. Of the ranks
+// that were missed, it has room for the lowest one and their number.
 struct Reason {
   uint32_t word;
 
-  JAX_EP_HD static Reason Of(int rank, Phase phase, uint32_t missing) {
-    return {static_cast<uint32_t>(phase) << 24 | (missing & 0xffff) << 8 | (static_cast<uint32_t>(rank) + 1)};
+  JAX_EP_HD static Reason Of(int rank, Phase phase, RankBits missing = {}) {
+    return {static_cast<uint32_t>(phase) << 24 | static_cast<uint32_t>(missing.Count()) << 16 |
+            static_cast<uint32_t>(missing.First() + 1) << 8 | static_cast<uint32_t>(rank + 1)};
   }
   JAX_EP_HD int rank() const { return static_cast<int>(word & 0xff) - 1; }
-  JAX_EP_HD uint32_t missing() const { return word >> 8 & 0xffff; }
+  JAX_EP_HD int first_missing() const { return static_cast<int>(word >> 8 & 0xff) - 1; }  // -1: none
+  JAX_EP_HD int num_missing() const { return static_cast<int>(word >> 16 & 0xff); }
   JAX_EP_HD Phase phase() const { return static_cast<Phase>(word >> 24); }
 };
-static_assert(kMaxRanks <= 16, "a reason has a bit for each rank");
+static_assert(kMaxRanks < 0xff, "a reason has eight bits for a rank");
 
 // The failure of an op, and values that the host sends to kernels. It is in host memory that the device can
 // access.
@@ -156,18 +171,20 @@ struct Report {
   int32_t phase;     // Phase
   int32_t op;        // Op
   int32_t rank;      // the rank that reports
-  uint32_t missing;  // bit r: rank r caused the failure, as `phase` defines; kRank: the program's rank
+  RankBits missing;  // the ranks that caused the failure, as `phase` defines
   uint32_t epoch;
-  uint32_t reason;      // Phase::kGivenUp: the Reason that was found
-  uint64_t call;        // Call::WithBlocks(0)
-  uint64_t other_call;  // Phase::kCall, kChannel and kHop: the call of the first of those ranks, 0: unknown
-  uint64_t hop;         // Phase::kHop: the HopReason
-  uint32_t left_out;    // 1 once an op has left out a rank, which may since have counted fewer ops
+  uint32_t reason;  // Phase::kGivenUp: the Reason that was found
+  uint64_t call;    // Call::WithBlocks(0)
+  // Phase::kCall, kChannel and kHop: the call of the first of those ranks, 0: unknown. kRank: the program's
+  // rank.
+  uint64_t other_call;
+  uint64_t hop;       // Phase::kHop: the HopReason
+  uint32_t left_out;  // 1 once an op has left out a rank, which may since have counted fewer ops
 
   // Written by the host.
   uint64_t timeout_ns;   // limit of all waits of an op for its peers together
   uint64_t stall_ns[2];  // tests: delays of this rank before it enters, and inside
-  uint32_t gone;         // bit r: rank r's process has ended, so it writes nothing any more
+  RankSet gone;          // ranks whose processes have ended, so that they write nothing any more
 };
 
 // A communicating kernel's view of its group, passed by value.
@@ -183,6 +200,12 @@ struct Peers {
 
   JAX_EP_HD Channel& own() const { return *channel[rank]; }
   JAX_EP_HD Control& control(int r) const { return *reinterpret_cast<Control*>(channel[r] - channel_number); }
+  // Returns the mailbox of this op at rank `at` that `source` writes.
+  JAX_EP_HD Mailbox& mailbox(int at, int source) const {
+    auto* const first =
+        reinterpret_cast<Mailbox*>(reinterpret_cast<std::byte*>(&control(at)) + kMailboxesOffset);
+    return first[channel_number * num_ranks + source];
+  }
 };
 
 }  // namespace jax_ep

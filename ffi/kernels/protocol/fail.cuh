@@ -31,7 +31,7 @@ JAX_EP_RARE void CloseAllGates(const Peers& peers, int first, int step) {
 }
 
 // Writes the report of a failed op for the host, `phase` last.
-JAX_EP_RARE void WriteReport(const Peers& peers, Op op, Phase phase, uint32_t epoch, uint32_t missing,
+JAX_EP_RARE void WriteReport(const Peers& peers, Op op, Phase phase, uint32_t epoch, RankBits missing,
                              uint64_t other_call) {
   Report* const report = peers.report;
   report->op = static_cast<int32_t>(op);
@@ -53,7 +53,7 @@ __device__ inline bool IsFirstFailure(const Peers& peers) {
 
 // Fails the op for a reason found by this rank, and reports it if it is the first failure. Does nothing if a
 // peer has given up already. Called by one thread.
-JAX_EP_RARE void RecordFailure(const Peers& peers, Op op, Phase phase, uint32_t epoch, uint32_t missing,
+JAX_EP_RARE void RecordFailure(const Peers& peers, Op op, Phase phase, uint32_t epoch, RankBits missing,
                                uint64_t other_call = 0) {
   if (!CloseGate(peers, Reason::Of(peers.rank, phase, missing)) || !IsFirstFailure(peers)) return;
   WriteReport(peers, op, phase, epoch, missing, other_call);
@@ -61,12 +61,12 @@ JAX_EP_RARE void RecordFailure(const Peers& peers, Op op, Phase phase, uint32_t 
 
 // Reports that this rank fails because another one gave up, unless it has reported a failure before.
 JAX_EP_RARE void RecordGivenUp(const Peers& peers, Op op, uint32_t epoch) {
-  if (IsFirstFailure(peers)) WriteReport(peers, op, Phase::kGivenUp, epoch, 0, 0);
+  if (IsFirstFailure(peers)) WriteReport(peers, op, Phase::kGivenUp, epoch, {}, 0);
 }
 
-// The value that a thread returns if it has missed no rank but must not go on.
-constexpr uint32_t kAborted = 1u << 31;
-static_assert(kMaxRanks < 31, "a bit for each rank, and one more");
+// What a thread returns in place of the rank that it has missed: it has missed none, or none, but it must not
+// go on.
+constexpr int kNone = -1, kAborted = -2;
 
 // Returns whether rank r can no longer access this rank's memory in op `epoch`, after a reason was stored in
 // r's gate. If r has not opened the op, it never will. If it has, all of its blocks must have left. (It may
@@ -75,7 +75,7 @@ static_assert(kMaxRanks < 31, "a bit for each rank, and one more");
 JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
   const uint32_t last = EpochOf(LoadRelaxed(&peers.channel[r]->gate));
   if (static_cast<int32_t>(last - epoch) < 0) return true;
-  if ((LoadFromHost(&peers.report->gone) >> r & 1) != 0) return true;
+  if ((LoadFromHost(&peers.report->gone.words[r / kRankBits]) >> r % kRankBits & 1) != 0) return true;
   const Channel& own = peers.own();
   // A block's word of the next op implies that this one has ended.
   const auto has_left = [&](int block) {
@@ -83,8 +83,8 @@ JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
     return HasEpoch(left, epoch) || HasEpoch(left, NextEpoch(epoch));
   };
   if (!has_left(0)) return false;
-  const EpochWord low = LoadRelaxed(&own.mailboxes[r].words[0][0]),
-                  high = LoadRelaxed(&own.mailboxes[r].words[0][1]);
+  const Mailbox& mailbox = peers.mailbox(peers.rank, r);
+  const EpochWord low = LoadRelaxed(&mailbox.words[0][0]), high = LoadRelaxed(&mailbox.words[0][1]);
   // Either the first block has failed before it published the op, so no other block went on, or it is
   // publishing the next op.
   if (!HasEpoch(low, epoch) || !HasEpoch(high, epoch)) return true;
@@ -97,13 +97,19 @@ JAX_EP_RARE bool HasLeft(const Peers& peers, int r, uint32_t epoch) {
 
 // Stops the GPU, because a rank may still write to this one at any time, and no program may continue with
 // that memory. Returns if the processes of all those ranks turn out to have ended.
-JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t inside) {
+JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, const RankSet& inside) {
   // Time limits for the host to notice that a process has ended, and to read the report, in nanoseconds.
   constexpr uint64_t kUntilNoticed = 2'000'000'000, kUntilRead = 1'000'000'000;
-  const auto are_gone = [&] { return (inside & ~LoadFromHost(&peers.report->gone)) == 0; };
+  const auto are_gone = [&] {
+    bool all_gone = true;
+    for (int i = 0; i < kMaxRanks / kRankBits; ++i) {
+      all_gone &= (inside.words[i] & ~LoadFromHost(&peers.report->gone.words[i])) == 0;
+    }
+    return all_gone;
+  };
   if (PollFor(kUntilNoticed, are_gone)) return;
   (void)IsFirstFailure(peers);
-  WriteReport(peers, op, Phase::kStuck, epoch, inside, 0);
+  WriteReport(peers, op, Phase::kStuck, epoch, inside.FirstBits(), 0);
   Delay(kUntilRead);
   Trap();
 }
@@ -111,22 +117,25 @@ JAX_EP_RARE void StopGpu(const Peers& peers, Op op, uint32_t epoch, uint32_t ins
 // Closes the gates of all ranks, and waits until those that have opened this op have left, because they have
 // the addresses of this rank's memory. Called by the whole block; synchronizes.
 JAX_EP_RARE void RevokeAccess(const Peers& peers, Op op, uint32_t epoch) {
-  __shared__ uint32_t inside;
-  const int r = threadIdx.x;
-  CloseAllGates(peers, r, blockDim.x);
-  if (r == 0) inside = 0;
+  __shared__ RankSet inside;
+  __shared__ bool is_any_inside;
+  CloseAllGates(peers, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) inside = {}, is_any_inside = false;
   __syncthreads();
-  if (r < peers.num_ranks && r != peers.rank) {
+  for (int r = threadIdx.x; r < peers.num_ranks; r += blockDim.x) {
+    if (r == peers.rank) continue;
     // Either the peer finds the reason when it adds to its gate, or the loads in HasLeft find that it has
     // already added.
     uint64_t* const gate = &peers.channel[r]->gate;
     if (ReasonIn(gate) == 0) StoreLowerHalf(gate, ReasonIn(&peers.own().gate));
     FenceSeqCst();
     const uint64_t timeout = LoadFromHost(&peers.report->timeout_ns);
-    if (!PollFor(timeout, [&] { return HasLeft(peers, r, epoch); })) atomicOr(&inside, 1u << r);
+    if (PollFor(timeout, [&] { return HasLeft(peers, r, epoch); })) continue;
+    atomicOr(&inside.words[r / kRankBits], 1u << r % kRankBits);
+    is_any_inside = true;
   }
   __syncthreads();
-  if (r == 0 && inside != 0) StopGpu(peers, op, epoch, inside);
+  if (threadIdx.x == 0 && is_any_inside) StopGpu(peers, op, epoch, inside);
   __syncthreads();
 }
 

@@ -75,7 +75,7 @@ class Opening {
     if (!holds) RecordInUse(peers, op);
     AcquireOnDevice();  // the last op's end: its resets of the counters come before this op counts anything
     if (position_.rank == peers.rank) return is_open;
-    RecordFailure(peers, op, Phase::kRank, epoch(), position_.rank);
+    RecordFailure(peers, op, Phase::kRank, epoch(), {}, static_cast<uint32_t>(position_.rank));
     return false;
   }
   // Returns whether no other call site has claimed the channel.
@@ -99,7 +99,7 @@ class Opening {
   }
   // Another op of this rank uses the channel and has not ended.
   __device__ void RecordInUse(const Peers& peers, Op op) const {
-    RecordFailure(peers, op, Phase::kChannel, epoch(), 1u << peers.rank);
+    RecordFailure(peers, op, Phase::kChannel, epoch(), RankBits::Of(peers.rank));
   }
 
   // As they were loaded: to compute with one would wait for it.
@@ -181,7 +181,7 @@ __device__ __noinline__ void GiveUp(const Peers& peers, Op op, uint32_t epoch, b
   constexpr uint64_t kReasonComes = 1'000'000;  // nanoseconds
   if (threadIdx.x == 0) {
     PollFor(kReasonComes, [&] { return IsGivenUp(peers); });
-    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp, 0));
+    (void)CloseGate(peers, Reason::Of(peers.rank, Phase::kGivenUp));
   }
   __syncthreads();
   RevokeAccess(peers, op, epoch);
@@ -236,25 +236,25 @@ class Session {
     for (int i = threadIdx.x; i < peers_.num_ranks * count; i += blockDim.x) {
       const uint64_t word =
           i % count == 0 ? call().WithBlocks(gridDim.x) : outgoing.Word(i % count, num_buffers);
-      EpochWord* const there = peers_.channel[i / count]->mailboxes[peers_.rank].words[i % count];
+      EpochWord* const there = peers_.mailbox(i / count, peers_.rank).words[i % count];
       StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
       StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
     }
   }
 
   // Waits until all ranks have published this op, and copies what they publish to shared memory. Threads that
-  // have missed no rank also call also(), which returns the ranks that they miss there, as bits. Without
-  // peers, only also() is called. Returns false if a rank did not come in time or called a different op.
-  // Otherwise the block also sees everything that the peers had written before the words that its threads
+  // have missed no rank also call also(), which returns the rank that they miss there, kNone or kAborted.
+  // Without peers, only also() is called. Returns false if a rank did not come in time or called a different
+  // op. Otherwise the block also sees everything that the peers had written before the words that its threads
   // waited for. Called by the whole block; synchronizes.
   template <typename Also>
   __device__ bool Meet(int num_buffers, Published* all, const WaitLog& log, Also&& also) const {
-    uint32_t missing = peers_.num_ranks == 0 ? 0 : ReadPublished(num_buffers, all, log);
-    if (missing == 0) missing = also();
-    return Agree(Phase::kEnter, missing);
+    int missed = peers_.num_ranks == 0 ? kNone : ReadPublished(num_buffers, all, log);
+    if (missed == kNone) missed = also();
+    return Agree(Phase::kEnter, missed);
   }
   __device__ bool Meet(int num_buffers, Published* all) const {
-    return Meet(num_buffers, all, {}, [] { return 0u; });
+    return Meet(num_buffers, all, {}, [] { return kNone; });
   }
 
   // Waits until ready(). Returns false once the op has failed or its time is up. Called by one thread.
@@ -277,21 +277,24 @@ class Session {
     const int lane = threadIdx.x % kWarp;
     const uint32_t* const flags = peers_.own().wave_done[wave];
     const uint32_t now = epoch();
-    // A peer may already fold for the next op while this rank still spreads, because the peer has ended this
-    // op.
-    const auto has_come = [&] {
-      const uint32_t seen = LoadAcquire(&flags[lane]);
-      const bool is_there = seen == now || seen == NextEpoch(now);
-      if (!is_there) __nanosleep(200);  // many warps wait for the same word
-      return is_there;
-    };
-    const bool late = lane < peers_.num_ranks && !Await(has_come);
-    const unsigned missing = __ballot_sync(kAllLanes, late);
-    if (missing != 0 && lane == 0) {
-      RecordFailure(peers_, op_, Phase::kWave, epoch(), missing);
-      state_of_block().has_failed = true;
+    unsigned missing = 0;
+    for (int first = 0; first < peers_.num_ranks && missing == 0; first += kWarp) {
+      // A peer may already fold for the next op while this rank still spreads, because the peer has ended
+      // this op.
+      const auto has_come = [&] {
+        const uint32_t seen = LoadAcquire(&flags[first + lane]);
+        const bool is_there = seen == now || seen == NextEpoch(now);
+        if (!is_there) __nanosleep(200);  // many warps wait for the same word
+        return is_there;
+      };
+      const bool late = first + lane < peers_.num_ranks && !Await(has_come);
+      missing = __ballot_sync(kAllLanes, late);
+      if (missing != 0 && lane == 0) {
+        RecordFailure(peers_, op_, Phase::kWave, epoch(), RankBits{first / kWarp, missing});
+        state_of_block().has_failed = true;
+      }
+      __syncwarp();  // makes what each lane has acquired visible to all
     }
-    __syncwarp();  // makes what each lane has acquired visible to all
     return missing == 0;
   }
 
@@ -320,9 +323,10 @@ class Session {
   __device__ void Leave() const {
     if (blockIdx.x == gridDim.x - 1) Stall(peers_, Phase::kLeave, epoch());
     __syncthreads();
-    if (threadIdx.x >= peers_.num_ranks) return;
-    StoreWordRelease(&peers_.channel[threadIdx.x]->left[peers_.rank][blockIdx.x],
-                     has_failed() ? kBroken : kWhole, epoch());
+    for (int r = threadIdx.x; r < peers_.num_ranks; r += blockDim.x) {
+      StoreWordRelease(&peers_.channel[r]->left[peers_.rank][blockIdx.x], has_failed() ? kBroken : kWhole,
+                       epoch());
+    }
   }
 
   // Waits until every block of every rank has left. Returns false if that did not happen in time, or if a
@@ -400,34 +404,34 @@ class Session {
     const Peers& peers = session.peers_;
     const Channel& own = peers.own();
     const uint32_t now = session.epoch();
-    uint32_t missing = 0;
-    int stride = 1;
+    int missed = kNone, stride = 1;
     for (int r = 0; r < peers.num_ranks; ++r) stride = max(stride, Call::BlocksOf(all[r].call));
-    for (int i = threadIdx.x; i < peers.num_ranks * stride && missing == 0; i += blockDim.x) {
+    for (int i = threadIdx.x; i < peers.num_ranks * stride && missed == kNone; i += blockDim.x) {
       const int r = i / stride, block = i % stride;
       if (block >= Call::BlocksOf(all[r].call)) continue;
       EpochWord seen;
       if (!session.Await([&] { return HasEpoch(seen = LoadAcquire(&own.left[r][block]), now); })) {
-        missing = 1u << r;
+        missed = r;
       } else if (NumberOf(seen) != kWhole) {
-        missing = kAborted;
+        missed = kAborted;
       }
     }
-    return session.Agree(Phase::kLeave, missing);
+    return session.Agree(Phase::kLeave, missed);
   }
 
-  // Returns true if no thread of the block has missed a rank. Bit r of `missing` means that this thread has
-  // missed rank r. Otherwise the op fails. Called by the whole block; synchronizes.
-  __device__ bool Agree(Phase phase, uint32_t missing) const {
-    if (!__syncthreads_or(missing != 0)) return true;
-    __shared__ uint32_t all;
-    if (threadIdx.x == 0) all = 0;
+  // Returns true if no thread of the block has missed a rank. `missed` is the rank that this thread has
+  // missed, kNone or kAborted. Otherwise the op fails. Called by the whole block; synchronizes.
+  __device__ bool Agree(Phase phase, int missed) const {
+    if (!__syncthreads_or(missed != kNone)) return true;
+    __shared__ RankSet all;
+    if (threadIdx.x == 0) all = {};
     __syncthreads();
-    if (missing != 0) atomicOr(&all, missing);
+    if (missed >= 0) atomicOr(&all.words[missed / kRankBits], 1u << missed % kRankBits);
     __syncthreads();
     if (threadIdx.x == 0) {
+      const RankBits ranks = all.FirstBits();
       // Where only a peer has failed, its reason is about to reach this rank.
-      if (all != kAborted) RecordFailure(peers_, op_, phase, epoch(), all & ~kAborted);
+      if (ranks.bits != 0) RecordFailure(peers_, op_, phase, epoch(), ranks);
       state_of_block().has_failed = true;
     }
     return false;
@@ -435,7 +439,7 @@ class Session {
 
   // Waits for one published word of rank r. Sets `came` to the time when it was found.
   __device__ bool AwaitWord(int r, int number, uint64_t* word, uint64_t* came = nullptr) const {
-    const EpochWord* const words = peers_.own().mailboxes[r].words[number];
+    const EpochWord* const words = peers_.mailbox(peers_.rank, r).words[number];
     const uint32_t now = epoch();
     EpochWord low, high;
     const bool is_there = Await([&] {
@@ -450,38 +454,43 @@ class Session {
   }
 
   // Waits until every rank has published its call, and fails the op if they do not all call the same one.
-  // Returns the ranks that this thread has missed. Called by the first warp.
-  __device__ uint32_t CompareCalls(Published* all, const WaitLog& log) const {
-    const int r = threadIdx.x, R = peers_.num_ranks;
-    uint64_t word = call().WithBlocks(0), came = 0;
-    const bool late = r < R && !AwaitWord(r, 0, &word, log.wait_us == nullptr ? nullptr : &came);
-    if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // a rank does not wait for itself
-    const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(word) == call()));
-    if (r < R) all[r].call = word;
-    if (late) return 1u << r;
-    if (others == 0) return 0;
-    if (r == __ffs(others) - 1) {
-      // This rank's own word differs if another op still uses the channel.
-      const bool is_own = (others >> peers_.rank & 1) != 0;
-      RecordFailure(peers_, op_, is_own ? Phase::kChannel : Phase::kCall, epoch(), others,
-                    ForHost(peers_, call(), word));
+  // Returns a rank that this thread has missed, kNone or kAborted. Called by the first warp.
+  __device__ int CompareCalls(Published* all, const WaitLog& log) const {
+    const int lane = threadIdx.x, R = peers_.num_ranks;
+    int missed = kNone;
+    for (int first = 0; first < R; first += kWarp) {
+      const int r = first + lane;
+      uint64_t word = call().WithBlocks(0), came = 0;
+      const bool late = r < R && !AwaitWord(r, 0, &word, log.wait_us == nullptr ? nullptr : &came);
+      if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // a rank does not wait for itself
+      const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(word) == call()));
+      if (r < R) all[r].call = word;
+      if (late) missed = r;
+      if (others == 0) continue;
+      if (lane == __ffs(others) - 1) {
+        const RankBits ranks{first / kWarp, others};
+        // This rank's own word differs if another op still uses the channel.
+        RecordFailure(peers_, op_, ranks.Has(peers_.rank) ? Phase::kChannel : Phase::kCall, epoch(), ranks,
+                      ForHost(peers_, call(), word));
+      }
+      return late ? r : kAborted;
     }
-    return kAborted;
+    return missed;
   }
 
   // Copies what all ranks publish in this op. The first warp compares the calls, and the other warps copy the
-  // rest. Returns the ranks that this thread has missed.
-  __device__ uint32_t ReadPublished(int num_buffers, Published* all, const WaitLog& log) const {
+  // rest. Returns a rank that this thread has missed, kNone or kAborted.
+  __device__ int ReadPublished(int num_buffers, Published* all, const WaitLog& log) const {
     if (threadIdx.x < kWarp) return CompareCalls(all, log);
     const int count = Published::Count(num_buffers) - 1;
     const int others = static_cast<int>(blockDim.x) - kWarp;
     for (int i = static_cast<int>(threadIdx.x) - kWarp; i < peers_.num_ranks * count; i += others) {
       const int r = i / count, number = 1 + i % count;
       uint64_t word;
-      if (!AwaitWord(r, number, &word)) return 1u << r;
+      if (!AwaitWord(r, number, &word)) return r;
       all[r].Word(number, num_buffers) = word == 0 ? 0 : word + peers_.shift[r];
     }
-    return 0;
+    return kNone;
   }
 
   const Peers& peers_;

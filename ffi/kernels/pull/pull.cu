@@ -14,16 +14,22 @@ constexpr int kTickets = 1024;  // per block that pulls: enough that warps end t
 constexpr int kFirstWave = 128;
 constexpr int kWave = 256;
 constexpr int kRingWave = 384;
-constexpr int kStaticBytes = 19 * 1024;  // at most, of the shared memory of a block
+constexpr int kStaticBytes = 15 * 1024;  // at most, of the shared memory of a block
 
-// Pulls one slice of a token's sum. kRows and kVectors are as in SumSlice.
+// Pulls one slice of a token's sum, given the first kWarp of its rows. kRows and kVectors are as in SumSlice.
 template <typename T, int N, int kRows, int kVectors>
-__device__ void PullSlice(const PullArgs& args, const SumInputs<T>& inputs, int index, int t, int first,
-                          int lane) {
+__device__ void PullSlice(const PullArgs& args, const Published* published, SumInputs<T> inputs, int index,
+                          int t, int first, int lane) {
   const Summand& summand = args.summands[index];
   const int width = static_cast<int>(summand.num_elements);
   typename Sum<T>::Acc total[kVectors][N] = {};
-  SumSlice<T, N, kRows>(inputs, first, width, lane, total);
+  for (int first_row = 0;;) {
+    SumSlice<T, N, kRows>(inputs, first, width, lane, total);
+    first_row += kWarp;
+    if (kRows == kFewRows || first_row >= args.shape.rows_per_token()) break;
+    const Destination destination = FindDestination(args.shape, args.handle, t, lane, first_row);
+    inputs = FindSumSources<T>(args, published, index, t, destination, lane).Load();
+  }
   AddBiases<T, N>(args.biases, args.num_biases, t, first, width, lane, total);
   StoreSlice<T, N>(static_cast<T*>(summand.out) + int64_t{t} * width, first, width, lane, total);
 }
@@ -52,10 +58,10 @@ __device__ void PullArray(const PullArgs& args, const Session& session, const Pu
     }
     const Destination destination = FindDestination(args.shape, args.handle, t, lane);
     const SumInputs<T> inputs = FindSumSources<T>(args, published, index, t, destination, lane).Load();
-    if (inputs.lanes == 0 && args.adds_in_place) continue;
+    if (inputs.lanes == 0 && args.adds_in_place && args.shape.rows_per_token() <= kWarp) continue;
     for (int first = ticket % warps_per_token * kColumns; first < width;
          first += warps_per_token * kColumns) {
-      PullSlice<T, N, kRows, kVectors>(args, inputs, index, t, first, lane);
+      PullSlice<T, N, kRows, kVectors>(args, published, inputs, index, t, first, lane);
     }
   }
 }
@@ -127,12 +133,13 @@ __device__ void DescribeBuffers(const PullArgs& args, Published& outgoing) {
 template <typename T, SumEngine kEngine>
 __global__ void __launch_bounds__(kThreads<kEngine>, 1) PullKernel(const __grid_constant__ PullArgs args) {
   constexpr bool kByRing = kEngine == SumEngine::kRing, kFew = kEngine == SumEngine::kFewRanks;
-  extern __shared__ __align__(128) std::byte shared[];
-  __shared__ Published outgoing, published[kMaxRanks];
+  extern __shared__ __align__(128) std::byte shared[];  // what the ranks publish, the rings
+  __shared__ Published outgoing;
   __shared__ RingMemory memory[kByRing ? kMaxTeams : 1];
   const Opening opening(args.peers, args.position_operand);
   Session session(args.peers, Op::kCombine, false);
-  Ring ring(args.ring, memory, shared);
+  Published* const published = reinterpret_cast<Published*>(shared);
+  Ring ring(args.ring, memory, shared + PublishedBytes(args.shape.num_ranks));
   if constexpr (kByRing) ring.Init();
   if (threadIdx.x == 0) DescribeBuffers(args, outgoing);
   const bool pulls = static_cast<int>(blockIdx.x) < args.num_pullers;
@@ -215,7 +222,9 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     // Waves are equal on all ranks, although some ranks may use rings while others do not.
     const bool suits_rings = SuitsRings(args.shape, static_cast<double>(rows.shortest), false);
     args.waves = PlanWaves(args.shape, kFirstWave, suits_rings ? kRingWave : kWave, 1);
-    const int ring_bytes = device.shared_bytes - kStaticBytes;
+    const int dynamic_bytes = device.shared_bytes - kStaticBytes;
+    const int64_t published_bytes = PublishedBytes(args.shape.num_ranks);
+    const int ring_bytes = dynamic_bytes - static_cast<int>(published_bytes);
     args.ring = PartitionForRings(args.shape, rows, ring_bytes, false, device);
     const bool by_ring = args.ring.teams > 0;
     const SmPlan plan =
@@ -229,10 +238,11 @@ cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Devic
     const cudaError_t error = WithPullKernel(type, engine, [&](auto* kernel) {
       // This must be the same for all shapes, because another thread may be about to launch the same kernel.
       const cudaError_t error =
-          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ring_bytes)
+          by_ring ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes)
                   : cudaSuccess;
       if (error != cudaSuccess) return error;
-      return Launch(kernel, plan.total(), num_threads, args.ring.bytes(), stream, true, args);
+      return Launch(kernel, plan.total(), num_threads, published_bytes + args.ring.bytes(), stream, true,
+                    args);
     });
     if (error != cudaSuccess) return error;
     args.arrived_weights = nullptr;

@@ -87,14 +87,13 @@ __device__ inline void PublishCounts(const PushArgs& args, const Session& sessio
       args.counts_in_kernel ? BinRange{0, NumBins(args.shape)} : PublishedBins(args, blockIdx.x);
   for (int i = threadIdx.x; i < (bins.last - bins.first) * peers.num_ranks; i += blockDim.x) {
     const int bin = bins.first + i / peers.num_ranks;
-    StoreWord(&peers.channel[i % peers.num_ranks]->mailboxes[peers.rank].counts[bin], counts.sent[bin],
-              epoch);
+    StoreWord(&peers.mailbox(i % peers.num_ranks, peers.rank).counts[bin], counts.sent[bin], epoch);
   }
 }
 
 // Waits for the counts of all ranks, and computes `totals` and `first_row` from them. The block must
-// synchronize before it uses these. Returns the ranks that this thread has missed.
-__device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
+// synchronize before it uses these. Returns the rank that this thread has missed, or kNone.
+__device__ inline int ReadCounts(const PushArgs& args, const Session& session, const BinCounts& counts) {
   constexpr int kWordsInFlight = 8;  // loads in flight
   const Peers& peers = args.peers;
   const uint32_t epoch = args.is_local() ? 0 : session.epoch();
@@ -104,7 +103,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
     if (bin < 0) break;
     int from_earlier_ranks = 0, total = args.is_local() ? counts.sent[bin] : 0;
     for (int first = 0; first < peers.num_ranks; first += kWordsInFlight) {
-      const auto word = [&](int i) { return &peers.own().mailboxes[first + i].counts[bin]; };
+      const auto word = [&](int i) { return &peers.mailbox(peers.rank, first + i).counts[bin]; };
       EpochWord seen[kWordsInFlight] = {};
 #pragma unroll
       for (int i = 0; i < kWordsInFlight; ++i) {
@@ -114,7 +113,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
       for (int i = 0; i < kWordsInFlight; ++i) {
         if (first + i >= peers.num_ranks) break;
         const auto has_arrived = [&] { return HasEpoch(seen[i] = LoadRelaxed(word(i)), epoch); };
-        if (!HasEpoch(seen[i], epoch) && !session.Await(has_arrived)) return 1u << (first + i);
+        if (!HasEpoch(seen[i], epoch) && !session.Await(has_arrived)) return first + i;
         const uint32_t rows = NumberOf(seen[i]);
         if (first + i < peers.rank) from_earlier_ranks += static_cast<int>(rows);
         total += static_cast<int>(rows);
@@ -123,7 +122,7 @@ __device__ inline uint32_t ReadCounts(const PushArgs& args, const Session& sessi
     counts.totals[bin] = total;
     counts.first_row[bin] = from_earlier_ranks;
   }
-  return 0;
+  return kNone;
 }
 
 // Computes `starts`, and adds them to `first_row`, by expert. Called by the whole block; synchronizes.

@@ -18,9 +18,10 @@ constexpr int kMaxBulkWarps = 12;  // helpers send what bulk copies do not take
 // A named barrier of the block. Barrier 0 is __syncthreads.
 constexpr int kHelpersBarrier = 1;
 
-// Returns the size of the shared memory before the stages: the counts, and scratch to count few tokens.
+// Returns the size of the shared memory before the stages: what the ranks publish, the counts, and scratch to
+// count few tokens.
 JAX_EP_HD inline int64_t BytesBeforeStages(const PushArgs& args) {
-  return BinCounts::Bytes(args.shape) +
+  return PublishedBytes(args.shape.num_ranks) + BinCounts::Bytes(args.shape) +
          (args.counts_in_kernel ? Chunk::Bytes(args.shape.num_tokens, args.shape.top_k) : 0);
 }
 
@@ -111,7 +112,7 @@ __device__ void Send(const PushArgs& args, const Session& session, BinCounts& co
     } else {
       fetch_batch(&queued[After(After(step))]);
       finalize_rows(following);
-      SendTokens(args, present.begin, present.end, published, helpers, send_rows);
+      SendTokens<!kInBulk>(args, present.begin, present.end, published, helpers, send_rows);
     }
     arrived_wave = sent_wave;
     sent_wave = args.waves.Of(present.begin);
@@ -147,7 +148,7 @@ __device__ inline bool MeetPeers(const PushArgs& args, const Opening& opening, S
     AddChunks(args, 0, counts.chunk, 0, NumBins(args.shape), counts.in_earlier_chunks, WholeBlock());
   }
   return session.Meet(args.num_payloads, published, log,
-                      [&] { return routes ? ReadCounts(args, session, counts) : 0; });
+                      [&] { return routes ? ReadCounts(args, session, counts) : kNone; });
 }
 
 // The role of a block. The last block also waits for the peers.
@@ -190,8 +191,8 @@ struct PushBlock {
 template <bool kInBulk, typename Scale, bool kQuantizes>
 __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
     PushKernel(const __grid_constant__ PushArgs args) {
-  extern __shared__ __align__(128) std::byte shared[];  // the counts; in bulk then the stages
-  __shared__ Published outgoing, published[kMaxRanks];
+  extern __shared__ __align__(128) std::byte shared[];  // what the ranks publish, the counts, the stages
+  __shared__ Published outgoing;
   __shared__ uint64_t barriers[kMaxBulkWarps][2];
   __shared__ __align__(128) uint4 zeros[kInBulk ? kZeroBytes / 16 : 1];
   constexpr bool kRings = kInBulk && !std::is_void_v<Scale>;
@@ -202,8 +203,10 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   const PushBlock block = PushBlock::Of(args);
   const Op op = routes ? Op::kDispatch : Op::kRedispatch;
   const int warp = threadIdx.x / kWarp, me = peers.rank, L = shape.num_local_experts();
-  BinCounts counts(shape, shared);
+  Published* const published = reinterpret_cast<Published*>(shared);
+  std::byte* const count_bytes = shared + PublishedBytes(shape.num_ranks);
   std::byte* const bytes = shared + BytesBeforeStages(args);
+  BinCounts counts(shape, count_bytes);
 
   const Opening opening(peers, args.position_operand);
   Session session(peers, op, true);
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(kPushThreads<Scale, kQuantizes>, 1)
   for (int i = threadIdx.x; i < BinCounts::kArrays * NumBins(shape); i += blockDim.x) counts.sent[i] = 0;
   if (threadIdx.x == 0) DescribeBuffers(args, local ? published[0] : outgoing);
   __syncthreads();
-  if (routes && (local || block.sends)) CountLocalRows(args, counts, shared + BinCounts::Bytes(shape));
+  if (routes && (local || block.sends)) CountLocalRows(args, counts, count_bytes + BinCounts::Bytes(shape));
   const auto fill = [&] { FillResults(args); };
   if (!MeetPeers(args, opening, session, block.sends, batch.begin, counts, outgoing, published)) {
     // A block must not end while bulk copies write to its shared memory.

@@ -10,12 +10,12 @@
 namespace jax_ep::cuda {
 namespace {
 
-// A block's dynamic shared memory holds the counts, then the stages. The device's limit also counts static
-// shared memory. This is left to static shared memory by a push that copies in bulk, that scales, or that
-// does neither.
-constexpr int kBulkStaticBytes = 11 * 1024;
-constexpr int kScaleStaticBytes = 24 * 1024;
-constexpr int kStaticBytes = 8 * 1024;
+// A block's dynamic shared memory holds what the ranks publish, the counts, then the stages. The device's
+// limit also counts static shared memory. This is left to static shared memory by a push that copies in bulk,
+// that scales, or that does neither.
+constexpr int kBulkStaticBytes = 7 * 1024;
+constexpr int kScaleStaticBytes = 20 * 1024;
+constexpr int kStaticBytes = 4 * 1024;
 constexpr int kMaxStageBytes = 16 * 1024;
 constexpr int kMaxSlicesPerWarp = 3;  // in a batch
 constexpr int kBatch = 32;            // tokens, if sent by loads and stores
@@ -67,7 +67,9 @@ int MaxSliceTokens(const PushArgs& args) {
 // those of kSpreadingWarps.
 BulkPartition PartitionForBulk(const PushArgs& args, const Device& device, int num_senders) {
   const int64_t longest = LongestBulkRow(args);
-  if (longest == 0 || !device.copies_in_bulk) return {};
+  // A lane stores each row, so bulk copies take tokens with at most kWarp rows.
+  const bool suits = longest > 0 && args.shape.rows_per_token() <= kWarp;
+  if (!suits || !device.copies_in_bulk) return {};
   constexpr int64_t kStep = 1024;  // bytes; FP8 is made of whole blocks
   const int64_t available = BulkBytes(args, device) - BytesBeforeStages(args);
   const int64_t room = available / WarpBytes(args, kStep) / kSpreadingWarps * kStep;

@@ -96,7 +96,7 @@ JAX_EP_RARE void FillCounted(const PushArgs& args) {
 // Returns the rows of rank `source` in bin `bin`, before drops. The counts of that rank must have arrived.
 __device__ inline int CountOf(const PushArgs& args, const int32_t* sent, int source, int bin) {
   if (args.is_local()) return sent[bin];
-  return static_cast<int>(LoadRelaxed(&args.peers.own().mailboxes[source].counts[bin]));
+  return static_cast<int>(LoadRelaxed(&args.peers.mailbox(args.peers.rank, source).counts[bin]));
 }
 
 // Counts, by rank, the kept (row, k) pairs of each local expert from all sources whose rows fit. Returns the

@@ -11,8 +11,9 @@ namespace jax_ep::cuda {
 
 // Returns the destinations of a token, given the lanes' entries of its handle. If the push spreads, only the
 // first row at each rank gets the payload.
-__device__ inline Destinations FindDestinations(const PushArgs& args, const HandleEntry& entry, int lane) {
-  const Destination destination = FindDestination(args.shape, entry, lane);
+__device__ inline Destinations FindDestinations(const PushArgs& args, const HandleEntry& entry, int lane,
+                                                int first = 0) {
+  const Destination destination = FindDestination(args.shape, entry, lane, first);
   bool sends_payload = destination.row >= 0;
   if (args.spreads) {
     const unsigned same_rank = __match_any_sync(kAllLanes, sends_payload ? destination.rank : -1);
@@ -64,8 +65,8 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Destinatio
   }
   const int32_t* experts = args.handle.topk_idx + int64_t{t} * shape.top_k;
   for (unsigned remaining = destinations.payload_lanes; remaining != 0; remaining &= remaining - 1) {
-    const int to = __ffs(remaining) - 1;
-    const int64_t first = int64_t{__shfl_sync(kAllLanes, destinations.row, to)} * shape.top_k;
+    const int from = __ffs(remaining) - 1, to = __shfl_sync(kAllLanes, destinations.rank, from);
+    const int64_t first = int64_t{__shfl_sync(kAllLanes, destinations.row, from)} * shape.top_k;
     for (int k = lane; k < shape.top_k; k += kWarp) {
       const bool is_for_receiver = experts[k] >= 0 && shape.rank_of(experts[k]) == to;
       if (weights != nullptr) {
@@ -80,16 +81,18 @@ __device__ inline void SendRouting(const PushArgs& args, int t, const Destinatio
 }
 
 // Sends the routing of tokens [begin, end), and calls send_rows(token, destinations) for the payloads. Each
-// token is sent by one warp of the group.
-template <typename SendRows>
+// token is sent by one warp of the group. It has more than kWarp rows only if kAnyRows.
+template <bool kAnyRows, typename SendRows>
 __device__ void SendTokens(const PushArgs& args, int begin, int end, const Published* published,
                            const ThreadGroup& group, SendRows&& send_rows) {
   const int lane = threadIdx.x % kWarp;
   for (int t = begin + group.thread / kWarp; t < end; t += group.threads / kWarp) {
-    const HandleEntry entry = LoadHandleEntry(args.shape, args.handle, t, lane);
-    const Destinations destinations = FindDestinations(args, entry, lane);
-    send_rows(t, destinations);
-    SendRouting(args, t, destinations, published, lane);
+    for (int first = 0; first < (kAnyRows ? args.shape.rows_per_token() : 1); first += kWarp) {
+      const HandleEntry entry = LoadHandleEntry(args.shape, args.handle, t, lane, first);
+      const Destinations destinations = FindDestinations(args, entry, lane, first);
+      send_rows(t, destinations);
+      SendRouting(args, t, destinations, published, lane);
+    }
   }
 }
 
@@ -191,12 +194,12 @@ template <int kTokens>
 struct SliceDestinations {
   Destinations of[kTokens];
 
-  // Looks up `count` tokens from `first` on. All loads are issued before the first is waited for.
-  __device__ void Find(const PushArgs& args, int first, int count, int lane) {
+  // Looks up `count` tokens from `token` on. All loads are issued before the first is waited for.
+  __device__ void Find(const PushArgs& args, int token, int count, int lane) {
     HandleEntry entries[kTokens];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      if (i < count) entries[i] = LoadHandleEntry(args.shape, args.handle, first + i, lane);
+      if (i < count) entries[i] = LoadHandleEntry(args.shape, args.handle, token + i, lane);
     }
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {

@@ -6,12 +6,19 @@
 namespace jax_ep {
 namespace {
 
-std::string RankList(uint32_t ranks) {
+std::string RankList(const RankBits& ranks) {
   std::string text;
   for (int r = 0; r < kMaxRanks; ++r) {
-    if ((ranks >> r & 1) != 0) text += Text(' ', r);
+    if (ranks.Has(r)) text += Text(' ', r);
   }
   return text;
+}
+
+// Returns the ranks of a reason, which names only one of them.
+std::string RankList(const Reason& reason) {
+  const int others = reason.num_missing() - 1;
+  return Text(' ', reason.first_missing(),
+              others > 0 ? Text(" and ", others, others > 1 ? " others" : " other") : "");
 }
 
 const char* OpName(Op op) {
@@ -33,11 +40,11 @@ constexpr const char* kRemedy =
 std::string DescribeReason(const Reason& reason) {
   if (reason.phase() == Phase::kHop) return ": its hop between hosts failed, whose error says why";
   if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
-  if (reason.missing() == 0) return "";
+  if (reason.num_missing() == 0) return "";
   if (reason.phase() == Phase::kCall) {
-    return Text(": rank(s)", RankList(reason.missing()), " did not call the same op or run on another mesh");
+    return Text(": rank(s)", RankList(reason), " did not call the same op or run on another mesh");
   }
-  return Text(": rank(s)", RankList(reason.missing()), " did not ", MissedStep(reason.phase()), " in time");
+  return Text(": rank(s)", RankList(reason), " did not ", MissedStep(reason.phase()), " in time");
 }
 
 // Returns how specific a report is. A failure that a rank found itself says more than that another rank gave
@@ -127,7 +134,7 @@ std::string DevicePeers::Describe(const Report& report, int rank_index) const {
       return "";
     case Phase::kRank:
       return Text(op, ": group ", group, " was made for another mesh: GPU ", ranks_[rank_index].device,
-                  " runs as rank ", static_cast<int>(report.missing), ", but is rank ", report.rank,
+                  " runs as rank ", static_cast<int32_t>(report.other_call), ", but is rank ", report.rank,
                   " there; make the Group from the mesh of this shard_map");
     case Phase::kCall:
       if (differs_in_list) {

@@ -69,8 +69,8 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
   // The mailboxes of earlier ops are cleared, because epochs may begin again. No op is in progress, so every
   // rank may write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
-  std::fill_n(fresh_arena->heard, kMaxRanks, epoch);
-  std::fill_n(fresh_arena->begun, kMaxRanks, epoch);
+  std::fill_n(fresh_arena->heard, kArenaRanks, epoch);
+  std::fill_n(fresh_arena->begun, kArenaRanks, epoch);
   std::string text = on_all_devices("waiting for the group's ops",
                                     [](const RankMemory&) { return cudaDeviceSynchronize(); });
   if (text.empty()) {
@@ -80,7 +80,10 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
       if (error != cudaSuccess) return error;
       const cudaError_t copied = cudaMemcpy(reinterpret_cast<void*>(rank.control + sizeof(Control)),
                                             fresh_arena.get(), sizeof(Arena), cudaMemcpyHostToDevice);
-      return copied == cudaSuccess ? cudaDeviceSynchronize() : copied;
+      if (copied != cudaSuccess) return copied;
+      const cudaError_t cleared = cudaMemset(reinterpret_cast<void*>(rank.control + kMailboxesOffset), 0,
+                                             ControlBytes(num_ranks_) - kMailboxesOffset);
+      return cleared == cudaSuccess ? cudaDeviceSynchronize() : cleared;
     });
   }
   if (!text.empty()) return text;
@@ -172,12 +175,14 @@ HostMeeting::Hooks DevicePeers::HooksFor(int group) const {
 void DevicePeers::Tick() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
-    uint32_t ended = 0;
+    RankSet ended{};
     for (int r = 0; r < num_ranks_; ++r) {
       const RankMemory& peer = ranks_[first_of(i) + r];
-      if (peer.device < 0 && HasProcessEnded(peer.process)) ended |= 1u << r;
+      if (peer.device < 0 && HasProcessEnded(peer.process)) ended.Add(RankBits::Of(r));
     }
-    __atomic_store_n(&reports_[i].gone, ended, __ATOMIC_RELEASE);
+    for (int word = 0; word < kMaxRanks / kRankBits; ++word) {
+      __atomic_store_n(&reports_[i].gone.words[word], ended.words[word], __ATOMIC_RELEASE);
+    }
     const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
     if (phase != Phase::kStuck) continue;
     const auto now = std::chrono::steady_clock::now();

@@ -76,8 +76,6 @@ class DevicePeers {
   // process some time after that, because JAX may wait forever for results of that GPU.
   void Tick();
 
-  static int64_t BytesPerDevice() { return sizeof(Control) + kArenaBytes; }
-
  private:
   std::string Describe(const Report& report, int rank_index) const;
   std::string Describe(const Call& call) const;

@@ -100,8 +100,8 @@ class ArenaWorld {
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
       }
       std::memset(static_cast<void*>(&rank.arena()), 0, sizeof(Arena));
-      std::fill_n(rank.arena().heard, kMaxRanks, epoch);
-      std::fill_n(rank.arena().begun, kMaxRanks, epoch);
+      std::fill_n(rank.arena().heard, kArenaRanks, epoch);
+      std::fill_n(rank.arena().begun, kArenaRanks, epoch);
       rank.report.phase = 0;
       rank.report.left_out = 0;
     }
@@ -196,7 +196,7 @@ class ArenaWorld {
   // Returns zeroed memory for a rank. Worlds reuse it one after the other.
   static std::byte* Memory(int r) {
     constexpr size_t kBytes = sizeof(Control) + kArenaBytes;
-    static std::byte* memory[kMaxRanks];
+    static std::byte* memory[kArenaRanks];
     if (memory[r] == nullptr) {
       memory[r] = static_cast<std::byte*>(
           mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -241,7 +241,7 @@ class ArenaWorld {
     if (gates_close_at == 0 || Machine::Get().now < began_ + gates_close_at) return;
     if (next_gate_ == num_ranks()) return;
     uint64_t* const gate = &ranks_[next_gate_].channel().gate;
-    if (static_cast<uint32_t>(*gate) == 0) *gate |= Reason::Of(0, Phase::kWave, 0).word;
+    if (static_cast<uint32_t>(*gate) == 0) *gate |= Reason::Of(0, Phase::kWave).word;
     ++next_gate_;
   }
 

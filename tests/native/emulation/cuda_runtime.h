@@ -101,6 +101,14 @@ inline int __reduce_add_sync(unsigned, int mine, int line = __builtin_LINE()) {
   return static_cast<int>(sum);
 }
 
+inline unsigned __match_any_sync(unsigned, int mine, int line = __builtin_LINE()) {
+  const uint32_t* const shown = ShowLanes(static_cast<unsigned>(mine), line);
+  emulation::Quiet quiet;
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= shown[lane] == static_cast<unsigned>(mine) ? 1u << lane : 0;
+  return lanes;
+}
+
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }

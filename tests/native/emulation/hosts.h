@@ -173,7 +173,7 @@ class World {
         member.gone = true;
         networks_[member.rail].CutOff(member.host);
         for (Member& peer : members_) {
-          if (peer.host == member.host) peer.within.gone |= 1u << member.rail;
+          if (peer.host == member.host) peer.within.gone.Add(RankBits::Of(member.rail));
         }
       }
       if (machine.now > last) Die("ops do not return");

@@ -116,7 +116,7 @@ class Machine {
   uint64_t now = 1;
   Manner manner;
   std::mt19937 random;
-  uint64_t rank_frozen_until[16] = {};
+  uint64_t rank_frozen_until[128] = {};
   std::function<void(int rank)> on_trap;
   // Reports threads of a block that wait for each other at different places, or for nothing.
   std::function<void(int rank, const char* what)> on_mismatch;

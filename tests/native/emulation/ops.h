@@ -26,7 +26,7 @@ struct Work {
   Shape shape(int num_ranks) const { return {Order::kRank, num_ranks, tokens, 1, num_ranks, 0, 1}; }
   // What rank `from` sends to rank `to`.
   uint32_t Value(int from, int to, int token, int word) const {
-    return (number * 0x9e3779b1u ^ static_cast<uint32_t>(from << 20 | to << 16 | token << 4 | word)) &
+    return (number * 0x9e3779b1u ^ static_cast<uint32_t>(from << 18 | to << 11 | token << 4 | word)) &
            0x7fffffffu;
   }
 };
@@ -43,7 +43,9 @@ struct Run {
   std::vector<uint32_t> rows, partials;  // pull: [R, T, kWords], to each rank; folded
   std::vector<uint32_t> cleared;         // [R * T]
   RingArrays ring;                       // of an op by rings, in place of the first four
-  bool is_inside = false;                // between its launch and its return
+  // Of each block: what all ranks publish. Not in shared memory, which is exchanged with each turn.
+  std::vector<std::vector<Published>> published;
+  bool is_inside = false;  // between its launch and its return
   bool was_filled = false, must_fail = false;
   int lane = 0, grid = 0;
   uint64_t gone_after = 0, frozen_at = 0;
@@ -85,27 +87,27 @@ inline void PublishNumbers(const Run& run, const Session& session) {
   if (blockIdx.x > 0 && !session.AwaitOpened()) return;
   for (int bin = blockIdx.x; bin < kBins; bin += run.active) {
     for (int r = threadIdx.x; r < peers.num_ranks; r += blockDim.x) {
-      StoreWord(&peers.channel[r]->mailboxes[peers.rank].counts[bin], run.work.Value(peers.rank, 0, bin, 0),
+      StoreWord(&peers.mailbox(r, peers.rank).counts[bin], run.work.Value(peers.rank, 0, bin, 0),
                 session.epoch());
     }
   }
 }
 
-inline uint32_t ReadNumbers(const Run& run, const Session& session) {
+inline int ReadNumbers(const Run& run, const Session& session) {
   const Peers& peers = run.peers;
   for (int i = threadIdx.x; i < kBins * peers.num_ranks; i += blockDim.x) {
     const int r = i / kBins, bin = i % kBins;
-    const EpochWord* const word = &peers.own().mailboxes[r].counts[bin];
-    if (!session.Await([&] { return HasEpoch(LoadRelaxed(word), session.epoch()); })) return 1u << r;
+    const EpochWord* const word = &peers.mailbox(peers.rank, r).counts[bin];
+    if (!session.Await([&] { return HasEpoch(LoadRelaxed(word), session.epoch()); })) return r;
   }
-  return 0;
+  return kNone;
 }
 
 // What the counts say, once all ranks have met.
 inline void CheckNumbers(const Run& run) {
   for (int i = threadIdx.x; i < kBins * run.peers.num_ranks; i += blockDim.x) {
     const uint32_t seen =
-        static_cast<uint32_t>(LoadRelaxed(&run.peers.own().mailboxes[i / kBins].counts[i % kBins]));
+        static_cast<uint32_t>(LoadRelaxed(&run.peers.mailbox(run.peers.rank, i / kBins).counts[i % kBins]));
     if (seen != run.work.Value(i / kBins, 0, i % kBins, 0))
       Die("rank %d reads a wrong count", run.peers.rank);
   }
@@ -174,7 +176,8 @@ inline void SpreadTokens(Run& run, const Session& session) {
 }
 
 inline void PushKernel(Run& run) {
-  __shared__ Published mine, published[kMaxRanks];
+  __shared__ Published mine;
+  Published* const published = run.published[blockIdx.x].data();
   const Peers& peers = run.peers;
   const Work& work = run.work;
   const Op op = work.counts ? Op::kDispatch : Op::kRedispatch;
@@ -189,8 +192,8 @@ inline void PushKernel(Run& run) {
   bool alive = session.Open(opening);
   if (alive && blockIdx.x == 0) session.Publish(mine, 1);
   if (alive && work.counts && sends) PublishNumbers(run, session);
-  alive =
-      alive && session.Meet(1, published, {}, [&] { return work.counts ? ReadNumbers(run, session) : 0; });
+  alive = alive &&
+          session.Meet(1, published, {}, [&] { return work.counts ? ReadNumbers(run, session) : kNone; });
   const auto fill = [&] { FillResults(run); };
   if (!alive) return session.Abort(fill);
   if (work.counts) CheckNumbers(run);
@@ -258,7 +261,8 @@ inline void PullTokens(Run& run, const Published* published, unsigned number, co
 }
 
 inline void PullKernel(Run& run) {
-  __shared__ Published mine, published[kMaxRanks];
+  __shared__ Published mine;
+  Published* const published = run.published[blockIdx.x].data();
   const Peers& peers = run.peers;
   const Opening opening(peers, &run.position_operand);
   Session session(peers, Op::kCombine, false);

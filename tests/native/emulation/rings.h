@@ -11,6 +11,7 @@ constexpr int kRingBlocks = 4;    // most of a kernel
 constexpr int kRingThreads = 64;  // of a block: one team of a warp that loads and a warp that computes
 constexpr int kRingColumns = 4;   // of a row: one vector of 16 bytes
 constexpr int kRingChoices = 2;   // of a token at each rank that it goes to
+constexpr int kRingRanks = 16;    // most that a pulled token goes to: their choices are one warp's lanes
 constexpr RingPartition kRingPartition{1, 1, kMinSlots, 128};
 
 // What the rows of an op are made of, small enough that sums are exact.
@@ -33,6 +34,9 @@ struct RingNumbers {
   // Whether a token has a second row at a rank.
   bool IsTwice(int global_token) const { return Small(4, global_token, 0) > 3; }
   int num_global() const { return num_ranks * tokens; }
+  // The ranks that a pulled token goes to are RankOf(global_token, 0 ... ranks_per_token() - 1).
+  int ranks_per_token() const { return std::min(num_ranks, kRingRanks); }
+  int RankOf(int global_token, int i) const { return (global_token + i) % num_ranks; }
 };
 
 // The arrays of one rank. Rows 2 g and 2 g + 1 are those of global token g: where it arrives, and a copy.
@@ -80,7 +84,8 @@ struct RingArrays {
   // A pull of this rank's tokens from all ranks. If it folds, a rank has up to two rows of each token.
   void InitPull(const RingNumbers& numbers, const Peers& peers, const Waves& waves, bool folds, int pullers,
                 int sums_per_ticket) {
-    const int R = numbers.num_ranks, global = numbers.num_global(), K = kRingChoices * R;
+    const int R = numbers.num_ranks, global = numbers.num_global();
+    const int K = kRingChoices * numbers.ranks_per_token();
     const auto is_there = [&](int g, int k) { return k % 2 == 0 || (folds && numbers.IsTwice(g)); };
     out.assign(numbers.tokens * kRingColumns, -1.0f);
     partials.assign(global * kRingColumns, -1.0f);
@@ -93,17 +98,24 @@ struct RingArrays {
     }
     for (int g = 0; g < global; ++g) {
       for (int k = 0; k < K; ++k)
-        received_rows.push_back(k / 2 == peers.rank && is_there(g, k) ? 2 * g + k % 2 : -1);
+        received_rows.push_back(numbers.RankOf(g, k / 2) == peers.rank && is_there(g, k) ? 2 * g + k % 2
+                                                                                         : -1);
     }
     for (int t = 0; t < numbers.tokens; ++t) {
       const int g = peers.rank * numbers.tokens + t;
-      for (int k = 0; k < K; ++k) {
-        if (folds) topk_idx.push_back(k);
-        if (folds || k % 2 == 0) sent_rows.push_back(is_there(g, k) ? 2 * g + k % 2 : -1);
+      for (int k = 0; k < K && folds; ++k) {
+        topk_idx.push_back(kRingChoices * numbers.RankOf(g, k / 2) + k % 2);
+        sent_rows.push_back(is_there(g, k) ? 2 * g + k % 2 : -1);
       }
+      for (int r = 0; r < R && !folds; ++r) sent_rows.push_back(2 * g);
     }
-    pull.shape = {
-        folds ? Order::kExpert : Order::kRank, R, numbers.tokens, folds ? K : 1, K, kRingChoices * global, 1};
+    pull.shape = {folds ? Order::kExpert : Order::kRank,
+                  R,
+                  numbers.tokens,
+                  folds ? K : 1,
+                  kRingChoices * R,
+                  kRingChoices * global,
+                  1};
     pull.peers = peers;
     pull.handle.topk_idx = topk_idx.data();
     pull.handle.sent_rows = sent_rows.data();
@@ -145,8 +157,8 @@ struct RingArrays {
       const int g = me * numbers.tokens + t, count = pull.folds && numbers.IsTwice(g) ? 2 : 1;
       for (int column = 0; column < kRingColumns; ++column) {
         float sum = 0;
-        for (int r = 0; r < numbers.num_ranks; ++r) {
-          for (int i = 0; i < count; ++i) sum += numbers.Token(r, me, t * 2 + i, column);
+        for (int j = 0; j < (pull.folds ? numbers.ranks_per_token() : numbers.num_ranks); ++j) {
+          for (int i = 0; i < count; ++i) sum += numbers.Token(numbers.RankOf(g, j), me, t * 2 + i, column);
         }
         if (out[t * kRingColumns + column] != sum) return "a sum is wrong";
       }

@@ -39,7 +39,7 @@ class World {
         ended_(num_ranks) {
     // Each rank's ops have as many blocks as they like.
     for (int r = 0; r < num_ranks; ++r) {
-      controls_.push_back(static_cast<Control*>(std::calloc(1, sizeof(Control))));
+      controls_.push_back(static_cast<Control*>(std::calloc(1, ControlBytes(num_ranks))));
       reports_[r].timeout_ns = timeout_ns;
       blocks_.push_back(random() % 4);
       threads_.push_back(64);  // the first warp meets the ranks, the others read what they publish
@@ -84,7 +84,10 @@ class World {
   void Reset(uint32_t epoch) {
     if (epoch == 0xffffffffu) epoch = 1;
     for (int r = 0; r < num_ranks_; ++r) {
+      // The arena between them is not used.
       std::memset(static_cast<void*>(controls_[r]), 0, sizeof(Control));
+      std::memset(reinterpret_cast<std::byte*>(controls_[r]) + kMailboxesOffset, 0,
+                  ControlBytes(num_ranks_) - kMailboxesOffset);
       for (Channel& channel : controls_[r]->channels) {
         channel.epoch = epoch;
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
@@ -95,7 +98,7 @@ class World {
   // As a new process: with other memory.
   void Replace(uint32_t epoch) {
     emulation::Machine::Get().Abandon();
-    for (Report& report : reports_) report.gone = 0;
+    for (Report& report : reports_) report.gone = {};
     Reset(epoch);
   }
   uint32_t LastEpoch() const {
@@ -189,7 +192,7 @@ class World {
         stopped[r] = true;
         if (machine.now < run->frozen_since(machine.now) + run->gone_after) continue;
         noticed[r] = true;
-        for (Report& report : reports_) report.gone |= 1u << r;
+        for (Report& report : reports_) report.gone.Add(RankBits::Of(r));
       }
       lost = 0;
       for (size_t i = 0; i < lanes.size(); ++i) {
@@ -248,6 +251,7 @@ class World {
     launch.rank = r;
     launch.grid = {static_cast<unsigned>(run->grid != 0 ? run->grid : blocks)};
     launch.block = {static_cast<unsigned>(threads_[r])};
+    run->published.assign(launch.grid.x, std::vector<Published>(num_ranks_));
     launch.body = [run = run.get()] { run->work.pushes ? PushKernel(*run) : PullKernel(*run); };
     launch.freezes_at = script.freezes_at;
     launch.freezes_for = script.freezes_for;
@@ -263,7 +267,7 @@ class World {
   void CloseNextGates() {
     if (next_gate_ == num_ranks_) return;
     for (Channel& channel : controls_[next_gate_]->channels) {
-      if (static_cast<uint32_t>(channel.gate) == 0) channel.gate |= Reason::Of(0, Phase::kWave, 0).word;
+      if (static_cast<uint32_t>(channel.gate) == 0) channel.gate |= Reason::Of(0, Phase::kWave).word;
     }
     ++next_gate_;
   }

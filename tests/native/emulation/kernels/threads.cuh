@@ -67,8 +67,8 @@ struct TicketCounter {
   }
   // Of a request that is not long ago.
   static Requested& RequestOf(unsigned number) {
-    static Requested requests[1 << 16];
-    return requests[number % (1 << 16)];
+    static Requested requests[1 << 20];
+    return requests[number % (1 << 20)];
   }
 };
 
