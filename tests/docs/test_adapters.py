@@ -11,6 +11,7 @@ import moe_equinox
 import moe_linen
 import moe_nnx
 import numpy as np
+import optax
 import pytest
 from cases import assert_close, floats
 from devices import make_mesh, most_ranks
@@ -69,6 +70,30 @@ def test_nnx(place, x):
     (gradients, d_x), out = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(model, x)
     leaves = lambda tree: tuple(tree[name][...] for name in ("router", "up", "down"))
     check(leaves(nnx.state(model)), x, out, leaves(gradients), d_x)
+
+
+@pytest.mark.parametrize("metadata", [{}, {nnx.PARTITION_NAME: None}])
+def test_moments_of_stacked_nnx_layers(metadata, place):
+    """They are sharded like the parameters with the metadata of docs/howto/flax_nnx.md, and not without.
+
+    If this fails without, flax has changed, and the page need no longer warn.
+    """
+
+    @nnx.jit
+    def create():
+        @nnx.split_rngs(splits=R)
+        @nnx.vmap(transform_metadata=metadata)
+        def stack(rngs):
+            return moe_nnx.MoE(H, **SIZES, **place, rngs=rngs)
+
+        model = stack(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    model, optimizer = create()
+    sharding = NamedSharding(place["mesh"], P(None, "ep"))
+    up, moments = model.up[...], optimizer.opt_state[0].mu["up"][...]
+    assert up.sharding.is_equivalent_to(sharding, up.ndim)
+    assert moments.sharding.is_equivalent_to(sharding, moments.ndim) == bool(metadata)
 
 
 def test_linen(place, x):
