@@ -11,6 +11,7 @@ from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
 PARTS = ("communication", "layer", "products", "skew", "model")
+CPU_CAPACITY = 1.25  # because clearing the buffers of the worst case would take most of the time there
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
 
@@ -92,8 +93,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="FACTOR",
         help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
-        "uniform routing (default: the worst case; padded experts always have room for it). In the part "
-        "skew that of the layer that may drop rows, and in the parts layer and model (default: 1.25)",
+        "uniform routing; 0: the worst case, which padded experts always have room for (default: "
+        f"{CPU_CAPACITY} on CPUs, the worst case on GPUs). In the part skew that of the layer that may drop "
+        "rows, and in the parts layer and model (default: 1.25)",
     )
     parser.add_argument(
         "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"

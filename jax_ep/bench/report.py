@@ -5,7 +5,7 @@ import datetime
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,38 +83,43 @@ def _rate(size: int, us: float) -> str:
     return f"{size / us / 1e3:.3g}" if size else ""
 
 
+def _print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int
+) -> None:
+    """Prints a table without its empty columns. The first `num_texts` hold text, the others numbers."""
+    table = Table(title=title)
+    filled = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    for index in filled:
+        table.add_column(columns[index], justify="left" if index < num_texts else "right")
+    for row in rows:
+        table.add_row(*(row[index] for index in filled))
+    console.print(table)
+
+
 def show(console: Console, results: list[Result]) -> None:
     """Prints a table for each shape. The GB/s use the device time if it is available."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, list[list[str]]] = defaultdict(list)
     for r in results:
         title = (
             f"{r.name}: {r.shape.tokens} tokens x {r.shape.hidden}, top-{r.shape.top_k} of "
             f"{r.shape.experts}, {r.ranks} ranks"
         )
-        if title not in tables:
-            tables[title] = Table("op", "order", "by", title=title)
-            for column in (
-                "SMs",
-                "device us",
-                "end to end us",
-                "logical GB/s",
-                "wire GB/s",
-                "of the ceiling",
-            ):
-                tables[title].add_column(column, justify="right")
-        tables[title].add_row(
-            r.op,
-            r.order,
-            r.by if r.hops is None else f"{r.by}, {r.per_host} a host",
-            "" if r.sms is None else str(r.sms),
-            "" if r.device_us is None else f"{r.device_us:.1f}",
-            f"{r.end_to_end_us:.1f}",
-            _rate(r.logical_bytes, r.us),
-            _rate(r.wire_bytes, r.us),
-            "" if r.share is None else f"{r.share:.0%}",
+        tables[title].append(
+            [
+                r.op,
+                r.order,
+                r.by if r.hops is None else f"{r.by}, {r.per_host} a host",
+                "" if r.sms is None else str(r.sms),
+                "" if r.device_us is None else f"{r.device_us:.1f}",
+                f"{r.end_to_end_us:.1f}",
+                _rate(r.logical_bytes, r.us),
+                "" if r.device_us is None else _rate(r.wire_bytes, r.us),  # CPUs have no links
+                "" if r.share is None else f"{r.share:.0%}",
+            ]
         )
-    for table in tables.values():
-        console.print(table)
+    times = ("device\nus", "end to\nend us", "logical\nGB/s", "wire\nGB/s", "of the\nceiling")
+    for title, rows in tables.items():
+        _print_table(console, title, ("op", "order", "by", "SMs", *times), rows, 3)
 
 
 def show_hops(console: Console, results: list[Result]) -> None:
@@ -135,25 +140,21 @@ def show_hops(console: Console, results: list[Result]) -> None:
 
 def show_layers(console: Console, results: list[Layer]) -> None:
     """Prints a table of layers for each shape."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, list[list[str]]] = defaultdict(list)
     for r in results:
-        if r.name not in tables:
-            sizes = f"{r.shape.tokens} tokens a rank, {r.shape.experts} experts {r.shape.inner} wide"
-            table = Table("layer", title=f"{r.name}: {sizes}, {r.ranks} ranks, capacity {r.capacity}; ms")
-            for column in ("communication", "in sequence", "overlapped", "hidden", "all_gather", "MB", "MB"):
-                table.add_column(column, justify="right")
-            tables[r.name] = table
+        sizes = f"{r.shape.tokens} tokens a rank, {r.shape.experts} experts {r.shape.inner} wide"
         times = (f"{us / 1e3:.3g}" for us in (r.communication_us, r.sequence_us, r.us))
         alternative = "" if r.alternative_us is None else f"{r.alternative_us / 1e3:.3g}"
         megabytes = (f"{size / 1e6:.4g}" for size in (r.sequence_bytes, r.bytes))
-        tables[r.name].add_row(r.op, *times, f"{r.hidden:.0%}", alternative, *megabytes)
-    for table in tables.values():
-        console.print(table)
+        title = f"{r.name}: {sizes}, {r.ranks} ranks, capacity {r.capacity}; ms"
+        tables[title].append([r.op, *times, f"{r.hidden:.0%}", alternative, *megabytes])
+    columns = ("communication", "in sequence", "overlapped", "hidden", "all_gather", "MB", "MB")
+    for title, rows in tables.items():
+        _print_table(console, title, ("layer", *columns), rows, 1)
     if tables:
         console.print(
             "hidden: of the communication, by overlapping it with products. all_gather: all tokens on all "
-            "ranks, with the same products. MB: temporary memory, in sequence and overlapped.",
-            width=100,
+            "ranks, with the same products. MB: temporary memory, in sequence and overlapped."
         )
 
 
@@ -221,33 +222,31 @@ def by_shape(results: list[SkewedLayer]) -> dict[tuple[str, Shape], list[SkewedL
 
 def show_local(console: Console, results: list[LocalOp]) -> None:
     """Prints a table of the ops that one device ran by itself, if any."""
-    table = Table("op", "by", title="one device")
-    for column in ("device us", "end to end us", "GB/s", "of the copy"):
-        table.add_column(column, justify="right")
+    rows = []
     for r in results:
         device = "" if r.time.device_us is None else f"{r.time.device_us:.1f}"
         share = "" if r.share is None else f"{r.share:.0%}"
-        table.add_row(r.op, r.by, device, f"{r.time.end_to_end_us:.1f}", _rate(r.bytes, r.time.us), share)
-    if table.row_count:
-        console.print(table)
+        rows.append([r.op, r.by, device, f"{r.time.end_to_end_us:.1f}", _rate(r.bytes, r.time.us), share])
+    if rows:
+        columns = ("op", "by", "device us", "end to end us", "GB/s", "of the copy")
+        _print_table(console, "one device", columns, rows, 2)
 
 
 def show_models(console: Console, results: list[ModelStep]) -> None:
     """Prints a table of training steps for each model."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, list[list[str]]] = defaultdict(list)
     for r in results:
-        if r.name not in tables:
-            sizes = f"{r.layers} layers, {r.tokens // r.ranks} tokens a device, {r.ranks} devices"
-            table = Table("experts by", title=f"{r.name}: training step, {sizes}")
-            for column in ("ms", "tokens/s", "MFU", "GiB", "dropped", "loss 1", f"loss {len(r.losses)}"):
-                table.add_column(column, justify="right")
-            tables[r.name] = table
         losses = (f"{loss:.4f}" for loss in (r.losses[0], r.losses[-1]))
         mfu = "" if r.mfu is None else f"{r.mfu:.0%}"
         speed = f"{r.us / 1e3:.1f}", f"{r.tokens_per_second:,.0f}", mfu
-        tables[r.name].add_row(r.by, *speed, f"{r.memory / 2**30:.1f}", str(r.num_dropped), *losses)
-    for table in tables.values():
-        console.print(table)
+        sizes = f"{r.layers} layers, {r.tokens // r.ranks} tokens a device, {r.ranks} devices"
+        tables[f"{r.name}: training step, {sizes}"].append(
+            [r.by, *speed, f"{r.memory / 2**30:.1f}", str(r.num_dropped), *losses]
+        )
+    for title, rows in tables.items():
+        last = f"loss {len(results[0].losses)}"
+        columns = ("experts by", "ms", "tokens/s", "MFU", "GiB", "dropped", "loss 1", last)
+        _print_table(console, title, columns, rows, 1)
 
 
 class Record:

@@ -27,7 +27,7 @@ from jax_ep.bench import (
     report,
     skew,
 )
-from jax_ep.bench.arguments import ORDERS
+from jax_ep.bench.arguments import CPU_CAPACITY, ORDERS
 from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
@@ -105,6 +105,13 @@ def parts_of(options: argparse.Namespace) -> list[str]:
     return options.parts or (["communication", "layer"] if on_gpus() else ["communication"])
 
 
+def capacity_factor_of(options: argparse.Namespace) -> float | None:
+    """Returns the capacity of communication relative to uniform routing, or None for the worst case."""
+    if options.capacity is None:
+        return None if on_gpus() else CPU_CAPACITY
+    return options.capacity or None
+
+
 def orders_of(options: argparse.Namespace, op: str, shape: Shape) -> list[str]:
     """Returns the orders in which to time an op."""
     if op in programs.ORDERLESS:
@@ -160,9 +167,10 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     mesh = mesh_of(case.ranks)
     ids = route(options.routing, case.shape, case.ranks)
     arguments = inputs(case.shape, ids, mesh)
-    capacity = capacity_of(options.capacity, case.shape, case.ranks, case.order or "rank")
+    factor = capacity_factor_of(options)
+    capacity = capacity_of(factor, case.shape, case.ranks, case.order or "rank")
     hosts = case.ranks // (case.per_host or case.ranks)
-    host_rows = host_rows_of(options.capacity, case.shape, hosts)
+    host_rows = host_rows_of(factor, case.shape, hosts)
     with jax_ep.Group(mesh, "ep", ranks_per_node=case.per_host, num_sms=case.num_sms) as group:
         if case.by in programs.PEERS:
             prepare = programs.of_peer(case.by, group, case.shape)
@@ -262,7 +270,7 @@ def run(options: argparse.Namespace) -> int:
     if options.from_json:
         plots.plot_products(options.plot, report.read_products(options.from_json))
         return 0
-    width = None if sys.stdout.isatty() else 120
+    width = None if sys.stdout.isatty() else 120 if on_gpus() else 80
     is_quiet = jax.process_index() > 0  # because all processes would print the same
     console = Console(quiet=is_quiet, width=width)
     devices = jax.devices()
@@ -278,6 +286,11 @@ def run(options: argparse.Namespace) -> int:
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
         f"bfloat16, {routing}, {statistic} of {options.repeats} runs"
     )
+    if not on_gpus():
+        console.print(
+            "these ranks share one machine's cores and memory: compare these numbers with each other, not "
+            "with those of GPUs"
+        )
     if not (on_gpus() or options.shapes or options.parts or options.sweep):
         console.print(
             "left out by default on CPUs, so that this ends within a minute: shapes of models, more tokens "
@@ -290,9 +303,15 @@ def run(options: argparse.Namespace) -> int:
     }
     for medium, rate in rates.items():
         if rate is not None:
-            console.print(f"plain copies, {medium}: {rate:.3g} GB/s per device")
+            console.print(f"ceiling, by plain copies, {medium}: {rate:.3g} GB/s per device")
     record = report.Record(None if is_quiet else options.json)
     if "communication" in parts:
+        factor = capacity_factor_of(options)
+        console.print(
+            "capacity: the worst case"
+            if factor is None
+            else f"capacity: {factor:g} times the rows of a uniform routing (--capacity 0: the worst case)"
+        )
         todo = list(cases(options, ranks))
         timed = (time_case(case, options, rates) for case in todo)
         record.extend(record.results, progress.track("communication", timed, len(todo), quiet=is_quiet))

@@ -144,6 +144,10 @@ def run(options: argparse.Namespace) -> int:
             f"{group.size} {ranks_of(group).platform} devices, implementation {implementation!r};\n"
             f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens per step"
         )
+        if ranks_of(group).platform == "cpu":
+            console.print(
+                "the devices share one machine's cores: look at the loss and the drops, not the speed"
+            )
         if options.balance:
             console.print(f"with {config.num_redundant_experts} redundant experts per device:")
         results = [train_and_evaluate(config, mesh, text, held_out, options, console)]

@@ -37,6 +37,9 @@ def test_a_short_run(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "32 tokens x 128, top-2 of 16, 2 ranks" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "capacity: 1.25 times" in done.stdout
+    assert "SMs" not in done.stdout  # columns that would be empty
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["environment"]["versions"]["jax"] == jax.__version__
     timed = {(r["op"], r["by"]) for r in report["results"]}
@@ -52,7 +55,8 @@ def test_a_short_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_hops_beside_one(tmp_path, bench):
-    options = ["--orders", "rank", "--devices", "4", "--ranks-per-node", "2", "--json", "out.json"]
+    hosts = ["--devices", "4", "--ranks-per-node", "2", "--capacity", "0"]
+    options = ["--orders", "rank", *hosts, "--json", "out.json"]
     status, output = bench(*options)
     assert status == 0, output
     assert "two hops, MB of the rank that receives most" in output
@@ -181,12 +185,13 @@ def test_sms_need_gpus(bench):
     assert "--sweep sms needs GPUs" in output
 
 
-def test_a_capacity(tmp_path, bench):
-    """The report says how many rows the buffers had."""
-    status, output = bench("--capacity", "1.5", "--orders", "expert", "--devices", "2", "--json", "out.json")
+@pytest.mark.parametrize(("factor", "capacity"), [("1.5", 96), ("0", None)])
+def test_a_capacity(factor, capacity, tmp_path, bench):
+    """The report says how many rows the buffers had: 1.5 * 32 tokens * top-2, or room for the worst case."""
+    status, output = bench("--capacity", factor, "--orders", "expert", "--devices", "2", "--json", "out.json")
     assert status == 0, output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert {r["capacity"] for r in results if r["order"]} == {96}  # 1.5 * 32 tokens * top-2
+    assert {r["capacity"] for r in results if r["order"]} == {capacity}
     assert {r["sms"] for r in results} == {None}
 
 
