@@ -53,8 +53,8 @@ class Result:
     end_to_end_us: float
     logical_bytes: int  # of all rows that the rank receives
     wire_bytes: int  # of the rows that must cross a link
-    bound_bytes: int  # limited by the ceiling: on the links, or in memory for local ops and on CPUs
-    ceiling_gbs: float | None
+    bound_bytes: int  # limited by the ceiling: on the links, or in memory for local ops
+    ceiling_gbs: float | None  # None on CPUs
     per_host: int | None  # ranks per host, if rows make two hops
     hops: Hops | None
 

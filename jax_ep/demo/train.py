@@ -145,9 +145,7 @@ def run(options: argparse.Namespace) -> int:
             f"{len(text) / 1e6:.1f} MB of text, {sequences * config.window} tokens per step"
         )
         if ranks_of(group).platform == "cpu":
-            console.print(
-                "the devices share one machine's cores: look at the loss and the drops, not the speed"
-            )
+            console.print("the devices share this machine's cores, so the speed is not that of GPUs")
         if options.balance:
             console.print(f"with {config.num_redundant_experts} redundant experts per device:")
         results = [train_and_evaluate(config, mesh, text, held_out, options, console)]
