@@ -12,8 +12,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-slow test-gpu test-gpu-processes stress-gpu faults-gpu lint format check-cuda12 sanitize bench
-.PHONY: docs wheels environment clean
+.PHONY: demo test test-slow test-frameworks test-gpu test-gpu-processes stress-gpu faults-gpu lint format check-cuda12
+.PHONY: sanitize bench docs wheels environment clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
@@ -27,6 +27,11 @@ test: $(TEST_GROUPS) $(VENV)/.built
 
 test-slow: $(TEST_GROUPS) $(VENV)/.built
 	$(TEST) -m slow $(ARGS)
+
+# The examples for MaxText and tunix, whose packages need Python 3.12, an older jax than the newest, and an environment
+# of their own: make test-frameworks VENV=.venv-frameworks PYTHON=python3.12
+test-frameworks: $(addprefix $(VENV)/.group-,frameworks test) $(VENV)/.built
+	$(TEST) -m slow tests/docs/test_frameworks.py $(ARGS)
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then
 # what moves rows once more, few tokens the way of many, and by plain loads and stores instead of bulk copies.

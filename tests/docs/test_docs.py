@@ -58,7 +58,8 @@ for line in sys.stdin:
 
 
 def blocks(page):
-    text = re.sub(r"<!-- not run: [^>]+ -->\n\n?```python\n.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    not_run = r"<!-- not run: [^>]+ -->\n(<!-- source: [^>]+ -->\n)?\n?```python\n.*?^```$"
+    text = re.sub(not_run, "", page.read_text(), flags=re.M | re.S)
     return [match[1] for match in BLOCK.finditer(text)]
 
 
