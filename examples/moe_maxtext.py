@@ -42,7 +42,7 @@ def sparse_matmul(self, x, logits, scores, w_gate, w_up, w_down, *biases, input_
     factor = self.get_ragged_buffer_factor()
     factor = None if factor <= 0 or self.force_dropless else factor  # None drops no rows
 
-    @jax.shard_map(mesh=self.mesh, in_specs=specs, out_specs=(tokens, P(axes)))
+    @jax.shard_map(mesh=self.mesh, in_specs=specs, out_specs=(tokens, P(axes)), check_vma=config.check_vma)
     def layer(x, ids, weights, w_gate, w_up, w_down):
         activation = "silu" if is_silu else self.apply_ffn_activation
         experts = jax_ep.GatedExperts(jnp.concatenate([w_gate, w_up], -1), w_down, activation=activation)

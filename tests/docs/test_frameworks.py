@@ -35,17 +35,16 @@ def needs(package):
 
 
 def run(folder, *command):
+    """Runs Python in an empty folder, with eight CPU devices."""
     folder.mkdir(exist_ok=True)
     flags = flags_of_processes(xla_force_host_platform_device_count=8)
     paths = os.pathsep.join(str(ROOT / path) for path in ("examples", "tests/support"))
     environment = {"XLA_FLAGS": flags, "PYTHONPATH": paths, "DECOUPLE_GCLOUD": "TRUE"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=os.environ | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    options = {"env": os.environ | environment, "cwd": folder, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *map(str, command)], **options)
+
+
+def output(done):
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -80,6 +79,7 @@ TINY = {
 }
 ON_4 = {"ici_expert_parallelism": 4}
 ON_2_SPLIT = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
+STAGES = {"ici_pipeline_parallelism": 2, "num_layers_per_pipeline_stage": 1, "ici_expert_parallelism": 2}
 QWEN = {"decoder_block": "qwen3_moe", "norm_topk_prob": True, "load_balance_loss_weight": 0.1}
 DEEPSEEK = {
     "model_name": "deepseek3-tiny",
@@ -97,9 +97,14 @@ REPEATED = {
 # (options of both runs, options of the run with jax_ep)
 CASES = {
     "loss_and_tensor_parallelism": (ON_2_SPLIT | QWEN, {}),
+    "pipeline": (QWEN | STAGES, {}),
     "bias_updates": (ON_4 | DEEPSEEK, {}),
     "full_buffers": (ON_4 | {"decoder_block": "mixtral"}, REPEATED),
 }
+
+
+def as_arguments(options):
+    return [f"{name}={value}" for name, value in options.items()]
 
 
 @needs("maxtext")
@@ -107,7 +112,7 @@ CASES = {
 def test_maxtext_trains_as_before(case, tmp_path):
     def train(folder, program, options):
         options = {"metrics_file": folder / "metrics.txt", "base_output_directory": folder} | options
-        run(folder, *program, *(f"{name}={value}" for name, value in options.items()))
+        output(run(folder, *program, *as_arguments(options)))
         steps = [json.loads(line) for line in (folder / "metrics.txt").read_text().splitlines()]
         names = ("loss", "moe_lb_loss", "grad_norm", "param_norm")
         return np.array([[step[f"learning/{name}"] for name in names] for step in steps])
@@ -122,9 +127,18 @@ def test_maxtext_trains_as_before(case, tmp_path):
     np.testing.assert_allclose(adapted, own, rtol=2e-5)
 
 
+@needs("maxtext")
+def test_maxtext_rejects_unsupported_options(tmp_path):
+    options = TINY | ON_4 | {"decoder_block": "mixtral", "mlp_bias": True, "base_output_directory": tmp_path}
+    done = run(tmp_path, ROOT / "examples/moe_maxtext.py", *as_arguments(options))
+    assert done.returncode != 0
+    assert "ValueError: moe_maxtext.py: one of quantization, mlp_bias" in done.stderr
+
+
 @needs("google-tunix")
 def test_tunix_trains_as_before(tmp_path):
     worker = ROOT / "tests/support/tunix_worker.py"
-    own, adapted = (json.loads(run(tmp_path, worker, *of).splitlines()[-1]) for of in ((), ("jax_ep",)))
+    runs = [output(run(tmp_path, worker, *arguments)) for arguments in ([], ["jax_ep"])]
+    own, adapted = (json.loads(printed.splitlines()[-1]) for printed in runs)
     assert own[2] < own[0] - 0.1
     np.testing.assert_allclose(adapted, own, rtol=1e-5)
