@@ -258,7 +258,7 @@ int Main(int argc, char** argv) {
   seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   for (int i = 1; i <= scenarios; ++i, ++seed) {
     RunScenario();
-    if (i == 150) CheckCounts();
+    if (i == 100) CheckCounts();
   }
   for (int i = 0; i < kNumFaults; ++i) {
     std::printf("%-10s %5d scenarios, ops of a rank: %6d well, %6d failed\n", kNames[i], counts[i].scenarios,

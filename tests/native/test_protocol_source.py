@@ -4,7 +4,7 @@ See protocol_stress.cc, and arena_stress.cc for ops that go through the arena.
 """
 
 import pytest
-from stress_programs import build, run
+from stress_programs import build
 
 pytestmark = pytest.mark.no_jax
 
@@ -12,11 +12,17 @@ WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
 
-# Planted mistakes: the fault that shows each, and (file, right, wrong) for each change.
+# Planted mistakes: the fault that shows each, and (file, right, with the mistake) for each change.
 MISTAKES = {
     "frees the channel before all blocks have ended": (
         "tail",
-        [(SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed >= gridDim.x - 1,")],
+        [
+            (
+                SESSION,
+                "ended % kFailed == gridDim.x,",
+                "(PLANTED ? ended % kFailed >= gridDim.x - 1 : ended % kFailed == gridDim.x),",
+            )
+        ],
     ),
     "sends a batch that belongs to two waves": (
         "short",
@@ -24,7 +30,8 @@ MISTAKES = {
             (
                 WAVES,
                 "Cut(waves.First(shape, wave) + i * tokens, waves.First(shape, wave + 1),",
-                "(void)i, Cut(number * tokens, shape.num_tokens,",
+                "PLANTED ? Cut(number * tokens, shape.num_tokens, shape.num_tokens) : "
+                "Cut(waves.First(shape, wave) + i * tokens, waves.First(shape, wave + 1),",
             )
         ],
     ),
@@ -34,13 +41,13 @@ MISTAKES = {
             (
                 SESSION,
                 "Phase::kWave, epoch(), missing);\n      state_of_block().has_failed = true;",
-                "Phase::kWave, epoch(), missing);",
+                "Phase::kWave, epoch(), missing);\n      if (!PLANTED) state_of_block().has_failed = true;",
             )
         ],
     ),
     "ends with a request for a ticket in flight": (
         "overlap",
-        [(SCALE, "  TicketCounter::Settle(requested);", "  (void)requested;")],
+        [(SCALE, "  TicketCounter::Settle(requested);", "  if (!PLANTED) TicketCounter::Settle(requested);")],
     ),
     "frees the channel before its counters are reset": (
         "overlap",
@@ -48,13 +55,14 @@ MISTAKES = {
             (
                 SESSION,
                 "StoreReleaseOnDevice(EndedWord(own), Pack(0, epoch));",
-                "StoreWord(EndedWord(own), 0, epoch);",
+                "PLANTED ? StoreWord(EndedWord(own), 0, epoch)"
+                " : StoreReleaseOnDevice(EndedWord(own), Pack(0, epoch));",
             )
         ],
     ),
     "pulls sums that are not folded yet": (
         "short",
-        [(PULL, "in_time = session.AwaitWave(awaited_wave);", "in_time = true;")],
+        [(PULL, "in_time = session.AwaitWave", "in_time = PLANTED || session.AwaitWave")],
     ),
 }
 # Where to begin, if the first scenario that shows a mistake is late.
@@ -62,7 +70,7 @@ FIRST_SEEDS = {"ends with a request for a ticket in flight": 25}
 ARENA_MISTAKES = {
     "does not look again when time is up": (
         "held",
-        [(WAIT, "if (gives_up()) return ready();", "if (gives_up()) return false;")],
+        [(WAIT, "if (gives_up()) return ready();", "if (gives_up()) return !PLANTED && ready();")],
     ),
     "decides in each warp which ranks it may write to": (
         "long",
@@ -70,52 +78,59 @@ ARENA_MISTAKES = {
             (
                 ARENA_SESSION,
                 "writable_ = state.writable;",
-                "writable_ = FindWritable(epoch_, ranks_, "
+                "writable_ = !PLANTED ? state.writable : FindWritable(epoch_, ranks_, "
                 "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kArenaRanks]);",
             )
         ],
     ),
-    "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[0]")]),
+    "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[PLANTED ? 0 : number]")]),
     "takes the verdict of any op": (
         "late",
         [
             (
                 ARENA_SESSION,
                 "HasEpoch(seen = LoadAcquire(verdict), epoch())",
-                "(seen = LoadAcquire(verdict)) != 0",
+                "PLANTED ? (seen = LoadAcquire(verdict)) != 0"
+                " : HasEpoch(seen = LoadAcquire(verdict), epoch())",
             )
         ],
     ),
     "writes to a rank that it has not heard of": (
         "short",
-        [(ARENA_SESSION, "ranks & ~__ballot_sync(kAllLanes, was_heard);", "0;")],
+        [(ARENA_SESSION, "ranks & ~__ballot_sync", "PLANTED ? 0 : ranks & ~__ballot_sync")],
     ),
     "counts the ended blocks of several ops together": (
         "late",
         [
-            (SESSION, "if (end.is_last) own.ended = 0;", ""),
-            (SESSION, "ended % kFailed == gridDim.x,", "ended % kFailed % gridDim.x == 0,"),
+            (SESSION, "if (end.is_last) own.ended = 0;", "if (end.is_last && !PLANTED) own.ended = 0;"),
+            (
+                SESSION,
+                "ended % kFailed == gridDim.x,",
+                "(PLANTED ? ended % kFailed % gridDim.x == 0 : ended % kFailed == gridDim.x),",
+            ),
         ],
     ),
     "goes on in a channel that another op holds": (
         "stray",
-        [(SESSION, "return holder_ == 0 || holder_ == peers.call.site + 1;", "return true;")],
+        [(SESSION, "return holder_ == 0 ||", "return PLANTED || holder_ == 0 ||")],
     ),
     "goes on without its own rows": (
         "two",
-        [(ARENA_SESSION, "misses_own = (missing >> peers_.rank & 1) != 0;", "misses_own = false;")],
+        [(ARENA_SESSION, "misses_own = (missing", "misses_own = !PLANTED && (missing")],
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return build("protocol_stress", tmp_path_factory.mktemp("protocol") / "protocol_stress")
+    mistakes = {name: changes for name, (_, changes) in MISTAKES.items()}
+    return build("protocol_stress", tmp_path_factory.mktemp("protocol"), mistakes)
 
 
 @pytest.fixture(scope="module")
 def arena_program(tmp_path_factory):
-    return build("arena_stress", tmp_path_factory.mktemp("arena") / "arena_stress")
+    mistakes = {name: changes for name, (_, changes) in ARENA_MISTAKES.items()}
+    return build("arena_stress", tmp_path_factory.mktemp("arena"), mistakes)
 
 
 @pytest.mark.slow
@@ -123,31 +138,30 @@ def arena_program(tmp_path_factory):
     "arguments", [("faults", "32", "1"), ("held", "30", "1"), ("plain", "1000", "2")], ids=lambda a: a[0]
 )
 def test_protocol(program, arguments):
-    done = run(program, *arguments)
+    done = program.run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("faults", "300", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
 def test_arena_protocol(arena_program, arguments):
-    done = run(arena_program, *arguments)
+    done = arena_program.run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_protocol_finds_planted_mistake(mistake, tmp_path, build_with_mistake):
-    fault, changes = MISTAKES[mistake]
-    program = build_with_mistake("protocol_stress", changes, tmp_path)
-    done = run(program, "faults", "1000", str(FIRST_SEEDS.get(mistake, 1)), fault)
+def test_protocol_finds_planted_mistake(mistake, program):
+    first, fault = FIRST_SEEDS.get(mistake, 1), MISTAKES[mistake][0]
+    done = program.run("faults", "1000", str(first), fault, mistake=mistake)
     assert done.returncode == 1, done.stdout
     assert "protocol_stress: seed" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ARENA_MISTAKES)
-def test_arena_protocol_finds_planted_mistake(mistake, tmp_path, build_with_mistake):
-    fault, changes = ARENA_MISTAKES[mistake]
-    done = run(build_with_mistake("arena_stress", changes, tmp_path), "faults", "1000", "1", fault)
+def test_arena_protocol_finds_planted_mistake(mistake, arena_program):
+    fault = ARENA_MISTAKES[mistake][0]
+    done = arena_program.run("faults", "1000", "1", fault, mistake=mistake)
     assert done.returncode == 1, done.stdout
     assert "arena_stress: seed" in done.stderr

@@ -1,49 +1,43 @@
-"""Programs of tests/native: sources of the kernels, compiled for the host, also with planted mistakes."""
+"""Programs of tests/native: sources of the kernels, compiled for the host together with planted mistakes."""
 
-import functools
+import dataclasses
+import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[2]
 FFI, NATIVE = ROOT / "ffi", ROOT / "tests" / "native"
 # Fibers jump between stacks, which a fortified longjmp takes for a mistake.
-COMPILER = ("g++", "-std=c++17", "-U_FORTIFY_SOURCE")
-# Those of the standard library take half of the time that it takes to compile a program.
-STANDARD_HEADERS = """
-algorithm atomic cmath cstdint cstdio cstdlib cstring deque functional memory random type_traits vector
-"""
+OPTIONS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-include", NATIVE / "emulation" / "planted.h")
+Change = tuple[str, str, str]  # file below ffi/, right, with the mistake
 
 
-def build(name: str, target: pathlib.Path, *folders: pathlib.Path, options: tuple = ("-O2",)) -> pathlib.Path:
-    """Compiles tests/native/`name`.cc. Headers in `folders` replace those of ffi/."""
-    included = [f"-I{folder}" for folder in (*folders, NATIVE / "emulation", FFI, NATIVE)]
-    subprocess.run([*COMPILER, *options, *included, NATIVE / f"{name}.cc", "-o", target], check=True)
-    return target
+@dataclasses.dataclass
+class Program:
+    path: pathlib.Path
+    mistakes: Sequence[str]
+
+    def run(self, *arguments: str, mistake: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs the program with one of its mistakes, by default with none, and returns how it ended."""
+        number = -1 if mistake is None else self.mistakes.index(mistake)
+        environment = {**os.environ, "PLANTED": str(number)}
+        command = [self.path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
-def run(program: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program and returns how it ended."""
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)
+def build(name: str, folder: pathlib.Path, mistakes: Mapping[str, Sequence[Change]]) -> Program:
+    """Compiles tests/native/`name`.cc with all mistakes. `PLANTED` is true in runs that make the mistake.
 
-
-def builder_of_mistakes(folder: pathlib.Path) -> Callable[..., pathlib.Path]:
-    """Returns build_with_mistake. Compiles the standard library's headers for it once, into `folder`."""
-    header, level = folder / "standard.h", "-Og"  # GCC uses them with the same options only
-    header.write_text("".join(f"#include <{name}>\n" for name in STANDARD_HEADERS.split()))
-    subprocess.run([*COMPILER, level, "-x", "c++-header", header], check=True)
-    options = (level, "-Winvalid-pch", "-Werror=invalid-pch", "-include", header)
-    return functools.partial(build_with_mistake, options)
-
-
-def build_with_mistake(
-    options: tuple, name: str, changes: Iterable[tuple[str, str, str]], folder: pathlib.Path
-) -> pathlib.Path:
-    """Compiles a program with changes (file below ffi/, right, wrong). All of it is in `folder`."""
-    for header, right, wrong in changes:
-        copy = folder / header
-        text = (copy if copy.exists() else FFI / header).read_text()
-        assert text.count(right) == 1, f"{header} does not have {right!r} exactly once"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(text.replace(right, wrong))
-    return build(name, folder / name, folder, options=options)
+    `folder` gets the program, and changed copies of the kernels' files.
+    """
+    for number, changes in enumerate(mistakes.values()):
+        for file, right, wrong in changes:
+            copy = folder / file
+            text = (copy if copy.exists() else FFI / file).read_text()
+            assert text.count(right) == 1, f"{file} does not have {right!r} exactly once"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text.replace(right, wrong.replace("PLANTED", f"(planted == {number})")))
+    included = [f"-I{path}" for path in (folder, NATIVE / "emulation", FFI, NATIVE)]
+    subprocess.run(["g++", *OPTIONS, *included, NATIVE / f"{name}.cc", "-o", folder / name], check=True)
+    return Program(folder / name, list(mistakes))
