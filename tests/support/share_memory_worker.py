@@ -1,4 +1,7 @@
-"""One of two processes of four CPU devices that share pretended GPU memory: files, told by their inodes."""
+"""One of two processes of four CPU devices that share pretended GPU memory: files, told by their inodes.
+
+`share_memory_worker.py TASKS ADDRESS PROCESS`, with a comma between tasks.
+"""
 
 import os
 import select
@@ -12,7 +15,7 @@ from typing import Any
 
 import jax
 
-task, address, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tasks, address, process = sys.argv[1].split(", "), sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, num_processes=2, process_id=process)
@@ -29,6 +32,7 @@ opened: list[str] = []
 log: list[Any] = []
 files = {}
 has_failed = False
+task = ""  # the present one
 
 
 def fails(here: str) -> None:
@@ -142,7 +146,20 @@ def end() -> None:
     os._exit(0)
 
 
-if task.endswith("never comes"):
+def forget() -> None:
+    """Makes the process as it was before any task, but for the connections of `handshake`."""
+    for descriptor in (*watched.values(), *descriptors._kept):
+        os.close(descriptor)
+    for file in files.values():
+        file.close()
+    for state in (inodes, watched, opened, log, files, memory._mapped, memory._settled):
+        state.clear()
+    descriptors._kept.clear()
+    descriptors._watched.clear()
+    count_descriptors()
+
+
+def never_comes() -> None:
     handshake.LEAST_S = 3.0
     name = task.split(":")[0]
     if process == 1:
@@ -155,21 +172,18 @@ if task.endswith("never comes"):
         setattr(memory._Setup, name, late)
     make("key")
     end()
-if task == "one dies":
+
+
+def one_dies() -> None:
     if process == 1:
         time.sleep(1)  # the other may not have read the first word yet
         os.kill(os.getpid(), signal.SIGKILL)
     handshake.LEAST_S = 5.0  # gloo of the newest jax says nothing of its end
     make("key")
     end()
-if task == "other groups":
-    make(f"key {process}")
-    count_descriptors()
-    sys.exit()
 
-make("key")
-count_descriptors()
-if task == "all goes well":
+
+def all_goes_well() -> None:
     # A second group maps nothing again, and an equal one asks nobody for anything.
     mapped = dict(inodes)
     for i in range(5):
@@ -193,14 +207,27 @@ if task == "all goes well":
         assert socket.socket(fileno=descriptor).recv(1) == b""
         print("saw the end of the other", flush=True)
     end()
-if task in ("a rank has failed", "1: reset"):
-    has_failed = process == 1
-    make("key")
-    assert log == [[device.id for device in jax.local_devices()], ("key", 11, 21)]
-    has_failed = False
-    make("key")
-    assert len(log) == 2
-    print("drained and reset", flush=True)
-if task.endswith(": open"):
-    make("key")  # which is refused without asking anybody
-    assert opened == ["key"]
+
+
+for task in tasks:
+    print(f"task {task}", flush=True)
+    if task.endswith("never comes"):
+        never_comes()
+    if task == "one dies":
+        one_dies()
+    make(f"key {process}" if task == "other groups" else "key")
+    count_descriptors()
+    if task == "all goes well":
+        all_goes_well()
+    if task in ("a rank has failed", "1: reset"):
+        has_failed = process == 1
+        make("key")
+        assert log == [[device.id for device in jax.local_devices()], ("key", 11, 21)]
+        has_failed = False
+        make("key")
+        assert len(log) == 2
+        print("drained and reset", flush=True)
+    if task.endswith(": open"):
+        make("key")  # which is refused without asking anybody
+        assert opened == ["key"]
+    forget()
