@@ -53,7 +53,7 @@ DECODERS = {
     "qwen3_moe_235b": Decoder(layers=3, heads=64, kv_heads=4, tokens=4096, sequence=4096),
     "deepseek_v3": Decoder(layers=1, heads=128, kv_heads=16, tokens=4096, sequence=4096, shared=2048),
     "tiny": Decoder(
-        layers=2, heads=2, kv_heads=1, tokens=32, sequence=16, shared=128, head=16, vocabulary=64
+        layers=1, heads=2, kv_heads=1, tokens=32, sequence=16, shared=128, head=16, vocabulary=64
     ),
 }
 TINY = Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128)

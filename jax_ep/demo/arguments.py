@@ -11,6 +11,7 @@ from jax_ep.command.options import set_up_virtual_devices
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the demo to a parser."""
     parser.add_argument("--steps", type=int, default=100, help="training steps (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the model (default: %(default)s)")
     parser.add_argument(
         "--experts", type=int, default=16, help="total number of experts (default: %(default)s)"
     )

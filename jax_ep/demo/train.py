@@ -85,8 +85,17 @@ def make_config(
     quantize = "fp8" if options.fp8 else "fp8_dequantize" if options.quantize else None
     places = min(REDUNDANT_EXPERTS, options.experts // group.size) if options.balance else 0
     products = "fp8" if options.fp8 else None
-    shared = {"quantize": quantize, "quantize_products": products, "num_redundant_experts": places}
-    return model.Config(group, options.experts, options.top_k, capacity, implementation, **shared)
+    return model.Config(
+        group,
+        options.experts,
+        options.top_k,
+        capacity,
+        implementation,
+        quantize=quantize,
+        quantize_products=products,
+        num_redundant_experts=places,
+        layers=options.layers,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +234,7 @@ def train(trainer: Trainer, batches: Iterator[np.ndarray], steps: int, console: 
 
 def show_experts(console: Console, tokens: np.ndarray, devices: int) -> None:
     """Prints the number of tokens per expert as bars, one line per device."""
-    console.print("tokens per expert in the last step, both layers, by device:")
+    console.print("tokens per expert in the last step, all layers, by device:")
     per_device = len(tokens) // devices
     scale = (
         24

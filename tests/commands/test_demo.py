@@ -30,11 +30,11 @@ def run(*command, timeout=200):
 def test_a_short_run_learns_agrees_and_drops_no_row(tmp_path, run_command):
     """In FP8, with redundant experts, at a capacity at which the second run, without them, drops rows.
 
-    tests/group/test_multiprocess.py runs the demo without options.
+    tests/group/test_multiprocess.py runs the demo without these options.
     """
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    sizes = ["--steps", "8", "--devices", "2", "--experts", "4", "--text", str(text)]
+    sizes = ["--steps", "8", "--layers", "1", "--devices", "2", "--experts", "4", "--text", str(text)]
     status, output = run_command("demo", *sizes, "--fp8", "--balance", "--capacity", "1.05")
     assert status == 0, output
     out = re.sub(r"\s+", " ", output)

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 
+import multi_process
 import pytest
 import yaml
 from devices import flags_of_processes
@@ -95,10 +97,8 @@ def test_the_example_learns():
     assert done.stderr == ""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_pods_of_the_manifest():
-    """Each as a process, with what Kubernetes would put into its command."""
+def test_pods_of_the_manifest_run_what_the_example_starts(monkeypatch):
+    """With what Kubernetes would put into the command of each; test_the_example_learns runs such commands."""
     manifest = yaml.safe_load((ROOT / "examples" / "jobset.yaml").read_text())
     (job,) = manifest["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
@@ -112,17 +112,20 @@ def test_the_pods_of_the_manifest():
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert pods["completionMode"] == "Indexed"
     assert pods["completions"] == pods["parallelism"] == 2
+    started = []
 
-    def arguments(address, process):
-        values = {"$(COORDINATOR)": address, "$(HOST)": str(process)}
-        program, file, *rest = container["command"]
-        assert program == "python"
-        return [str(ROOT / file), *(values.get(word, word) for word in rest)]
+    def start(command, **options):
+        started.append(command)
+        return types.SimpleNamespace(stdout=[], wait=lambda: 0)
 
-    first, _ = run_two(arguments)
-    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", first)]
-    assert losses[-1] < losses[0]
-    assert "8 ranks in 2 processes: GroupInfo(implementation='ffi', reason=''" in first
+    monkeypatch.setattr(multi_process.subprocess, "Popen", start)
+    assert multi_process.start(pods["completions"]) == 0
+    for process, (python, file, *arguments) in enumerate(started):
+        assert (python, pathlib.Path(file)) == (sys.executable, ROOT / container["command"][1])
+        values = {"$(COORDINATOR)": arguments[1], "$(HOST)": str(process)}
+        assert [values.get(word, word) for word in container["command"][2:]] == arguments
+    assert container["command"][0] == "python"
+    assert len(started) == pods["completions"]
 
 
 @pytest.mark.slow
@@ -130,9 +133,12 @@ def test_the_pods_of_the_manifest():
 def test_the_demo_in_two_processes(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    options = ["--processes", "2", "--devices", "2", "--experts", "4", "--steps", "5", "--text", str(text)]
+    options = ["--processes", "2", "--devices", "2", "--experts", "4", "--layers", "1", "--steps", "5"]
     done = subprocess.run(
-        [sys.executable, "-m", "jax_ep", "demo", *options], capture_output=True, text=True, timeout=230
+        [sys.executable, "-m", "jax_ep", "demo", *options, "--text", str(text)],
+        capture_output=True,
+        text=True,
+        timeout=230,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     out = re.sub(r"\s+", " ", done.stdout)

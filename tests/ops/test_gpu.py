@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, floats, routing, same_bits, tagged_rows, weights_of
+from cases import BF16, floats, more_on_gpus, routing, same_bits, tagged_rows, weights_of
 from devices import most_ranks, need_gpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,7 +20,7 @@ from jax_ep._transport import ffi
 
 R, T, K, E, H = most_ranks(), 48, 4, 64, 512
 # Of so many tokens, such rows go through a GPU's shared memory.
-SEVERAL_WAVES, LONG = 1200, 4096 if jax.default_backend() == "gpu" else H
+SEVERAL_WAVES, LONG = 1200, 4096
 
 
 def forward_and_backward(devices, order="expert", **options):
@@ -56,8 +56,7 @@ def digest(results):
     return found.hexdigest()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [T, SEVERAL_WAVES])
+@pytest.mark.parametrize("tokens", more_on_gpus([T], [SEVERAL_WAVES]))
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_repeated_forward_and_backward_hash_alike(order, tokens):
     mapped, sharding = forward_and_backward(jax.devices()[:R], order)
