@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import floats, ranks, routing
+from cases import floats, more_on_gpus, ranks, routing
 from devices import most_ranks
 from jax.sharding import PartitionSpec as P
 
@@ -114,10 +114,21 @@ CASES = {
 }
 
 
-# With the newest JAX, one of each kind.
+# With the newest JAX, one of each kind. On CPUs other cases have the products of "fp8" and "fp8_all", too.
+IN_FP8 = ("fp8", "fp8_all")
+
+
+def marks_of(case):
+    if case in ("plain", "shared"):
+        return []
+    return [pytest.mark.one_jax, *[pytest.mark.slow] * case.startswith("shared, fp8")]
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in ("plain", "shared") else pytest.mark.one_jax) for case in CASES],
+    more_on_gpus(
+        [pytest.param(case, marks=marks_of(case)) for case in CASES if case not in IN_FP8], [*IN_FP8]
+    ),
 )
 def test_equals_the_function(case):
     dtype, moe_options, options, told = CASES[case]
@@ -188,6 +199,7 @@ def test_overlap_needs_memory_for_what_travels():
     assert temporaries(True) <= temporaries(False) + most
 
 
+@pytest.mark.slow
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("quantize", "save", "weights_first"), [(None, "preactivation", False), ("fp8_all", "inputs", True)]
@@ -216,6 +228,7 @@ def test_reads_no_row_without_an_expert(quantize, save, weights_first, monkeypat
     assert products
 
 
+@pytest.mark.slow
 @pytest.mark.one_jax
 @pytest.mark.parametrize("save", ["preactivation", "inputs"])
 def test_second_derivatives(save):

@@ -138,6 +138,7 @@ def test_what_is_saved(save, quantize):
     assert shapes == sorted([*kept, up.shape, down.shape])
 
 
+@pytest.mark.slow
 @pytest.mark.one_jax
 def test_ways_to_save_and_quantized_weights_give_the_same_bits():
     """And small cotangents are not lost: a power of two in the loss is one in the gradients, bit for bit."""
@@ -383,6 +384,7 @@ def test_fp8_rows_without_a_carrier_have_no_gradient():
         jax.eval_shape(jax.grad(run), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.one_jax
 def test_micro_batches_share_quantized_weights():
     rows, up, down, *_ = arrays(jnp.bfloat16)

@@ -201,14 +201,13 @@ def gated_case(name, extra):
         [
             ("float32", "biases"),
             ("bfloat16", "redundant"),
-            ("inputs", None),
             ("a function", None),
             ("fp8", "quantized"),
-            ("fp8_all", "biases"),
-            ("fp8_all, inputs", "redundant"),
+            pytest.param("fp8_all, inputs", "redundant", marks=pytest.mark.slow),
         ],
         [
-            *((name, None) for name in OPTIONS if name not in ("inputs", "a function")),
+            ("fp8_all", "biases"),
+            *((name, None) for name in OPTIONS if name != "a function"),
             *((name, "weights") for name in ("float32", "fp8_all")),
             ("fp8", "redundant"),
             ("fp8_all", "quantized"),
@@ -242,6 +241,7 @@ def test_gated_experts(name, extra):
 
 
 @SHARED
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("products", "quantize_rows"), more_on_gpus([("fp8_all", "fp8")], [(None, None), ("fp8_all", None)])
 )

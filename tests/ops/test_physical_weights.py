@@ -45,7 +45,11 @@ FUNCTIONS = {
 # The others differ from these in what kernels read.
 OTHERS = ("gated_mlp", "gated_mlp in fp8")
 CASES = more_on_gpus(
-    [(name, jnp.bfloat16) for name in FUNCTIONS if name not in OTHERS],
+    [
+        pytest.param(name, jnp.bfloat16, marks=[pytest.mark.slow] * ("fp8" in name))
+        for name in FUNCTIONS
+        if name not in OTHERS
+    ],
     [*((name, jnp.bfloat16) for name in OTHERS), ("gated_mlp", jnp.float32)],
 )
 

@@ -191,7 +191,13 @@ def differentiated(places, is_twice, **options):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("options", "implementation"), [*((options, "ffi") for options in OPTIONS), ({}, "xla")], ids=str
+    ("options", "implementation"),
+    [
+        ({}, "ffi"),
+        *(pytest.param(options, "ffi", marks=pytest.mark.slow) for options in OPTIONS[1:]),
+        pytest.param({}, "xla", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_layer_is_that_without_redundant_experts(options, implementation):
     """Values, gradients and their gradients; with nothing dropped, at 1.05 T K rows."""
