@@ -203,10 +203,10 @@ def gated_case(name, extra):
             ("bfloat16", "redundant"),
             ("a function", None),
             ("fp8", "quantized"),
+            pytest.param("fp8_all", "biases", marks=pytest.mark.slow),
             pytest.param("fp8_all, inputs", "redundant", marks=pytest.mark.slow),
         ],
         [
-            ("fp8_all", "biases"),
             *((name, None) for name in OPTIONS if name != "a function"),
             *((name, "weights") for name in ("float32", "fp8_all")),
             ("fp8", "redundant"),
