@@ -139,6 +139,7 @@ def test_against_the_reference_differentiated_by_jax(order, capacity, check_vma)
         np.testing.assert_allclose(got_w, want_w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", [pytest.param("rank", marks=pytest.mark.one_jax), "expert"])
 def test_second_order_against_the_reference_differentiated_by_jax(order):
     """The gradient of <gradient, direction>, in the tokens and in the weights."""
     ids = flat(routing("uniform", R, T, K, E))
