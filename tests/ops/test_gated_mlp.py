@@ -95,7 +95,12 @@ ACTIVATIONS = {
         pytest.param(jnp.float32, {"precision": "high"}, 5e-3, marks=ONLY_GPU),  # tf32
         pytest.param(jnp.bfloat16, {"save": "inputs", "activation": "gelu"}, 0.01, marks=pytest.mark.one_jax),
         pytest.param(jnp.bfloat16, {"quantize": "fp8"}, 0.08, marks=pytest.mark.one_jax),
-        (jnp.bfloat16, {"quantize": "fp8_all", "activation": "clipped", "round_scale": True}, 0.08),
+        pytest.param(
+            jnp.bfloat16,
+            {"quantize": "fp8_all", "activation": "clipped", "round_scale": True},
+            0.08,
+            marks=pytest.mark.one_jax,
+        ),
     ],
     ids=str,
 )

@@ -146,6 +146,7 @@ def test_where_numbers_have_64_bits(dtype):
     np.testing.assert_allclose(value, loop(rows, weights, sizes), rtol=tolerance, atol=20 * tolerance)
 
 
+@pytest.mark.one_jax
 def test_rows_past_the_groups_do_not_matter():
     """Padding inside a group counts as rows of it; what lies past all groups is zero in the results."""
     sizes = np.array([130, 0, 7, 129], np.int32)

@@ -59,7 +59,7 @@ def kept_choices(ids, capacity, alignment):
     [
         (None, 1, False),
         pytest.param(None, 8, True, marks=pytest.mark.one_jax),
-        (20, 1, True),
+        pytest.param(20, 1, True, marks=pytest.mark.one_jax),
         pytest.param(40, 8, False, marks=pytest.mark.one_jax),
     ],
 )

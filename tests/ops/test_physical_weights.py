@@ -89,6 +89,7 @@ def test_values_and_gradients(name, dtype):
         assert same_bits(one, other)
 
 
+@pytest.mark.one_jax
 def test_quantized_arrays_and_a_batch():
     """Matrices in FP8, and `jax.vmap` over the rows alone, and over the weights, too."""
     rows, w = floats((ROWS, H)), floats((L + S, H, F), seed=1)

@@ -258,14 +258,8 @@ def scanned_without_remat():
     return scanned(lambda body: body)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(None, marks=pytest.mark.one_jax),
-        jax_ep.save_ep_residuals,
-        pytest.param(SAVE_REPLICAS, marks=pytest.mark.one_jax),
-    ],
-)
+@pytest.mark.one_jax
+@pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals, SAVE_REPLICAS])
 def test_remat_and_scan_repeat_the_plan(policy):
     """The same gradients; with the policy the plan is kept, and the replicas are sent again."""
     got, text = scanned(functools.partial(jax.checkpoint, policy=policy))

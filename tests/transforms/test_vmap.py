@@ -191,10 +191,18 @@ QUICK = {
     "replicate": None,
     "permute": None,
 }
+# With the newest JAX, those that have the rules of the others, too.
+ANY_JAX = ("dispatch by expert", "moe with redundant experts")
+
+
+def marks_of(name, implementation):
+    if name not in QUICK or implementation != "ffi":
+        return pytest.mark.slow
+    return [] if name in ANY_JAX else pytest.mark.one_jax
+
+
 CASES = [
-    pytest.param(
-        name, implementation, marks=[] if name in QUICK and implementation == "ffi" else pytest.mark.slow
-    )
+    pytest.param(name, implementation, marks=marks_of(name, implementation))
     for name in OPS
     for implementation in ((None,) if name in LOCAL else ("ffi", "xla"))
 ]
