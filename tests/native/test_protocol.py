@@ -36,7 +36,9 @@ def test_blocks_that_wait_after_they_have_left(blocks, may_stop):
     assert_holds(Protocol(blocks, 2, (ALIKE, ALIKE), may_stop, spreads=True), 15_000)
 
 
-@pytest.mark.parametrize(("blocks", "may_stop"), [((1, 1, 1), 2), ((2, 1, 1), -1)])
+@pytest.mark.parametrize(
+    ("blocks", "may_stop"), [((1, 1, 1), 2), pytest.param((2, 1, 1), -1, marks=pytest.mark.slow)]
+)
 def test_three_ranks(blocks, may_stop):
     assert_holds(Protocol(blocks, 1, (ALIKE,) * 3, may_stop), 30_000)
 

@@ -116,12 +116,13 @@ CASES = {
 
 # With the newest JAX one of them runs. On CPUs other cases have the products of "fp8" and "fp8_all", too.
 IN_FP8 = ("fp8", "fp8_all")
+QUICK = ("plain", "fp8, dequantized", "shared")
 
 
 def marks_of(case):
     if case == "shared":
         return []
-    return [pytest.mark.one_jax, *[pytest.mark.slow] * case.startswith("shared, fp8")]
+    return [pytest.mark.one_jax, *[pytest.mark.slow] * (case not in QUICK)]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def gated_case(name, extra):
             ("float32", "biases"),
             ("bfloat16", "redundant"),
             ("a function", None),
-            ("fp8", "quantized"),
+            pytest.param("fp8", "quantized", marks=pytest.mark.slow),
             pytest.param("fp8_all", "biases", marks=pytest.mark.slow),
             pytest.param("fp8_all, inputs", "redundant", marks=pytest.mark.slow),
         ],

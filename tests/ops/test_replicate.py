@@ -259,7 +259,9 @@ def scanned_without_remat():
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals, SAVE_REPLICAS])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=pytest.mark.slow), jax_ep.save_ep_residuals, SAVE_REPLICAS]
+)
 def test_remat_and_scan_repeat_the_plan(policy):
     """The same gradients; with the policy the plan is kept, and the replicas are sent again."""
     got, text = scanned(functools.partial(jax.checkpoint, policy=policy))
