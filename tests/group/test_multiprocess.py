@@ -76,7 +76,7 @@ def test_what_each_process_of_the_suite_gets(processes, gpus, visible, ids):
 def test_the_example_learns():
     """As a reader starts it: on a machine without GPUs, and with nothing but its own words."""
     example = str(ROOT / "examples" / "multi_process.py")
-    hidden = {"PATH": str(pathlib.Path(sys.executable).parent), "XLA_FLAGS": ""}  # no nvidia-smi there
+    hidden = {"PATH": str(pathlib.Path(sys.executable).parent), "XLA_FLAGS": flags_of_processes()}  # no nvidia-smi there
     done = subprocess.run(
         [sys.executable, example, "--start", "2"],
         capture_output=True,
