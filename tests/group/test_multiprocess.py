@@ -76,13 +76,13 @@ def test_what_each_process_of_the_suite_gets(processes, gpus, visible, ids):
 def test_the_example_learns():
     """As a reader starts it: on a machine without GPUs, and with nothing but its own words."""
     example = str(ROOT / "examples" / "multi_process.py")
-    hidden = {"PATH": str(pathlib.Path(sys.executable).parent), "XLA_FLAGS": flags_of_processes()}  # no nvidia-smi there
+    no_nvidia_smi = {"PATH": str(pathlib.Path(sys.executable).parent), "XLA_FLAGS": flags_of_processes()}
     done = subprocess.run(
         [sys.executable, example, "--start", "2"],
         capture_output=True,
         text=True,
         timeout=200,
-        env=os.environ | hidden,
+        env=os.environ | no_nvidia_smi,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", done.stdout)]
