@@ -12,8 +12,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 # XLA:CPU needs two threads a device, or many launches in flight hang it (docs/sharp_bits.md).
 export NPROC ?= 32
 
-.PHONY: demo test test-slow test-frameworks test-gpu test-gpu-processes stress-gpu faults-gpu lint format check-cuda12
-.PHONY: sanitize bench docs wheels environment clean
+.PHONY: demo test test-slow test-frameworks test-gpu test-gpu-processes test-gpu-ranks stress-gpu faults-gpu lint
+.PHONY: format check-cuda12 sanitize bench docs wheels environment clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
@@ -59,6 +59,10 @@ test-gpu-processes:
 	JAX_PLATFORMS=cuda $(PYTHON) -P -m pytest -p no:cacheprovider -p no:benchmark tests/group -m gpu_processes $(ARGS)
 	JAX_PLATFORMS=cuda $(PYTHON) tests/support/processes.py $(or $(PROCESSES),2) --ignore tests/docs \
 		--ignore tests/commands -m processes -k "not eager" $(ARGS)
+
+# Ops of RANKS ranks, as so many processes that share the GPUs.
+test-gpu-ranks:
+	$(PYTHON) tests/support/many_gpu_ranks.py $(or $(RANKS),36)
 
 # Random shapes and routings on the GPUs of this host, for minutes; each rank of an op is held up for a random
 # time before it enters and before it leaves, and outputs are first filled with a poison pattern. Then layers
