@@ -11,6 +11,7 @@ pytestmark = pytest.mark.no_jax
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
+SOURCES = "kernels/pull/sources.cuh"
 
 # Planted mistakes: the fault that shows each, and (file, right, with the mistake) for each change.
 MISTAKES = {
@@ -40,8 +41,8 @@ MISTAKES = {
         [
             (
                 SESSION,
-                "Phase::kWave, epoch(), missing);\n      state_of_block().has_failed = true;",
-                "Phase::kWave, epoch(), missing);\n      if (!PLANTED) state_of_block().has_failed = true;",
+                "missing});\n        state_of_block().has_failed = true;",
+                "missing});\n        if (!PLANTED) state_of_block().has_failed = true;",
             )
         ],
     ),
@@ -64,6 +65,17 @@ MISTAKES = {
         "short",
         [(PULL, "in_time = session.AwaitWave", "in_time = PLANTED || session.AwaitWave")],
     ),
+}
+# Mistakes with more ranks than a warp has lanes.
+MANY_MISTAKES = {
+    "waits for the first ranks of a wave only": [
+        (
+            SESSION,
+            "first < peers_.num_ranks && missing",
+            "first < (PLANTED ? 1 : peers_.num_ranks) && missing",
+        )
+    ],
+    "pulls no sum of several rows": [(SOURCES, "0)), row, row < 0};", "0)), row, !PLANTED && row < 0};")],
 }
 # Where to begin, if the first scenario that shows a mistake is late.
 FIRST_SEEDS = {"ends with a request for a ticket in flight": 25}
@@ -124,7 +136,7 @@ ARENA_MISTAKES = {
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     mistakes = {name: changes for name, (_, changes) in MISTAKES.items()}
-    return build("protocol_stress", tmp_path_factory.mktemp("protocol"), mistakes)
+    return build("protocol_stress", tmp_path_factory.mktemp("protocol"), mistakes | MANY_MISTAKES)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +147,9 @@ def arena_program(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [("faults", "32", "1"), ("held", "30", "1"), ("plain", "1000", "2")], ids=lambda a: a[0]
+    "arguments",
+    [("faults", "32", "1"), ("held", "30", "1"), ("plain", "1000", "2"), ("many", "1", "1", "40")],
+    ids=lambda a: a[0],
 )
 def test_protocol(program, arguments):
     done = program.run(*arguments)
@@ -154,6 +168,14 @@ def test_arena_protocol(arena_program, arguments):
 def test_protocol_finds_planted_mistake(mistake, program):
     first, fault = FIRST_SEEDS.get(mistake, 1), MISTAKES[mistake][0]
     done = program.run("faults", "1000", str(first), fault, mistake=mistake)
+    assert done.returncode == 1, done.stdout
+    assert "protocol_stress: seed" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MANY_MISTAKES)
+def test_protocol_finds_mistake_with_many_ranks(mistake, program):
+    done = program.run("many", "1", "1", "40", mistake=mistake)
     assert done.returncode == 1, done.stdout
     assert "protocol_stress: seed" in done.stderr
 

@@ -21,19 +21,6 @@
 
 namespace jax_ep::cuda {
 
-// A log of the time that each rank was waited for, from `began` on.
-struct WaitLog {
-  float* wait_us = nullptr;  // [R], or null
-  uint64_t began = 0;
-
-  __device__ static WaitLog From(float* wait_us) {
-    return {wait_us, wait_us == nullptr ? 0 : GlobalNanoseconds()};
-  }
-  __device__ void Write(int rank, uint64_t came) const {
-    if (wait_us != nullptr) wait_us[rank] = came < began ? 0.0f : static_cast<float>(came - began) * 1e-3f;
-  }
-};
-
 // Returns another rank's call in the form that the host has registered, as if it came from this rank's list.
 // `own_call` is this rank's call as it is published.
 __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uint64_t call) {

@@ -1,4 +1,5 @@
-// Words with an epoch, the loop that waits for those of other ranks, and the time limit of an op's waits.
+// Words with an epoch, the loop that waits for those of other ranks, and the time of an op's waits: its
+// limit, and a log.
 #pragma once
 
 #include "kernels/protocol/control.h"
@@ -102,6 +103,19 @@ template <typename Ready>
 __device__ bool Await(const Peers& peers, Ready&& ready) {
   return PollUntil(ready, [&] { return IsGivenUp(peers) || IsTimeUp(peers); });
 }
+
+// A log of the time that each rank was waited for, from `began` on.
+struct WaitLog {
+  float* wait_us = nullptr;  // [R], or null
+  uint64_t began = 0;
+
+  __device__ static WaitLog From(float* wait_us) {
+    return {wait_us, wait_us == nullptr ? 0 : GlobalNanoseconds()};
+  }
+  __device__ void Write(int rank, uint64_t came) const {
+    if (wait_us != nullptr) wait_us[rank] = came < began ? 0.0f : static_cast<float>(came - began) * 1e-3f;
+  }
+};
 
 // Delays the block for a time that differs between ranks, ops and phases, plus the time that a test requests.
 JAX_EP_RARE void StallFor(const Peers& peers, Phase phase, uint32_t epoch) {

@@ -91,7 +91,7 @@ struct Member {
   HopState state{};
   HopReport report{};
   std::unique_ptr<Control, decltype(&std::free)> control{
-      static_cast<Control*>(std::calloc(1, sizeof(Control))), &std::free};
+      static_cast<Control*>(std::calloc(1, ControlBytes(kMaxRanks))), &std::free};
   Report within{};
   std::deque<HopCall> calls, strays;
   std::vector<std::unique_ptr<Run>> running;
