@@ -78,7 +78,7 @@ MANY_MISTAKES = {
     "pulls no sum of several rows": [(SOURCES, "0)), row, row < 0};", "0)), row, !PLANTED && row < 0};")],
 }
 # Where to begin, if the first scenario that shows a mistake is late.
-FIRST_SEEDS = {"ends with a request for a ticket in flight": 25}
+FIRST_SEEDS = {"ends with a request for a ticket in flight": 800}
 ARENA_MISTAKES = {
     "does not look again when time is up": (
         "held",
