@@ -13,7 +13,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 export NPROC ?= 32
 
 .PHONY: demo test test-slow test-frameworks test-gpu test-gpu-processes test-gpu-ranks stress-gpu faults-gpu lint
-.PHONY: format check-cuda12 sanitize bench docs wheels environment clean
+.PHONY: .frameworks-tested format check-cuda12 sanitize bench docs wheels environment clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
@@ -29,8 +29,10 @@ test-slow: $(TEST_GROUPS) $(VENV)/.built
 	$(TEST) -m slow $(ARGS)
 
 # The examples for MaxText and tunix, whose packages need Python 3.12, an older jax than the newest, and an environment
-# of their own: make test-frameworks VENV=.venv-frameworks PYTHON=python3.12
-test-frameworks: $(addprefix $(VENV)/.group-,frameworks test) $(VENV)/.built
+# of their own.
+test-frameworks:
+	$(MAKE) .frameworks-tested VENV=.venv-frameworks PYTHON=$(or $(FRAMEWORKS_PYTHON),python3.12)
+.frameworks-tested: $(addprefix $(VENV)/.group-,frameworks test) $(VENV)/.built
 	$(TEST) -m slow tests/docs/test_frameworks.py $(ARGS)
 
 # The same suite on the GPUs of this host, with the jax, pytest and extension of the Python that is active; then

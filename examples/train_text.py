@@ -243,9 +243,12 @@ class Trainer:
         }
 
 
-def load_results(path, settings):
-    """Returns the results in a file, or empty ones. Exits if they are of other settings."""
-    results = {"settings": dataclasses.asdict(settings), "runs": []}
+def load_results(path, settings, text):
+    """Returns the results in a file, or empty ones. Exits if they are of other settings or another text."""
+    results = {
+        "settings": dataclasses.asdict(settings) | {"text": str(text or "standard library")},
+        "runs": [],
+    }
     if path and path.exists():
         existing = json.loads(path.read_text())
         if existing["settings"] != results["settings"]:
@@ -370,7 +373,7 @@ def main(arguments=None):
     seeds = range(options.seeds)
     variants = [Variant(e, 0 if e == REFERENCE else r) for e in options.experts for r in options.redundant]
     variants = list(dict.fromkeys(variants))
-    results = load_results(options.json, settings)
+    results = load_results(options.json, settings, options.text)
     if not all(find_run(results, variant, seed) for variant in variants for seed in seeds):
         train_missing(results, settings, variants, seeds, options)
     print(table(results, variants, seeds))

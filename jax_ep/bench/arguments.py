@@ -94,8 +94,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
         "uniform routing; 0: the worst case, which padded experts always have room for (default: "
-        f"{CPU_CAPACITY} on CPUs, the worst case on GPUs). In the part skew that of the layer that may drop "
-        "rows, and in the parts layer and model (default: 1.25)",
+        f"{CPU_CAPACITY} on CPUs with uniform routing, otherwise the worst case). In the part skew that of "
+        "the layer that may drop rows, and in the parts layer and model (default, and with 0: 1.25)",
     )
     parser.add_argument(
         "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"

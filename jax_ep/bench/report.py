@@ -148,13 +148,13 @@ def show_layers(console: Console, results: list[Layer]) -> None:
         megabytes = (f"{size / 1e6:.4g}" for size in (r.sequence_bytes, r.bytes))
         title = f"{r.name}: {sizes}, {r.ranks} ranks, capacity {r.capacity}; ms"
         tables[title].append([r.op, *times, f"{r.hidden:.0%}", alternative, *megabytes])
-    columns = ("communication", "in sequence", "overlapped", "hidden", "all_gather", "MB", "MB")
+    columns = ("communication", "in sequence", "overlapped", "hidden", "all_gather", "MB", "MB overlapped")
     for title, rows in tables.items():
         _print_table(console, title, ("layer", *columns), rows, 1)
     if tables:
         console.print(
             "hidden: of the communication, by overlapping it with products. all_gather: all tokens on all "
-            "ranks, with the same products. MB: temporary memory, in sequence and overlapped."
+            "ranks, with the same products (--peers). MB: temporary memory, in sequence and overlapped."
         )
 
 

@@ -107,8 +107,8 @@ def parts_of(options: argparse.Namespace) -> list[str]:
 
 def capacity_factor_of(options: argparse.Namespace) -> float | None:
     """Returns the capacity of communication relative to uniform routing, or None for the worst case."""
-    if options.capacity is None:
-        return None if on_gpus() else CPU_CAPACITY
+    if options.capacity is None:  # other routings would drop rows, which count as moved
+        return CPU_CAPACITY if options.routing == "uniform" and not on_gpus() else None
     return options.capacity or None
 
 
