@@ -83,20 +83,21 @@ void RunPlain(int ops) {
   }
 }
 
-// Ops of each kind, of more ranks than a warp has lanes. The last rank is held up in each of them. Then it is
-// late, and all others name it.
+// Ops of each kind, of more ranks than a warp has lanes. The last rank is held up in each of them. Then a
+// rank comes last, and the others log that. Then the last rank is late, and all others name it.
 void RunMany(int num_ranks) {
   Random random(seed);
   what = "many";
   const int last = num_ranks - 1;
-  const auto run = [&](const std::vector<Work>& program, uint64_t timeout, auto&& hold_up) {
+  std::vector<std::vector<float>> waits(num_ranks);
+  const auto run = [&](const std::vector<Work>& program, uint64_t timeout, int held, auto&& hold_up) {
     World world(random, num_ranks, FirstEpoch(random), timeout);
     emulation::Manner& manner = emulation::Machine::Get().manner;
     manner.skip_percent = 0;
     manner.budget = 12;
     manner.most_ns = 9000;
     world.SetProgram(program);
-    for (size_t i = 0; i < program.size(); ++i) hold_up(world.script(last, static_cast<int>(i)));
+    for (size_t i = 0; i < program.size(); ++i) hold_up(world.script(held, static_cast<int>(i)));
     const Outcome outcome = world.RunAll(nullptr);
     for (int r = 0; r < last && outcome.failed > 0; ++r) {
       const Report& report = world.report(r);
@@ -104,6 +105,7 @@ void RunMany(int num_ranks) {
       const bool is_told = reason.first_missing() == last && reason.num_missing() == 1;
       if (!report.missing.Is(last) && !is_told) Die("rank %d does not name rank %d", r, last);
     }
+    for (int r = 0; r < num_ranks; ++r) waits[r] = world.wait_us(r);
     return outcome;
   };
   std::vector<Work> program;
@@ -120,9 +122,15 @@ void RunMany(int num_ranks) {
     script.freezes_for = 500'000;
     script.freezes_rank = true;
   };
-  if (run(program, 10'000'000'000, hold).failed != 0) Die("an op failed that was held up but shortly");
+  if (run(program, 10'000'000'000, last, hold).failed != 0) Die("an op failed that was held up but shortly");
+  const auto come_last = [](Script& script) { script.late_by = 100'000; };
+  if (run({program[2]}, 10'000'000'000, 5, come_last).failed != 0) Die("an op failed whose rank came last");
+  for (int r = 0; r < num_ranks; ++r) {
+    const auto longest = std::max_element(waits[r].begin(), waits[r].end());
+    if (r != 5 && longest != waits[r].begin() + 5) Die("rank %d does not log that rank 5 came last", r);
+  }
   const auto be_late = [](Script& script) { script.late_by = 10'000'000; };
-  if (run({program[0]}, 2'000'000, be_late).good != 0) Die("an op went well without a rank");
+  if (run({program[0]}, 2'000'000, last, be_late).good != 0) Die("an op went well without a rank");
 }
 
 enum Fault {

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.no_jax
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
-SOURCES = "kernels/pull/sources.cuh"
+SOURCES, OPENING = "kernels/pull/sources.cuh", "kernels/protocol/opening.cuh"
 
 # Planted mistakes: the fault that shows each, and (file, right, with the mistake) for each change.
 MISTAKES = {
@@ -68,6 +68,9 @@ MISTAKES = {
 }
 # Mistakes with more ranks than a warp has lanes.
 MANY_MISTAKES = {
+    "logs that ranks came when it looked": [
+        (SESSION, "nullptr && R <= kWarp;", "nullptr && (PLANTED || R <= kWarp);")
+    ],
     "waits for the first ranks of a wave only": [
         (
             SESSION,
@@ -124,7 +127,7 @@ ARENA_MISTAKES = {
     ),
     "goes on in a channel that another op holds": (
         "stray",
-        [(SESSION, "return holder_ == 0 ||", "return PLANTED || holder_ == 0 ||")],
+        [(OPENING, "return holder_ == 0 ||", "return PLANTED || holder_ == 0 ||")],
     ),
     "goes on without its own rows": (
         "two",

@@ -29,8 +29,10 @@ static ffi::Error CheckAtMost(const char* op, const char* what, int64_t value, i
 }
 
 static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays) {
-  const int32_t rows_of_choices = shape.has_row_per_choice() ? shape.top_k : 0;
-  return FirstError({CheckAtMost(op, "choices a token", rows_of_choices, kMaxRowsPerToken),
+  // By rank the lanes of a warp stand for ranks, not for choices. A gather of numbers has a choice for each
+  // rank.
+  const int32_t by_rank = shape.has_row_per_choice() ? 0 : shape.num_ranks;
+  return FirstError({CheckAtMost(op, "choices a token", shape.top_k, std::max(kMaxRowsPerToken, by_rank)),
                      CheckAtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
                      CheckAtMost(op, "arrays", arrays, kMaxPayloads)});
 }
@@ -192,6 +194,7 @@ ffi::Error RunPull(const GpuContext& context, const char* op, GroupMember member
 
 static ffi::Error RunLayout(const GpuLocalContext& context, const LayoutParams& params) {
   auto error = FirstError({CheckAtMost("layout", "ranks", params.shape.num_ranks, cuda::kMaxLayoutRanks),
+                           CheckAtMost("layout", "choices a token", params.shape.top_k, kMaxRowsPerToken),
                            CheckLimits("layout", params.shape, 0)});
   if (error.failure()) return error;
   return LaunchResult("layout", cuda::LaunchLayout(params, ThisDevice(nullptr), context.stream));

@@ -16,7 +16,7 @@
 // memory, so that the warps of a block cannot disagree. docs/protocol.md describes what each step guarantees.
 #pragma once
 
-#include "kernels/protocol/fail.cuh"
+#include "kernels/protocol/opening.cuh"
 #include "kernels/protocol/waves.cuh"
 
 namespace jax_ep::cuda {
@@ -25,94 +25,6 @@ namespace jax_ep::cuda {
 // `own_call` is this rank's call as it is published.
 __device__ inline uint64_t ForHost(const Peers& peers, const Call& own_call, uint64_t call) {
   return call ^ static_cast<uint64_t>(own_call.hash ^ peers.call.hash) << 32;
-}
-
-// Returns the address of Channel::holder and Channel::epoch as one word.
-__device__ inline EpochWord* EndedWord(Channel& own) { return reinterpret_cast<EpochWord*>(&own.holder); }
-
-// The first step of an op, by the last thread of each block. The constructor issues the loads, and nothing
-// waits for them before Finish.
-class Opening {
- public:
-  // If `claims_channel`, every block claims the channel for the op's call site, so it need not wait until the
-  // first block has opened the op.
-  __device__ Opening(const Peers& peers, const MeshPosition* position_operand, bool claims_channel = false) {
-    if (!IsOpeningThread() || peers.num_ranks == 0) return;
-    Channel& own = peers.own();
-    const MeshPosition position = *position_operand;
-    if (blockIdx.x == 0 || claims_channel) {
-      Stall(peers, Phase::kEnter, EpochOf(LoadRelaxed(EndedWord(own))) + 1);
-    }
-    if (claims_channel) holder_ = atomicCAS(&own.holder, 0u, peers.call.site + 1);
-    last_ = LoadRelaxed(EndedWord(own));  // after the claim, from when on the epoch stays the same
-    // As far as the compiler can tell, this number differs between lanes. Otherwise it would add once for all
-    // lanes, and wait here for the old value.
-    const uint32_t one = threadIdx.x + 2 - blockDim.x;
-    gate_ = blockIdx.x == 0 ? AddEpochs(&own.gate, one) : LoadRelaxed(&own.gate);
-    position_ = position;
-  }
-
-  __device__ static bool IsOpeningThread() { return threadIdx.x == blockDim.x - 1; }
-
-  // Opens the op in the first block. In other blocks only checks whether the gate is open. Returns false if
-  // the group has failed, the channel is in use, or the program runs on another mesh than the group's.
-  __device__ bool Finish(const Peers& peers, Op op) const {
-    const bool holds = HoldsChannel(peers);
-    const bool is_open = blockIdx.x == 0 ? Open(peers, op, holds) : holds && NumberOf(gate_) == 0;
-    if (!holds) RecordInUse(peers, op);
-    AcquireOnDevice();  // the last op's end: its resets of the counters come before this op counts anything
-    if (position_.rank == peers.rank) return is_open;
-    RecordFailure(peers, op, Phase::kRank, epoch(), {}, static_cast<uint32_t>(position_.rank));
-    return false;
-  }
-  // Returns whether no other call site has claimed the channel.
-  __device__ bool HoldsChannel(const Peers& peers) const {
-    return holder_ == 0 || holder_ == peers.call.site + 1;
-  }
-  __device__ uint32_t epoch() const { return EpochOf(last_) + 1; }
-  // Returns the call as it is published.
-  __device__ Call CallOf(const Peers& peers) const { return peers.call.In(position_.list); }
-
- private:
-  __device__ bool Open(const Peers& peers, Op op, bool holds) const {
-    Channel& own = peers.own();
-    if (holds && gate_ == Pack(0, EpochOf(last_))) {
-      StoreWord(&own.opened, peers.call.site + 1, epoch());
-      return true;
-    }
-    (void)AddEpochs(&own.gate, ~0u);
-    if (holds && NumberOf(gate_) == 0) RecordInUse(peers, op);
-    return false;
-  }
-  // Another op of this rank uses the channel and has not ended.
-  __device__ void RecordInUse(const Peers& peers, Op op) const {
-    RecordFailure(peers, op, Phase::kChannel, epoch(), RankBits::Of(peers.rank));
-  }
-
-  // As they were loaded: to compute with one would wait for it.
-  uint32_t holder_ = 0;      // of the channel, before this block claimed it
-  EpochWord last_ = 0;       // with the epoch of the op before
-  uint64_t gate_ = 0;        // before this op opened it
-  MeshPosition position_{};  // according to the program
-};
-
-// Returns whether this rank has opened its op, and the op's epoch, after a reason has reached the gate.
-// Called by one thread. Blocks that began while another op of this rank ended may have taken the op for an
-// earlier one.
-JAX_EP_RARE bool HasOpened(const Peers& peers, uint32_t* epoch) {
-  Channel& own = peers.own();
-  while (true) {
-    const EpochWord opened = LoadRelaxed(&own.opened);
-    const uint32_t last = EpochOf(opened);
-    const bool in_flight = *static_cast<const volatile uint32_t*>(&own.epoch) != last;
-    if (in_flight && NumberOf(opened) == peers.call.site + 1) {
-      *epoch = last;
-      return true;
-    }
-    // The thread that has added to the gate waits for nothing before it writes `opened` or takes its addition
-    // back.
-    if (HasEpoch(LoadRelaxed(&own.gate), last)) return false;
-  }
 }
 
 // Returned to all threads of a block when its end has been counted.
@@ -440,19 +352,45 @@ class Session {
     return is_there;
   }
 
+  // Logs when each rank's call arrives, if there are more ranks than lanes. Called by the first warp.
+  __device__ __noinline__ static void LogArrivals(const Session session, const WaitLog log) {
+    const Peers& peers = session.peers_;
+    const uint32_t now = session.epoch();
+    uint32_t expected = 0;  // bit i: this lane's i-th rank has not come
+    for (int r = threadIdx.x; r < peers.num_ranks; r += kWarp) expected |= 1u << r / kWarp;
+    const auto log_those = [&](auto&& has_come) {
+      for (int r = threadIdx.x; r < peers.num_ranks; r += kWarp) {
+        if ((expected >> r / kWarp & 1) == 0 || !has_come(r)) continue;
+        log.Write(r, r == peers.rank ? 0 : GlobalNanoseconds());  // a rank does not wait for itself
+        expected &= ~(1u << r / kWarp);
+      }
+      return expected == 0;
+    };
+    (void)session.Await([&] {
+      return log_those([&](int r) {
+        const EpochWord* const words = peers.mailbox(peers.rank, r).words[0];
+        return HasEpoch(LoadRelaxed(&words[0]), now) && HasEpoch(LoadRelaxed(&words[1]), now);
+      });
+    });
+    log_those([](int) { return true; });
+    __syncwarp();
+  }
+
   // Waits until every rank has published its call, and fails the op if they do not all call the same one.
   // Returns a rank that this thread has missed, kNone or kAborted. Called by the first warp.
   __device__ int CompareCalls(Published* all, const WaitLog& log) const {
     const int lane = threadIdx.x, R = peers_.num_ranks;
+    const bool logs = log.wait_us != nullptr && R <= kWarp;
+    if (log.wait_us != nullptr && !logs) LogArrivals(*this, log);
     int missed = kNone;
     for (int first = 0; first < R; first += kWarp) {
       const int r = first + lane;
       uint64_t word = call().WithBlocks(0), came = 0;
-      const bool late = r < R && !AwaitWord(r, 0, &word, log.wait_us == nullptr ? nullptr : &came);
-      if (r < R) log.Write(r, r == peers_.rank ? 0 : came);  // a rank does not wait for itself
+      const bool late = r < R && !AwaitWord(r, 0, &word, logs ? &came : nullptr);
+      if (r < R && logs) log.Write(r, r == peers_.rank ? 0 : came);  // a rank does not wait for itself
       const unsigned others = __ballot_sync(kAllLanes, !late && !(Call::Of(word) == call()));
       if (r < R) all[r].call = word;
-      if (late) missed = r;
+      if (late && missed == kNone) missed = r;
       if (others == 0) continue;
       if (lane == __ffs(others) - 1) {
         const RankBits ranks{first / kWarp, others};

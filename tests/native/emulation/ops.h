@@ -45,7 +45,8 @@ struct Run {
   RingArrays ring;                       // of an op by rings, in place of the first four
   // Of each block: what all ranks publish. Not in shared memory, which is exchanged with each turn.
   std::vector<std::vector<Published>> published;
-  bool is_inside = false;  // between its launch and its return
+  std::vector<float> wait_us;  // until each rank arrived, as the first block of a push logs it
+  bool is_inside = false;      // between its launch and its return
   bool was_filled = false, must_fail = false;
   int lane = 0, grid = 0;
   uint64_t gone_after = 0, frozen_at = 0;
@@ -189,11 +190,12 @@ inline void PushKernel(Run& run) {
     mine.buffers[0] = &run;
     mine.weights = mine.routing = nullptr;
   }
+  const WaitLog log = WaitLog::From(blockIdx.x == 0 ? run.wait_us.data() : nullptr);
   bool alive = session.Open(opening);
   if (alive && blockIdx.x == 0) session.Publish(mine, 1);
   if (alive && work.counts && sends) PublishNumbers(run, session);
   alive = alive &&
-          session.Meet(1, published, {}, [&] { return work.counts ? ReadNumbers(run, session) : kNone; });
+          session.Meet(1, published, log, [&] { return work.counts ? ReadNumbers(run, session) : kNone; });
   const auto fill = [&] { FillResults(run); };
   if (!alive) return session.Abort(fill);
   if (work.counts) CheckNumbers(run);

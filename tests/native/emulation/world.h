@@ -36,7 +36,8 @@ class World {
         reports_(num_ranks),
         programs_(num_ranks),
         strays_(num_ranks),
-        ended_(num_ranks) {
+        ended_(num_ranks),
+        wait_us_(num_ranks) {
     // Each rank's ops have as many blocks as they like.
     for (int r = 0; r < num_ranks; ++r) {
       controls_.push_back(static_cast<Control*>(std::calloc(1, ControlBytes(num_ranks))));
@@ -55,6 +56,8 @@ class World {
 
   int num_ranks() const { return num_ranks_; }
   const Report& report(int r) const { return reports_[r]; }
+  // The times that rank r waited for each rank, in its push that ended last.
+  const std::vector<float>& wait_us(int r) const { return wait_us_[r]; }
   Script& script(int r, int op) { return programs_[r][op]; }
   // Of a rank's op that ended last: when it ended, until when it was held up, and how often it had looked at
   // the clock.
@@ -237,6 +240,7 @@ class World {
     for (auto* array : {&run->out, &run->copies, &run->partials, &run->rows})
       array->assign(rows * kWords, 0x7ddddddd);
     run->cleared.assign(rows, 0);
+    run->wait_us.assign(num_ranks_, -1.0f);
     for (int i = 0; i < rows * kWords; ++i) {
       run->rows[i] =
           script.work.Value(r, i / kWords / script.work.tokens, i / kWords % script.work.tokens, i % kWords);
@@ -299,6 +303,7 @@ class World {
     outcome_.longest_ns = std::max(outcome_.longest_ns, emulation::Machine::Get().now - run.launch.began);
     const Work& work = run.work;
     const int me = run.peers.rank;
+    if (work.pushes) wait_us_[me] = run.wait_us;
     Trace(run, run.was_filled ? "fails" : "ends");
     ++(run.was_filled ? outcome_.failed : outcome_.good);
     if (run.was_filled) {
@@ -340,6 +345,7 @@ class World {
   std::vector<std::vector<Script>> programs_, strays_;
   std::vector<int> blocks_, threads_;
   std::vector<Ended> ended_;
+  std::vector<std::vector<float>> wait_us_;
   bool has_failed_ = false;
   int next_gate_ = 0;
   Outcome outcome_;
