@@ -29,12 +29,12 @@ static ffi::Error CheckAtMost(const char* op, const char* what, int64_t value, i
 }
 
 static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays) {
-  // By rank the lanes of a warp stand for ranks, not for choices. A gather of numbers has a choice for each
-  // rank.
-  const int32_t by_rank = shape.has_row_per_choice() ? 0 : shape.num_ranks;
-  return FirstError({CheckAtMost(op, "choices a token", shape.top_k, std::max(kMaxRowsPerToken, by_rank)),
-                     CheckAtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
-                     CheckAtMost(op, "arrays", arrays, kMaxPayloads)});
+  // By rank a token may also have a choice for each rank, as when all ranks gather their counts.
+  const int32_t one_for_each = shape.has_row_per_choice() ? 0 : shape.num_ranks;
+  return FirstError(
+      {CheckAtMost(op, "choices a token", shape.top_k, std::max(kMaxRowsPerToken, one_for_each)),
+       CheckAtMost(op, "experts", shape.num_experts, kMaxBins - kMaxRanks),
+       CheckAtMost(op, "arrays", arrays, kMaxPayloads)});
 }
 
 // Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.

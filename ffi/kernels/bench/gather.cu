@@ -1,7 +1,5 @@
 // Gather: sends all rows of every rank to every rank by plain copies. The benchmark compares the other ops
 // with it, because it uses only the links and does no other work.
-#include <algorithm>
-
 #include "kernels/launch/launch.h"
 #include "kernels/launches.h"
 #include "kernels/protocol/session.cuh"
@@ -11,15 +9,15 @@ namespace jax_ep::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kMaxWarps = 12;  // that copy in bulk, with two stages each
+constexpr int kWarps = 12;  // warps that copy in bulk, with two stages each
 constexpr int64_t kStageBytes = 8 * 1024;
 constexpr int kStaticBytes = 1024;  // at most, of the shared memory of a block
 
-__device__ void GatherInBulk(const GatherParams& params, int num_warps, const Published* published,
-                             std::byte* stages, uint64_t* barriers) {
+__device__ void GatherInBulk(const GatherParams& params, const Published* published, std::byte* stages,
+                             uint64_t* barriers) {
   const int num_ranks = params.num_ranks, warp = threadIdx.x / kWarp;
-  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * num_warps * kStageBytes;
-  int64_t offset = (int64_t{blockIdx.x} * num_warps + warp) * kStageBytes;
+  const int64_t bytes = params.rows * params.row_bytes, step = int64_t{gridDim.x} * kWarps * kStageBytes;
+  int64_t offset = (int64_t{blockIdx.x} * kWarps + warp) * kStageBytes;
   const auto size = [&](int64_t from) { return static_cast<uint32_t>(min(kStageBytes, bytes - from)); };
   if (offset < bytes) BulkLoad(stages, params.in + offset, size(offset), &barriers[0]);
   for (uint32_t n = 0; offset < bytes; ++n, offset += step) {
@@ -56,15 +54,14 @@ __device__ void GatherByStores(const GatherParams& params, const Published* publ
 
 template <bool kInBulk>
 __global__ void __launch_bounds__(kThreads, 1)
-    GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers,
-                 int num_warps) {
+    GatherKernel(const __grid_constant__ GatherParams params, const __grid_constant__ Peers peers) {
   extern __shared__ __align__(128) std::byte shared[];  // what the ranks publish, the stages
   __shared__ Published outgoing;
-  __shared__ uint64_t barriers[kMaxWarps][2];
+  __shared__ uint64_t barriers[kWarps][2];
   Published* const published = reinterpret_cast<Published*>(shared);
   std::byte* const stages = shared + PublishedBytes(params.num_ranks);
   const int warp = threadIdx.x / kWarp;
-  const bool copies = kInBulk && warp < num_warps && threadIdx.x % kWarp == 0;
+  const bool copies = kInBulk && warp < kWarps && threadIdx.x % kWarp == 0;
   if (copies) InitBarriers(barriers[warp]);
   const Opening opening(peers, params.position_operand);
   Session session(peers, Op::kGather, false);
@@ -75,9 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto fill = [&] { FillResult(params.out, params.num_ranks * params.rows * params.row_bytes); };
   if (!alive) return session.Abort(fill);
   if (!kInBulk) GatherByStores(params, published);
-  if (copies) {
-    GatherInBulk(params, num_warps, published, stages + int64_t{2} * warp * kStageBytes, barriers[warp]);
-  }
+  if (copies) GatherInBulk(params, published, stages + int64_t{2} * warp * kStageBytes, barriers[warp]);
   session.Leave();
   if (blockIdx.x == gridDim.x - 1) (void)session.AwaitLeft(published);
   session.Close(fill);
@@ -89,18 +84,16 @@ cudaError_t LaunchGather(const GatherParams& params, const Peers& peers, const D
                          cudaStream_t stream) {
   // The more SMs, the faster, but with diminishing returns. The rest is left to other kernels.
   const int blocks = device.num_sms * 3 / 4;
-  const int64_t published = PublishedBytes(params.num_ranks);
-  if (!device.copies_in_bulk) {
-    return Launch(GatherKernel<false>, blocks, kThreads, published, stream, true, params, peers, 0);
-  }
+  const int64_t published = PublishedBytes(params.num_ranks), in_bulk = published + 2 * kWarps * kStageBytes;
   // This must be the same for all shapes, because another thread may be about to launch the same kernel.
-  const int shared = device.shared_bytes - kStaticBytes;
+  const int max_bytes = device.shared_bytes - kStaticBytes;
+  if (!device.copies_in_bulk || in_bulk > max_bytes) {
+    return Launch(GatherKernel<false>, blocks, kThreads, published, stream, true, params, peers);
+  }
   const cudaError_t error =
-      cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      cudaFuncSetAttribute(GatherKernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes);
   if (error != cudaSuccess) return error;
-  const int warps = static_cast<int>(std::min((shared - published) / (2 * kStageBytes), int64_t{kMaxWarps}));
-  return Launch(GatherKernel<true>, blocks, kThreads, published + 2 * warps * kStageBytes, stream, true,
-                params, peers, warps);
+  return Launch(GatherKernel<true>, blocks, kThreads, in_bulk, stream, true, params, peers);
 }
 
 cudaError_t PreloadGather() {

@@ -64,8 +64,8 @@ JAX_EP_RARE void RecordGivenUp(const Peers& peers, Op op, uint32_t epoch) {
   if (IsFirstFailure(peers)) WriteReport(peers, op, Phase::kGivenUp, epoch, {}, 0);
 }
 
-// What a thread returns in place of the rank that it has missed: it has missed none, or none, but it must not
-// go on.
+// What a thread returns in place of a rank that it has missed. kNone: it has missed none. kAborted: it has
+// missed none either, but must not go on.
 constexpr int kNone = -1, kAborted = -2;
 
 // Returns whether rank r can no longer access this rank's memory in op `epoch`, after a reason was stored in

@@ -11,8 +11,8 @@ namespace jax_ep {
 constexpr int kMaxRanks = 128;
 constexpr int kRankBits = 32;  // ranks that a word has bits for
 
-// The ranks from kRankBits * `word` on whose bits are set. Errors name so many of the ranks that were missed,
-// those of the first word that has any.
+// Some of the kRankBits ranks from kRankBits * `word` on: those whose bits are set. A report has room for one
+// word of the ranks that were missed. It is the first that has any.
 struct RankBits {
   int32_t word;
   uint32_t bits;
@@ -37,11 +37,12 @@ struct RankBits {
   JAX_EP_HD bool Is(int rank) const { return First() == rank && Count() == 1; }
 };
 
+// Any of a group's ranks.
 struct RankSet {
   uint32_t words[kMaxRanks / kRankBits];
 
   JAX_EP_HD void Add(const RankBits& ranks) { words[ranks.word] |= ranks.bits; }
-  // Returns the first ranks of the set.
+  // Returns the ranks of the first word that has any.
   JAX_EP_HD RankBits FirstBits() const {
     int word = 0;
     while (word < kMaxRanks / kRankBits - 1 && words[word] == 0) ++word;

@@ -6,6 +6,8 @@
 
 namespace jax_ep::cuda {
 
+static_assert(kMaxRingRows == kWarp, "a lane of the warp that loads stands for each row");
+
 // Folds as Fold does. Each processing warp of a team counts the sums that it has stored.
 template <typename T>
 __device__ void FoldByRing(const PullArgs& args, const Session& session, Ring& ring) {
