@@ -10,7 +10,7 @@ from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
 from jax_ep.command.options import output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
-PARTS = ("communication", "layer", "products", "skew", "model")
+PARTS = ("communication", "layer", "products", "skew", "model", "decode")
 CPU_CAPACITY = 1.25  # because clearing the buffers of the worst case would take most of the time there
 SWEPT = ("tokens", "ranks", "experts", "sms")
 
@@ -33,8 +33,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "communication beside its products; products: expert products alone on one device, in "
         "bfloat16 and FP8, next to dense ones of padded rows, in bursts after pauses; skew: layers with and "
         "without redundant experts under skewed routings; model: a training step of a decoder, of the shapes "
-        "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny (default: communication and layer on GPUs, "
-        "communication elsewhere)",
+        "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny; decode: a decoding step of eight layers, one "
+        "or several in a program, with 1, 16 and 128 tokens per rank, and percentiles of its latency over "
+        "2000 steps for each of --repeats, but at most 2 s (4 steps on CPUs) "
+        "(default: communication and layer on GPUs, communication elsewhere)",
     )
     parser.add_argument(
         "--orders",
@@ -47,7 +49,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--routing",
         choices=ROUTINGS,
         default="uniform",
-        help="of all parts except skew (default: %(default)s)",
+        help="of all parts except skew, model and decode (default: %(default)s)",
     )
     parser.add_argument(
         "--skews",
@@ -68,8 +70,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time round trips, layers and models with JAX's own collectives, and in the part products "
-        "those of DeepGEMM (pip install torch sgl-deep-gemm)",
+        help="also time round trips, layers, models and decoding steps with JAX's own collectives, and in "
+        "the part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"
@@ -95,7 +97,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
         "uniform routing; 0: the worst case, which padded experts always have room for (default: "
         f"{CPU_CAPACITY} on CPUs with uniform routing, otherwise the worst case). In the part skew that of "
-        "the layer that may drop rows, and in the parts layer and model (default, and with 0: 1.25)",
+        "the layer that may drop rows, and in the parts layer and model (default, and with 0: 1.25). The "
+        "part decode has room for all rows",
     )
     parser.add_argument(
         "--num-sms", type=int, help="maximum number of SMs of an op on GPUs (default: chosen from the shapes)"
@@ -112,14 +115,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=output_file(".png", ".svg", ".pdf"),
         metavar="FILE",
-        help="draw the sweep, or the part layer (its kernels), products, skew or model, to this file (.png, "
-        ".svg or .pdf)",
+        help="draw the sweep, or the part layer (its kernels), products, skew, model or decode (its "
+        "latency), to this file (.png, .svg or .pdf)",
     )
     parser.add_argument(
         "--from-json",
         type=Path,
         metavar="FILE",
-        help="time nothing, and draw the part products of this file, which --json wrote",
+        help="time nothing, and draw the part products or decode of this file, which --json wrote",
     )
 
 
@@ -128,11 +131,11 @@ def set_up_devices(options: argparse.Namespace) -> None:
 
     Must be called before JAX initializes its devices.
     """
-    drawn = {"layer", "products", "skew", "model"} & set(options.parts or ())
+    drawn = {"layer", "products", "skew", "model", "decode"} & set(options.parts or ())
     if options.plot and not (options.sweep or options.from_json) and len(drawn) != 1:
         raise SystemExit(
-            "bench: --plot draws a sweep, or one of the parts layer, products, skew and model; choose the "
-            "quantity to vary with --sweep, or pass --parts with one of them"
+            "bench: --plot draws a sweep, or one of the parts layer, products, skew, model and decode; "
+            "choose the quantity to vary with --sweep, or pass --parts with one of them"
         )
     if options.from_json and not options.plot:
         raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")

@@ -16,8 +16,9 @@ from jax_ep.bench import processes
 BURST_S = 0.1
 
 # Parts of kernels' names, and what such kernels do. The first one that is found counts.
+COMMUNICATION = "communication"
 _KINDS = (
-    ("communication", ("PushKernel", "PullKernel", "CountKernel", "FewTokens", "nccl")),
+    (COMMUNICATION, ("PushKernel", "PullKernel", "CountKernel", "FewTokens", "nccl")),
     ("conversions to FP8", ("Quantize",)),
     ("products of experts", ("FloatsKernel", "RowsKernel", "WeightsKernel", "SetUpKernel", "GroupedDot")),
     ("attention", ("flash", "fmha", "sdpa")),
@@ -87,6 +88,26 @@ def kernels_us(run: Callable[..., Any], arguments: Any, steps: int, names: tuple
                 times[name].append((end - begin) / 1e3)
         totals.append(sum(statistics.median(calls) * len(calls) for calls in times.values()) / steps)
     return max(totals, default=0.0) or None
+
+
+def kinds_us(run: Callable[..., Any], arguments: Any, steps: int) -> dict[str, float] | None:
+    """Returns the microseconds of one step's kernels by kind, on the device whose kernels take longest.
+
+    Of each kernel that communicates the longest call counts with the median of all, because the first call
+    also waits for late devices. Returns None if the profile has no kernels.
+    """
+    devices = []
+    for of_device in kernels(run, arguments):
+        times: dict[str, list[float]] = defaultdict(list)
+        for name, begin, end in of_device:
+            times[name].append((end - begin) / 1e3)
+        sums: dict[str, float] = defaultdict(float)
+        for name, calls in times.items():
+            kind = kind_of(name)
+            late = max(calls) - statistics.median(calls) if kind == COMMUNICATION else 0.0
+            sums[kind] += (sum(calls) - late) / steps
+        devices.append(dict(sums))
+    return max(devices, key=lambda sums: sum(sums.values()), default={}) or None
 
 
 def kernels(run: Callable[..., Any], arguments: Any) -> list[list[tuple[str, float, float]]]:

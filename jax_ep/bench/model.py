@@ -175,7 +175,8 @@ def flop_of(model: Decoder, shape: Shape) -> float:
     return 3 * 2.0 * model.tokens * (model.layers * layer + shape.hidden * model.vocabulary)
 
 
-def _normalized(x: jax.Array) -> jax.Array:
+def normalized(x: jax.Array) -> jax.Array:
+    """Returns rows divided by the root of the mean of their squares."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
@@ -184,7 +185,7 @@ def _attention(model: Decoder, on_gpu: bool, w: Parameters, x: jax.Array) -> jax
     sizes = [model.heads * model.head, (model.heads + model.kv_heads) * model.head]
     q, k, v = (
         part.reshape(-1, model.sequence, part.shape[-1] // model.head, model.head)
-        for part in jnp.split(_normalized(x) @ w["qkv"], sizes, axis=-1)
+        for part in jnp.split(normalized(x) @ w["qkv"], sizes, axis=-1)
     )
     implementation = "cudnn" if on_gpu else None
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
@@ -201,14 +202,14 @@ def loss_of(
 
     def layer(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
         x = attention(w, x)
-        rows = _normalized(x)
+        rows = normalized(x)
         scores = jax.nn.softmax((rows @ w["router"]).astype(jnp.float32))
         weights, ids = jax.lax.top_k(scores, shape.top_k)
         y, dropped = moe(w, rows, ids, weights)
         return x + y, dropped
 
     x, dropped = jax.lax.scan(layer, embedding[tokens], layers)
-    logits = (_normalized(x) @ embedding.T).astype(jnp.float32).reshape(-1, model.sequence, model.vocabulary)
+    logits = (normalized(x) @ embedding.T).astype(jnp.float32).reshape(-1, model.sequence, model.vocabulary)
     targets = jnp.roll(tokens.reshape(-1, model.sequence), -1, axis=1)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)[:, :-1]
     return jnp.mean(losses)[None], jnp.sum(dropped, axis=0)

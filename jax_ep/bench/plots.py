@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax_ep.bench.decode import DecodeStep
 from jax_ep.bench.layers import Span, Timeline
 from jax_ep.bench.measure import KINDS
 from jax_ep.bench.model import ModelStep
@@ -187,6 +188,48 @@ def plot_models(path: Path, results: list[ModelStep]) -> None:
         axes.grid(True, axis="x", alpha=0.3)
     grid[-1].set_xlabel("milliseconds of kernels; the line is the time end to end")
     figure.legend(loc="outside lower center", ncols=3)
+    _save(figure, path)
+
+
+def plot_decode(path: Path, results: list[DecodeStep]) -> None:
+    """Plots the share of decode steps that take longer than a time: a row for each shape, a column a dtype.
+
+    A color is a number of tokens. Dashed lines are programs of several steps, thin ones those of all_gather.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    names = list(dict.fromkeys(r.name for r in results))
+    dtypes = list(dict.fromkeys(r.dtype for r in results))
+    tokens = list(dict.fromkeys(r.shape.tokens for r in results))
+    figure = Figure(figsize=(max(7, 4.5 * len(dtypes)), 1 + 3.2 * len(names)), layout="constrained")
+    grid = figure.subplots(len(names), len(dtypes), squeeze=False, sharey=True)
+    labels = {}
+    for r in results:
+        axes = grid[names.index(r.name), dtypes.index(r.dtype)]
+        for latency in (r.single, r.several):
+            shares = ((us, 100 - float(key)) for key, us in latency.percentiles_us.items())
+            points = [(us, share) for us, share in shares if share * latency.calls >= 100]
+            (line,) = axes.plot(
+                *zip(*points, strict=True),
+                color=f"C{tokens.index(r.shape.tokens)}",
+                linestyle="-" if latency.steps == 1 else "--",
+                linewidth=2 if r.by == "jax_ep" else 0.8,
+            )
+            steps = "1 step" if latency.steps == 1 else f"{latency.steps} steps"
+            labels.setdefault(f"{r.shape.tokens} tokens a rank, {steps} a program, {r.by}", line)
+        axes.set(xscale="log", yscale="log")
+        title = f"{r.name}, {r.layers} layers, {r.ranks} ranks, {r.dtype}"
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("microseconds a step")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.grid(True, which="both", alpha=0.3)
+    for axes_row in grid:
+        axes_row[0].set_ylabel("steps that take longer")
+    figure.legend(labels.values(), labels, loc="outside lower center", ncols=2, fontsize="small")
     _save(figure, path)
 
 

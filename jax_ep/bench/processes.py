@@ -49,3 +49,10 @@ def slowest(us: float | None) -> float | None:
     if us is None or jax.process_count() == 1:
         return us
     return float(np.max(multihost_utils.process_allgather(np.float32(us))))
+
+
+def slowest_of_each(times: np.ndarray) -> np.ndarray:
+    """Returns each of the times [N] of the process in which it took longest."""
+    if jax.process_count() == 1:
+        return times
+    return np.max(multihost_utils.process_allgather(times.astype(np.float32)), axis=0)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from jax_ep.bench.decode import DecodeStep, Latency
 from jax_ep.bench.layers import Layer
 from jax_ep.bench.model import ModelStep
 from jax_ep.bench.products import ExpertProduct
@@ -249,6 +250,43 @@ def show_models(console: Console, results: list[ModelStep]) -> None:
         _print_table(console, title, columns, rows, 1)
 
 
+def show_decode(console: Console, results: list[DecodeStep]) -> None:
+    """Prints two tables of decode steps for each shape: microseconds a layer, and the latency of a step."""
+    layer_tables: dict[str, list[list[str]]] = defaultdict(list)
+    step_tables: dict[str, list[list[str]]] = defaultdict(list)
+    for r in results:
+        title = f"{r.name}: decode step of {r.layers} layers, top-{r.shape.top_k} of {r.shape.experts}, "
+        title += f"{r.ranks} ranks"
+        program = [str(r.shape.tokens), r.experts]
+        times = (r.several.median_us, r.single.median_us, r.kernels_us, r.communication_us)
+        cells = ("" if us is None else f"{us / r.layers:.1f}" for us in times)
+        layer_tables[f"{title}; us a layer"].append([*program, *cells])
+        for latency in (r.several, r.single):
+            percentiles = (f"{latency.percentiles_us[key]:.0f}" for key in ("50", "99", "99.9", "100"))
+            counts = (str(latency.steps), str(latency.calls))
+            step_tables[f"{title}; us a step"].append([*program, *counts, *percentiles])
+    for title, rows in layer_tables.items():
+        steps = results[0].several.steps
+        columns = (f"{steps} steps a\nprogram", "1 step a\nprogram", "kernels", "of these\ncommunication")
+        _print_table(console, title, ("tokens\na rank", "experts by", *columns), rows, 2)
+    for title, rows in step_tables.items():
+        columns = ("steps a\nprogram", "calls", "p50", "p99", "p99.9", "max")
+        _print_table(console, title, ("tokens\na rank", "experts by", *columns), rows, 2)
+    for (name, ranks), r in {(r.name, r.ranks): r for r in results}.items():
+        megabytes = 3 * r.shape.experts * r.shape.hidden * r.shape.inner * 2 / ranks / 1e6
+        console.print(
+            f"{name}: all layers have the same routed experts, {megabytes:.4g} MB a rank in bfloat16. If "
+            "those that the tokens choose exceed the caches, each layer reads them from memory."
+        )
+    if results:
+        console.print(
+            "us a layer: the median step, with embedding and sampling, divided by its layers. The host waits "
+            "for the tokens of each program. kernels: their sum on one device. us a step: the time of a "
+            "program, divided by its steps. all_gather: all tokens on all ranks, with the same products "
+            "(--peers)."
+        )
+
+
 class Record:
     """All measurements so far, written to a JSON file as soon as they are made, if there is a file.
 
@@ -263,6 +301,7 @@ class Record:
         self.skew: list[SkewedLayer] = []
         self.local: list[LocalOp] = []
         self.models: list[ModelStep] = []
+        self.decode: list[DecodeStep] = []
         self._path = path
         self._header: dict[str, Any] = {}
         if path is not None:
@@ -288,21 +327,33 @@ class Record:
             "skew": [dataclasses.asdict(result) for result in self.skew],
             "one device": [dataclasses.asdict(result) for result in self.local],
             "models": [dataclasses.asdict(result) for result in self.models],
+            "decode": [dataclasses.asdict(result) for result in self.decode],
         }
         partial = self._path.with_name(f"{self._path.name}.partial")
         partial.write_text(json.dumps(report, indent=2) + "\n")
         os.replace(partial, self._path)
 
 
-def read_products(path: Path) -> list[ExpertProduct]:
-    """Returns the expert products of a JSON file that `Record` wrote."""
+def read(path: Path) -> tuple[list[ExpertProduct], list[DecodeStep]]:
+    """Returns the expert products and the decode steps of a JSON file that `Record` wrote."""
     try:
-        rows = json.loads(path.read_text())["products"]
+        report = json.loads(path.read_text())
+        products, steps = report["products"], report.get("decode", [])
     except (OSError, ValueError, KeyError):
-        rows = []
-    if not rows:
+        products = steps = []
+    if not (products or steps):
         raise SystemExit(
-            f"bench: --from-json needs a file with expert products, got {path}; write one with "
-            "--parts products --json FILE"
+            f"bench: --from-json needs a file with expert products or decode steps, got {path}; write one "
+            "with --parts products --json FILE"
         )
-    return [ExpertProduct(**(row | {"shape": Shape(**row["shape"])})) for row in rows]
+
+    def with_shape(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"shape": Shape(**row["shape"])}
+
+    def with_latencies(row: dict[str, Any]) -> dict[str, Any]:
+        return with_shape(row) | {key: Latency(**row[key]) for key in ("several", "single")}
+
+    return (
+        [ExpertProduct(**with_shape(row)) for row in products],
+        [DecodeStep(**with_latencies(row)) for row in steps],
+    )

@@ -15,6 +15,7 @@ from rich.console import Console
 import jax_ep
 from jax_ep.bench import (
     ceilings,
+    decode,
     deep_gemm,
     layers,
     measure,
@@ -266,10 +267,20 @@ def time_models(name: str, ranks: int, options: argparse.Namespace) -> Iterator[
     yield from model.results(name, mesh_of(ranks), options, on_gpus())
 
 
+def time_decode(ranks: int, options: argparse.Namespace) -> Iterator[decode.DecodeStep]:
+    """Times decode steps of all shapes, one by one."""
+    for name in options.shapes or (["deepseek_v3_decode"] if on_gpus() else ["tiny"]):
+        yield from decode.results(name, SHAPES[name], mesh_of(ranks), options)
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints its results, and returns the exit status."""
     if options.from_json:
-        plots.plot_products(options.plot, report.read_products(options.from_json))
+        expert_products, decode_steps = report.read(options.from_json)
+        if expert_products:
+            plots.plot_products(options.plot, expert_products)
+        else:
+            plots.plot_decode(options.plot, decode_steps)
         return 0
     width = None if sys.stdout.isatty() else 120 if on_gpus() else 80
     is_quiet = jax.process_index() > 0  # because all processes would print the same
@@ -282,6 +293,8 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit("bench: --sweep sms needs GPUs")
     parts = parts_of(options)
     routing = "several routings" if parts == ["skew"] else f"{options.routing} routing"
+    if set(parts) <= {"model", "decode"}:
+        routing = "routing by the model"
     statistic = "fastest" if set(parts) <= {"products", "layer"} else "median"
     console.print(
         f"{ranks} x {devices[0].device_kind} in {jax.process_count()} process(es), jax {jax.__version__}, "
@@ -347,7 +360,11 @@ def run(options: argparse.Namespace) -> int:
     if "model" in parts:
         steps = (row for name in models_of(options) for row in time_models(name, ranks, options))
         record.extend(record.models, progress.track("model", steps, None, quiet=is_quiet))
+    if "decode" in parts:
+        steps = time_decode(ranks, options)
+        record.extend(record.decode, progress.track("decode", steps, None, quiet=is_quiet))
     report.show_models(console, record.models)
+    report.show_decode(console, record.decode)
     report.show_skew(console, record.skew)
     report.show_local(console, record.local)
     if is_quiet:
@@ -361,6 +378,8 @@ def run(options: argparse.Namespace) -> int:
         plots.plot_timelines(options.plot, layers.timelines(*of_layer(names_of(options)[0], ranks, options)))
     elif options.plot and "model" in parts:
         plots.plot_models(options.plot, record.models)
+    elif options.plot and "decode" in parts:
+        plots.plot_decode(options.plot, record.decode)
     elif options.plot:
         plots.plot_skew(options.plot, record.skew)
     return 0

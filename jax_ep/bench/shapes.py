@@ -45,6 +45,10 @@ SHAPES = {
     },
     "deepseek_v3_decode_16": dataclasses.replace(MODELS["deepseek_v3"], tokens=16),
     "deepseek_v3_decode_1": dataclasses.replace(MODELS["deepseek_v3"], tokens=1),
+    # On two ranks, each has the local experts of one of four.
+    "deepseek_v3_128_experts_decode": dataclasses.replace(
+        MODELS["deepseek_v3"], experts=128, tokens=DECODE_TOKENS
+    ),
     "cpu": Shape(tokens=1024, hidden=1024, top_k=8, experts=64, inner=512),
     "cpu_256_tokens": Shape(tokens=256, hidden=1024, top_k=8, experts=64, inner=512),
     "tiny": Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128),

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep.bench import measure, processes
 
 CALLS = 8
+SHARDED = P("ep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,17 @@ class Program:
     compared_with: tuple[tuple[str, str], ...] = ()  # (op, by) of the programs that set the reference time
 
 
-def normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns random bfloat16 values, sharded along the first dimension."""
+def normal(mesh: jax.sharding.Mesh, seed: int, shape: tuple[int, ...], spec: P = SHARDED) -> jax.Array:
+    """Returns random bfloat16 values, by default sharded along the first dimension."""
+    return _normal(shape, NamedSharding(mesh, spec))(jax.random.key(seed))
 
+
+@functools.cache  # because layers of a model have the same shapes
+def _normal(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     def make(key: jax.Array) -> jax.Array:
         return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
 
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P("ep")))(jax.random.key(seed))
+    return jax.jit(make, out_shardings=sharding)
 
 
 def on_ranks(mesh: jax.sharding.Mesh, function: Any) -> Any:

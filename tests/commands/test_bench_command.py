@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep.bench import layers, model, products, programs
+from jax_ep.bench import decode, layers, model, products, programs
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
@@ -205,12 +205,12 @@ def test_a_capacity(factor, capacity, tmp_path, bench):
         (["--sweep", "ranks", "--plot", "out.xyz"], "must end in .png or .svg or .pdf, got out.xyz"),
         (
             ["--parts", "products", "skew", "--plot", "out.svg"],
-            "one of the parts layer, products, skew and model",
+            "one of the parts layer, products, skew, model and decode",
         ),
         (["--from-json", "out.json"], "--from-json needs the file to draw to; pass --plot"),
         (
             ["--from-json", "nowhere.json", "--plot", "out.svg"],
-            "a file with expert products, got nowhere.json",
+            "a file with expert products or decode steps, got nowhere.json",
         ),
         (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
         (["--json", "folder.json"], "must be a file, but folder.json is a folder"),
@@ -247,3 +247,37 @@ def test_a_model_s_step(tmp_path, bench):
         assert step["losses"][-1] < 0.5 * step["losses"][0]
         np.testing.assert_allclose(step["losses"], steps[0]["losses"], rtol=0.02)
     assert "redundant experts" in (tmp_path / "model.svg").read_text()
+
+
+@pytest.mark.slow
+def test_a_decode_step(tmp_path, bench, monkeypatch):
+    """One step and several in a program, with percentiles, in both dtypes, and by JAX's own collectives."""
+    monkeypatch.setattr(decode, "LAYERS", 2)
+    monkeypatch.setattr(decode, "TOKENS", (1,))
+    options = ["--parts", "decode", "--peers", "--devices", "2", "--json", "out.json", "--plot", "out.svg"]
+    status, output = bench(*options)
+    assert status == 0, output
+    words = " ".join(output.split())
+    for text in ("us a layer", "us a step"):
+        assert f"tiny: decode step of 2 layers, top-2 of 16, 2 ranks; {text}" in words
+    assert "all layers have the same routed experts, 0.7864 MB a rank in bfloat16" in words
+    steps = json.loads((tmp_path / "out.json").read_text())["decode"]
+    assert [(step["shape"]["tokens"], step["by"], step["dtype"]) for step in steps] == [
+        (tokens, by, dtype)
+        for dtype in ("bfloat16", "FP8")
+        for tokens in (1, 32)
+        for by in ("jax_ep", "all_gather")
+    ]
+    for step in steps:
+        assert (step["several"]["steps"], step["single"]["steps"]) == (4, 1)
+        assert (step["several"]["calls"], step["single"]["calls"]) == (3, 4)  # of --repeats 1
+        for program in ("several", "single"):
+            times = list(step[program]["percentiles_us"].values())
+            assert 0 < times[0] <= times[-1]
+            assert times == sorted(times)
+        assert step["kernels_us"] is step["communication_us"] is None  # profiles of CPUs have no kernels
+    status, output = bench("--from-json", "out.json", "--plot", "again.svg")
+    assert status == 0, output
+    drawn = (tmp_path / "again.svg").read_text()
+    for text in ("tiny, 2 layers, 2 ranks, FP8", "32 tokens a rank, 4 steps a program, all_gather"):
+        assert text in drawn
