@@ -73,6 +73,11 @@ struct Shape {
   // Returns true if a token may have several rows at a peer. One row travels for all of them: a push copies
   // it to the others where it arrives, and before a pull the peer sums them ("folds").
   JAX_EP_HD bool shares_rows() const { return has_row_per_choice() && top_k > 1 && !is_alone(); }
+  // Returns the number of sums that a rank has for a pull that quantizes them: one for each token of all
+  // ranks, or for each row of its buffer.
+  JAX_EP_HD int64_t num_partials() const {
+    return has_row_per_choice() ? int64_t{num_ranks} * num_tokens : capacity;
+  }
 };
 
 // A device's position in the mesh of a program, an operand [2] of all ops that communicate. Devices that

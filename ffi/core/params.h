@@ -87,7 +87,7 @@ struct Attendance {
 // Elements of an FP8 operand that share a scale, along a dimension that has scales.
 constexpr int kFp8Block = 128;
 
-// The conversion that a push applies to rows while it sends them.
+// The conversion of rows that a push sends, or of the sums that a pull brings back.
 enum class Quantize : int32_t {
   kNone = 0,
   kFp8 = 1,         // e4m3 values, and a scale for each kFp8Block elements
@@ -140,7 +140,10 @@ struct Summand {
   void* out;         // [T, num_elements]
   int64_t num_elements;
   Float type;
-  void* partial;  // [R * T, num_elements] scratch by expert: sums of a token's rows at one rank; or null
+  // Scratch: sums of a token's rows at one rank, or null. By expert [R * T, num_elements]. If the sums are
+  // quantized, FP8 values [rows, num_elements], then scales [rows, num_elements / kFp8Block]: a row for each
+  // token of all ranks by expert, for each row of the buffer otherwise (Shape::num_partials).
+  void* partial;
 };
 
 struct Bias {
@@ -155,6 +158,9 @@ struct PullOperands {
   const MeshPosition* position_operand;
   HandleArrays handle;
   int32_t num_summands;
+  // Unless it is kNone, the sum of a token's rows at each rank is rounded to FP8, and there are no weights to
+  // return.
+  Quantize quantize;
   const float* row_weights;  // [C] by expert, or null: the factor of each row
   bool folds;  // the kernels first sum a token's rows at each rank, into the summands' `partial`
   int32_t num_biases;

@@ -1,6 +1,7 @@
 #include <type_traits>
 
 #include "core/index.h"
+#include "host/fp8.h"
 #include "host/ops.h"
 #include "host/sum.h"
 
@@ -41,6 +42,8 @@ void SumToken(const std::vector<const PullParams*>& ranks, const PullParams& par
               const std::vector<Source>& sources) {
   const Summand& summand = params.summands[index];
   const int64_t width = summand.num_elements;
+  const bool quantizes = params.quantize != Quantize::kNone;
+  static_assert(kBlock % kFp8Block == 0, "blocks of FP8 are summed as a whole");
   Acc total[kBlock], partial[kBlock];
   for (int64_t first = 0; first < width; first += kBlock) {
     const int64_t n = std::min(kBlock, width - first);
@@ -48,16 +51,19 @@ void SumToken(const std::vector<const PullParams*>& ranks, const PullParams& par
     for (size_t i = 0; i < sources.size();) {
       // Sums a rank's rows separately, as if that rank had sent one row.
       const int32_t rank = sources[i].rank;
-      const bool is_single = i + 1 == sources.size() || sources[i + 1].rank != rank;
-      Acc* sum = is_single ? total : partial;
-      if (!is_single) std::fill_n(partial, n, Acc{0});
+      const bool adds_directly = !quantizes && (i + 1 == sources.size() || sources[i + 1].rank != rank);
+      Acc* sum = adds_directly ? total : partial;
+      if (!adds_directly) std::fill_n(partial, n, Acc{0});
       for (; i < sources.size() && sources[i].rank == rank; ++i) {
         const float* weights = ranks[rank]->row_weights;
         AddRow<Acc>(summand.type,
                     RowAt(ranks[rank]->summands[index].rows, sources[i].row, width, summand.type), first, n,
                     weights == nullptr ? Acc{1} : static_cast<Acc>(weights[sources[i].row]), sum);
       }
-      if (!is_single) {
+      if constexpr (std::is_same_v<Acc, float>) {
+        if (quantizes) RoundTripFp8(partial, n, params.quantize == Quantize::kFp8Rounded);
+      }
+      if (!adds_directly) {
         for (int64_t j = 0; j < n; ++j) total[j] += partial[j];
       }
     }

@@ -33,7 +33,7 @@ from jax_ep._experts.mlp import (
 from jax_ep._jax.custom_vjp import differentiated_as
 from jax_ep._jax.ffi_call import Call, run_beside
 from jax_ep._rows.weights import Matrices, as_array
-from jax_ep._transport.backend import Backend, Pull
+from jax_ep._transport.backend import Backend, Packing, Pull
 from jax_ep._transport.ffi import Ffi
 from jax_ep._transport.fp8_rows import cotangents_of_fp8, cotangents_sent_as_fp8, pull_backward_as_fp8
 from jax_ep._transport.push_pull import Moved, Pulled, cotangents_of, cotangents_sent, pull, pull_backward
@@ -61,6 +61,7 @@ class LayerCall:
     mlp: MlpCall
     backend: Backend
     weighs: bool  # the combine multiplies rows by their weights; otherwise the experts have done so
+    packing: Packing  # the form in which the sums travel
     quantizes_gradient: bool  # the cotangents of the sums travel as FP8
     overlap: bool | None
     shared: MlpCall | None = None
@@ -68,6 +69,10 @@ class LayerCall:
     def engine_beside(self, num_elements: int) -> KernelEngine | None:
         """Returns the engine of products beside communication of so many elements, if they run there."""
         return engine_beside(self.mlp, self.backend, self.overlap, num_elements, _MIN_RANKS)
+
+    def pull_of(self, rows: jax.Array, weights: jax.Array | None) -> Pull:
+        """Returns the pull that sums the experts' rows [C, H], times their weights if any."""
+        return Pull((rows,), weights, packing=self.packing)
 
     def engine_of_shared(self, num_elements: int) -> KernelEngine | None:
         if self.shared is None:
@@ -123,7 +128,7 @@ def sums_of_hidden(call: LayerCall, to_sum: ToSum) -> jax.Array:
     def in_sequence(to_sum: ToSum) -> jax.Array:
         handle, weights, (hidden, operands), shared = to_sum
         out = down(call.mlp, operands, hidden)
-        return sums_of(call, handle, Pull((out,), weights), shared)
+        return sums_of(call, handle, call.pull_of(out, weights), shared)
 
     def in_parts(to_sum: ToSum) -> jax.Array:
         handle, weights, (hidden, operands), shared = to_sum
@@ -133,9 +138,9 @@ def sums_of_hidden(call: LayerCall, to_sum: ToSum) -> jax.Array:
         first, second = (engine.call_of(factors, part) for part in columns)
         if first is None or second is None:
             return in_sequence(to_sum)
-        of_first = Pull((as_array(first.run()).astype(dtype),), weights)
+        of_first = call.pull_of(as_array(first.run()).astype(dtype), weights)
         ((sums,), _, _), rows = run_beside(_ffi(call).pull_call(handle, of_first), second)
-        of_second = Pull((as_array(rows).astype(dtype),), weights)
+        of_second = call.pull_of(as_array(rows).astype(dtype), weights)
         rest, of_shared = _pull_beside_down(call, handle, of_second, shared)
         return _added(jnp.concatenate([sums, rest], axis=1), of_shared)
 

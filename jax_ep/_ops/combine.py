@@ -15,7 +15,11 @@ from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, AttendanceResult, OnTimeout
 from jax_ep._transport.backend import Pull
 from jax_ep._transport.choice import Asynchronous
-from jax_ep._transport.fp8_rows import check_quantize_gradient, pull_with_fp8_gradient
+from jax_ep._transport.fp8_rows import (
+    check_quantize_gradient,
+    check_quantize_sums,
+    pull_with_fp8_gradient,
+)
 from jax_ep._transport.payload import Payload
 from jax_ep._transport.push_pull import pull, pull_attended
 from jax_ep._transport.routing import Handle
@@ -36,6 +40,8 @@ def combine(  # pyright: ignore[reportOverlappingOverload]
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: PyTree = None,
+    quantize: Literal["fp8"] | None = None,
+    round_scale: bool = False,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: None = None,
     on_timeout: Literal["raise"] = "raise",
@@ -50,6 +56,8 @@ def combine(
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: PyTree = None,
+    quantize: Literal["fp8"] | None = None,
+    round_scale: bool = False,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
@@ -63,6 +71,8 @@ def combine(
     *,
     row_weights: ArrayLike | Default | None = Default.UNSET,
     bias: PyTree = None,
+    quantize: Literal["fp8"] | None = None,
+    round_scale: bool = False,
     quantize_gradient: Literal["fp8"] | None = None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
@@ -89,6 +99,14 @@ def combine(
       bias: floating [T, ...], or a tuple of such arrays, added in float32 before the rounding. If y is a
         pytree: a pytree of the same structure with such a bias, or None, for each leaf; each leaf then
         travels in an op of its own, which needs all ranks. Differentiable.
+      quantize: "fp8" sends each rank's part of a sum as FP8, with a float32 scale for each 128 elements. A
+        rank's part is the float32 sum of its rows of the token, times their weights if any; by rank it is one
+        row. Every part is rounded, also that of the token's own rank. Parts are added as above. The error of
+        an element of a part is at most 1/16 of its magnitude, or 2^-10 of its scale; that of a sum is about
+        2.6 % (docs/howto/fp8.md). y must be one array of float16, bfloat16 or float32 whose last dimension is
+        a multiple of 128. The gradient is that of the combine without it. Where ranks span hosts, only what
+        travels between hosts is FP8: a host's part, after it was rounded to y's dtype.
+      round_scale: if true, scales of quantize are rounded up to powers of two, as for `dispatch`.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, with a float32 scale for
         each 128 elements, as `dispatch(quantize="fp8_dequantize")` sends tokens; it arrives in y's dtype. y
         must be one array whose last dimension is a multiple of 128. Of use where links limit the backward
@@ -106,10 +124,10 @@ def combine(
 
     Raises:
       ValueError: shapes or the structure of a bias do not fit, weights with a rank-order handle, no
-        row_weights although weights were dispatched, quantize_gradient with a pytree, or no shard_map binds
-        the axis of the handle's group.
-      TypeError: a leaf of y or a bias is not floating of 16 bits or more, or a gradient was requested through
-        a combine that ranks may miss.
+        row_weights although weights were dispatched, quantize or quantize_gradient with a pytree or with rows
+        whose last dimension is not a multiple of 128, or no shard_map binds the axis of the handle's group.
+      TypeError: a leaf of y or a bias is not floating of 16 bits or more, rows of float64 with quantize, or a
+        gradient was requested through a combine that ranks may miss.
     """
     return combine_as(
         OpArguments("combine"),
@@ -117,6 +135,8 @@ def combine(
         handle,
         row_weights=row_weights,
         bias=bias,
+        quantize=quantize,
+        round_scale=round_scale,
         quantize_gradient=quantize_gradient,
         active_ranks=active_ranks,
         on_timeout=on_timeout,
@@ -131,6 +151,8 @@ def combine_as(
     *,
     row_weights: ArrayLike | Default | None,
     bias: PyTree = None,
+    quantize: Literal["fp8"] | None = None,
+    round_scale: bool = False,
     quantize_gradient: Literal["fp8"] | None,
     active_ranks: ArrayLike | None = None,
     on_timeout: OnTimeout = "raise",
@@ -161,6 +183,7 @@ def combine_as(
             )
         weights = check.weights("row_weights", row_weights, routing.buffer, f"[{routing.axes}]")
         weights = weights.reshape(routing.capacity)
+    packing = check_quantize_sums(check, "quantize", quantize, round_scale, payload.tree, leaves)
     if quantize_gradient is not None:
         check_quantize_gradient(check, quantize_gradient, payload.tree, leaves)
     biases = _biases(check, bias, payload.tree, leaves, routing.num_tokens)
@@ -174,14 +197,17 @@ def combine_as(
                 raise ValueError(
                     f"{check.op}: with active_ranks or on_timeout='mask' a bias needs y to be one array"
                 )
-            pulled = Pull(rows, weights, biases[0])
+            pulled = Pull(rows, weights, biases[0], packing=packing)
             sums, attended = pull_attended(backend, handle, pulled, attendance)
         elif quantize_gradient is not None:
-            sums, _ = pull_with_fp8_gradient(backend, handle, Pull(rows, weights, biases[0]))
+            pulled = Pull(rows, weights, biases[0], packing=packing)
+            sums, _ = pull_with_fp8_gradient(backend, handle, pulled)
         elif not any(biases):
-            sums, _ = pull(backend, handle, Pull(rows, weights))
+            sums, _ = pull(backend, handle, Pull(rows, weights, packing=packing))
         else:  # an op adds biases to one array
-            pulls = [Pull((row,), weights, added) for row, added in zip(rows, biases, strict=True)]
+            pulls = [
+                Pull((row,), weights, added, packing=packing) for row, added in zip(rows, biases, strict=True)
+            ]
             sums = tuple(pull(backend, handle, pulled)[0][0] for pulled in pulls)
     if routing.padded_rows is not None:
         find = lambda: [debug.nan_rows(handle, rows)]

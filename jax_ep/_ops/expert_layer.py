@@ -121,7 +121,7 @@ def _layer_forward(call: LayerCall, differentiated: LayerOperands) -> tuple[jax.
             sums = sums_of_hidden(call, ToSum(handle, None, Hidden(hidden, experts), of_shared))
             return sums, None, saved, saved_shared
         out = down(call.mlp, experts, hidden)
-        return sums_of(call, handle, Pull((out,), weights), of_shared), out, saved, saved_shared
+        return sums_of(call, handle, call.pull_of(out, weights), of_shared), out, saved, saved_shared
 
     handle, sent, weights, experts, shared = primal_values(differentiated)
     sums, out, saved, saved_shared = call.once_in_fp8(run, handle, weights, experts, shared)

@@ -23,7 +23,7 @@ from jax_ep._ops.expert_layer import LayerOperands, Shared, expert_layer
 from jax_ep._ops.gated_mlp import gated_mlp, prepare
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
-from jax_ep._transport.backend import Backend, Push
+from jax_ep._transport.backend import Backend, Packing, Push
 
 # Of a field that is part of the program, and no array.
 _STATIC = {"static": True}
@@ -99,13 +99,15 @@ def combined_rows(
     backend: Backend,
     *,
     applies_weights: bool,
+    packing: Packing,
     quantizes_gradient: bool,
     shared: SharedExpert | None,
 ) -> jax.Array:
     """Returns the sums [T, H] of the experts' rows. Their gradient goes to the tokens, not to `sent`.
 
     A shared expert's rows are added. `sent` is the dispatch of these tokens. `applies_weights`: the experts
-    apply the row weights, and the combine does not. `quantizes_gradient`: the sums' cotangents travel as FP8.
+    apply the row weights, and the combine does not. `packing`: the form in which sums travel.
+    `quantizes_gradient`: their cotangents travel as FP8.
     """
     rows = sent.x
     if isinstance(rows, QuantizedArray):
@@ -118,7 +120,15 @@ def combined_rows(
         rows, experts.w_up, experts.w_down, sent.group_sizes, clears_rows=clears_rows, **options
     )
     of_shared, arrays = (None, None) if shared is None else shared
-    call = LayerCall(mlp, backend, not applies_weights, quantizes_gradient, experts.overlap, of_shared)
+    call = LayerCall(
+        mlp,
+        backend,
+        weighs=not applies_weights,
+        packing=packing,
+        quantizes_gradient=quantizes_gradient,
+        overlap=experts.overlap,
+        shared=of_shared,
+    )
     return expert_layer(call, LayerOperands(sent.handle, tokens, sent.row_weights, operands, arrays))
 
 

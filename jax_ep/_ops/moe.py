@@ -28,7 +28,7 @@ from jax_ep._ops.replicate import replicate_as
 from jax_ep._rows.fp8 import QuantizedArray
 from jax_ep._transport.backend import Push
 from jax_ep._transport.choice import choose
-from jax_ep._transport.fp8_rows import Quantize, check_quantize_gradient
+from jax_ep._transport.fp8_rows import Quantize, check_quantize_gradient, check_quantize_sums
 from jax_ep._transport.payload import Payload
 
 Sums = TypeVar("Sums")
@@ -81,6 +81,7 @@ def moe(
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
+    quantize_sums: Literal["fp8"] | None = None,
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
@@ -106,6 +107,7 @@ def moe(
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
+    quantize_sums: Literal["fp8"] | None = None,
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
@@ -130,6 +132,7 @@ def moe(
     host_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
+    quantize_sums: Literal["fp8"] | None = None,
     quantize_gradient: Literal["fp8"] | None = None,
     num_valid_tokens: ArrayLike | None = None,
     num_redundant_experts: int = 0,
@@ -175,6 +178,7 @@ def moe(
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
         expert_fn passes sent.x to `gated_mlp(..., quantize="fp8")` and uses it nowhere else. None means "fp8"
         for bfloat16 tokens of `GatedExperts(..., quantize="fp8")`.
+      quantize_sums: "fp8" sends the sums of the experts' rows back as FP8, as `quantize` of `combine`.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, as for `combine`.
       num_valid_tokens: int32 scalar, at most the number of all tokens. The leading axes are merged in
         row-major order, and tokens from this index on are ignored; their sums are zero. It is not a length
@@ -302,6 +306,9 @@ def moe(
         if num_redundant_experts:
             assert isinstance(expert_params, GatedExperts)
             experts = expert_params
+        packing = check_quantize_sums(
+            check, "quantize_sums", quantize_sums, False, jax.tree.structure(x), [x]
+        )
         if quantize_gradient is not None:
             check_quantize_gradient(check, quantize_gradient, jax.tree.structure(x), [x])
         _, backend = check.open_handle(sent.handle, implementation)
@@ -312,6 +319,7 @@ def moe(
             source,
             backend,
             applies_weights=experts_apply_weights,
+            packing=packing,
             quantizes_gradient=quantize_gradient is not None,
             shared=None if of_shared is None else with_first_product(of_shared, product),
         )
@@ -320,11 +328,14 @@ def moe(
             run: Callable[..., PyTree] = expert_fn
             y: PyTree = run(sent) if expert_params is None else run(sent, expert_params)
         _check_result(check, y, sent.handle.routing.capacity)
+        leaves, tree = jax.tree.flatten(y)
+        check_quantize_sums(check, "quantize_sums", quantize_sums, False, tree, leaves)
         out = combine_as(
             check,
             y,
             sent.handle,
             row_weights=None if experts_apply_weights else sent.row_weights,
+            quantize=quantize_sums,
             quantize_gradient=quantize_gradient,
             implementation=implementation,
         )

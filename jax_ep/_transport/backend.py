@@ -23,7 +23,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Packing(enum.IntEnum):
-    """Conversion of rows while `route` sends them. Quantize in ffi/core/params.h has the same numbers."""
+    """Conversion of rows while they travel. Quantize in ffi/core/params.h has the same numbers."""
 
     NONE = 0
     FP8 = 1
@@ -60,6 +60,8 @@ class Pull:
     """By rank [C, K], by expert [C], which return to their tokens: the gradient of the weights of a push."""
     adds_in_place: bool = dataclasses.field(default=False, metadata={"static": True})
     """True if the result may overwrite the array of the only bias. Kernels then skip tokens without rows."""
+    packing: Packing = dataclasses.field(default=Packing.NONE, metadata={"static": True})
+    """The form in which each rank's part of a sum travels. If it is FP8, there are no `weights`."""
 
 
 class Routed(NamedTuple):

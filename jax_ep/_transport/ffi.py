@@ -253,10 +253,7 @@ class Ffi:
         rows, arrived_weights = pulled.rows, pulled.weights
         routing = handle.routing
         returned = (0,) if arrived_weights is None else (routing.num_tokens, routing.top_k)
-        # On GPUs, by expert, each rank first sums a token's rows that it has, into memory for these sums.
-        several = routing.top_k > 1 and routing.num_ranks > 1
-        folds = routing.has_row_per_choice and several and self.ranks.platform == "gpu"
-        partial_sums = routing.num_ranks * routing.num_tokens if folds else 0
+        results = {"topk_weights": (returned, jnp.float32), **_attendance_types(routing, attendance)}
         operands = [
             *_handle_arrays(handle),
             or_scalar(pulled.row_weights),
@@ -265,7 +262,6 @@ class Ffi:
             *rows,
             *pulled.biases,
         ]
-        results = {"topk_weights": (returned, jnp.float32), **_attendance_types(routing, attendance)}
 
         def read(arrays: list[jax.Array]) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
             named, sums = by_name(results, arrays)
@@ -278,12 +274,26 @@ class Ffi:
             [
                 *results.values(),
                 *rows_like(rows, routing.num_tokens),
-                *rows_like(rows, partial_sums),
+                *self._partial_sums(routing, pulled),
             ],
-            _routing_attributes(routing, attendance.masks),
+            _routing_attributes(routing, attendance.masks, pulled.packing),
             read,
             aliases=[(len(operands), len(results))] if pulled.adds_in_place else [],
         )
+
+    def _partial_sums(self, routing: Routing, pulled: Pull) -> list[Result]:
+        """Returns memory for sums of a token's rows at one rank, which GPUs compute before these travel.
+
+        FP8 values [rows, n] and then their scales [rows, n / 128] lie in one array.
+        """
+        on_gpus, by_choice = self.ranks.platform == "gpu", routing.has_row_per_choice
+        of_all_tokens = routing.num_ranks * routing.num_tokens
+        if pulled.packing is Packing.NONE:
+            several = by_choice and routing.top_k > 1 and routing.num_ranks > 1
+            return rows_like(pulled.rows, of_all_tokens if several and on_gpus else 0)
+        num_rows = of_all_tokens if by_choice else routing.capacity
+        sizes = [num_rows * math.prod(row.shape[1:]) for row in pulled.rows]
+        return [((size + 4 * (size // BLOCK) if on_gpus else 0,), jnp.uint8) for size in sizes]
 
     def between_hosts(self, blocks: jax.Array) -> jax.Array:
         """Sends blocks to other hosts (hop 1), by puts over NCCL's device API if the group has rails."""

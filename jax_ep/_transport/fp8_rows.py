@@ -15,10 +15,21 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.dtypes import is_differentiable
 from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.backend import Backend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.payload import Payload
-from jax_ep._transport.push_pull import Moved, Pulled, attach, name_indices, pull, pull_forward, push, route
+from jax_ep._transport.push_pull import (
+    Moved,
+    Pulled,
+    attach,
+    name_indices,
+    pull,
+    pull_forward,
+    push,
+    route,
+    without_packing,
+)
 from jax_ep._transport.routing import Handle, Routing, flat_real_rows, in_buffers
 
 Quantize = Literal["fp8", "fp8_dequantize"]
@@ -48,6 +59,36 @@ def check_quantize(check: Arguments, quantize: object, round_scale: bool, x: PyT
             f"{_checks.shape_text(x)}"
         )
     _check_blocks(f"{check.op}: quantize={quantize!r}", x)
+
+
+def check_quantize_sums(
+    check: Arguments,
+    name: str,
+    quantize: object,
+    round_scale: bool,
+    tree: TreeDef,
+    leaves: Sequence[jax.Array],
+) -> Packing:
+    """Checks the option `name` of a combine of these leaves. Returns the form in which its sums travel."""
+    option = f"{check.op}: {name}"
+    if quantize is None:
+        if round_scale:
+            raise ValueError(
+                f"{check.op}: round_scale needs {name}, because sums that are not quantized have no scales"
+            )
+        return Packing.NONE
+    if not isinstance(quantize, str) or quantize != "fp8":
+        raise ValueError(f"{option} must be None or 'fp8', got {quantize!r}")
+    if not jax.tree_util.treedef_is_leaf(tree):
+        raise ValueError(f"{option} needs y to be one array, not a pytree")
+    for rows in leaves:
+        if rows.dtype not in KERNEL_DTYPES:
+            raise TypeError(
+                f"{option} needs rows of float16, bfloat16 or float32, got {_checks.shape_text(rows)}; cast "
+                "them, or leave it out"
+            )
+    _check_blocks(option, *leaves)
+    return Packing.FP8_ROUNDED if round_scale else Packing.FP8
 
 
 def check_quantize_gradient(
@@ -129,10 +170,14 @@ def _unpack(rows: Leaves) -> QuantizedArray:
     return QuantizedArray(values, jax.lax.bitcast_convert_type(scales, jnp.float32))
 
 
-@custom_vjp(0)
 def pull_with_fp8_gradient(backend: Backend, handle: Handle, pulled: Pull) -> Moved:
     """Does what `pull` does with one leaf, whose cotangent travels as FP8."""
-    return pull(backend, handle, pulled)
+    return _pull_with_fp8_gradient(backend, *without_packing(handle, pulled))
+
+
+@custom_vjp(0, 1)
+def _pull_with_fp8_gradient(backend: Backend, packing: Packing, handle: Handle, pulled: Pull) -> Moved:
+    return pull(backend, handle, dataclasses.replace(pulled, packing=packing))
 
 
 def pull_backward_as_fp8(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
@@ -164,4 +209,10 @@ def cotangents_of_fp8(saved: Pulled, cotangents: Moved, moved: Moved) -> Pull:
     return Pull((d_rows,), d_row_weights, d_biases)
 
 
-pull_with_fp8_gradient.defvjp(pull_forward, pull_backward_as_fp8)
+def _pull_with_fp8_gradient_backward(
+    backend: Backend, packing: Packing, saved: Pulled, cotangents: Moved
+) -> tuple[None, Pull]:
+    return pull_backward_as_fp8(backend, saved, cotangents)
+
+
+_pull_with_fp8_gradient.defvjp(pull_forward, _pull_with_fp8_gradient_backward)

@@ -19,7 +19,7 @@ from jax_ep._rows.dtypes import is_differentiable, sum_dtype, sum_of_all
 from jax_ep._rows.indexing import invert, take
 from jax_ep._transport import debug
 from jax_ep._transport.attendance import Attendance, AttendanceResult, refuse_gradient
-from jax_ep._transport.backend import Backend, Leaves, Pull, Push, Routed
+from jax_ep._transport.backend import Backend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.payload import Payload, keep_bits, move_bits
 from jax_ep._transport.routing import (
@@ -179,21 +179,31 @@ def _rows_along(handle: Handle, other: Handle) -> jax.Array:
     return jnp.where((row < ends[-1]) & (row_in_other >= first), row_in_other, -1)
 
 
-@custom_vjp(0)
 def pull(backend: Backend, handle: Handle, pulled: Pull) -> Moved:
     """Returns [T, ...]: sums of each token's rows [C, ...], times row weights if any, plus its biases.
 
-    Also returns `pulled.weights`, if any, to their tokens: [T, K].
+    Also returns `pulled.weights`, if any, to their tokens: [T, K]. The gradient does not depend on the form
+    in which sums travel.
     """
-    sums, returned, _ = backend.pull(handle, pulled)
+    return _pull(backend, *without_packing(handle, pulled))
+
+
+def without_packing(handle: Handle, pulled: Pull) -> tuple[Packing, Handle, Pull]:
+    """Returns the arguments of a function with a gradient. The cotangent of a pull has no packing."""
+    return pulled.packing, handle, dataclasses.replace(pulled, packing=Packing.NONE)
+
+
+@custom_vjp(0, 1)
+def _pull(backend: Backend, packing: Packing, handle: Handle, pulled: Pull) -> Moved:
+    sums, returned, _ = backend.pull(handle, dataclasses.replace(pulled, packing=packing))
     return sums, returned
 
 
-def pull_forward(backend: Backend, handle: Handle, pulled: Pull) -> tuple[Moved, Pulled]:
+def pull_forward(backend: Backend, packing: Packing, handle: Handle, pulled: Pull) -> tuple[Moved, Pulled]:
     # The rows are needed for the gradient of the weights only.
     scaled = None if pulled.row_weights is None else (pulled.rows, pulled.row_weights)
     saved = for_backward(handle), scaled, [bias[:0] for bias in pulled.biases]
-    return pull(backend, handle, pulled), saved
+    return _pull(backend, packing, handle, pulled), saved
 
 
 def pull_backward(backend: Backend, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
@@ -227,7 +237,11 @@ def cotangents_of(saved: Pulled, cotangents: Moved, moved: Moved) -> Pull:
     return Pull(d_rows, d_weights, d_biases)
 
 
-pull.defvjp(pull_forward, pull_backward)
+def _pull_backward(backend: Backend, packing: Packing, saved: Pulled, cotangents: Moved) -> tuple[None, Pull]:
+    return pull_backward(backend, saved, cotangents)
+
+
+_pull.defvjp(pull_forward, _pull_backward)
 
 
 def pull_attended(

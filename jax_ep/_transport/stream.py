@@ -5,6 +5,7 @@ at the same time. A call contains only that of a handler. The gradients of these
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -87,9 +88,8 @@ class Stream:
             return self.inner.pull(handle, pulled, attendance)
         returned = None if pulled.weights is None else _begin(self._pull_weights, handle, pulled.weights)
         # If there are biases, there is only one array.
-        sums = tuple(
-            _begin(self._pull_row, handle, pulled.row_weights, row, pulled.biases) for row in pulled.rows
-        )
+        pull_row = functools.partial(self._pull_row, pulled.packing)
+        sums = tuple(_begin(pull_row, handle, pulled.row_weights, row, pulled.biases) for row in pulled.rows)
         return sums, returned, AttendanceResult()
 
     def _pull_weights(self, handle: Handle, weights: jax.Array) -> jax.Array:
@@ -98,9 +98,14 @@ class Stream:
         return returned
 
     def _pull_row(
-        self, handle: Handle, row_weights: jax.Array | None, row: jax.Array, biases: Leaves
+        self,
+        packing: Packing,
+        handle: Handle,
+        row_weights: jax.Array | None,
+        row: jax.Array,
+        biases: Leaves,
     ) -> jax.Array:
-        return self.inner.pull(handle, Pull((row,), row_weights, biases))[0][0]
+        return self.inner.pull(handle, Pull((row,), row_weights, biases, packing=packing))[0][0]
 
 
 def has_stream(ranks: Ranks) -> bool:

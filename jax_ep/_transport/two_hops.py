@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._rows.dtypes import sum_dtype
-from jax_ep._rows.fp8 import QuantizedArray
+from jax_ep._rows.fp8 import FLOOR, QuantizedArray, as_bits, dequantize_fp8, from_bits
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
 from jax_ep._transport.backend import HostBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
@@ -211,13 +211,13 @@ class TwoHops:
     def pull(
         self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
     ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
-        on_host = dataclasses.replace(pulled, biases=(), adds_in_place=False)
+        on_host = dataclasses.replace(pulled, biases=(), adds_in_place=False, packing=Packing.NONE)
         partials, returned, _ = self.inner.pull(_inner_handle(handle), on_host)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
             total: Any = 0.0
-            for part in take_back(self.outer, handle, partial):
+            for part in self._take_back_sums(handle, partial, pulled.packing):
                 total = total + part.astype(wide)
             for bias in pulled.biases:
                 total = total + bias.astype(wide)
@@ -229,6 +229,17 @@ class TwoHops:
         for number, part in enumerate(take_back(self.outer, handle, returned)):
             total = jnp.where(hosts == number, part, total)
         return tuple(sums), total, AttendanceResult()
+
+    def _take_back_sums(self, handle: Handle, partial: jax.Array, packing: Packing) -> list[jax.Array]:
+        """Returns, for each host, its part of the sums of this rank's tokens."""
+        if packing is Packing.NONE:
+            return take_back(self.outer, handle, partial)
+        packed = as_bits(self.quantize(partial, packing is Packing.FP8_ROUNDED, FLOOR))
+        parts = [take_back(self.outer, handle, array) for array in (packed.values, packed.scales)]
+        return [
+            dequantize_fp8(from_bits(QuantizedArray(values, scales)), jnp.float32)
+            for values, scales in zip(*parts, strict=True)
+        ]
 
 
 def _inner_handle(handle: Handle) -> Handle:

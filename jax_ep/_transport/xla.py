@@ -13,7 +13,15 @@ import jax.numpy as jnp
 
 from jax_ep._group.ranks import Ranks
 from jax_ep._rows.dtypes import sum_dtype, sum_of_all
-from jax_ep._rows.fp8 import BLOCK, QuantizedArray, quantize_blocks
+from jax_ep._rows.fp8 import (
+    BLOCK,
+    FLOOR,
+    QuantizedArray,
+    as_bits,
+    dequantize_fp8,
+    from_bits,
+    quantize_blocks,
+)
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport import collectives
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
@@ -48,6 +56,13 @@ def _send_back(routing: Routing, held: jax.Array) -> jax.Array:
     """Returns [R, T, ...]: each rank's part for this rank's tokens. held [R * T, ...] is by source rank."""
     held = held.reshape(routing.num_ranks, routing.num_tokens, *held.shape[1:])
     return exchange(routing.ranks, held)
+
+
+def _send_back_as_fp8(routing: Routing, held: jax.Array, packing: Packing) -> jax.Array:
+    """Does what `_send_back` does, with parts that travel as FP8."""
+    packed = quantize_blocks(held, (1, BLOCK), packing is Packing.FP8_ROUNDED, FLOOR)
+    parts = from_bits(jax.tree.map(lambda leaf: _send_back(routing, leaf), as_bits(packed)))
+    return dequantize_fp8(parts, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +182,11 @@ class Xla:
                     term *= over_row(take(pulled.row_weights, choice), term)
                 partial = partial + term
             total: Any = 0.0
-            returned = _send_back(routing, partial)
-            for part in returned:
+            if pulled.packing is Packing.NONE:
+                parts = _send_back(routing, partial)
+            else:
+                parts = _send_back_as_fp8(routing, partial, pulled.packing)
+            for part in parts:
                 total = total + part
             for bias in pulled.biases:
                 total = total + bias.astype(wide)

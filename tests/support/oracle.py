@@ -5,8 +5,10 @@ rank.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -179,12 +181,14 @@ def combine(
     folds: bool = False,
     active: Any = None,
     per_host: int | None = None,
+    as_fp8: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
 
     `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype. With `per_host`
     ranks on each host, a host sends the sum of its ranks, rounded to y's dtype, and hosts are added in order.
-    Nothing comes from ranks, and goes to ranks, that are not `active` [R].
+    Nothing comes from ranks, and goes to ranks, that are not `active` [R]. as_fp8(parts) rounds the parts
+    that travel: those of ranks, or with `per_host` those of hosts.
     `received` lists the rows of a rank by expert, so those of a token are first sorted by k, which is the
     documented order.
     """
@@ -205,14 +209,30 @@ def combine(
                 partial = partial + weight * y[rank, c].astype(wide)
             if folds and len(rows) > 1:
                 partial = partial.astype(y.dtype).astype(wide)
+            if as_fp8 is not None and per_host is None:
+                partial = as_fp8(partial)
             out[s, t] += partial
         if per_host is not None and (rank + 1) % per_host == 0:
-            total += out.astype(y.dtype).astype(wide)
+            out = out.astype(y.dtype).astype(wide)
+            total += out if as_fp8 is None else as_fp8(out)
             out = np.zeros_like(out)
     out = out if per_host is None else total
     for bias in biases:
         out += bias.astype(wide)
     return out
+
+
+def round_to_fp8(x: np.ndarray, round_scale: bool) -> np.ndarray:
+    """Returns x [..., H] float32 as it arrives if it travels as FP8, with a scale for each 128 elements."""
+    blocks = x.reshape(*x.shape[:-1], -1, 128)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    scales = np.maximum(largest, np.float32(1e-4)) * np.float32(1 / 448)
+    if round_scale:
+        fractions, exponents = np.frexp(scales)
+        scales = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
+    scales = np.where(np.isfinite(largest), scales, np.float32(np.nan))
+    values = (blocks * (np.float32(1) / scales)).astype(ml_dtypes.float8_e4m3fn)
+    return (values.astype(np.float32) * scales).reshape(x.shape)
 
 
 def permute_rows(topk_idx: np.ndarray, num_local: int, alignment: int, capacity: int) -> np.ndarray:

@@ -5,8 +5,18 @@
 
 namespace jax_ep {
 
-// Decodes the summands, then the biases of a single summand. The results are the sums, then as many partial
-// sums of R * T rows, or of no rows if the kernels need none.
+// Returns the number of bytes, after the FP8 values of `elements`, of their scales.
+inline int64_t ScaleBytes(int64_t elements) { return elements / kFp8Block * int64_t{sizeof(float)}; }
+
+// Checks that a summand's rows can be quantized.
+inline ffi::Error CheckQuantizedRows(const char* op, Float type, int64_t elements) {
+  if (type != Float::kF64 && elements % kFp8Block == 0) return ffi::Error::Success();
+  return InvalidArgument(op, ": rows to quantize must be float16, bfloat16 or float32, and a multiple of ",
+                         kFp8Block, " elements, got ", elements);
+}
+
+// Decodes the summands, then the biases of a single summand. The results are the sums, then as many arrays of
+// partial sums, of which those that the kernels do not need are empty.
 inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& args,
                              const std::vector<ffi::AnyBuffer>& rets, PullParams& params) {
   const Shape& shape = params.shape;
@@ -36,8 +46,15 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
     }
     const ffi::AnyBuffer& partial = rets[num_sums + i];
     const int64_t elements = partial.element_count();
-    const int64_t expected = int64_t{shape.num_ranks} * shape.num_tokens * ElementsPerRow(rows);
-    if (partial.element_type() != rows.element_type() || (elements != 0 && elements != expected)) {
+    int64_t expected = int64_t{shape.num_ranks} * shape.num_tokens * ElementsPerRow(rows);
+    ffi::DataType expected_type = rows.element_type();
+    if (params.quantize != Quantize::kNone) {
+      if (auto error = CheckQuantizedRows(op, *type, ElementsPerRow(rows)); error.failure()) return error;
+      const int64_t values = shape.num_partials() * ElementsPerRow(rows);
+      expected = values + ScaleBytes(values);
+      expected_type = ffi::U8;
+    }
+    if (partial.element_type() != expected_type || (elements != 0 && elements != expected)) {
       return InvalidArgument(op, ": partial sum ", i, " must have no elements or ", expected, ", got ",
                              elements);
     }
@@ -66,6 +83,12 @@ typename Context::Result Pull(Context context, const std::vector<ffi::AnyBuffer>
     return Context::Fail(InvalidArgument(op, ": row_weights and weights to return exclude each other"));
   }
   params.attendance = TakeAttendance(in, out, attributes);
+  if (auto error = TakeQuantize(op, attributes, params.quantize); error.failure()) {
+    return Context::Fail(error);
+  }
+  if (params.quantize != Quantize::kNone && returns_weights) {
+    return Context::Fail(InvalidArgument(op, ": sums are not quantized together with weights to return"));
+  }
   // The rows [C, ...] follow, then biases [T, ...].
   // The sums [T, ...] follow, then scratch: partial sums.
   if (auto error = FirstError({in.error(), out.error()}); error.failure()) return Context::Fail(error);

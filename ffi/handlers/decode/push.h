@@ -49,10 +49,9 @@ typename Context::Result Route(Context context, const std::vector<ffi::AnyBuffer
   params.num_dropped = out.TakeInts("num_dropped", {1});
   params.chunk_counts = out.TakeInts("scratch", {int64_t{NumChunks(shape)} * NumBins(shape)});
   params.attendance = TakeAttendance(in, out, attributes);
-  if (attributes.quantize < 0 || attributes.quantize > static_cast<int64_t>(Quantize::kFp8Rounded)) {
-    return Context::Fail(InvalidArgument(op, ": attribute quantize out of range: ", attributes.quantize));
+  if (auto error = TakeQuantize(op, attributes, params.quantize); error.failure()) {
+    return Context::Fail(error);
   }
-  params.quantize = static_cast<Quantize>(attributes.quantize);
   // The payloads [T, ...] follow.
   // The rows [C, ...] follow.
   return FinishPush(context, op, std::move(params), in, out, attributes.group);

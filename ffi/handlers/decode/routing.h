@@ -99,6 +99,15 @@ inline Attendance TakeAttendance(Arrays& in, Arrays& out, const RoutingAttribute
   return attendance;
 }
 
+// Sets `quantize` to the attribute, if that is in range.
+inline ffi::Error TakeQuantize(const char* op, const RoutingAttributes& attributes, Quantize& quantize) {
+  if (attributes.quantize < 0 || attributes.quantize > static_cast<int64_t>(Quantize::kFp8Rounded)) {
+    return InvalidArgument(op, ": attribute quantize out of range: ", attributes.quantize);
+  }
+  quantize = static_cast<Quantize>(attributes.quantize);
+  return ffi::Error::Success();
+}
+
 // Returns the shape of the weights that arrive with the rows.
 inline std::vector<int64_t> ArrivedWeightsShape(const Shape& shape) {
   if (shape.has_row_per_choice()) return {shape.capacity};
