@@ -22,6 +22,10 @@ cudaError_t LaunchPush(const PushParams& params, const Peers& peers, const Devic
                        cudaStream_t stream, cudaEvent_t starting = nullptr);
 cudaError_t LaunchPull(const PullParams& params, const Peers& peers, const Device& device,
                        cudaStream_t stream);
+// Launches a pull of one array whose sums travel as FP8. Each rank finds the rows of every source: by expert
+// by `received_rows`, otherwise the rows of a source follow each other.
+cudaError_t LaunchPullFp8(const PullParams& params, const Peers& peers, const Device& device,
+                          cudaStream_t stream);
 // Launch the kernels for few tokens, which use the arena (kernels/protocol/arena.h): a push that routes, and
 // a pull of one array of 16- or 32-bit elements that returns no weights.
 cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, const Device& device,
@@ -44,6 +48,7 @@ cudaError_t PreloadBalance();
 cudaError_t PreloadCount();
 cudaError_t PreloadPush();
 cudaError_t PreloadPull();
+cudaError_t PreloadPullFp8();
 cudaError_t PreloadFewTokensPush();
 cudaError_t PreloadFewTokensPull();
 cudaError_t PreloadGather();

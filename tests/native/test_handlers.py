@@ -114,10 +114,10 @@ def test_rows_that_do_not_fit():
     def routed(target, *operands, experts, **routing):
         sizes = {"num_experts": experts, "capacity": 1, "alignment": 1}
         if routing:
-            sizes |= {"order": 1, "masks": 0, "quantize": 0, "num_ranks": routing["ranks"]}
+            sizes |= {"order": 1, "masks": 0, "quantize": 0, "num_ranks": routing.pop("ranks"), **routing}
             operands = (jnp.zeros((2,), jnp.int32), *operands)
         attributes = {name: np.int64(size) for name, size in sizes.items()}
-        names = {"group": "none", "program": "test"} if routing else {}
+        names = {"group": "none", "program": "test"} if "order" in sizes else {}
         call(target, [((1,), jnp.float32)], *operands, **attributes, **names)
 
     counts, one = jnp.zeros((1,), jnp.int32), jnp.ones((1,))
@@ -131,6 +131,12 @@ def test_rows_that_do_not_fit():
         r"less than 2\*\*31, got 1 \* 2147483648": lambda: routed("permute", IDS, experts=2**31 - 1),
         "combine: row_weights and weights to return": lambda: routed(
             "pull", *handle, one, one, ranks=1, experts=1
+        ),
+        "combine: attribute quantize out of range: 3": lambda: routed(
+            "pull", *handle, absent, absent, ranks=1, experts=1, quantize=3
+        ),
+        "combine: sums are not quantized together with weights to return": lambda: routed(
+            "pull", *handle, absent, one, ranks=1, experts=1, quantize=1
         ),
     }.items():
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):

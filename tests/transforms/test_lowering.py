@@ -56,6 +56,25 @@ def test_the_kernel_makes_fp8(order, gpu_group):
     assert re.findall(r"quantize = (\d)", text) == ["1"]
 
 
+@pytest.mark.parametrize(("order", "rows"), [("rank", "capacity"), ("expert", "tokens")])
+def test_the_kernel_sums_to_fp8(order, rows, gpu_group):
+    """It has room for one sum for each token of all ranks, or for each row: values, then their scales."""
+    x, ids, _ = inputs()
+    sizes = {"tokens": len(x), "capacity": 3 * R}
+    y = jnp.zeros((R * sizes["capacity"], 256))
+
+    def shard(x, ids, y):
+        options = {"group": gpu_group, "num_experts": E, "order": order, "capacity": sizes["capacity"]}
+        sent = jax_ep.dispatch(x, ids, **options)
+        return jax_ep.combine(y, sent.handle, quantize="fp8", round_scale=True)
+
+    mapped = jax.jit(ranks(R).map(shard))
+    text = mapped.trace(x, ids, y).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"quantize = (\d)", text) == ["0", "2"]
+    (results,) = re.findall(r"@jax_ep_pull\b.*-> \((.*)\)", text)
+    assert results.split(", ")[-1] == f"tensor<{sizes[rows] * (256 + 4 * 2)}xui8>"
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_waits_are_measured_only_for_statistics(measured, gpu_group):
     """Without them the handler has no room for `wait_us`, the last of its results before the rows."""

@@ -5,14 +5,14 @@
 
 namespace jax_ep {
 
-// Returns the number of bytes, after the FP8 values of `elements`, of their scales.
-inline int64_t ScaleBytes(int64_t elements) { return elements / kFp8Block * int64_t{sizeof(float)}; }
-
-// Checks that a summand's rows can be quantized.
-inline ffi::Error CheckQuantizedRows(const char* op, Float type, int64_t elements) {
-  if (type != Float::kF64 && elements % kFp8Block == 0) return ffi::Error::Success();
-  return InvalidArgument(op, ": rows to quantize must be float16, bfloat16 or float32, and a multiple of ",
-                         kFp8Block, " elements, got ", elements);
+// Returns the size of a summand's `partial`, if the kernels need it.
+inline int64_t PartialBytes(const PullParams& params, const Summand& summand) {
+  const Shape& shape = params.shape;
+  if (params.quantize == Quantize::kNone) {
+    return int64_t{shape.num_ranks} * shape.num_tokens * summand.num_elements * BytesOf(summand.type);
+  }
+  const int64_t values = shape.num_partials() * summand.num_elements;
+  return values + values / kFp8Block * int64_t{sizeof(float)};
 }
 
 // Decodes the summands, then the biases of a single summand. The results are the sums, then as many arrays of
@@ -44,22 +44,23 @@ inline ffi::Error DecodeSums(const char* op, const std::vector<ffi::AnyBuffer>& 
       params.biases.push_back({rows.untyped_data(), *type});
       continue;
     }
+    const bool quantizes = params.quantize != Quantize::kNone;
+    if (quantizes && (*type == Float::kF64 || ElementsPerRow(rows) % kFp8Block != 0 || num_sums != 1)) {
+      return InvalidArgument(op,
+                             ": sums that are quantized must be those of one array of float16, bfloat16 or "
+                             "float32, whose rows are multiples of ",
+                             kFp8Block, " elements");
+    }
     const ffi::AnyBuffer& partial = rets[num_sums + i];
-    const int64_t elements = partial.element_count();
-    int64_t expected = int64_t{shape.num_ranks} * shape.num_tokens * ElementsPerRow(rows);
-    ffi::DataType expected_type = rows.element_type();
-    if (params.quantize != Quantize::kNone) {
-      if (auto error = CheckQuantizedRows(op, *type, ElementsPerRow(rows)); error.failure()) return error;
-      const int64_t values = shape.num_partials() * ElementsPerRow(rows);
-      expected = values + ScaleBytes(values);
-      expected_type = ffi::U8;
+    const auto bytes = static_cast<int64_t>(partial.size_bytes());
+    Summand summand{rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
+                    bytes == 0 ? nullptr : partial.untyped_data()};
+    const int64_t expected = PartialBytes(params, summand);
+    const ffi::DataType expected_type = quantizes ? ffi::U8 : rows.element_type();
+    if (partial.element_type() != expected_type || (bytes != 0 && bytes != expected)) {
+      return InvalidArgument(op, ": partial sum ", i, " must have no bytes or ", expected, ", got ", bytes);
     }
-    if (partial.element_type() != expected_type || (elements != 0 && elements != expected)) {
-      return InvalidArgument(op, ": partial sum ", i, " must have no elements or ", expected, ", got ",
-                             elements);
-    }
-    params.summands.push_back({rows.untyped_data(), out.untyped_data(), ElementsPerRow(rows), *type,
-                               elements == 0 ? nullptr : partial.untyped_data()});
+    params.summands.push_back(summand);
   }
   return ffi::Error::Success();
 }

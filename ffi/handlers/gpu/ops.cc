@@ -55,13 +55,20 @@ bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
   return !NoArena() && (budget == 0 || budget >= kMinArenaSms) && FitsArena(shape, row_bytes);
 }
 
-// By rank, a slot stands for the n-th row that came from a rank. Rows that ranks relay for other hosts are
-// ordered by their original senders, and placed rows in any way, so a slot could not be matched with its row.
-bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
-  const bool has_slots =
-      shape.has_row_per_choice() || (shape.order == Order::kRank && !group.relays_for_other_hosts());
-  return has_slots && FitsArena(group, shape, row_bytes);
+// Returns whether a rank can find the row of a token of another rank: by expert from the handle, by rank
+// since the rows of each source follow each other. Rows that ranks relay for other hosts are ordered by their
+// original senders, and placed rows in any way.
+static bool FindsRowsOfSources(const Group& group, const Shape& shape) {
+  return shape.has_row_per_choice() || (shape.order == Order::kRank && !group.relays_for_other_hosts());
 }
+
+// By rank, a slot stands for the n-th row that came from a rank.
+bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
+  return FindsRowsOfSources(group, shape) && FitsArena(group, shape, row_bytes);
+}
+
+// True once the kernel for few tokens sends sums as FP8. Until then they take the kernel for many tokens.
+constexpr bool kArenaQuantizes = false;
 
 static bool GoesThroughArena(const Group& group, const PushParams& params) {
   int64_t row_bytes = 0;
@@ -71,6 +78,7 @@ static bool GoesThroughArena(const Group& group, const PushParams& params) {
 
 static bool GoesThroughArena(const Group& group, const PullParams& params) {
   if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
+  if (params.quantize != Quantize::kNone && !kArenaQuantizes) return false;
   const Summand& summand = params.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
   return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, row_bytes);
@@ -140,10 +148,15 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
                            CheckAtMost(op, "biases", params.biases.size(), kMaxBiases),
                            through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
   if (error.failure()) return error;
-  params.folds = shape.shares_rows();
+  const bool quantizes = params.quantize != Quantize::kNone;
+  if (quantizes && !FindsRowsOfSources(*member.group, shape)) {
+    return InvalidArgument(op,
+                           ": sums of rows that are not in the order of their sources cannot be quantized");
+  }
+  params.folds = quantizes || shape.shares_rows();
   for (const Summand& summand : params.summands) {
     if (params.folds && summand.partial == nullptr && summand.num_elements > 0) {
-      return InvalidArgument(op, ": by expert the kernels need scratch for partial sums");
+      return InvalidArgument(op, ": the kernels need scratch for partial sums");
     }
   }
   OpDescription description{op, [&] {
@@ -154,6 +167,8 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
                               }
                               text += params.row_weights == nullptr ? "" : ", weighted";
                               text += through_arena ? ", through the arena" : "";
+                              text += params.quantize == Quantize::kNone ? "" : ", as FP8";
+                              text += params.quantize == Quantize::kFp8Rounded ? ", scales rounded" : "";
                               text += params.attendance.masks ? ", without those that are late" : "";
                               return text + (params.arrived_weights == nullptr ? "" : ", weights back");
                             }};
@@ -171,11 +186,13 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
       const int64_t bytes = summand.num_elements * BytesOf(summand.type);
       const bool adds_in_place = !params.biases.empty() && params.biases[0].data == summand.out;
       if (!adds_in_place) Poison(summand.out, shape.num_tokens * bytes, context.stream);
-      Poison(summand.partial, int64_t{shape.num_ranks} * shape.num_tokens * bytes, context.stream);
+      Poison(summand.partial, PartialBytes(params, summand), context.stream);
     }
     const cudaError_t error = cuda::RecordStart(context.starting, context.stream);
     if (error != cudaSuccess) return error;
-    const auto launch = through_arena ? cuda::LaunchFewTokensPull : cuda::LaunchPull;
+    const auto launch = through_arena ? cuda::LaunchFewTokensPull
+                        : quantizes   ? cuda::LaunchPullFp8
+                                      : cuda::LaunchPull;
     return launch(params, peers, ThisDevice(member.group.get(), through_arena), context.stream);
   });
 }

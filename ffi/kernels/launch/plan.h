@@ -9,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/index.h"
+#include "core/params.h"
 
 namespace jax_ep {
 
@@ -295,6 +295,22 @@ inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
   }
   const int32_t folding = ranks == 2 ? kFoldingPullersOfTwo : kFoldingPullers;
   return (folds ? folding : kPullers) * ranks / num_peers;
+}
+
+// Plans a pull of one array whose sums travel as FP8. A rank converts a sum for each token that has rows
+// there; `fp8_bytes` is the size of a sum's values. Not measured: the numbers of SMs are those of other
+// pulls.
+inline SmPlan PlanPullFp8(const Shape& shape, double fp8_bytes, double row_bytes, const Card& card) {
+  const double sum_bytes = fp8_bytes * (1 + 4.0 / kFp8Block), tokens = ExpectedTokens(shape),
+               rows = ExpectedRows(shape);
+  const int32_t pullers =
+      shape.is_alone() ? card.num_sms / 4 : ForLinks(PlanPullers(shape, true, false), card);
+  const double memory_us =
+      ((rows + shape.num_tokens) * row_bytes + 2 * tokens * sum_bytes) / card.rates.memory;
+  const double op_us = std::max(LinkMicroseconds(shape, sum_bytes, card), memory_us);
+  const double fold_us = rows * row_bytes / kFoldRate + tokens * fp8_bytes / kQuantizeRate;
+  const LocalWork work{std::max(fold_us, 1.0), fold_us / kFoldSlack / op_us};
+  return PlanSms(shape, op_us, shape.num_tokens <= kFewTokens ? kFewSms : pullers, work, card);
 }
 
 inline SmPlan PlanPull(const Shape& shape, double row_bytes, bool folds, bool by_ring, const Card& card) {

@@ -6,6 +6,12 @@
 
 namespace jax_ep::cuda {
 
+constexpr int kTickets = 1024;  // per block that pulls: enough that warps end together
+// Tokens that are folded at a time. The first wave is small, because nothing can be pulled before it is
+// folded.
+constexpr int kFirstWave = 128;
+constexpr int kWave = 256;
+
 // The arguments of a pull of arrays of one type. Passed by value as the kernel's parameter.
 struct PullArgs : PullOperands {
   Peers peers;

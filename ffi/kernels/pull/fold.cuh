@@ -98,8 +98,25 @@ __device__ inline int Divide(int a, int b) {
   return quotient - (rest < 0) + (rest >= b);  // it was off by one at most, below 2^23
 }
 
-// Hands out a block's tickets to its warps, wave by wave: kParts tickets for `sums` sums.
-template <int kParts>
+// Returns the row to fold that a lane holds for index `index` of rank `source`, -1 if none. By expert the
+// index is that of a token, and lane k holds the row of its k-th choice. Otherwise lane 0 holds the index-th
+// row that came from the source; the rows of a source are contiguous. A token's row has no higher index than
+// the token, so it is folded in the token's wave or in an earlier one.
+__device__ inline int FindRowToFold(const PullArgs& args, int source, int index, int lane) {
+  const Shape& shape = args.shape;
+  if (shape.has_row_per_choice()) {
+    const int64_t token = int64_t{source} * shape.num_tokens + index;
+    return lane < shape.top_k ? args.handle.received_rows[token * shape.top_k + lane] : -1;
+  }
+  if (lane > 0) return -1;
+  const int32_t* const to_this_rank = args.handle.rank_prefix_matrix + args.peers.rank;
+  const int row = (source == 0 ? 0 : to_this_rank[(source - 1) * shape.num_ranks]) + index;
+  return row < to_this_rank[source * shape.num_ranks] ? row : -1;
+}
+
+// Hands out a block's tickets to its warps, wave by wave: kParts tickets for `sums` sums. kQuantizes: the
+// sums become FP8, which are not only those by expert. Then a ticket has one sum.
+template <int kParts, bool kQuantizes = false>
 class FoldTasks {
  public:
   __device__ FoldTasks(const PullArgs& args, FoldCounts& counts, int sums)
@@ -127,6 +144,10 @@ class FoldTasks {
     task->num_sums = min(sums_, size_ - first);
     const int token = Divide(i, shape.num_ranks), source = i - token * shape.num_ranks;
     task->global_token = source * shape.num_tokens + share_.begin + token;
+    if constexpr (kQuantizes) {
+      task->row = FindRowToFold(args_, source, share_.begin + token, lane);
+      return true;
+    }
     const int choice = lane - sum_of_lane_ * shape.top_k;
     task->row = sum_of_lane_ < task->num_sums && choice < shape.top_k
                     ? args_.handle.received_rows[int64_t{task->global_token} * shape.top_k + choice]

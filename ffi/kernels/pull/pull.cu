@@ -8,11 +8,6 @@
 namespace jax_ep::cuda {
 namespace {
 
-constexpr int kTickets = 1024;  // per block that pulls: enough that warps end together
-// Tokens that are folded at a time. The first wave is small, because nothing can be pulled before it is
-// folded.
-constexpr int kFirstWave = 128;
-constexpr int kWave = 256;
 constexpr int kRingWave = 384;
 constexpr int kStaticBytes = 15 * 1024;  // at most, of the shared memory of a block
 

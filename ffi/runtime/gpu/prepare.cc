@@ -51,9 +51,9 @@ std::string LoadKernels(int64_t device) {
   std::lock_guard<std::mutex> lock(*mutex);
   if (loaded->count(device) != 0) return "";
   for (auto preload : {cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
-                       cuda::PreloadFewTokensPush, cuda::PreloadFewTokensPull, cuda::PreloadRepermute,
-                       cuda::PreloadUnpermute, cuda::PreloadQuantize, cuda::PreloadQuantizeGated,
-                       cuda::PreloadGroupedDot, cuda::PreloadGather}) {
+                       cuda::PreloadPullFp8, cuda::PreloadFewTokensPush, cuda::PreloadFewTokensPull,
+                       cuda::PreloadRepermute, cuda::PreloadUnpermute, cuda::PreloadQuantize,
+                       cuda::PreloadQuantizeGated, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
     const cudaError_t error = preload();
     if (error != cudaSuccess) return Failed("loading the kernels", device, error);
   }
