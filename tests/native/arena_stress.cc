@@ -83,6 +83,8 @@ std::vector<ArenaWork> MakeProgram(Random& random, int ops, int num_ranks, Mode 
     const Mode own = mode == kMixed ? static_cast<Mode>(random() % 3) : mode;
     work.has_attendance = own != kAll;
     work.masks = own == kMasks;
+    work.in_lines = !work.masks && Chance(random, 40);
+    if (work.in_lines) work.row_bytes *= Pick(random, {1, 8});  // of up to three chunks
     sites.push_back(work);
   }
   const uint32_t all = (1u << num_ranks) - 1;

@@ -9,6 +9,7 @@ from stress_programs import build
 pytestmark = pytest.mark.no_jax
 
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
+CHUNK = "kernels/few_tokens/chunk.cuh"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
 SOURCES, OPENING = "kernels/pull/sources.cuh", "kernels/protocol/opening.cuh"
@@ -99,6 +100,14 @@ ARENA_MISTAKES = {
         ],
     ),
     "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[PLANTED ? 0 : number]")]),
+    "takes a chunk when its first line is there": (
+        "late",
+        [(CHUNK, "lines[1].w == epoch", "(PLANTED || lines[1].w == epoch)")],
+    ),
+    "stores lines in one half": (
+        "short",
+        [(ARENA_SESSION, "first + number * kLinesOfHalf", "first + (PLANTED ? 0 : number) * kLinesOfHalf")],
+    ),
     "takes the verdict of any op": (
         "late",
         [

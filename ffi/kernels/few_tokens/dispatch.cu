@@ -38,6 +38,7 @@ JAX_EP_RARE uint32_t AwaitAllRows(const PushArgs& args, const ArenaSession sessi
 
 // Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
 // Called by the blocks that do not send. Returns the ranks whose rows were missed.
+template <typename T, bool kLines>
 __device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, const RoutingTable& table,
                             const RowWarps& row_warps, uint32_t late) {
   const Shape& shape = args.shape;
@@ -45,24 +46,37 @@ __device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, c
   if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
   ClearTail(args, table);
   if (args.few_tokens.writes_metadata()) {
-    WriteHandle(args, table);
-    ClearPadding(args, table);
+    if (args.few_tokens.writes_handle()) {
+      WriteHandle(args, table);
+      ClearPadding(args, table);
+    }
     if (session.is_leader()) WriteCounts(args, session, table);
     return 0;
   }
   uint32_t missing = 0;
+  const int R = shape.num_ranks, tokens = R * shape.num_tokens;
+  // Tokens that were sent at about the same time are received at about the same time.
+  if constexpr (kLines) {
+    const WarpShare warps = WarpsOf(args.few_tokens.num_senders, args.few_tokens.first_metadata_block());
+    const ChunkShares shares(tokens, args.few_tokens.chunks, warps);
 #pragma unroll 1
-  for (int i = row_warps.index; i < shape.num_ranks * shape.num_tokens; i += row_warps.count) {
-    // Tokens that were sent at about the same time are received at about the same time.
-    const int source = i % shape.num_ranks, token = i / shape.num_ranks;
-    missing |= ReceiveToken(args, session, table, row_warps, source, token);
-    if (missing != 0 && IsGivenUp(args.peers)) break;
+    for (int i = warps.index; i < shares.num_shares; i += warps.count) {
+      const Chunks chunks = shares.At(i);
+      missing |= ReceiveChunks<T>(args, session, table, chunks, chunks.row % R, chunks.row / R);
+      if (missing != 0 && IsGivenUp(args.peers)) break;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = row_warps.index; i < tokens; i += row_warps.count) {
+      missing |= ReceiveToken(args, session, table, row_warps, i % R, i / R);
+      if (missing != 0 && IsGivenUp(args.peers)) break;
+    }
   }
   return missing;
 }
 
-// T is the type of rows to convert to FP8, or void.
-template <typename T>
+// T is the type of rows to convert to FP8, or void. Rows travel as lines, or through slots.
+template <typename T, bool kLines>
 __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FewTokensPushKernel(const __grid_constant__ PushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
@@ -78,10 +92,14 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   };
   const RowWarps row_warps = RowWarpsOf(args.few_tokens.num_senders, args.few_tokens.first_metadata_block(),
                                         args.few_tokens.warps_per_row);
-  PrefetchedToken<T> token{};
+  std::conditional_t<kLines, TokenChunk, PrefetchedToken<T>> token{};
   uint32_t choices = 0;
   if (args.few_tokens.sends()) {
-    if (threadIdx.x < kSendThreads) token = PrefetchToken<T>(args, blockIdx.x);
+    if constexpr (kLines) {
+      token = PrefetchTokenChunk<T>(args, WarpsOf(0, args.few_tokens.num_senders).index);
+    } else if (threadIdx.x < kSendThreads) {
+      token = PrefetchToken<T>(args, blockIdx.x);
+    }
   } else {
     for (int i = threadIdx.x; i < 3 * shape.num_experts; i += kFewTokensThreads)
       table.totals[i] = 0;  // and the two arrays after it
@@ -93,16 +111,20 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   if (!session.Open(opening)) return session.Close(fill);
   if (session.is_leader()) session.PublishCall();
   if (args.few_tokens.writes_metadata()) PublishChoices(args, args.topk_idx, session, choices);
-  if (args.few_tokens.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
-  if (args.few_tokens.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
+  if constexpr (kLines) {
+    if (args.few_tokens.sends()) SendChunks<T>(args, session, token);
+  } else {
+    if (args.few_tokens.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
+    if (args.few_tokens.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
+  }
   uint32_t missing = 0;
-  if (args.attendance.masks) {
+  if (!kLines && args.attendance.masks) {
     session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAllRows(args, session, table, ranks); });
   } else if (session.is_leader()) {
     missing = session.AwaitCall(threadIdx.x, log);
   }
   if (!args.few_tokens.sends() && !session.has_failed()) {
-    missing = Receive(args, session, table, row_warps, missing);
+    missing = Receive<T, kLines>(args, session, table, row_warps, missing);
     (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
   }
   session.Close(fill);
@@ -110,16 +132,29 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
 
 // Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
-cudaError_t WithFewTokensPushKernel(Quantize quantize, Float type, F&& f) {
-  if (quantize == Quantize::kNone) return f(FewTokensPushKernel<void>);
+cudaError_t WithFewTokensPushKernel(Quantize quantize, Float type, bool lines, F&& f) {
+  const auto with_type = [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    return lines ? f(FewTokensPushKernel<T, true>) : f(FewTokensPushKernel<T, false>);
+  };
+  if (quantize == Quantize::kNone) return with_type(static_cast<void*>(nullptr));
   switch (type) {
     case Float::kF16:
-      return f(FewTokensPushKernel<__half>);
+      return with_type(static_cast<__half*>(nullptr));
     case Float::kBF16:
-      return f(FewTokensPushKernel<__nv_bfloat16>);
+      return with_type(static_cast<__nv_bfloat16*>(nullptr));
     default:
-      return f(FewTokensPushKernel<float>);
+      return with_type(static_cast<float*>(nullptr));
   }
+}
+
+// Returns whether the rows travel as lines. With masks they do not, because a rank would have to look at all
+// lines of all rows to tell which ranks have come.
+bool GoesInLines(const PushArgs& args) {
+  const bool quantizes = args.quantize != Quantize::kNone;
+  return args.num_payloads == (quantizes ? 2 : 1) && (!quantizes || args.shape.top_k <= kWeightsBesideFp8) &&
+         !args.attendance.masks &&
+         SuitsLines(args.shape, args.payloads[0].row_bytes, kMostLineBytesOfDispatch);
 }
 
 }  // namespace
@@ -135,10 +170,19 @@ cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, co
     row_bytes += AlignUp(params.payloads[p].row_bytes, 16);
   }
   args.few_tokens.slots = SlotsOf(args.shape, row_bytes);
+  const bool lines = GoesInLines(args);
+  if (lines) {
+    args.few_tokens.slots = LinesOf(args.shape, args.payloads[0].row_bytes);
+    args.few_tokens.chunks = ChunksOf(args.payloads[0].row_bytes);
+  }
   const int max_blocks = MaxBlocks(device), tokens = args.shape.num_ranks * args.shape.num_tokens;
-  args.few_tokens.num_senders = std::min(args.shape.num_tokens, (max_blocks - kMetadataBlocks) / 2);
+  // Chunks are spread over many SMs, because what limits a few rows is the rate at which an SM stores.
+  constexpr int kChunksPerBlock = 2;
+  const int blocks_per_token = std::max(1, (args.few_tokens.chunks + kChunksPerBlock - 1) / kChunksPerBlock);
+  args.few_tokens.num_senders =
+      std::min(args.shape.num_tokens * blocks_per_token, (max_blocks - kMetadataBlocks) / 2);
   args.few_tokens.num_receivers =
-      std::min(tokens, max_blocks - kMetadataBlocks - args.few_tokens.num_senders);
+      std::min(tokens * blocks_per_token, max_blocks - kMetadataBlocks - args.few_tokens.num_senders);
   args.few_tokens.warps_per_row = WarpsPerRow(tokens, args.few_tokens.num_receivers, kFewTokensWarps);
   for (int p = 0; p < params.num_payloads; ++p) {
     const int64_t bytes = params.payloads[p].row_bytes, warps = args.few_tokens.warps_per_row;
@@ -146,22 +190,25 @@ cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, co
         static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
   }
   const int blocks = args.few_tokens.num_senders + args.few_tokens.num_receivers + kMetadataBlocks;
-  return WithFewTokensPushKernel(params.quantize, params.quantized_type, [&](auto* kernel) {
+  return WithFewTokensPushKernel(params.quantize, params.quantized_type, lines, [&](auto* kernel) {
     return Launch(kernel, blocks, kFewTokensThreads, RoutingTableBytes(args.shape), stream, true, args);
   });
 }
 
 cudaError_t PreloadFewTokensPush() {
   cudaFuncAttributes attributes;
+  const auto preload = [&](auto* kernel) {
+    const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel);
+    if (loaded != cudaSuccess) return loaded;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(kMaxRoutingTableBytes));
+  };
   for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
     for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
-      const cudaError_t error = WithFewTokensPushKernel(quantize, type, [&](auto* kernel) {
-        const cudaError_t loaded = cudaFuncGetAttributes(&attributes, kernel);
-        if (loaded != cudaSuccess) return loaded;
-        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kMaxRoutingTableBytes));
-      });
-      if (error != cudaSuccess) return error;
+      for (bool lines : {false, true}) {
+        const cudaError_t error = WithFewTokensPushKernel(quantize, type, lines, preload);
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;

@@ -33,13 +33,49 @@ struct FewTokensPartition {
   Slots slots;
   int32_t num_senders;
   int32_t num_receivers;
-  int32_t warps_per_row;  // warps that share a row
+  int32_t warps_per_row;  // warps that share a row in a slot
+  int32_t chunks;         // of a row that travels as lines; otherwise 0
 
   __device__ bool sends() const { return static_cast<int>(blockIdx.x) < num_senders; }
   __device__ bool writes_metadata() const { return static_cast<int>(blockIdx.x) >= first_metadata_block(); }
   __device__ int first_metadata_block() const { return num_senders + num_receivers; }
-  __device__ WarpShare MetadataShare() const {
-    return WarpsOf(first_metadata_block(), static_cast<int>(gridDim.x));
+  // Returns this warp's share of writing the handle and clearing. The last block, the leader, has the counts
+  // to write, unless it is the only one.
+  __device__ WarpShare MetadataShare() const { return WarpsOf(first_metadata_block(), end_of_writers()); }
+  __device__ bool writes_handle() const {
+    return writes_metadata() && static_cast<int>(blockIdx.x) < end_of_writers();
+  }
+  __device__ int end_of_writers() const {
+    const int blocks = static_cast<int>(gridDim.x);
+    return blocks - 1 > first_metadata_block() ? blocks - 1 : blocks;
+  }
+};
+
+// Chunks of rows that a warp handles together: those of one row, from `first` to before `last`.
+struct Chunks {
+  int row;  // of all
+  int first;
+  int last;
+};
+
+// The division of chunks among warps. A warp takes several chunks of a row if there are more than warps,
+// because it has to find the row's place for each share.
+struct ChunkShares {
+  int chunks;       // of a row
+  int size;         // chunks of a share, except perhaps the last one of a row
+  int per_row;      // shares of a row
+  int num_shares;   // of all rows
+  WarpShare warps;  // those of this warp
+
+  __device__ ChunkShares(int rows, int chunks, const WarpShare& warps)
+      : chunks(chunks),
+        size(max(1, min(chunks, (rows * chunks + warps.count - 1) / warps.count))),
+        per_row((chunks + size - 1) / size),
+        num_shares(rows * per_row),
+        warps(warps) {}
+  __device__ Chunks At(int share) const {
+    const int row = share / per_row, first = (share - row * per_row) * size;
+    return {row, first, min(first + size, chunks)};
   }
 };
 

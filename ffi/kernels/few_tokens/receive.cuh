@@ -2,7 +2,7 @@
 // the results that follow from the choices.
 #pragma once
 
-#include "kernels/few_tokens/send.cuh"
+#include "kernels/few_tokens/lines.cuh"
 #include "kernels/push/receiver.cuh"
 #include "kernels/rows/copy.cuh"
 
@@ -34,14 +34,20 @@ __device__ inline void CopyOut(const PushArgs& args, const RowWarps& row_warps, 
   }
 }
 
-// Copies a token of rank `source` from its slot to its rows at this rank. Called by each of the row's warps.
-// Returns the ranks that were missed.
-__device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession& session,
-                                        const RoutingTable& table, const RowWarps& row_warps, int source,
-                                        int token) {
+// The rows of a token at this rank. Lane k has its k-th choice.
+struct ArrivingToken {
+  int local;      // local expert of the choice; -1 if it is another rank's, or unused
+  int row;        // of the choice by expert, otherwise of the token; -1 if it has none
+  unsigned rows;  // lanes whose `row` the token is copied to
+};
+
+// Returns the rows of a token of rank `source`. Called by one warp. If it `writes`, it writes them to the
+// handle.
+__device__ inline ArrivingToken FindArrivingToken(const PushArgs& args, const RoutingTable& table, int source,
+                                                  int token, bool writes) {
   const Shape& shape = args.shape;
-  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank, lane = row_warps.lane;
-  const int t = source * shape.num_tokens + token;
+  const int K = shape.top_k, L = shape.num_local_experts(), me = args.peers.rank;
+  const int t = source * shape.num_tokens + token, lane = threadIdx.x % kWarp;
   const bool by_rank = !shape.has_row_per_choice();
   const int expert = lane < K ? table.expert(shape, source, token, lane) : -1;
   const bool is_local = expert >= me * L && expert < (me + 1) * L;
@@ -54,31 +60,73 @@ __device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession
     const int first = table.starts[me * (L + 1) + local] + table.local_counts[source * L + local];
     const int end = shape.has_fixed_blocks() ? shape.EndOf(local) : shape.capacity;
     row = RowOfChoice(table, source, token * K + lane, expert, first, end, choices);
-    if (row_warps.warp == 0 && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
+    if (writes && lane < K) args.handle.received_rows[int64_t{t} * K + lane] = row;
   }
   const unsigned rows = by_rank ? (row >= 0 ? 1u : 0u) : __ballot_sync(kAllLanes, row >= 0);
-  if (rows == 0) return 0;
+  return {is_local ? expert - me * L : -1, row, rows};
+}
+
+// Writes the weight that arrived for this lane's choice, and by rank its expert.
+__device__ inline void WriteArrivedChoice(const PushArgs& args, const ArrivingToken& arriving, float weight) {
+  const int K = args.shape.top_k, lane = threadIdx.x % kWarp;
+  if (lane >= K) return;
+  if (!args.shape.has_row_per_choice()) {
+    args.arrived_idx[int64_t{arriving.row} * K + lane] = arriving.local;
+    if (args.arrived_weights != nullptr)
+      args.arrived_weights[int64_t{arriving.row} * K + lane] = arriving.local >= 0 ? weight : 0.0f;
+  } else if (arriving.row >= 0 && args.arrived_weights != nullptr) {
+    args.arrived_weights[arriving.row] = weight;
+  }
+}
+
+// Copies a token of rank `source` from its slot to its rows at this rank. Called by each of the row's warps.
+// Returns the ranks that were missed.
+__device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession& session,
+                                        const RoutingTable& table, const RowWarps& row_warps, int source,
+                                        int token) {
+  const int me = args.peers.rank, lane = row_warps.lane;
+  const bool writes = row_warps.warp == 0;
+  const ArrivingToken arriving = FindArrivingToken(args, table, source, token, writes);
+  if (arriving.rows == 0) return 0;
   const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[token];
   const bool late = lane == 0 && !session.AwaitWord(arrived);
   if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
   __syncwarp();  // makes what lane 0 has acquired visible to all
   const std::byte* const slot = session.half().slot(me, source, token);
-  const bool writes = row_warps.warp == 0 && lane < K;
-  const float weight =
-      writes && args.topk_weights != nullptr ? __ldcg(reinterpret_cast<const float*>(slot) + lane) : 0.0f;
-  CopyOut(args, row_warps, slot, row, rows);
-  if (!writes) return 0;
-  if (by_rank) {
-    args.arrived_idx[int64_t{row} * K + lane] = is_local ? expert - me * L : -1;
-    if (args.arrived_weights != nullptr)
-      args.arrived_weights[int64_t{row} * K + lane] = is_local ? weight : 0.0f;
-  } else if (row >= 0 && args.arrived_weights != nullptr) {
-    args.arrived_weights[row] = weight;
+  const float weight = writes && lane < args.shape.top_k && args.topk_weights != nullptr
+                           ? __ldcg(reinterpret_cast<const float*>(slot) + lane)
+                           : 0.0f;
+  CopyOut(args, row_warps, slot, arriving.row, arriving.rows);
+  if (writes) WriteArrivedChoice(args, arriving, weight);
+  return 0;
+}
+
+// Stores chunks of a token of rank `source` in its rows at this rank. Called by one warp. Returns the ranks
+// that were missed.
+template <typename T>
+__device__ uint32_t ReceiveChunks(const PushArgs& args, const ArenaSession& session,
+                                  const RoutingTable& table, const Chunks& chunks, int source, int token) {
+  const auto at = [&](int chunk) { return session.half().chunk(args.peers.rank, source, token, chunk); };
+  ChunkLines next = ChunkLines::Load(at(chunks.first));  // while the token's rows are found
+  const ArrivingToken arriving = FindArrivingToken(args, table, source, token, chunks.first == 0);
+  if (arriving.rows == 0) return 0;
+#pragma unroll 1
+  for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
+    ChunkLines lines = next;
+    if (chunk + 1 < chunks.last) next = ChunkLines::Load(at(chunk + 1));
+    if (!AwaitChunk(session, at(chunk), lines)) return 1u << source;
+    const ChunkPart part = lines.part();
+    StoreArrivedChunk<T>(args, part, chunk, arriving.row, arriving.rows);
+    if (chunk == 0) {
+      const int from = Beside<T>::LaneOf(static_cast<int>(threadIdx.x) % kWarp);
+      const float weight = __uint_as_float(__shfl_sync(kAllLanes, part.beside, from));
+      WriteArrivedChoice(args, arriving, weight);
+    }
   }
   return 0;
 }
 
-// Writes this rank's part of the handle. Called by all metadata blocks, which share the work.
+// Writes this rank's part of the handle. Called by the metadata blocks that share this work.
 __device__ inline void WriteHandle(const PushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, width = shape.rows_per_token(), lane = threadIdx.x % kWarp;
@@ -128,10 +176,10 @@ __device__ inline void ClearShareOfRows(const PushArgs& args, int64_t begin, int
   }
 }
 
-// Clears the padding of each expert's block, one block per warp. Called by all metadata blocks, which share
-// the work.
+// Clears the padding of each expert's block, one block per warp. Called by the metadata blocks that share
+// this work.
 __device__ inline void ClearPadding(const PushArgs& args, const RoutingTable& table) {
-  if (!args.shape.has_expert_blocks()) return;
+  if (!args.shape.has_expert_blocks() || args.shape.alignment == 1) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = table.starts + me * (L + 1);
   const WarpShare metadata = args.few_tokens.MetadataShare();

@@ -169,6 +169,14 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
                                   int end, unsigned choice_lanes) {
   if (choice_lanes == 0) return -1;
   const int lane = threadIdx.x % kWarp;
+  const bool is_choice = (choice_lanes >> lane & 1) != 0;
+  constexpr int kFewChoices = 128;  // of a rank: each lane counts for its own choice
+  if (table.stride <= kFewChoices) {
+    const int before =
+        is_choice ? CountEqual(table.experts + source * table.stride, i, static_cast<int16_t>(expert), 0, 1)
+                  : 0;
+    return is_choice && IsRow(begin + before, end) ? begin + before : -1;
+  }
   const int shift = __clz(__popc(choice_lanes) - 1) - 27,
             lanes_per_choice = 1 << shift;  // lanes that count for one choice
   unsigned remaining = choice_lanes;
@@ -186,7 +194,7 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
 #pragma unroll 1
   for (int step = lanes_per_choice / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
   count = __shfl_sync(kAllLanes, count, __popc(choice_lanes & ((1u << lane) - 1)) << shift & (kWarp - 1));
-  return (choice_lanes >> lane & 1) != 0 && IsRow(begin + count, end) ? begin + count : -1;
+  return is_choice && IsRow(begin + count, end) ? begin + count : -1;
 }
 
 // Returns, by rank, how many of tokens [begin, end) of all ranks go to `rank`, in all lanes. Called by one

@@ -7,7 +7,13 @@
 // two ops later. In the op between, it has heard from the peer, which began that op after it had ended the
 // first one. If it has not heard from the peer, because one of them took no part in that op, it first waits
 // until the peer has begun the present one.
+//
+// A row lies in a slot as it is, and a word with the epoch tells that it has arrived. Or it travels as lines,
+// each of which has the epoch in itself. Lines have a region of their own, in which nothing else is ever
+// stored, so that no row can be mistaken for an epoch.
 #pragma once
+
+#include <algorithm>
 
 #include "kernels/protocol/control.h"
 
@@ -32,13 +38,15 @@ struct ArenaHead {
   EpochWord verdict;  // if ranks may be left out: those that came, as decided by this rank's leader
 };
 
-// The beginning of the arena. The slots follow.
+// The beginning of the arena. The slots of both halves follow, then the lines of both.
 struct alignas(128) Arena {
   ArenaHead heads[2];
   uint32_t begun[kArenaRanks];  // the last op that each rank has begun, as far as it has reported
   uint32_t heard[kArenaRanks];  // the last op in which this rank has received each rank's call
 };
-constexpr int64_t kSlotsOfHalf = (kArenaBytes - static_cast<int64_t>(sizeof(Arena))) / 2 / 128 * 128;
+constexpr int64_t kSlotsOfHalf = (kArenaSlotBytes - static_cast<int64_t>(sizeof(Arena))) / 2 / 128 * 128;
+constexpr int64_t kLinesOfHalf = kArenaLineBytes / 2;
+constexpr int64_t kLinesOffset = static_cast<int64_t>(sizeof(Arena)) + 2 * kSlotsOfHalf;  // in the arena
 
 // The layout of an op's slots in a half. Each source has a region of its own, independent of the op, so that
 // a rank that was left out and comes late writes to no other rank's slots.
@@ -52,6 +60,32 @@ struct Slots {
 // Returns the layout for rows of `row_bytes`, in which each array is rounded up to 16.
 inline Slots SlotsOf(const Shape& shape, int64_t row_bytes) {
   return {kSlotsOfHalf / shape.num_ranks / 128 * 128, AlignUp(kSlotHeadBytes + row_bytes, 128)};
+}
+
+// A row in lines consists of chunks, one of which a warp stores or loads at a time
+// (kernels/few_tokens/chunk.cuh).
+constexpr int kChunkRowBytes = 1024;   // of the row
+constexpr int kChunkLineBytes = 1536;  // as lines
+
+// Returns the number of chunks of a row.
+JAX_EP_HD inline int ChunksOf(int64_t row_bytes) {
+  return static_cast<int>((row_bytes + kChunkRowBytes - 1) / kChunkRowBytes);
+}
+
+// Returns the layout of rows in lines, in the place of slots.
+inline Slots LinesOf(const Shape& shape, int64_t row_bytes) {
+  return {kLinesOfHalf / shape.num_ranks / 128 * 128, int64_t{ChunksOf(row_bytes)} * kChunkLineBytes};
+}
+
+// Most bytes that a rank sends to the others as lines, measured: lines are half as long again as the row, but
+// no word has to follow it.
+constexpr int64_t kMostLineBytesOfDispatch = 1 << 20, kMostLineBytesOfCombine = 256 << 10;
+
+// Returns whether rows of `row_bytes` travel as lines, if a rank may send at most `most_bytes` in this way.
+inline bool SuitsLines(const Shape& shape, int64_t row_bytes, int64_t most_bytes) {
+  const Slots lines = LinesOf(shape, row_bytes);
+  const int64_t bytes = shape.num_tokens * std::max(shape.num_ranks - 1, 1) * row_bytes;
+  return row_bytes % 16 == 0 && bytes <= most_bytes && shape.num_tokens * lines.bytes <= lines.region;
 }
 
 // Returns the number of choices of a rank, rounded up to whole vectors. RoutingTableBytes is the shared

@@ -91,6 +91,12 @@ struct ArenaHalf {
     std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at) + 1);
     return first + number * kSlotsOfHalf + slots.offset(source, token);
   }
+  // Returns a chunk of a row that travels as lines.
+  __device__ uint4* chunk(int at, int source, int token, int chunk) const {
+    std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at)) + kLinesOffset;
+    return reinterpret_cast<uint4*>(first + number * kLinesOfHalf + slots.offset(source, token) +
+                                    chunk * kChunkLineBytes);
+  }
 };
 
 // The first step of an op, by the last warp of each block; see Opening. Lane r loads the state of rank r.
@@ -165,16 +171,21 @@ class ArenaSession {
 
   __device__ ArenaHalf half() const { return {peers_, slots_, epoch() % 2}; }
 
-  // Waits for a word of this op. Called by one thread. Many warps wait at the same time, and pause between
-  // loads so that they do not delay the word that they wait for.
-  __device__ bool AwaitWord(const EpochWord* word) const {
+  // Waits until ready(), for something that a peer sends in this op. Many warps wait at the same time, and
+  // pause between loads so that they do not delay what they wait for. Called by one thread.
+  template <typename Ready>
+  __device__ bool AwaitArrival(Ready&& ready) const {
     constexpr unsigned kPauseNs = 20;
-    const uint32_t now = epoch();
     return Await(peers_, [&] {
-      const bool is_there = HasEpoch(LoadAcquire(word), now);
+      const bool is_there = ready();
       if (!is_there) __nanosleep(kPauseNs);
       return is_there;
     });
+  }
+  // Waits for a word of this op. Called by one thread.
+  __device__ bool AwaitWord(const EpochWord* word) const {
+    const uint32_t now = epoch();
+    return AwaitArrival([&] { return HasEpoch(LoadAcquire(word), now); });
   }
 
   // Publishes this rank's call, and reports to the host if a rank is left out. Called by the leader, with one

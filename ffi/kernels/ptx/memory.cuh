@@ -109,4 +109,35 @@ __device__ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   return v;
 }
 
+// Store and load 16 bytes at once: a thread that sees a part of what was stored sees all of it.
+__device__ inline void StoreLine(uint4* address, const uint4& v) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 line;\n"
+      "mov.b64 low, {%1, %2};\n"
+      "mov.b64 high, {%3, %4};\n"
+      "mov.b128 line, {low, high};\n"
+      "st.relaxed.sys.global.b128 [%0], line;\n"
+      "}\n" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+__device__ inline uint4 LoadLine(const uint4* address) {
+  uint4 v;
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 line;\n"
+      "ld.relaxed.sys.global.b128 line, [%4];\n"
+      "mov.b128 {low, high}, line;\n"
+      "mov.b64 {%0, %1}, low;\n"
+      "mov.b64 {%2, %3}, high;\n"
+      "}\n"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address)
+      : "memory");
+  return v;
+}
+
 }  // namespace jax_ep::cuda

@@ -114,15 +114,19 @@ struct Vector {
     return Widen(value);
   }
 
-  // Rounds the numbers and stores them.
   template <typename Acc>
-  __device__ static void Store(T* address, const Acc (&numbers)[N]) {
+  __device__ static Vector Rounded(const Acc (&numbers)[N]) {
     T values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = Narrow<T>(numbers[i]);
-    Bits bits;
-    memcpy(&bits, values, sizeof(bits));
-    *reinterpret_cast<Bits*>(address) = bits;
+    Vector vector;
+    memcpy(&vector.bits, values, sizeof(Bits));
+    return vector;
+  }
+  // Rounds the numbers and stores them.
+  template <typename Acc>
+  __device__ static void Store(T* address, const Acc (&numbers)[N]) {
+    *reinterpret_cast<Bits*>(address) = Rounded(numbers).bits;
   }
 };
 

@@ -66,7 +66,7 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     channel.epoch = epoch;
     channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
   }
-  // The mailboxes of earlier ops are cleared, because epochs may begin again. No op is in progress, so every
+  // The mailboxes and lines of earlier ops are cleared, because epochs may begin again. No op is in progress, so every
   // rank may write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
   std::fill_n(fresh_arena->heard, kArenaRanks, epoch);
@@ -81,8 +81,9 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
       const cudaError_t copied = cudaMemcpy(reinterpret_cast<void*>(rank.control + sizeof(Control)),
                                             fresh_arena.get(), sizeof(Arena), cudaMemcpyHostToDevice);
       if (copied != cudaSuccess) return copied;
-      const cudaError_t cleared = cudaMemset(reinterpret_cast<void*>(rank.control + kMailboxesOffset), 0,
-                                             ControlBytes(num_ranks_) - kMailboxesOffset);
+      const int64_t lines = sizeof(Control) + kLinesOffset;  // the mailboxes follow them
+      const cudaError_t cleared =
+          cudaMemset(reinterpret_cast<void*>(rank.control + lines), 0, ControlBytes(num_ranks_) - lines);
       return cleared == cudaSuccess ? cudaDeviceSynchronize() : cleared;
     });
   }

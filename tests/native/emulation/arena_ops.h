@@ -4,6 +4,7 @@
 #pragma once
 
 #include "die.h"
+#include "kernels/few_tokens/chunk.cuh"
 #include "kernels/few_tokens/route.cuh"
 #include "kernels/protocol/arena_session.cuh"
 
@@ -22,6 +23,7 @@ struct ArenaWork {
   int32_t tokens, top_k, row_bytes;
   bool has_attendance;  // it is given active ranks
   bool masks;
+  bool in_lines;    // rows travel as lines; not with masks
   uint32_t active;  // bit r: rank r takes part
 
   Shape shape(int num_ranks) const {
@@ -129,6 +131,43 @@ inline void LoadRowWord(ArenaRun& run, const ArenaSession& session, int from, in
       *WordsOf(session.half().slot(run.args.peers.rank, from, token), run.work, word);
 }
 
+// Rows that travel as lines. Word w of a row is what lane w / chunks of chunk w % chunks carries, once in
+// each of its lines.
+inline ChunkPart PartOf(const ArenaRun& run, int to, int token, int chunk, int lane) {
+  const int chunks = run.args.few_tokens.chunks, word = chunk + lane * chunks;
+  if (word >= kWords) return {};
+  const uint32_t value = run.work.Value(run.args.peers.rank, to, token, word);
+  return {{{value, 0, 0, value}, {}}, value};
+}
+
+inline void SendChunk(const ArenaRun& run, const ArenaSession& session, int to, int token, int chunk) {
+  const Peers& peers = run.args.peers;
+  const int me = peers.rank, lane = threadIdx.x % kWarp;
+  uint4* const there = session.half().chunk(to, me, token, chunk);
+  const int64_t offset =
+      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&ArenaOf(peers, to)) - kLinesOffset;
+  const int64_t region = kLinesOfHalf / run.num_ranks() / 128 * 128;
+  if (offset / kLinesOfHalf != session.epoch() % 2 || offset % kLinesOfHalf / region != me) {
+    Die("rank %d writes outside of its lines at rank %d", me, to);
+  }
+  StoreChunk(there, PartOf(run, to, token, chunk, lane), session.epoch());
+}
+
+// Waits for a chunk as the ops do, and returns false if it is missed.
+inline bool ReceiveChunk(ArenaRun& run, const ArenaSession& session, int from, int token, int chunk) {
+  const uint4* const here = session.half().chunk(run.args.peers.rank, from, token, chunk);
+  ChunkLines lines = ChunkLines::Load(here);
+  if (!AwaitChunk(session, here, lines)) return false;
+  const ChunkPart part = lines.part();
+  const int chunks = run.args.few_tokens.chunks, lane = threadIdx.x % kWarp, word = chunk + lane * chunks;
+  if (word >= kWords) return true;
+  // If its lines are of several ops, the words differ.
+  const uint32_t value = part.row[0].x;
+  const bool is_whole = part.row[0].w == value && part.beside == value;
+  run.rows[run.At(from, token, word)] = is_whole ? value : kUntouched - 1;
+  return true;
+}
+
 inline void FillRun(ArenaRun& run) {
   FillResult(run.rows.data(), static_cast<int64_t>(run.rows.size()) * 4);
   emulation::Quiet quiet;
@@ -149,6 +188,20 @@ inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
       StoreRowWord(run, session, to, t, i % kWords);
     }
     machine.Meet(kStored + turn % 2, kArenaThreads, turn, true);
+  }
+}
+
+// Sends chunks, each by one warp, as SendChunks of a dispatch does.
+inline void SendRowsAsLines(const ArenaRun& run, const ArenaSession& session) {
+  const FewTokensPartition& partition = run.args.few_tokens;
+  const int R = run.num_ranks(), me = run.args.peers.rank;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, senders = partition.num_senders;
+  for (int i = warp * senders + static_cast<int>(blockIdx.x); i < run.work.tokens * partition.chunks;
+       i += kArenaWarps * senders) {
+    const int t = i / partition.chunks, chunk = i % partition.chunks;
+    for (int to = 0; to < R; ++to) {
+      if (session.may_write(to) && run.work.Sends(me, to, t, R)) SendChunk(run, session, to, t, chunk);
+    }
   }
 }
 
@@ -217,9 +270,18 @@ inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
   const int R = run.num_ranks();
   const RowWarps row_warps =
       RowWarpsOf(args.few_tokens.num_senders, args.few_tokens.first_metadata_block(), 1, kArenaWarps);
-  for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
-    const int source = i % R, token = i / R;
+  const ChunkShares shares(R * run.work.tokens, std::max(args.few_tokens.chunks, 1),
+                           {row_warps.index, row_warps.count});
+  for (int i = row_warps.index; i < shares.num_shares; i += row_warps.count) {
+    const Chunks chunks = shares.At(i);
+    const int source = chunks.row % R, token = chunks.row / R;
     if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    if (run.work.in_lines) {
+      for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
+        if (!ReceiveChunk(run, session, source, token, chunk)) return 1u << source;
+      }
+      continue;
+    }
     const bool late = row_warps.lane == 0 && !AwaitRow(run, session, source, token);
     if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
     __syncwarp();
@@ -257,8 +319,11 @@ inline void ArenaPushKernel(ArenaRun& run) {
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
     if (args.few_tokens.writes_metadata()) PublishChoices(args, ids, session, choices);
-    if (args.few_tokens.sends() && threadIdx.x < kWarp) SendRows(run, session);
-    if (args.few_tokens.sends() && threadIdx.x >= kWarp) FlagRows(run, session);
+    if (args.few_tokens.sends() && run.work.in_lines) {
+      SendRowsAsLines(run, session);
+    } else if (args.few_tokens.sends()) {
+      threadIdx.x < kWarp ? SendRows(run, session) : FlagRows(run, session);
+    }
     uint32_t missing = 0;
     if (args.attendance.masks) {
       session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitRows(run, session, ranks); });
@@ -291,6 +356,21 @@ inline void SendSums(const ArenaRun& run, const ArenaSession& session, const Row
   }
 }
 
+// Sends chunks, each by one warp, as SendChunks of a combine does.
+inline void SendSumsAsLines(const ArenaRun& run, const ArenaSession& session) {
+  const PushArgs& args = run.args;
+  const int R = run.num_ranks(), me = args.peers.rank, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int blocks = args.few_tokens.num_senders;
+  const ChunkShares shares(R * run.work.tokens, args.few_tokens.chunks,
+                           {warp * blocks + static_cast<int>(blockIdx.x), run.summing_warps * blocks});
+  for (int i = shares.warps.index; i < shares.num_shares; i += shares.warps.count) {
+    const Chunks chunks = shares.At(i);
+    const int to = (me + 1 + chunks.row % R) % R, token = chunks.row / R;
+    if (!run.work.Sends(me, to, token, R) || !session.may_write(to)) continue;
+    for (int chunk = chunks.first; chunk < chunks.last; ++chunk) SendChunk(run, session, to, token, chunk);
+  }
+}
+
 // Waits for the rows of token t that `ranks` send here. One warp. Returns bit r if this lane has missed rank
 // r.
 inline uint32_t AwaitSums(const ArenaRun& run, const ArenaSession& session, uint32_t ranks, int t, int lane) {
@@ -304,6 +384,16 @@ inline uint32_t AddUp(ArenaRun& run, const ArenaSession& session, const TicketCo
   while (true) {
     const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
     if (t >= run.work.tokens) return 0;
+    if (run.work.in_lines) {
+      const int chunks = run.args.few_tokens.chunks;
+      for (int j = 0; j < R * chunks; ++j) {
+        const int from = j / chunks, chunk = j % chunks;
+        if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
+        if (!ReceiveChunk(run, session, from, t, chunk)) return 1u << from;
+      }
+      i = TicketCounter::Broadcast(tickets.Request(lane));
+      continue;
+    }
     const uint32_t missing = AwaitSums(run, session, session.ranks(), t, lane);
     if (__any_sync(kAllLanes, missing != 0)) return missing;
     for (int j = lane; j < R * kWords; j += kWarp) {
@@ -336,7 +426,7 @@ inline void ArenaPullKernel(ArenaRun& run) {
     const TicketCounter tickets{&next};
     int first = warp - run.summing_warps;
     if (warp < run.summing_warps) {
-      SendSums(run, session, row_warps);
+      run.work.in_lines ? SendSumsAsLines(run, session) : SendSums(run, session, row_warps);
       first = TicketCounter::Broadcast(tickets.Request(lane));
     }
     uint32_t missing = 0;

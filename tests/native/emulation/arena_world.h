@@ -100,6 +100,7 @@ class ArenaWorld {
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
       }
       std::memset(static_cast<void*>(&rank.arena()), 0, sizeof(Arena));
+      ClearLines(rank.memory);
       std::fill_n(rank.arena().heard, kArenaRanks, epoch);
       std::fill_n(rank.arena().begun, kArenaRanks, epoch);
       rank.report.phase = 0;
@@ -206,6 +207,14 @@ class ArenaWorld {
     return memory[r];
   }
 
+  // Zeroes a rank's lines. They end where its memory does, at the end of a page.
+  static void ClearLines(std::byte* memory) {
+    constexpr size_t kPage = 4096, kBegin = sizeof(Control) + kLinesOffset,
+                     kPages = (kBegin + kPage - 1) / kPage * kPage;
+    std::memset(memory + kBegin, 0, kPages - kBegin);
+    madvise(memory + kPages, sizeof(Control) + kArenaBytes - kPages, MADV_DONTNEED);
+  }
+
   void Disagree(int rank, const char* fault) {
     if (!counts_disagreements) Die("rank %d: %s", rank, fault);
     has_disagreed = true;
@@ -280,6 +289,10 @@ class ArenaWorld {
     args.shape = work.shape(R);
     args.position_operand = &run->position_operand;
     args.few_tokens.slots = SlotsOf(args.shape, work.row_bytes);
+    if (work.in_lines) {
+      args.few_tokens.chunks = ChunksOf(work.row_bytes);
+      args.few_tokens.slots = LinesOf(args.shape, work.row_bytes);
+    }
     Peers& peers = args.peers;
     peers.rank = r;
     peers.num_ranks = R;

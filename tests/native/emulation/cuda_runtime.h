@@ -51,6 +51,9 @@ inline void __syncwarp(int line = __builtin_LINE()) { (void)__ballot_sync(~0u, f
 inline int __any_sync(unsigned, bool mine, int line = __builtin_LINE()) {
   return __ballot_sync(~0u, mine, line) != 0;
 }
+inline int __all_sync(unsigned, bool mine, int line = __builtin_LINE()) {
+  return __ballot_sync(~0u, mine, line) == ~0u;
+}
 
 // Shows each lane's number to the other lanes. The result lasts until the warp meets again.
 inline const uint32_t* ShowLanes(unsigned mine, int line) {

@@ -65,6 +65,16 @@ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   return enabled ? *address : uint4{};
 }
 
+// A line has no half: no other thread runs between its words.
+inline void StoreLine(uint4* address, const uint4& line) {
+  emulation::Machine::Get().Access(true);
+  *address = line;
+}
+inline uint4 LoadLine(const uint4* address) {
+  emulation::Machine::Get().Access(false);
+  return *address;
+}
+
 inline uint64_t GlobalNanoseconds() { return emulation::Machine::Get().Look(); }
 
 }  // namespace jax_ep::cuda

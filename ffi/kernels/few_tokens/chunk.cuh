@@ -1,0 +1,71 @@
+// Rows that travel as lines of 16 bytes, in chunks of a warp.
+//
+// Each line has 12 bytes of data and the op's epoch, and is stored and loaded at once. So a receiver that
+// finds the epoch has the data, and no sender waits for its stores before it can tell that a row is there.
+// NCCL's protocol LL does the same with lines of 8 bytes.
+#pragma once
+
+#include "kernels/protocol/arena_session.cuh"
+
+namespace jax_ep::cuda {
+
+constexpr int kChunkVectors = 2;  // 16-byte vectors of a lane
+constexpr int kChunkLines = 3;    // that they take, with the word beside them
+static_assert(kWarp * kChunkVectors * 16 == kChunkRowBytes && kWarp * kChunkLines * 16 == kChunkLineBytes);
+
+// A lane's part of a chunk. Vector v of lane l is vector v * kWarp + l of the chunk.
+struct ChunkPart {
+  uint4 row[kChunkVectors];
+  uint32_t beside;  // a weight, a factor or a scale
+};
+
+// Stores a chunk. Called by a warp.
+__device__ inline void StoreChunk(uint4* chunk, const ChunkPart& part, uint32_t epoch) {
+  uint4* const lines = chunk + threadIdx.x % kWarp;
+  const uint4 &a = part.row[0], &b = part.row[1];
+  StoreLine(lines, {a.x, a.y, a.z, epoch});
+  StoreLine(lines + kWarp, {a.w, b.x, b.y, epoch});
+  StoreLine(lines + 2 * kWarp, {b.z, b.w, part.beside, epoch});
+}
+
+// A lane's lines of a chunk, as they were loaded.
+struct ChunkLines {
+  uint4 lines[kChunkLines];
+
+  // Loads the lines. Nothing waits for them before they are used.
+  __device__ static ChunkLines Load(const uint4* chunk) {
+    ChunkLines loaded;
+#pragma unroll
+    for (int i = 0; i < kChunkLines; ++i) {
+      loaded.lines[i] = LoadLine(chunk + i * kWarp + static_cast<int>(threadIdx.x) % kWarp);
+    }
+    return loaded;
+  }
+  __device__ bool HaveEpoch(uint32_t epoch) const {
+    return lines[0].w == epoch && lines[1].w == epoch && lines[2].w == epoch;
+  }
+  __device__ ChunkPart part() const {
+    const uint4 &a = lines[0], &b = lines[1], &c = lines[2];
+    return {{{a.x, a.y, a.z, b.x}, {b.y, b.z, c.x, c.y}}, c.z};
+  }
+};
+
+// Waits for this lane's lines of a chunk. Returns false if it misses them.
+JAX_EP_RARE bool AwaitLines(const ArenaSession session, const uint4* chunk) {
+  const uint32_t now = session.epoch();
+  return session.AwaitArrival([&] { return ChunkLines::Load(chunk).HaveEpoch(now); });
+}
+
+// Waits for a chunk that was loaded, perhaps before it came. Called by a warp. Returns false, to all lanes,
+// if a part of it is missed.
+__device__ inline bool AwaitChunk(const ArenaSession& session, const uint4* chunk, ChunkLines& loaded) {
+  constexpr int kLooks = 4;  // before it waits as for a peer that is late
+#pragma unroll 1
+  for (int looks = 0; !__all_sync(kAllLanes, loaded.HaveEpoch(session.epoch())); ++looks) {
+    if (looks >= kLooks && !__all_sync(kAllLanes, AwaitLines(session, chunk))) return false;
+    loaded = ChunkLines::Load(chunk);
+  }
+  return true;
+}
+
+}  // namespace jax_ep::cuda
