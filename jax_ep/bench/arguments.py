@@ -80,6 +80,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, help="number of ranks (default: all GPUs, or 8 virtual CPU devices)"
     )
     parser.add_argument(
+        "--fsdp",
+        type=int,
+        default=1,
+        metavar="F",
+        help="in the part model, F groups of ranks with all experts each, whose parameters and optimizer "
+        "state are divided among F devices (default: %(default)s)",
+    )
+    parser.add_argument(
         "--ranks-per-node",
         nargs="+",
         type=int,

@@ -1,9 +1,11 @@
 """Benchmark of a model's training step: a decoder whose experts are on all devices, trained by AdamW.
 
 Attention is grouped-query, causal and by cuDNN on GPUs, and is computed again in the backward pass. Each
-device has its own sequences, all other parameters, and its share of the experts. Models are cut in depth and
-in their vocabulary, have no positions, and DeepSeek-V3's latent attention is replaced. What differs is how
-the layer of experts is made.
+device has its own sequences, all other parameters, and its share of the experts. With `--fsdp F` there are F
+groups of ranks with all experts each, and F devices share the parameters that are theirs otherwise, and the
+optimizer's state: a layer gathers its weights before it runs, and again in the backward pass. Models are cut
+in depth and in their vocabulary, have no positions, and DeepSeek-V3's latent attention is replaced. What
+differs is how the layer of experts is made.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -65,7 +67,8 @@ class ModelStep:
 
     name: str
     shape: Shape
-    ranks: int
+    ranks: int  # all devices
+    fsdp: int  # devices that share parameters
     layers: int
     by: str
     tokens: int  # of all devices
@@ -192,15 +195,29 @@ def _attention(model: Decoder, on_gpu: bool, w: Parameters, x: jax.Array) -> jax
     return x + y.reshape(len(x), -1) @ w["out"]
 
 
+def _gathered(parameters: Parameters) -> Parameters:
+    """Returns the whole of weights of which devices have parts."""
+    if jax.lax.axis_size("fsdp") == 1:
+        return parameters
+    gather = lambda name, w: jax.lax.all_gather(w, "fsdp", axis=HIDDEN_AXES[name], tiled=True)
+    return {name: gather(name, w) for name, w in parameters.items()}
+
+
+def _saves(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy of a layer: all but gathered weights is kept for the backward pass."""
+    return primitive.name != "all_gather"
+
+
 def loss_of(
     model: Decoder, shape: Shape, moe: Moe, on_gpu: bool, parameters: Parameters, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns one device's loss [1] and number of dropped rows [1]."""
-    embedding = parameters["embedding"]
+    embedding = _gathered({"embedding": parameters["embedding"]})["embedding"]
     layers = {name: w for name, w in parameters.items() if name != "embedding"}
     attention = jax.checkpoint(functools.partial(_attention, model, on_gpu))
 
     def layer(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
+        w = _gathered(w)
         x = attention(w, x)
         rows = normalized(x)
         scores = jax.nn.softmax((rows @ w["router"]).astype(jnp.float32))
@@ -208,6 +225,8 @@ def loss_of(
         y, dropped = moe(w, rows, ids, weights)
         return x + y, dropped
 
+    if jax.lax.axis_size("fsdp") > 1:
+        layer = jax.checkpoint(layer, policy=_saves)
     x, dropped = jax.lax.scan(layer, embedding[tokens], layers)
     logits = (normalized(x) @ embedding.T).astype(jnp.float32).reshape(-1, model.sequence, model.vocabulary)
     targets = jnp.roll(tokens.reshape(-1, model.sequence), -1, axis=1)
@@ -215,14 +234,35 @@ def loss_of(
     return jnp.mean(losses)[None], jnp.sum(dropped, axis=0)
 
 
+# The axis of each array of a layer that has the width of a token, and is divided among devices that share it.
+HIDDEN_AXES = {
+    "embedding": 1,
+    "qkv": 0,
+    "out": 1,
+    "router": 0,
+    "up": 1,
+    "down": 2,
+    "shared_up": 1,
+    "shared_down": 2,
+}
+
+
 def specs_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, P]:
-    return {name: P(None, "ep") if name in ("up", "down") else P() for name in shapes}
+    specs = {}
+    for name in shapes:
+        axes: list[str | None] = [None] * (HIDDEN_AXES[name] + 1)
+        axes[-1] = "fsdp"
+        if name in ("up", "down"):
+            axes[0] = "ep"
+        specs[name] = P(*axes) if name == "embedding" else P(None, *axes)
+    return specs
 
 
 def time_step(
     name: str, model: Decoder, shape: Shape, mesh: Mesh, by: str, options: argparse.Namespace, on_gpu: bool
 ) -> ModelStep:
     """Trains from the same parameters and tokens as every other call, and times a step."""
+    mesh = Mesh(mesh.devices.reshape(options.fsdp, -1), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
     shapes, optimizer = parameter_shapes(model, shape), optax.adamw(1e-3)
     specs = specs_of(shapes)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -238,14 +278,15 @@ def time_step(
     parameters = jax.jit(initial, out_shardings=shardings)(jax.random.key(0))
     rng = np.random.default_rng(0)
     tokens = rng.integers(model.vocabulary, size=mesh.size * model.tokens, dtype=np.int32)
-    tokens = jax.device_put(tokens, NamedSharding(mesh, P("ep")))
+    everywhere = P(("fsdp", "ep"))
+    tokens = jax.device_put(tokens, NamedSharding(mesh, everywhere))
     with jax_ep.Group(mesh, "ep") as group:
         moe = makers(on_gpu)[by](group, shape, options.capacity or 1.25)
         mapped = jax.shard_map(
             functools.partial(loss_of, model, shape, moe, on_gpu),
             mesh=mesh,
-            in_specs=(specs, P("ep")),
-            out_specs=P("ep"),
+            in_specs=(specs, everywhere),
+            out_specs=everywhere,
             check_vma=False,
         )
 
@@ -282,6 +323,7 @@ def time_step(
         name=name,
         shape=shape,
         ranks=mesh.size,
+        fsdp=options.fsdp,
         layers=model.layers,
         by=by,
         tokens=len(tokens),

@@ -241,6 +241,7 @@ def show_models(console: Console, results: list[ModelStep]) -> None:
         mfu = "" if r.mfu is None else f"{r.mfu:.0%}"
         speed = f"{r.us / 1e3:.1f}", f"{r.tokens_per_second:,.0f}", mfu
         sizes = f"{r.layers} layers, {r.tokens // r.ranks} tokens a device, {r.ranks} devices"
+        sizes += f", fsdp {r.fsdp} x ep {r.ranks // r.fsdp}" if r.fsdp > 1 else ""
         tables[f"{r.name}: training step, {sizes}"].append(
             [r.by, *speed, f"{r.memory / 2**30:.1f}", str(r.num_dropped), *losses]
         )

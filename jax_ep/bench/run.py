@@ -289,6 +289,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.devices or len(devices)
     if jax.process_count() > 1 and (options.sweep == "ranks" or ranks < len(devices)):
         raise SystemExit("bench: several processes use all devices; leave out --devices and --sweep ranks")
+    if ranks % options.fsdp != 0:
+        raise SystemExit(f"bench: --fsdp must divide the {ranks} devices, got {options.fsdp}")
     if options.sweep == "sms" and not on_gpus():
         raise SystemExit("bench: --sweep sms needs GPUs")
     parts = parts_of(options)

@@ -250,6 +250,19 @@ def test_a_model_s_step(tmp_path, bench):
 
 
 @pytest.mark.slow
+def test_a_model_whose_parameters_are_divided(tmp_path, bench, monkeypatch):
+    """Devices that share parameters train the model of devices that have all of them."""
+    monkeypatch.setattr(model, "makers", lambda on_gpu: {"jax_ep": model.by_jax_ep})
+    losses = []
+    for options in ([], ["--fsdp", "2"]):
+        status, output = bench("--parts", "model", "--devices", "4", "--json", "out.json", *options)
+        assert status == 0, output
+        assert ("fsdp 2 x ep 2" in " ".join(output.split())) == bool(options)
+        losses.append(json.loads((tmp_path / "out.json").read_text())["models"][0]["losses"])
+    np.testing.assert_allclose(*losses, rtol=0.02)
+
+
+@pytest.mark.slow
 def test_a_decode_step(tmp_path, bench, monkeypatch):
     """One step and several in a program, with percentiles, in both dtypes, and by JAX's own collectives."""
     monkeypatch.setattr(decode, "LAYERS", 2)
