@@ -102,7 +102,7 @@ void RunPlain(int ops) {
   Random random(seed);
   what = "plain";
   for (int done = 0; done < ops; done += 100) {
-    ArenaWorld world(random, 2 + random() % 3, FirstEpoch(random), 10'000'000'000);
+    ArenaWorld world(random, Pick(random, {2, 3, 4, 8, kArenaRanks}), FirstEpoch(random), 10'000'000'000);
     SetManner(random, world);
     world.SetProgram(
         MakeProgram(random, 100, world.num_ranks(), static_cast<Mode>(random() % kNumModes), 100, true));

@@ -221,8 +221,22 @@ inline void FlagRows(const ArenaRun& run, const ArenaSession& session) {
   }
 }
 
-// Waits for the choices of `ranks` and stores them for this block. Its few threads stand for all threads of
-// a real block. Returns the ranks that this thread has missed.
+// Publishes this rank's choices. Its few threads stand for all threads of a real block.
+inline void ShowChoices(const ArenaRun& run, const ArenaSession& session) {
+  const PushArgs& args = run.args;
+  const TopkIds ids{run.topk_idx.data(), false};
+  const int words = ChoiceWords(args.shape);
+  for (int first = 0; first < kFewTokensThreads; first += kArenaThreads) {
+    emulation::Machine::Get().ActAs(first);
+    const bool has_word = FirstWord(args) < words * args.shape.num_ranks;
+    const uint32_t choices = has_word ? LoadChoices(args.shape, ids, FirstWord(args) % words) : 0;
+    PublishChoices(args, ids, session, choices);
+  }
+  emulation::Machine::Get().ActAs(0);
+}
+
+// Waits for the choices of `ranks` and stores them for this block, as ShowChoices publishes them. Returns the
+// ranks that this thread has missed.
 inline uint32_t TakeChoices(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
   const int choices = run.work.tokens * run.work.top_k;
   std::vector<int16_t>& found = run.choices[blockIdx.x];
@@ -301,7 +315,6 @@ inline uint32_t Receive(ArenaRun& run, const ArenaSession& session, uint32_t lat
 
 inline void ArenaPushKernel(ArenaRun& run) {
   const PushArgs& args = run.args;
-  const TopkIds ids{run.topk_idx.data(), false};
   const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
   ArenaSession session = run.session(Op::kDispatch);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -309,16 +322,11 @@ inline void ArenaPushKernel(ArenaRun& run) {
     FillRun(run);
     FillAttendance(args.attendance, args.shape.num_ranks);
   };
-  const int words = ChoiceWords(args.shape);
-  uint32_t choices = 0;
-  if (args.few_tokens.writes_metadata() && FirstWord(args) < words * args.shape.num_ranks) {
-    choices = LoadChoices(args.shape, ids, FirstWord(args) % words);
-  }
   const bool is_open = session.Open(opening);
   CheckAgreement(run, ArenaRun::kAfterOpening, session, is_open);
   if (is_open) {
     if (session.is_leader()) session.PublishCall();
-    if (args.few_tokens.writes_metadata()) PublishChoices(args, ids, session, choices);
+    if (args.few_tokens.writes_metadata()) ShowChoices(run, session);
     if (args.few_tokens.sends() && run.work.in_lines) {
       SendRowsAsLines(run, session);
     } else if (args.few_tokens.sends()) {
