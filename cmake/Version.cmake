@@ -1,7 +1,33 @@
-# Sets `result` to the version that a header defines as PREFIX_MAJOR, PREFIX_MINOR and PREFIX_PATCH.
+# Sets `result` to the version that a header defines as PREFIX_MAJOR, PREFIX_MINOR and PREFIX_PATCH, or
+# empty if the header does not exist.
 function(jax_ep_read_version header prefix result)
-  file(STRINGS "${header}" numbers REGEX "define ${prefix}_(MAJOR|MINOR|PATCH) ")
+  set(numbers "")
+  if(EXISTS "${header}")
+    file(STRINGS "${header}" numbers REGEX "define ${prefix}_(MAJOR|MINOR|PATCH) ")
+  endif()
   string(REGEX MATCHALL "[0-9]+" numbers "${numbers}")
   list(JOIN numbers "." version)
+  set(${result} "${version}" PARENT_SCOPE)
+endfunction()
+
+# Sets `result` to the version that a header defines as one number: the sum of the version's parts, each times one of
+# the units that follow. The version is empty if the header does not exist.
+function(jax_ep_read_packed_version header macro result)
+  set(number "")
+  if(EXISTS "${header}")
+    file(STRINGS "${header}" number REGEX "define ${macro} +[0-9]+")
+    string(REGEX MATCH "[0-9]+" number "${number}")
+  endif()
+  if(number STREQUAL "")
+    set(${result} "" PARENT_SCOPE)
+    return()
+  endif()
+  set(parts "")
+  foreach(unit IN LISTS ARGN)
+    math(EXPR part "${number} / ${unit}")
+    math(EXPR number "${number} % ${unit}")
+    list(APPEND parts "${part}")
+  endforeach()
+  list(JOIN parts "." version)
   set(${result} "${version}" PARENT_SCOPE)
 endfunction()
