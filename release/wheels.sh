@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a wheel with each Python that is named, makes it a manylinux wheel in dist/, and tries it in a fresh
-# environment:
+# environment: installs an older version from an index, upgrades it, runs the README's example, and uninstalls it:
 #
 #     release/wheels.sh python3.11 python3.12
 #
@@ -24,12 +24,23 @@ for python in "$@"; do
     "$work"/built/*.whl
   wheel=$(echo "$work"/repaired/*.whl)
 
+  "$bin/python" release/index.py "$wheel" "$work/simple"
+  from_index=(install --isolated --index-url "file://$work/simple" --no-deps --no-compile)
   for user in ${TRY_WITH:-$python}; do
     rm -rf "$work/fresh"
     "$user" -m venv "$work/fresh"
     fresh="$work/fresh/bin/python"
-    "$fresh" -m pip install --quiet --disable-pip-version-check "$wheel"
+    pip=("$fresh" -m pip --quiet --disable-pip-version-check)
+    "${pip[@]}" "${from_index[@]}" "jax-ep<$(basename "$wheel" | cut -d- -f2)"
+    "${pip[@]}" "${from_index[@]}" --upgrade jax-ep
+    "${pip[@]}" install jax-ep  # it is there; this installs what it depends on
     JAX_PLATFORMS=cpu "$fresh" release/try_wheel.py
+    "${pip[@]}" uninstall --yes jax-ep
+    left=$(find "$work/fresh" -iname "jax[_-]ep*")
+    if [[ -n $left ]]; then
+      echo "release/wheels.sh: pip uninstall leaves files: $left" >&2
+      exit 1
+    fi
   done
 
   mkdir -p dist
