@@ -13,7 +13,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(shell find ffi -t
 export NPROC ?= 32
 
 .PHONY: demo test test-slow test-frameworks test-gpu test-gpu-processes test-gpu-ranks stress-gpu faults-gpu lint
-.PHONY: .frameworks-tested format check-cuda12 sanitize bench docs wheels environment clean
+.PHONY: .frameworks-tested format check-cuda12 sanitize bench docs wheels release environment clean
 .NOTPARALLEL:  # two pips cannot install into one environment
 
 demo: $(VENV)/.group-demo $(VENV)/.built
@@ -93,6 +93,15 @@ docs: $(addprefix $(VENV)/.group-,docs demo bench examples) $(VENV)/.built
 # Wheels in dist/, CPU and CUDA in one, each tried in a fresh environment. That of 3.12 serves all newer Pythons.
 wheels: $(VENV)/.group-wheels
 	BIN=$(BIN) release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
+
+# What a release publishes, in dist/: the source archive, the wheels built from it, and checksums.
+release: $(VENV)/.group-wheels
+	rm -rf dist build/release
+	$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check --outdir dist
+	mkdir -p build/release && tar -xf dist/jax_ep-*.tar.gz -C build/release --strip-components 1
+	BIN=$(abspath $(BIN)) build/release/release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
+	mv build/release/dist/*.whl dist/
+	cd dist && sha256sum -- * > SHA256SUMS
 
 # Times the ops on the devices that are here; ARGS=--peers also times implementation="xla" and JAX's collectives.
 bench: $(VENV)/.group-bench $(VENV)/.built

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.no_jax
 
 ROOT = Path(__file__).parents[2]
 PREPARE = "import scikit_build_core.build as b; print(b.prepare_metadata_for_build_wheel('metadata'))"
+SDIST = "import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])"
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)]*)\)")
 
 
@@ -84,6 +86,24 @@ def test_public_files_agree_with_the_metadata():
     workflow = text[str(ROOT / ".github" / "workflows" / "ci.yml")]
     assert "bash .ci/run\n" in workflow
     assert f'python-version: "{project["requires-python"].removeprefix(">=")}"' in workflow
+    yaml = pytest.importorskip("yaml")
+    release = yaml.safe_load(text[str(ROOT / ".github" / "workflows" / "release.yml")])
+    steps = [step for job in release["jobs"].values() for step in job["steps"]]
+    commands = [step.get("run", step.get("uses")) for step in steps]
+    assert any("make release " in command for command in commands)
+    assert not any("publish" in command or "twine" in command for command in commands)
+
+
+def test_source_archive_has_all_files(tmp_path):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("not a clone")
+    pytest.importorskip("scikit_build_core")
+    subprocess.run([sys.executable, "-c", SDIST, tmp_path], cwd=ROOT, check=True, timeout=120)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert set(tracked.stdout.splitlines()) - names == {".ci/run"}
 
 
 def test_the_changelog_has_this_version():
