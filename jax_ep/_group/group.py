@@ -299,7 +299,7 @@ class Group:
     def close(self) -> None:
         """Frees the group's state once no equal group is open. A group may be closed twice.
 
-        On GPUs the control blocks and the arena (`info().device_bytes`: 35 MiB on each device with two ranks,
+        On GPUs the control blocks and the arena (`info().device_bytes`: 39 MiB on each device with two ranks,
         and 0.3 MiB for each further rank) are kept until the process ends, because a captured graph may hold
         their addresses. A new group of the same devices uses them again.
 

@@ -63,13 +63,13 @@ __device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, c
     for (int i = warps.index; i < shares.num_shares; i += warps.count) {
       const Chunks chunks = shares.At(i);
       missing |= ReceiveChunks<T>(args, session, table, chunks, chunks.row % R, chunks.row / R);
-      if (missing != 0 && IsGivenUp(args.peers)) break;
+      if (missing != 0 && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
     }
   } else {
 #pragma unroll 1
     for (int i = row_warps.index; i < tokens; i += row_warps.count) {
       missing |= ReceiveToken(args, session, table, row_warps, i % R, i / R);
-      if (missing != 0 && IsGivenUp(args.peers)) break;
+      if (missing != 0 && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
     }
   }
   return missing;
@@ -148,12 +148,12 @@ cudaError_t WithFewTokensPushKernel(Quantize quantize, Float type, bool lines, F
   }
 }
 
-// Returns whether the rows travel as lines. With masks they do not, because a rank would have to look at all
-// lines of all rows to tell which ranks have come.
+// Returns whether the rows travel as lines. By rank they do not, because one token took longer. With masks
+// they do not, because a rank would have to look at all lines of all rows to tell which ranks have come.
 bool GoesInLines(const PushArgs& args) {
   const bool quantizes = args.quantize != Quantize::kNone;
   return args.num_payloads == (quantizes ? 2 : 1) && (!quantizes || args.shape.top_k <= kWeightsBesideFp8) &&
-         !args.attendance.masks &&
+         args.shape.has_row_per_choice() && !args.attendance.masks &&
          SuitsLines(args.shape, args.payloads[0].row_bytes, kMostLineBytesOfDispatch);
 }
 

@@ -179,7 +179,8 @@ __device__ inline void ClearShareOfRows(const PushArgs& args, int64_t begin, int
 // Clears the padding of each expert's block, one block per warp. Called by the metadata blocks that share
 // this work.
 __device__ inline void ClearPadding(const PushArgs& args, const RoutingTable& table) {
-  if (!args.shape.has_expert_blocks() || args.shape.alignment == 1) return;
+  const bool has_padding = args.shape.alignment > 1 || args.shape.has_fixed_blocks();
+  if (!args.shape.has_expert_blocks() || !has_padding) return;
   const int L = args.shape.num_local_experts(), me = args.peers.rank;
   const int32_t* const starts = table.starts + me * (L + 1);
   const WarpShare metadata = args.few_tokens.MetadataShare();

@@ -84,8 +84,10 @@ constexpr int64_t kMostLineBytesOfDispatch = 1 << 20, kMostLineBytesOfCombine = 
 // Returns whether rows of `row_bytes` travel as lines, if a rank may send at most `most_bytes` in this way.
 inline bool SuitsLines(const Shape& shape, int64_t row_bytes, int64_t most_bytes) {
   const Slots lines = LinesOf(shape, row_bytes);
-  const int64_t bytes = shape.num_tokens * std::max(shape.num_ranks - 1, 1) * row_bytes;
-  return row_bytes % 16 == 0 && bytes <= most_bytes && shape.num_tokens * lines.bytes <= lines.region;
+  const int64_t sent_bytes = int64_t{ChunksOf(row_bytes)} * kChunkRowBytes;  // of a row, as whole chunks
+  const int64_t bytes = shape.num_tokens * std::max(shape.num_ranks - 1, 1) * sent_bytes;
+  return row_bytes > 0 && row_bytes % 16 == 0 && bytes <= most_bytes &&
+         shape.num_tokens * lines.bytes <= lines.region;
 }
 
 // Returns the number of choices of a rank, rounded up to whole vectors. RoutingTableBytes is the shared

@@ -28,7 +28,7 @@ constexpr int kChannels = 8;
 // The channel of ops for few tokens. They share the arena (arena.h), so only one is in flight at a time.
 constexpr int kArenaChannel = kChannels;
 constexpr int64_t kArenaSlotBytes = int64_t{32} << 20;
-constexpr int64_t kArenaLineBytes = int64_t{8} << 20;
+constexpr int64_t kArenaLineBytes = int64_t{4} << 20;
 constexpr int64_t kArenaBytes = kArenaSlotBytes + kArenaLineBytes;
 
 // The identity of the op that a rank runs. Ranks whose calls differ must not exchange any data.
