@@ -42,15 +42,26 @@ class Columns(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """Matrices of experts in FP8, as products in both directions read them. `quantize_weights` makes it.
+    """Matrices of experts in FP8, as products read them. `quantize_weights` makes it.
+
+    Matrices that a checkpoint already has in FP8, [L, N, M] with such scales, need no more than
+    `QuantizedWeights(QuantizedArray(values, scales))` for forward passes.
 
     Attributes:
-      w: [L, M, N] the matrices that it was made of. Gradients go to them.
       transposed: values [L, N, M], scales [L, N / 128, M / 128], for the product with rows.
-      kept: values [L, M, N], scales [L, M / 128, N / 128], for the gradient of the rows.
+      kept: values [L, M, N], scales [L, M / 128, N / 128], for the gradient of the rows; or None, if no
+        gradient passes through the products.
+      w: [L, M, N] the matrices that it was made of. Gradients go to them, and no product reads them. None if
+        `kept` is None.
     Of w [L, M, 2, N] the arrays of `kept` end with [2, N], those of `transposed` begin with [L, 2, N].
     """
 
-    w: jax.Array | PhysicalWeights
     transposed: QuantizedArray
-    kept: QuantizedArray
+    kept: QuantizedArray | None = None
+    w: jax.Array | PhysicalWeights | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices, (L, M, N) or (L, M, 2, N)."""
+        num_experts, *columns, rows = self.transposed.shape
+        return (num_experts, rows, *columns)

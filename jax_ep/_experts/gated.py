@@ -7,17 +7,23 @@ from typing import Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_ep._checks import PyTree
+from jax_ep._checks import Arguments, PyTree
 from jax_ep._experts.activations import Gated, activate, activation_gradients
 from jax_ep._experts.engine import AnyFactors, Engine, Factors, Gradients, Product, quantize_physical
 from jax_ep._experts.fp8_operands import Columns, QuantizedWeights
 from jax_ep._experts.products import factors_of_weights, fp8_product, fp8_weight_gradient, product
 from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import vary_alike
-from jax_ep._rows.fp8 import COTANGENT_FLOOR, QuantizedArray, dequantize_fp8
+from jax_ep._rows.fp8 import BLOCK, COTANGENT_FLOOR, QuantizedArray, block_of, dequantize_fp8
 from jax_ep._rows.weights import Matrices, PhysicalWeights, as_array
 
 Result = TypeVar("Result")
+
+_FORWARD_ONLY = (
+    "{}: quantize_weights(gradients=False) keeps only what a forward pass reads, so products with its result "
+    "have no gradient, not even in rows or tokens; leave gradients=False out, or pass "
+    "jax.lax.stop_gradient(...) of what was computed"
+)
 
 Weights = Matrices | QuantizedWeights
 """Matrices of experts, in FP8 or not."""
@@ -131,8 +137,11 @@ class Fp8:
         self, rows: Rows, w: Weights, sizes: jax.Array
     ) -> Factors[QuantizedArray, QuantizedArray]:
         assert isinstance(rows, QuantizedArray)
-        is_ready = isinstance(w, QuantizedWeights)
-        kept = w.kept if is_ready else quantize_physical(self.engine, w, transposed=False)[0]
+        if isinstance(w, QuantizedWeights):
+            kept = w.kept
+            assert kept is not None  # see without_gradient_if_forward_only
+        else:
+            kept, _ = quantize_physical(self.engine, w, transposed=False)
         return _of_turned(rows, kept, sizes)
 
     def times_transposed(self, rows: Rows, w: Weights, sizes: jax.Array) -> jax.Array:
@@ -184,8 +193,10 @@ def _of_turned(
 
 
 def wide_of(w: Weights) -> Matrices:
-    """Returns matrices that are not quantized."""
-    return w.w if isinstance(w, QuantizedWeights) else w
+    """Returns matrices that are not quantized, as a backward pass has them."""
+    matrices = w.w if isinstance(w, QuantizedWeights) else w
+    assert matrices is not None  # see without_gradient_if_forward_only
+    return matrices
 
 
 def cotangent_of(primal: PyTree, gradient: PyTree) -> PyTree:
@@ -193,7 +204,7 @@ def cotangent_of(primal: PyTree, gradient: PyTree) -> PyTree:
     if isinstance(primal, PhysicalWeights):
         return jax.tree.map(cotangent_of, primal, gradient)
     if isinstance(primal, QuantizedWeights):
-        return QuantizedWeights(cotangent_of(primal.w, gradient), None, None)  # pyright: ignore
+        return QuantizedWeights(None, None, cotangent_of(primal.w, gradient))  # pyright: ignore
     if isinstance(primal, QuantizedArray):
         carrier = None if primal.carrier is None else gradient.astype(primal.carrier.dtype)
         return QuantizedArray(None, None, carrier)  # pyright: ignore
@@ -227,6 +238,28 @@ def without_gradient_of_values(error: str, rows: object, out: jax.Array) -> jax.
     if isinstance(rows, QuantizedArray) and rows.carrier is None:
         return without_gradient(error, *vary_alike(((rows.values, rows.scales), out)))
     return out
+
+
+def quantized_weights(check: Arguments, name: str, w: QuantizedWeights) -> QuantizedWeights:
+    """Returns weights in FP8, checked. Their gradient goes to `w.w`, if there is one."""
+    w = jax.tree.map(jnp.asarray, w)
+    if block_of(check, w.transposed) != (BLOCK, BLOCK):
+        rows, columns = block_of(check, w.transposed)
+        raise ValueError(
+            f"{check.op}: {name} must have scales of 128 x 128 elements, as quantize_weights makes them, got "
+            f"{rows} x {columns}"
+        )
+    if w.kept is None:
+        return w
+    return dataclasses.replace(w, **jax.lax.stop_gradient({"transposed": w.transposed, "kept": w.kept}))
+
+
+def without_gradient_if_forward_only(op: str, operands: PyTree, out: jax.Array) -> jax.Array:
+    """Returns out, whose gradient raises TypeError if weights among the operands have none."""
+    nodes = jax.tree.leaves(operands, is_leaf=lambda node: isinstance(node, QuantizedWeights))
+    if all(node.kept is not None for node in nodes if isinstance(node, QuantizedWeights)):
+        return out
+    return without_gradient(_FORWARD_ONLY.format(op), *vary_alike((operands, out)))
 
 
 def without_carrier(rows: Rows) -> Rows:

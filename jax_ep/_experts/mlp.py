@@ -311,9 +311,9 @@ def _merged(operands: MlpOperands) -> MlpOperands:
         return jax.tree.map(lambda array: merge_dimensions(array, dimension), tree)
 
     w, b_up = operands.w_up, operands.b_up
-    if wide_of(w).ndim == 4:
+    if len(w.shape) == 4:
         if isinstance(w, QuantizedWeights):
-            w = QuantizedWeights(merge(w.w, 2), merge(w.transposed, 1), merge(w.kept, 2))
+            w = QuantizedWeights(merge(w.transposed, 1), merge(w.kept, 2), merge(w.w, 2))
         else:
             w = merge(w, 2)
     if b_up is not None and b_up.ndim == 3:

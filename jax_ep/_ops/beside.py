@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_ep._experts.gated import Rows, wide_of
+from jax_ep._experts.gated import Rows
 from jax_ep._experts.kernel_engine import KernelEngine
 from jax_ep._experts.mlp import (
     MlpCall,
@@ -121,7 +121,7 @@ class ToSum(NamedTuple):
 def sums_of_hidden(call: LayerCall, to_sum: ToSum) -> jax.Array:
     """Returns the sums of the second product's rows, and of a shared expert's."""
     operands = to_sum.experts.operands
-    num_sums = to_sum.handle.routing.num_tokens * wide_of(operands.w_down).shape[2]
+    num_sums = to_sum.handle.routing.num_tokens * operands.w_down.shape[2]
     engine = call.engine_beside(num_sums)
     columns = None if engine is None or operands.b_down is not None else _parts(operands)
 
@@ -149,7 +149,7 @@ def sums_of_hidden(call: LayerCall, to_sum: ToSum) -> jax.Array:
 
 def _parts(operands: MlpOperands) -> tuple[slice, slice] | None:
     """Returns the columns of a second product that are computed first, and the others."""
-    width = wide_of(operands.w_down).shape[2]
+    width = operands.w_down.shape[2]
     first = int(_FIRST_PART * width) // _COLUMNS * _COLUMNS
     if first == 0 or width % _COLUMN_UNIT:
         return None

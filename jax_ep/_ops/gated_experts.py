@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_ep._experts.activations import Activation
 from jax_ep._experts.fp8_operands import QuantizedWeights
+from jax_ep._experts.gated import without_gradient_if_forward_only
 from jax_ep._experts.mlp import MlpCall, up, up_factors
 from jax_ep._experts.products import PrecisionName
 from jax_ep._extension import Implementation
@@ -43,7 +44,7 @@ class GatedExperts:
 
     Attributes:
       w_up: [L, H, 2, F] gate and up projection, or [L, H, 2F]; as for `gated_mlp`, also `PhysicalWeights`, or
-        the result of `quantize_weights`.
+        the result of `quantize_weights`, of which a server needs that with `gradients=False`.
       w_down: [L, F, H], likewise.
       b_up: floating [L, 2, F] or [L, 2F], or None.
       b_down: floating [L, H] or None.
@@ -76,8 +77,8 @@ class GatedExperts:
     @property
     def num_experts(self) -> int:
         """The number of experts whose weights these are: inside of `shard_map` L, those of this rank."""
-        w = self.w_up.w if isinstance(self.w_up, QuantizedWeights) else self.w_up
-        return w.shape[0] if isinstance(w, PhysicalWeights) else jnp.shape(w)[0]
+        w = self.w_up
+        return w.shape[0] if isinstance(w, PhysicalWeights | QuantizedWeights) else jnp.shape(w)[0]
 
     def __call__(self, sent: DispatchedByExpert[Any], row_weights: jax.Array | None = None) -> jax.Array:
         """Returns the experts' rows [C, H] for the rows of a dispatch, times row weights if any."""
@@ -129,7 +130,8 @@ def combined_rows(
         overlap=experts.overlap,
         shared=of_shared,
     )
-    return expert_layer(call, LayerOperands(sent.handle, tokens, sent.row_weights, operands, arrays))
+    sums = expert_layer(call, LayerOperands(sent.handle, tokens, sent.row_weights, operands, arrays))
+    return without_gradient_if_forward_only("moe", (tokens, sent.row_weights, operands, arrays), sums)
 
 
 def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLike | None) -> SharedExpert:

@@ -19,7 +19,8 @@ from jax_ep._experts.gated import (
     Products,
     Rows,
     Weights,
-    wide_of,
+    quantized_weights,
+    without_gradient_if_forward_only,
     without_gradient_of_values,
 )
 from jax_ep._experts.mlp import MlpCall, MlpOperands, mlp
@@ -105,8 +106,8 @@ def gated_mlp(
 
     Returns:
       [C, H] or [L, C, H] in the dtype of rows, bfloat16 of FP8 rows; zero in rows of no expert.
-      Differentiable in reverse mode in rows, weights, biases and row_weights: in FP8 once, otherwise any
-      number of times.
+      Differentiable in reverse mode in rows, weights, biases and row_weights: in FP8 once, with weights of
+      `quantize_weights(gradients=False)` not at all, otherwise any number of times.
 
     Raises:
       ValueError: the shapes do not fit each other, or an option is none of those above.
@@ -132,7 +133,8 @@ def gated_mlp(
     with jax.named_scope("jax_ep.gated_mlp"):
         out = mlp(call, as_bits(vary_alike(operands)))
         out = shaped_like(rows if isinstance(rows, QuantizedArray) else jnp.asarray(rows), out)
-        return without_gradient_of_values(_NO_GRADIENT, rows, out)
+        out = without_gradient_of_values(_NO_GRADIENT, rows, out)
+        return without_gradient_if_forward_only("gated_mlp", operands, out)
 
 
 def prepare(
@@ -176,7 +178,7 @@ def prepare(
     )
     _check_dtypes(is_fp8, operands)
     _check_shapes(is_fp8, operands)
-    shape, num_experts = operands.rows.shape, wide_of(operands.w_down).shape[0]
+    shape, num_experts = operands.rows.shape, operands.w_down.shape[0]
     rows_per_group = _CHECK.rows_per_group(shape, num_experts)
     sizes = _CHECK.group_sizes(operands.group_sizes, num_experts, shape[0], rows_per_group)
     operands = dataclasses.replace(operands, group_sizes=sizes)
@@ -193,7 +195,7 @@ def prepare(
         products: Products = FloatProducts(engine.with_precision(products_precision))
     else:
         products = Fp8(engine, quantize == "fp8_all")
-    half_shape = operands.rows.shape[0], wide_of(operands.w_down).shape[1]
+    half_shape = operands.rows.shape[0], operands.w_down.shape[1]
     half = jax.ShapeDtypeStruct(half_shape, sum_dtype(operands.dtype()))
     call = MlpCall(_activation(activation, half), engine, products, save == "preactivation", quantize)
     return call, operands
@@ -248,18 +250,17 @@ def _rows(is_fp8: bool, given: ArrayLike | QuantizedArray) -> Rows:
 
 
 def _weights(is_fp8: bool, name: str, w: ArrayLike | PhysicalWeights | QuantizedWeights) -> Weights:
-    """Returns matrices as arrays, or those in FP8 without gradients of their own."""
+    """Returns matrices as arrays, or those in FP8."""
     if not isinstance(w, QuantizedWeights):
         return _CHECK.matrices(name, w)
     if not is_fp8:
         raise TypeError(f"gated_mlp: {name} of quantize_weights needs quantize='fp8' or 'fp8_all'")
-    return QuantizedWeights(w.w, *jax.lax.stop_gradient((w.transposed, w.kept)))
+    return quantized_weights(_CHECK, name, w)
 
 
 def _check_dtypes(is_fp8: bool, operands: MlpOperands) -> None:
-    numbers = [wide_of(operands.w_up), wide_of(operands.w_down)]
-    if not isinstance(operands.rows, QuantizedArray):
-        numbers.insert(0, operands.rows)
+    given = operands.rows, operands.w_up, operands.w_down
+    numbers = [array for array in given if not isinstance(array, QuantizedArray | QuantizedWeights)]
     dtypes = {array.dtype for array in numbers}
     fits = all(dtype in KERNEL_DTYPES for dtype in dtypes) if is_fp8 else len(dtypes) == 1
     if not fits or not all(map(is_differentiable, dtypes)):
@@ -280,7 +281,7 @@ def _with_flat_rows(operands: MlpOperands, rows_per_group: int) -> MlpOperands:
 
 
 def _check_shapes(is_fp8: bool, operands: MlpOperands) -> None:
-    rows, up, down = operands.rows.shape, wide_of(operands.w_up).shape, wide_of(operands.w_down).shape
+    rows, up, down = operands.rows.shape, operands.w_up.shape, operands.w_down.shape
     if len(rows) not in (2, 3) or len(up) not in (3, 4) or len(down) != 3:
         raise ValueError(
             "gated_mlp: rows must be [C, H], or [L, C, H] of padded experts, w_up [L, H, 2, F] or "

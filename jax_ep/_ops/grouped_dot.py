@@ -18,7 +18,10 @@ from jax_ep._experts.gated import (
     Rows,
     cotangent_of,
     once_differentiable,
+    quantized_weights,
     sharded_like,
+    wide_of,
+    without_gradient_if_forward_only,
     without_gradient_of_values,
     without_values,
 )
@@ -29,7 +32,7 @@ from jax_ep._jax.sharding import vary_alike
 from jax_ep._ops.arguments import OpArguments
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.dtypes import is_differentiable
-from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, block_of, from_bits
+from jax_ep._rows.fp8 import BLOCK, FP8, QuantizedArray, as_bits, block_of, from_bits
 from jax_ep._rows.padded import flat_rows, shaped_like, values_of
 from jax_ep._rows.weights import PhysicalWeights, as_array, num_redundant_of
 from jax_ep._transport import debug
@@ -73,10 +76,10 @@ def grouped_dot(
         [..., M / 128], as `quantize_fp8(x)` makes it.
       w: [L, M, N] a matrix for each expert, of the dtype of rows. Or a `QuantizedArray` with a scale
         for each 128 x 128 elements [L, M / 128, N / 128], as `quantize_fp8(w, block=(128, 128))` makes it.
-        Tensor cores read FP8 matrices transposed: kept as [L, N, M], and handed over as
-        `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`, they are not copied. Or the result
-        of `quantize_weights`, with rows of either kind. With redundant experts `PhysicalWeights`, of such
-        arrays or in a `QuantizedArray`.
+        Or the result of `quantize_weights`, with rows of either kind. It is transposed, as tensor cores read
+        FP8 matrices. A `QuantizedArray` is copied for that in each call, unless it is kept as [L, N, M] and
+        handed over as `jax.tree.map(lambda a: a.swapaxes(1, 2), kept)` under `jax.jit`. With redundant
+        experts `PhysicalWeights`, of such arrays or in a `QuantizedArray`.
       group_sizes: int32 [L] rows of each expert, their sum at most C, which is checked if they are known.
         Otherwise negative sizes count as 0, and experts end where the rows end. With rows [L, C, M] the
         number of filled rows of each expert, at most C.
@@ -97,7 +100,8 @@ def grouped_dot(
       [C, N] or [L, C, N] in the dtype of rows, bfloat16 of FP8; zero in rows of no expert, as their gradient
       is. Products are summed in float32 (float64 rows: in float64). Differentiable in rows and w that are not
       FP8, in reverse mode, and with `quantize_weights` in the weights that it was made of, and in rows as in
-      `gated_mlp(quantize="fp8")`. Under `jax.vmap` the products run one after another.
+      `gated_mlp(quantize="fp8")`, but not with gradients=False. Under `jax.vmap` the products run one after
+      another.
 
     Raises:
       ValueError: the shapes do not fit each other, num_sms is less than 2 or more than any GPU has, or
@@ -137,10 +141,11 @@ def _multiply(
         )
     group_sizes = _CHECK.array("group_sizes", group_sizes)
     if isinstance(w, QuantizedWeights):
-        rows = _rows_of_quantized_weights(rows)
-        group_sizes = _check_shapes(values_of(rows), w.w, group_sizes)
+        rows, w = _rows_of_quantized_weights(rows), quantized_weights(_CHECK, "w", w)
+        group_sizes = _check_shapes(values_of(rows), jax.ShapeDtypeStruct(w.shape, FP8), group_sizes)
         out = _times_quantized(engine, *as_bits(vary_alike((flat_rows(rows), w, group_sizes))))
-        return without_gradient_of_values(_NO_GRADIENT, rows, shaped_like(rows, out))
+        out = without_gradient_of_values(_NO_GRADIENT, rows, shaped_like(rows, out))
+        return without_gradient_if_forward_only("grouped_dot", (rows, w), out)
     if isinstance(rows, QuantizedArray) or isinstance(w, QuantizedArray):
         rows, w = _both_quantized(rows, w)
         group_sizes = _check_shapes(rows.values, w.values, group_sizes)
@@ -199,7 +204,9 @@ def _window(
     return jnp.take(group_sizes, groups, mode="fill", fill_value=0), first_row
 
 
-def _check_shapes(rows: jax.Array, w: jax.Array | PhysicalWeights, group_sizes: jax.Array) -> jax.Array:
+def _check_shapes(
+    rows: jax.Array, w: jax.Array | PhysicalWeights | jax.ShapeDtypeStruct, group_sizes: jax.Array
+) -> jax.Array:
     if rows.ndim not in (2, 3):
         raise ValueError(
             "grouped_dot: rows must have two dimensions [C, M], or three of padded experts [L, C, M], got "
@@ -277,10 +284,11 @@ def _times_quantized_bwd(engine: Engine, saved: Saved, d_out: jax.Array) -> tupl
 def _backward(engine: Engine, saved: Saved, d_out: jax.Array) -> tuple[PyTree, PyTree, None]:
     saved_rows, rows, w, group_sizes = from_bits(saved)
     fp8 = _fp8(engine)
+    num_redundant = num_redundant_of(wide_of(w))
     d_rows, d_columns = fp8.cotangents(d_out.astype(jnp.bfloat16), group_sizes)
     gradients = (
         cotangent_of(rows, sharded_like(saved_rows, fp8.times_transposed(d_rows, w, group_sizes))),
-        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes, num_redundant_of(w.w))),
+        cotangent_of(w, fp8.weight_gradient(saved_rows, d_columns, group_sizes, num_redundant)),
     )
     return *gradients, None
 

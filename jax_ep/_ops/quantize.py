@@ -10,11 +10,17 @@ from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import Options, quantize_physical
 from jax_ep._experts.fp8_operands import QuantizedWeights
 from jax_ep._extension import Implementation
+from jax_ep._jax.custom_vjp import without_gradient
 from jax_ep._jax.sharding import merge_dimensions, split_dimension
 from jax_ep._ops.arguments import OpArguments
-from jax_ep._rows.fp8 import BLOCK, QuantizedArray
+from jax_ep._rows.fp8 import BLOCK, QuantizedArray, as_bits, from_bits
 from jax_ep._rows.quantize import KERNEL_DTYPES
 from jax_ep._rows.weights import PhysicalWeights
+
+_NO_GRADIENT = (
+    "quantize_weights: with gradients=False the result has no gradient in w; leave gradients=False out, or "
+    "pass jax.lax.stop_gradient(w)"
+)
 
 
 def quantize_fp8(
@@ -65,17 +71,26 @@ def quantize_fp8(
 
 
 def quantize_weights(
-    w: ArrayLike | PhysicalWeights, *, round_scale: bool = False, implementation: Implementation | None = None
+    w: ArrayLike | PhysicalWeights,
+    *,
+    gradients: bool = True,
+    round_scale: bool = False,
+    implementation: Implementation | None = None,
 ) -> QuantizedWeights:
     """Quantizes experts' matrices once for many products, as `gated_mlp(quantize="fp8")` takes them.
 
     Both layouts that a training step reads are made in one pass. Call it once a step, inside `jax.shard_map`
     and outside of a loop over micro-batches. Gradients of what is computed with the result go to w, as if w
-    itself had been used.
+    itself had been used. For a server, which needs no gradients, call it once when it loads the weights, with
+    `gradients=False`.
 
     Args:
       w: floating [L, M, N] of at most 32 bits, M and N multiples of 128, or such `PhysicalWeights`. Also
         [L, M, 2, N], the w_up of `gated_mlp`: the arrays of the result then have such a dimension, too.
+      gradients: if false, the result holds only what a forward pass reads: 1 byte for each element, and 4 for
+        each 128 x 128 elements. Results have the same bits. Differentiating what is computed with it raises
+        `TypeError`, also in rows alone, because their gradient reads the other layout. Otherwise it holds w
+        and both layouts: 2 bytes for each element, besides w.
       round_scale: if true, scales are rounded up to powers of two.
       implementation: None, "ffi" or "xla". On CPUs all mean XLA's ops, because these kernels are for GPUs.
 
@@ -97,14 +112,16 @@ def quantize_weights(
             f"{_checks.shape_text(w)}"
         )
     fixed = jax.lax.stop_gradient(w)
-    if not is_gated:
-        kept, transposed = quantize_physical(engine, fixed)
-        return QuantizedWeights(w, transposed, kept)
-    merged = jax.tree.map(lambda array: merge_dimensions(array, 2), fixed)
-    kept, transposed = quantize_physical(engine, merged)
-    kept = jax.tree.map(lambda array: split_dimension(array, 2, 2), kept)
-    transposed = jax.tree.map(lambda array: split_dimension(array, 1, 2), transposed)
-    return QuantizedWeights(w, transposed, kept)
+    if is_gated:
+        fixed = jax.tree.map(lambda array: merge_dimensions(array, 2), fixed)
+    kept, transposed = quantize_physical(engine, fixed, kept=gradients)
+    if is_gated:
+        transposed = jax.tree.map(lambda array: split_dimension(array, 1, 2), transposed)
+    if not gradients:
+        return QuantizedWeights(from_bits(without_gradient(_NO_GRADIENT, w, as_bits(transposed))))
+    if is_gated:
+        kept = jax.tree.map(lambda array: split_dimension(array, 2, 2), kept)
+    return QuantizedWeights(transposed, kept, w)
 
 
 def _pair(block: int | tuple[int, int]) -> tuple[int, int]:

@@ -318,6 +318,53 @@ def test_quantized_weights():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def quantized_layer(gradients, moe_options, products="fp8"):
+    """A layer, with a shared expert, whose weights are quantized."""
+
+    def shard(ids, x, weights, w_up, w_down, b_up, b_down, s_up, s_down, s_bias):
+        quantize = functools.partial(jax_ep.quantize_weights, gradients=gradients)
+        experts = jax_ep.GatedExperts(*map(quantize, (w_up, w_down)), b_up, b_down, quantize=products)
+        shared = jax_ep.GatedExperts(*map(quantize, (s_up, s_down)), b_down=s_bias, quantize=products)
+        return jax_ep.moe(x, ids, weights, experts, group=ranks(R).group, shared=shared, **moe_options)
+
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("moe_options", "products"),
+    [
+        pytest.param({}, "fp8"),
+        pytest.param({"num_redundant_experts": 1}, "fp8_all", marks=pytest.mark.one_jax),
+        pytest.param({"experts_apply_weights": True}, "fp8", marks=pytest.mark.one_jax),
+    ],
+    ids=str,
+)
+def test_weights_of_forward_passes_give_the_same_bits(moe_options, products):
+    ids, arrays = inputs(jnp.bfloat16, is_shared=True)
+
+    def run(gradients):
+        shard = quantized_layer(gradients, moe_options, products)
+        return jax.jit(ranks(R).map(lambda ids, arrays: shard(ids, **arrays)))(ids, arrays)
+
+    np.testing.assert_array_equal(run(False), run(True))
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("name", ["x", "weights", "w_up", "w_down", "b_up", "s_up", "s_down", "s_bias"])
+def test_weights_of_forward_passes_have_no_gradient(name):
+    ids, arrays = inputs(jnp.bfloat16, is_shared=True)
+    shard = quantized_layer(False, {})
+
+    def loss(array):
+        mapped = ranks(R).map(lambda ids, arrays: shard(ids, **arrays))
+        return jnp.sum(mapped(ids, arrays | {name: array}).astype(jnp.float32))
+
+    with pytest.raises(
+        TypeError, match=r"moe: quantize_weights\(gradients=False\) keeps only what a forward"
+    ):
+        jax.eval_shape(jax.grad(loss), arrays[name])
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -210,13 +210,18 @@ def test_passes_give_the_bits_of_quantize_fp8(dtype, round_scale):
         assert same_bits(values[:, : tiles.sum() * 128], q.values.T)
         assert same_bits(scales[: tiles.sum()], q.scales)
     up = up.reshape(L, H, 2 * F)
-    w = run(functools.partial(jax_ep.quantize_weights, round_scale=round_scale), up)
+    w, forward = (
+        run(functools.partial(jax_ep.quantize_weights, round_scale=round_scale, gradients=gradients), up)
+        for gradients in (True, False)
+    )
     q = jax.device_get(quantize(up, block=(128, 128), round_scale=round_scale))
     for got, want in (
         (w.kept.values, q.values),
         (w.kept.scales, q.scales),
         (w.transposed.values, q.values.swapaxes(1, 2)),
         (w.transposed.scales, q.scales.swapaxes(1, 2)),
+        (forward.transposed.values, w.transposed.values),
+        (forward.transposed.scales, w.transposed.scales),
     ):
         assert same_bits(got, want)
 

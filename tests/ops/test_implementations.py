@@ -111,7 +111,9 @@ LOCAL = {
     "gated_mlp": gated_mlp,
     "gated_mlp, FP8": functools.partial(gated_mlp, quantize="fp8_all"),
     "quantize_fp8": lambda by, rows, sizes: jax_ep.quantize_fp8(rows, implementation=by),
-    "quantize_weights": lambda by, rows, sizes: jax_ep.quantize_weights(UP, implementation=by),
+    "quantize_weights": lambda by, rows, sizes: [
+        jax_ep.quantize_weights(UP, gradients=gradients, implementation=by) for gradients in (True, False)
+    ],
 }
 
 

@@ -105,3 +105,12 @@ def test_quantized_arrays_and_a_batch():
     twice = jax.tree.map(lambda a: np.stack([a, a]), apart)
     assert same_bits(jax.jit(jax.vmap(dot))(two, twice), want)
     np.testing.assert_array_equal(jnp.asarray(apart), w)
+
+
+@pytest.mark.one_jax
+def test_weights_of_forward_passes():
+    rows, up, down = floats((ROWS, H)), floats((L + S, H, 2, F), seed=1), floats((L + S, F, H), seed=2)
+    apart = [jax_ep.PhysicalWeights(jnp.asarray(w[:L]), jnp.asarray(w[L:])) for w in (up, down)]
+    forward = functools.partial(jax_ep.quantize_weights, gradients=False)
+    run = jax.jit(lambda rows, *w: jax_ep.gated_mlp(rows, *map(forward, w), SIZES, quantize="fp8"))
+    assert same_bits(run(rows, *apart), run(rows, up, down))

@@ -1,11 +1,16 @@
-"""FP8 with scales of blocks: the arithmetic of NumPy, bit for bit, and what an element may be off by."""
+"""FP8 with scales of blocks: the arithmetic of NumPy, bit for bit, and what an element may be off by.
+
+Also weights that are quantized for forward passes alone.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import dequantize, floats, quantize
+from cases import dequantize, floats, quantize, same_bits
 from devices import make_mesh
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -177,3 +182,117 @@ def test_explicit_sharding(shape, block, spec):
     assert back.sharding.spec[: len(spec)] == tuple(spec)
     for got, one in zip((*jax.tree.leaves(q), back), (*jax.tree.leaves(want), dequantize(want)), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(one).tobytes()
+
+
+L, M, F = 3, 256, 128
+SIZES = np.array([70, 0, 130], np.int32)
+ROWS = 260
+for_training = jax.jit(jax_ep.quantize_weights)
+forward_only = jax.jit(functools.partial(jax_ep.quantize_weights, gradients=False))
+
+
+@functools.cache
+def experts():
+    """Rows, and the up and down projections."""
+    rows, up = floats((ROWS, M)), floats((L, M, 2, F), seed=2)
+    return tuple(jnp.asarray(array, jnp.bfloat16) for array in (rows, up, floats((L, F, M), seed=3)))
+
+
+def mlp(rows, up, down, quantize="fp8", **options):
+    return jax_ep.gated_mlp(rows, up, down, SIZES, quantize=quantize, **options)
+
+
+def padded(rows, up, down):
+    rows = rows[: L * 80].reshape(L, 80, M)
+    return jax_ep.gated_mlp(rows, up, down, np.array([70, 0, 9], np.int32), quantize="fp8")
+
+
+def scanned(rows, up, down):
+    """Two layers, whose weights are stacked."""
+    layers = jax.tree.map(lambda array: jnp.stack([array, array[::-1]]), (up, down))
+    return jax.lax.scan(lambda rows, w: (mlp(rows, *w), None), rows, layers)[0]
+
+
+def batched(rows, up, down):
+    layers = jax.tree.map(lambda array: jnp.stack([array, array[::-1]]), (up, down))
+    return jax.vmap(mlp, (None, 0, 0))(rows, *layers)
+
+
+USES = {
+    "gated_mlp": mlp,
+    "all in FP8": functools.partial(mlp, quantize="fp8_all", save="inputs"),
+    "grouped_dot": lambda rows, up, down: jax_ep.grouped_dot(rows[:, :F], down, SIZES),
+    "FP8 rows": lambda rows, up, down: mlp(jax_ep.quantize_fp8(rows), up, down),
+    "padded experts": padded,
+    "scan": scanned,
+    "vmap": batched,
+    "one of them": lambda rows, up, down: mlp(rows, up, experts()[2]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_of_forward_passes_give_the_same_bits(use):
+    """Arrays of NumPy too, as a checkpoint may return them."""
+    rows, *matrices = experts()
+    run = jax.jit(USES[use])
+    want = run(rows, *map(for_training, matrices))
+    quantized = [forward_only(w) for w in matrices]
+    assert same_bits(run(rows, *quantized), want)
+    if use in ("gated_mlp", "grouped_dot"):
+        assert same_bits(run(rows, *jax.tree.map(np.asarray, quantized)), want)
+
+
+def test_weights_of_forward_passes_take_a_byte_for_each_element():
+    for w in experts()[1:]:
+        q = forward_only(w)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(q)) == w.size + w.size // 128**2 * 4
+        assert q.shape == for_training(w).shape == w.shape
+
+
+LOSSES = {
+    **{name: USES[name] for name in ("gated_mlp", "all in FP8", "grouped_dot", "scan", "vmap")},
+    "checkpoint": jax.checkpoint(mlp),
+    "one of them": lambda rows, up, down: mlp(rows, jax_ep.quantize_weights(experts()[1]), down),
+}
+
+
+DOWN_ONLY = ("grouped_dot", "one of them")
+CASES = [(use, argument) for use in LOSSES for argument in (0, 1, 2) if argument != 1 or use not in DOWN_ONLY]
+
+
+@pytest.mark.parametrize(("use", "argument"), CASES)
+def test_weights_of_forward_passes_have_no_gradient(use, argument):
+    """Neither they nor the matrices that they were made of, nor rows."""
+    rows, *matrices = experts()
+    name = "grouped_dot" if use == "grouped_dot" else "gated_mlp"
+
+    def loss(*given):
+        return jnp.sum(LOSSES[use](*given).astype(jnp.float32))
+
+    def of_matrices(rows, *matrices):
+        return loss(rows, *(jax_ep.quantize_weights(w, gradients=False) for w in matrices))
+
+    error = rf"{name}: quantize_weights\(gradients=False\) keeps only what a forward pass reads.*leave "
+    for function, given in ((loss, map(forward_only, matrices)), (of_matrices, matrices)):
+        with pytest.raises(TypeError, match=error):
+            jax.eval_shape(jax.grad(function, argument, allow_int=True), rows, *given)
+
+
+def test_scales_of_forward_passes_have_no_gradient():
+    scales = lambda w: jnp.sum(jax_ep.quantize_weights(w, gradients=False).transposed.scales)
+    with pytest.raises(TypeError, match="quantize_weights: with gradients=False the result has no gradient"):
+        jax.grad(scales)(experts()[1])
+
+
+def test_weights_of_a_checkpoint_in_fp8():
+    """Made of arrays as they lie in a file: [L, N, M], with scales of 128 x 128."""
+    rows, *matrices = experts()
+    stored = [quantize(w.swapaxes(-1, 1), block=(128, 128)) for w in (matrices[0][:, :, 0], matrices[1])]
+    up = jax.tree.map(lambda array: jnp.stack([array, array], 1), stored[0])
+    got = jax.jit(mlp)(rows, jax_ep.QuantizedWeights(up), jax_ep.QuantizedWeights(stored[1]))
+    gates = jnp.stack([matrices[0][:, :, 0]] * 2, axis=2)
+    assert same_bits(got, jax.jit(mlp)(rows, gates, matrices[1]))
+    by_column = jax_ep.QuantizedWeights(quantize(matrices[1].swapaxes(1, 2)))
+    for run in (mlp, USES["grouped_dot"]):
+        with pytest.raises(ValueError, match=r"must have scales of 128 x 128 elements.*got 1 x 128"):
+            run(rows, matrices[0], by_column)

@@ -1,6 +1,7 @@
 """Weights of redundant experts, their gradients, and layers that use them."""
 
 import functools
+import math
 
 import balance_oracle
 import jax
@@ -74,6 +75,20 @@ def test_large_arrays_travel_in_pieces(implementation):
     for have, array in zip([*got, q.values, q.scales], [*w, quantized.values, quantized.scales], strict=True):
         want = np.asarray(array).reshape(E, *array.shape[2:])[np.maximum(placement, 0)]
         assert same_bits(have[placement >= 0], want[placement >= 0])
+
+
+@pytest.mark.one_jax
+def test_quantized_weights_travel_as_fp8():
+    """A placement sends what a forward pass reads, 1 byte for each element."""
+    ids, _ = skewed()
+    w = floats((R, L, 256, 2, 128))
+    quantize = jax.vmap(functools.partial(jax_ep.quantize_weights, gradients=False))
+    got = replicated(ranks(R), jax.jit(quantize)(w), ids)
+    want = jax.jit(quantize)(replicated(ranks(R), w, ids)).transposed
+    is_filled = skewed()[1] >= 0
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert same_bits(np.asarray(one)[is_filled], np.asarray(other)[is_filled])
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(got)) <= 1.04 * math.prod((R, L + S, *w.shape[2:]))
 
 
 def test_pieces_are_short_and_aligned():

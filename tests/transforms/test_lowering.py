@@ -1,6 +1,7 @@
 """Programs lowered for CUDA on any machine: what a GPU would be asked to run."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -282,6 +283,22 @@ def test_gated_mlp_in_fp8_lowers_for_cuda(monkeypatch):
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*given)
     counts = count_calls(traced.lower(lowering_platforms=("cuda",)).as_text("hlo"))
     assert counts == {"grouped_dot": 6, "quantize": 4, "quantize_gated": 2}
+
+
+def test_a_forward_pass_in_fp8_lowers_for_cuda(monkeypatch):
+    """Weights that were quantized for it are read as they are, and only one layout of them was written."""
+    monkeypatch.setattr(_extension, "runs_kernels", lambda implementation: True)
+    monkeypatch.setattr(_extension, "has_fp8_products", lambda: True)
+    sizes = jnp.full((3,), 5, jnp.int32)
+    quantize = jax.jit(functools.partial(jax_ep.quantize_weights, gradients=False))
+    matrices = [jnp.ones(shape, jnp.bfloat16) for shape in ((3, 128, 2, 256), (3, 256, 128))]
+    up, down = (jax.eval_shape(quantize, w) for w in matrices)
+    text = quantize.trace(matrices[1]).lower(lowering_platforms=("cuda",)).as_text()
+    (types,) = re.findall(r"custom_call @jax_ep_quantize\b.*-> \((.*)\)", text)
+    assert types == "tensor<0xf8E4M3FN>, tensor<3x2x1xf32>, tensor<3x128x256xf8E4M3FN>, tensor<0xf32>"
+    run = jax.jit(lambda rows, *w: jax_ep.gated_mlp(rows, *w, sizes, quantize="fp8"))
+    hlo = run.trace(jnp.ones((20, 128)), up, down).lower(lowering_platforms=("cuda",)).as_text("hlo")
+    assert count_calls(hlo) == {"grouped_dot": 2, "quantize": 1, "quantize_gated": 1}
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8_all"])
