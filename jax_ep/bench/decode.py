@@ -116,7 +116,7 @@ def quantized(weights: Weights, mesh: Mesh) -> Weights:
 
     def quantize(weights: Weights) -> Weights:
         def pair(matrices: Any) -> Any:
-            return tuple(map(jax_ep.quantize_weights, matrices))
+            return tuple(jax_ep.quantize_weights(w, gradients=False) for w in matrices)
 
         layers = [layer | {"shared": pair(layer["shared"])} for layer in weights["layers"]]
         return weights | {"experts": pair(weights["experts"]), "layers": layers}

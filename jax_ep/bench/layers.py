@@ -172,7 +172,8 @@ def programs(
     num_experts = jax.tree.leaves(arguments[3])[0].shape[0]
     quantize = "fp8" if dtype == FP8 else None
     if dtype == FP8 and direction == FORWARD:
-        arguments = *arguments[:3], *map(on_ranks(mesh, jax_ep.quantize_weights), arguments[3:])
+        quantized = on_ranks(mesh, functools.partial(jax_ep.quantize_weights, gradients=False))
+        arguments = *arguments[:3], *map(quantized, arguments[3:])
     made = {}
     for name, function in functions(group, num_experts, capacity, quantize, has_shared).items():
         if (name == "communication" and has_shared) or (name == "alternative" and not peers):
