@@ -66,8 +66,8 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     channel.epoch = epoch;
     channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
   }
-  // The mailboxes and lines of earlier ops are cleared, because epochs may begin again. No op is in progress, so every
-  // rank may write to the arenas of the others.
+  // The mailboxes and lines of earlier ops are cleared, because epochs may begin again. No op is in progress,
+  // so every rank may write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
   std::fill_n(fresh_arena->heard, kArenaRanks, epoch);
   std::fill_n(fresh_arena->begun, kArenaRanks, epoch);
