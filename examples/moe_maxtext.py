@@ -56,6 +56,8 @@ def sparse_matmul(self, x, logits, scores, w_gate, w_up, w_down, *biases, input_
     return y, loss, update
 
 
+if not hasattr(moe.RoutedMoE, "sparse_matmul"):
+    raise ImportError("moe_maxtext.py: this MaxText has no RoutedMoE.sparse_matmul; install maxtext==0.2.5")
 moe.RoutedMoE.sparse_matmul = sparse_matmul
 
 if __name__ == "__main__":
