@@ -96,10 +96,11 @@ wheels: $(VENV)/.group-wheels
 
 # What a release publishes, in dist/: the source archive, the wheels built from it, and checksums.
 release: $(VENV)/.group-wheels
+	@test -z "$$(git status --porcelain)" || { echo "make release: commit or remove what git status lists" >&2; exit 1; }
 	rm -rf dist build/release
 	$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check --outdir dist
 	mkdir -p build/release && tar -xf dist/jax_ep-*.tar.gz -C build/release --strip-components 1
-	BIN=$(abspath $(BIN)) build/release/release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
+	BIN="$(CURDIR)/$(BIN)" build/release/release/wheels.sh $(or $(PYTHONS),python3.11 python3.12)
 	mv build/release/dist/*.whl dist/
 	cd dist && sha256sum -- * > SHA256SUMS
 

@@ -31,8 +31,9 @@ for python in "$@"; do
     "$user" -m venv "$work/fresh"
     fresh="$work/fresh/bin/python"
     pip=("$fresh" -m pip --quiet --disable-pip-version-check)
-    "${pip[@]}" "${from_index[@]}" "jax-ep<$(basename "$wheel" | cut -d- -f2)"
-    "${pip[@]}" "${from_index[@]}" --upgrade jax-ep
+    version=$(basename "$wheel" | cut -d- -f2)
+    "${pip[@]}" "${from_index[@]}" "jax-ep<$version"
+    "${pip[@]}" "${from_index[@]}" --upgrade "jax-ep==$version"
     "${pip[@]}" install jax-ep  # it is there; this installs what it depends on
     JAX_PLATFORMS=cpu "$fresh" release/try_wheel.py
     "${pip[@]}" uninstall --yes jax-ep

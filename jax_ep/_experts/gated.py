@@ -242,6 +242,13 @@ def without_gradient_of_values(error: str, rows: object, out: jax.Array) -> jax.
 
 def quantized_weights(check: Arguments, name: str, w: QuantizedWeights) -> QuantizedWeights:
     """Returns weights in FP8, checked. Their gradient goes to `w.w`, if there is one."""
+    is_forward_only = w.kept is None and w.w is None
+    has_all = isinstance(w.kept, QuantizedArray) and w.w is not None
+    if not isinstance(w.transposed, QuantizedArray) or not (is_forward_only or has_all):
+        raise TypeError(
+            f"{check.op}: {name} must be a result of quantize_weights, or for forward passes "
+            "QuantizedWeights(QuantizedArray(...)); gradients need all three fields"
+        )
     w = jax.tree.map(jnp.asarray, w)
     if block_of(check, w.transposed) != (BLOCK, BLOCK):
         rows, columns = block_of(check, w.transposed)

@@ -284,6 +284,18 @@ def test_scales_of_forward_passes_have_no_gradient():
         jax.grad(scales)(experts()[1])
 
 
+def test_refuses_parts_of_quantized_weights():
+    rows, _, w = experts()
+    full = jax_ep.quantize_weights(w)
+    for made in (
+        jax_ep.QuantizedWeights(full.transposed, full.kept),
+        jax_ep.QuantizedWeights(full.transposed.values),
+        jax_ep.QuantizedWeights(full.w, full.transposed, full.kept),
+    ):
+        with pytest.raises(TypeError, match="must be a result of quantize_weights"):
+            jax_ep.grouped_dot(rows, made, jnp.zeros(full.shape[0], jnp.int32))
+
+
 def test_weights_of_a_checkpoint_in_fp8():
     """Made of arrays as they lie in a file: [L, N, M], with scales of 128 x 128."""
     rows, *matrices = experts()
