@@ -86,6 +86,8 @@ struct Attendance {
 
 // Elements of an FP8 operand that share a scale, along a dimension that has scales.
 constexpr int kFp8Block = 128;
+// The least value of the largest magnitude in a block of rows or sums, of which the scale is 1 / 448.
+constexpr float kFloorOfRows = 1e-4f;
 
 // The conversion of rows that a push sends, or of the sums that a pull brings back.
 enum class Quantize : int32_t {

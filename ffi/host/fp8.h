@@ -26,7 +26,7 @@ inline float RoundToFp8(float value) {
 // Rounds n numbers, a multiple of kFp8Block, as if they were sent as FP8 and received. A block that is not
 // finite becomes NaN.
 inline void RoundTripFp8(float* numbers, int64_t n, bool rounds_scale) {
-  constexpr float kFloor = 1e-4f, kScale = 1.0f / 448;
+  constexpr float kScale = 1.0f / 448;
   for (float* block = numbers; block < numbers + n; block += kFp8Block) {
     uint32_t largest = 0;
     for (int i = 0; i < kFp8Block; ++i) largest = std::max(largest, BitsOf(block[i]) & 0x7fffffffu);
@@ -34,7 +34,7 @@ inline void RoundTripFp8(float* numbers, int64_t n, bool rounds_scale) {
       std::fill_n(block, kFp8Block, FloatOf(0x7fc00000u));
       continue;
     }
-    float scale = std::max(FloatOf(largest), kFloor) * kScale;
+    float scale = std::max(FloatOf(largest), kFloorOfRows) * kScale;
     if (rounds_scale) scale = FloatOf((BitsOf(scale) + 0x7fffffu) & ~0x7fffffu);
     const float factor = 1.0f / scale;
     for (int i = 0; i < kFp8Block; ++i) block[i] = RoundToFp8(block[i] * factor) * scale;

@@ -61,6 +61,19 @@ DECODERS = {
 TINY = Shape(tokens=32, hidden=128, top_k=2, experts=16, inner=128)
 
 
+# The axis of each array of a layer that has the width of a token, and is divided among devices that share it.
+HIDDEN_AXES = {
+    "embedding": 1,
+    "qkv": 0,
+    "out": 1,
+    "router": 0,
+    "up": 1,
+    "down": 2,
+    "shared_up": 1,
+    "shared_down": 2,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelStep:
     """Measurement of a training step."""
@@ -232,19 +245,6 @@ def loss_of(
     targets = jnp.roll(tokens.reshape(-1, model.sequence), -1, axis=1)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)[:, :-1]
     return jnp.mean(losses)[None], jnp.sum(dropped, axis=0)
-
-
-# The axis of each array of a layer that has the width of a token, and is divided among devices that share it.
-HIDDEN_AXES = {
-    "embedding": 1,
-    "qkv": 0,
-    "out": 1,
-    "router": 0,
-    "up": 1,
-    "down": 2,
-    "shared_up": 1,
-    "shared_down": 2,
-}
 
 
 def specs_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, P]:

@@ -94,6 +94,12 @@ def test_public_files_agree_with_the_metadata():
     assert not any("publish" in command or "twine" in command for command in commands)
 
 
+def test_the_page_installs_the_frameworks_of_their_tests():
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    page = (ROOT / "docs/howto/maxtext.md").read_text()
+    assert [package for package in groups["frameworks"] if package not in page] == []
+
+
 def test_source_archive_has_all_files(tmp_path):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if tracked.returncode != 0:

@@ -68,9 +68,6 @@ bool CombineFitsArena(const Group& group, const Shape& shape, int64_t row_bytes)
   return FindsRowsOfSources(group, shape) && FitsArena(group, shape, row_bytes);
 }
 
-// True once the kernel for few tokens sends sums as FP8. Until then they take the kernel for many tokens.
-constexpr bool kArenaQuantizes = false;
-
 static bool GoesThroughArena(const Group& group, const PushParams& params) {
   int64_t row_bytes = 0;
   for (const Payload& payload : params.payloads) row_bytes += AlignUp(payload.row_bytes, 16);
@@ -79,7 +76,7 @@ static bool GoesThroughArena(const Group& group, const PushParams& params) {
 
 static bool GoesThroughArena(const Group& group, const PullParams& params) {
   if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
-  if (params.quantize != Quantize::kNone && !kArenaQuantizes) return false;
+  if (params.quantize != Quantize::kNone) return false;  // the arena's kernel does not
   const Summand& summand = params.summands[0];
   const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
   return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, row_bytes);

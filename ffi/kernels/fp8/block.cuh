@@ -53,8 +53,6 @@ __device__ inline float Reciprocal(float scale) {
   return __fmaf_rn(guess, -__fmaf_rn(scale, guess, -1.0f), guess);
 }
 
-constexpr float kFloorOfRows = 1e-4f;
-
 // Returns the scale of a block whose largest magnitude has these bits as float32. NaN if it is not finite.
 __device__ inline float ScaleOf(uint32_t largest, bool rounded, float floor = kFloorOfRows) {
   constexpr float kScale = 1.0f / 448;
