@@ -19,7 +19,8 @@ namespace nb = nanobind;
 namespace jax_ep {
 namespace {
 
-// `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push or pull.
+// `sizes` are R, T, K, E and C; `op` is push, scaled push, FP8 push, pull or FP8 pull, of bfloat16 sums.
+// `row_bytes` are those on the links.
 std::pair<int, int> PlanOpSms(const std::string& op, bool by_expert, const std::array<int32_t, 5>& sizes,
                               double row_bytes, int num_sms, int budget, int compute_capability) {
   const auto [ranks, tokens, top_k, experts, capacity] = sizes;
@@ -29,9 +30,12 @@ std::pair<int, int> PlanOpSms(const std::string& op, bool by_expert, const std::
                                             : PushWork::kMove;
   const bool rings = !PlainCopies() && SuitsRings(shape, row_bytes, kind == PushWork::kScale);
   const Card card{num_sms, budget, RatesOf(compute_capability)};
-  const SmPlan plan = op == "pull"
-                          ? PlanPull(shape, row_bytes, shape.shares_rows(), rings, card)
-                          : PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, card);
+  const auto plan = [&] {
+    if (op == "pull") return PlanPull(shape, row_bytes, shape.shares_rows(), rings, card);
+    const double values = row_bytes * kFp8Block / static_cast<double>(Fp8Bytes(kFp8Block));
+    if (op == "FP8 pull") return PlanPullFp8(shape, values, 2 * values, card);
+    return PlanPush(shape, row_bytes, kind, rings && kind == PushWork::kScale, card);
+  }();
   return {plan.links, plan.local};
 }
 

@@ -86,6 +86,10 @@ struct Attendance {
 
 // Elements of an FP8 operand that share a scale, along a dimension that has scales.
 constexpr int kFp8Block = 128;
+// Returns the bytes of FP8 values, whole blocks of them, with their scales.
+JAX_EP_HD inline int64_t Fp8Bytes(int64_t values) {
+  return values + values / kFp8Block * static_cast<int64_t>(sizeof(float));
+}
 // The least value of the largest magnitude in a block of rows or sums, of which the scale is 1 / 448.
 constexpr float kFloorOfRows = 1e-4f;
 

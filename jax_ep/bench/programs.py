@@ -27,6 +27,7 @@ OPS = (
     "dispatch",
     "dispatch FP8",
     "combine",
+    "combine FP8",
     "layout",
     "permute",
     "unpermute",
@@ -34,6 +35,7 @@ OPS = (
     "chained pair",
     "forward + backward",
 )
+IN_FP8 = ("dispatch FP8", "combine FP8")
 LOCAL = ("permute", "unpermute")  # ops within one rank
 ORDERLESS = ("layout", *LOCAL)
 LAYERS = 8  # number of chained pairs in a program
@@ -109,7 +111,10 @@ def of_ours(
 
     def combine(sent: Any, handle: Any) -> jax.Array:
         row_weights = sent.row_weights if order != "rank" and op != "round trip" else None
-        return jax_ep.combine(sent.x, handle, row_weights=row_weights, implementation=implementation)
+        quantize: Any = "fp8" if op in IN_FP8 else None
+        return jax_ep.combine(
+            sent.x, handle, row_weights=row_weights, quantize=quantize, implementation=implementation
+        )
 
     def prepare(x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Step]:
         def layout(ids: jax.Array) -> jax.Array:
@@ -154,7 +159,7 @@ def of_ours(
                 return _after(row_map, y)
 
             return row_map.reshape(shape.tokens, shape.top_k), unpermute
-        if op == "combine":
+        if op in ("combine", "combine FP8"):
             sent = dispatch(x, ids, weights)
 
             def combine_again(sent_rows: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ NUM_TRANSFERS = {
     "dispatch": 1,
     "dispatch FP8": 1,
     "combine": 1,
+    "combine FP8": 1,
     "layout": 0,
     "permute": 0,
     "unpermute": 0,
@@ -50,6 +51,7 @@ NUM_TRANSFERS = {
 KERNELS = {
     "dispatch": ("CountKernel", "PushKernel"),
     "combine": ("PullKernel",),
+    "combine FP8": ("PullKernel",),
     "layout": ("LayoutKernel",),
     "permute": ("CountKernel", "PushKernel"),
     "unpermute": ("UnpermuteKernel",),
@@ -117,7 +119,7 @@ def orders_of(options: argparse.Namespace, op: str, shape: Shape) -> list[str]:
     """Returns the orders in which to time an op."""
     if op in programs.ORDERLESS:
         return [""]
-    if op == "dispatch FP8" and shape.hidden % 128:  # rows of FP8 have a scale for each 128 elements
+    if op in programs.IN_FP8 and shape.hidden % 128:  # rows of FP8 have a scale for each 128 elements
         return []
     # Padded experts are for decoding, with few tokens and without gradients.
     padded = shape.tokens <= MOST_PADDED_TOKENS and op != "forward + backward"

@@ -8,6 +8,7 @@ import jax
 from jax_ep import _extension
 from jax_ep._group.group import Group, ranks_of
 from jax_ep._transport.routing import worst_case_capacity
+from jax_ep.bench.programs import IN_FP8
 from jax_ep.bench.shapes import Shape
 
 # Op -> its kernels that move rows over the links.
@@ -15,6 +16,7 @@ LINK_KERNELS = {
     "dispatch": ("push",),
     "dispatch FP8": ("FP8 push",),
     "combine": ("pull",),
+    "combine FP8": ("FP8 pull",),
     "round trip": ("push", "pull"),
     "chained pair": ("push", "pull"),
     "forward + backward": ("push", "pull"),
@@ -26,7 +28,7 @@ def bytes_of(op: str, size: float) -> float:
 
     FP8 has one byte per element, and one float32 scale per 128 elements.
     """
-    return size * (1 + 4 / 128) / 2 if op == "dispatch FP8" else size
+    return size * (1 + 4 / 128) / 2 if op in IN_FP8 else size
 
 
 def sms_of(
@@ -44,7 +46,7 @@ def sms_of(
     sizes = [ranks, shape.tokens, shape.top_k, shape.experts]
     by_expert = order != "rank"
     key, row_bytes = ranks_of(group).key, math.ceil(row_bytes / 16) * 16
-    if module.fits_arena(key, op == "combine", by_expert, sizes, row_bytes):
+    if module.fits_arena(key, op.startswith("combine"), by_expert, sizes, row_bytes):
         return None
     kernels = LINK_KERNELS[op]
     if op == "forward + backward" and by_expert:

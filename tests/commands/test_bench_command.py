@@ -77,7 +77,7 @@ def test_padded_experts(tmp_path, bench):
     assert status == 0, output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     timed = {r["op"]: r for r in results if r["order"] == "expert_padded"}
-    assert set(timed) == {"dispatch", "dispatch FP8", "combine", "round trip", "chained pair"}
+    assert set(timed) == {"dispatch", "dispatch FP8", "combine", "combine FP8", "round trip", "chained pair"}
     assert {r["capacity"] for r in timed.values()} == {None}
     assert timed["chained pair"]["wire_bytes"] == 2 * timed["dispatch"]["wire_bytes"]
 

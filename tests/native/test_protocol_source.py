@@ -102,7 +102,7 @@ ARENA_MISTAKES = {
     "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[PLANTED ? 0 : number]")]),
     "takes a chunk when its first line is there": (
         "late",
-        [(CHUNK, "lines[1].w == epoch", "(PLANTED || lines[1].w == epoch)")],
+        [(CHUNK, "have &= lines[i].w == epoch", "have &= (PLANTED && i == 1) || lines[i].w == epoch")],
     ),
     "stores lines in one half": (
         "short",

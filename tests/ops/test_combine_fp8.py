@@ -276,7 +276,6 @@ def test_started_combine_has_the_same_sums():
     assert same_bits(*on.run(shard, ids, y))
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs need the kernel for few tokens")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ranks_that_are_left_out(implementation):
     active = np.arange(R) != R - 1

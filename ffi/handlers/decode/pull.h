@@ -11,8 +11,7 @@ inline int64_t PartialBytes(const PullParams& params, const Summand& summand) {
   if (params.quantize == Quantize::kNone) {
     return int64_t{shape.num_ranks} * shape.num_tokens * summand.num_elements * BytesOf(summand.type);
   }
-  const int64_t values = shape.num_partials() * summand.num_elements;
-  return values + values / kFp8Block * int64_t{sizeof(float)};
+  return Fp8Bytes(shape.num_partials() * summand.num_elements);
 }
 
 // Decodes the summands, then the biases of a single summand. The results are the sums, then as many arrays of

@@ -76,10 +76,10 @@ static bool GoesThroughArena(const Group& group, const PushParams& params) {
 
 static bool GoesThroughArena(const Group& group, const PullParams& params) {
   if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
-  if (params.quantize != Quantize::kNone) return false;  // the arena's kernel does not
   const Summand& summand = params.summands[0];
-  const int64_t row_bytes = AlignUp(summand.num_elements * BytesOf(summand.type), 16);
-  return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, row_bytes);
+  const int64_t row_bytes = params.quantize == Quantize::kNone ? summand.num_elements * BytesOf(summand.type)
+                                                               : Fp8Bytes(summand.num_elements);
+  return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, AlignUp(row_bytes, 16));
 }
 
 cuda::Device ThisDevice(const Group* group, bool through_arena) {

@@ -115,7 +115,7 @@ __device__ uint32_t ReceiveChunks(const PushArgs& args, const ArenaSession& sess
     ChunkLines lines = next;
     if (chunk + 1 < chunks.last) next = ChunkLines::Load(at(chunk + 1));
     if (!AwaitChunk(session, at(chunk), lines)) return 1u << source;
-    const ChunkPart part = lines.part();
+    const ChunkPart part = PartOf(lines);
     StoreArrivedChunk<T>(args, part, chunk, arriving.row, arriving.rows);
     if (chunk == 0) {
       const int from = Beside<T>::LaneOf(static_cast<int>(threadIdx.x) % kWarp);

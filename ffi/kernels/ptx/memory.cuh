@@ -109,6 +109,32 @@ __device__ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   return v;
 }
 
+// Do the same with 8 and with 4 bytes.
+__device__ inline uint2 LoadRow(const uint2* address, bool enabled) {
+  uint2 v;
+  asm volatile(
+      "{\n"
+      ".reg .pred enabled;\n"
+      "setp.ne.s32 enabled, %3, 0;\n"
+      "@enabled ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];\n"
+      "}\n"
+      : "=r"(v.x), "=r"(v.y)
+      : "l"(address), "r"(static_cast<int>(enabled)));
+  return v;
+}
+__device__ inline uint32_t LoadRow(const uint32_t* address, bool enabled) {
+  uint32_t v;
+  asm volatile(
+      "{\n"
+      ".reg .pred enabled;\n"
+      "setp.ne.s32 enabled, %2, 0;\n"
+      "@enabled ld.relaxed.sys.global.u32 %0, [%1];\n"
+      "}\n"
+      : "=r"(v)
+      : "l"(address), "r"(static_cast<int>(enabled)));
+  return v;
+}
+
 // Store and load 16 bytes at once: a thread that sees a part of what was stored sees all of it.
 __device__ inline void StoreLine(uint4* address, const uint4& v) {
   asm volatile(

@@ -1,7 +1,7 @@
 // Pull of sums that travel as FP8. Each rank first sums its rows of a token and converts the sum, also if it
 // is of one row. By rank it converts each row. The token's rank then adds these parts. `partial` holds their
 // values, and then their scales.
-#include "kernels/fp8/block.cuh"
+#include "kernels/fp8/parts.cuh"
 #include "kernels/launch/launch.h"
 #include "kernels/launch/plan.h"
 #include "kernels/launches.h"
@@ -13,53 +13,27 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kElements = 16;  // FP8 values that a thread loads at a time
-constexpr int kParts = 4;      // parts of a sum whose loads are in flight at a time
-constexpr int kVectors = 2;    // loads per part and thread
+constexpr int kVectors = 3;    // loads per part and thread
+constexpr int kParts = 2;      // parts of a sum whose loads are in flight at a time
 constexpr int kColumns = kSlice<kElements, kVectors>;
+constexpr int kFp8Tickets = 256;  // per block that pulls
 
 // The parts of a rank, in the summand's `partial`.
 struct Fp8Parts {
   std::byte* values;  // [num_partials, width]
   float* scales;      // [num_partials, width / kFp8Block]
+  int width;
 
   __device__ static Fp8Parts In(const PullArgs& args, void* partial) {
+    const int64_t width = args.summands[0].num_elements;
     auto* const values = static_cast<std::byte*>(partial);
-    const int64_t bytes = args.shape.num_partials() * args.summands[0].num_elements;
-    return {values, reinterpret_cast<float*>(values + bytes)};
+    return {values, reinterpret_cast<float*>(values + args.shape.num_partials() * width),
+            static_cast<int>(width)};
+  }
+  __device__ Fp8Part operator[](int64_t number) const {
+    return {values + number * width, scales + number * (width / kFp8Block)};
   }
 };
-
-// Converts a slice of a sum to FP8 and stores it as part `number`. Called by the whole warp.
-template <int N, int kStored>
-__device__ void StoreSliceAsFp8(const Fp8Parts& parts, int64_t number, int first, int width, bool rounded,
-                                int lane, const float (&total)[kStored][N]) {
-  constexpr int kLanes = kFp8Block / N;  // that hold a block
-  using Values = std::conditional_t<N == 8, uint2, uint32_t>;
-  static_assert(kLanes <= kWarp && sizeof(Values) == N);
-#pragma unroll
-  for (int v = 0; v < kStored; ++v) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (float value : total[v]) largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {
-      largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
-    }
-    const float scale = ScaleOf(largest, rounded), factor = Reciprocal(scale);
-    uint32_t words[N / 4];
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      words[i / 4] = ConvertPair(total[v][i], total[v][i + 1], factor) |
-                     ConvertPair(total[v][i + 2], total[v][i + 3], factor) << 16;
-    }
-    const int column = first + (v * kWarp + lane) * N;
-    if (column >= width) continue;
-    Values values;
-    memcpy(&values, words, sizeof(values));
-    *reinterpret_cast<Values*>(parts.values + number * width + column) = values;
-    if (lane % kLanes == 0) parts.scales[(number * width + column) / kFp8Block] = scale;
-  }
-}
 
 // Folds this block's share of all waves, as Fold does, and converts the sums.
 template <typename T>
@@ -89,7 +63,7 @@ __device__ void FoldAsFp8(const PullArgs& args, const Session& session) {
          first += kFoldWarps * kFoldColumns) {
       float total[kFewRowsVectors][N] = {};
       SumSlice<T, N, kFewRows>(inputs, first, width, lane, total);
-      StoreSliceAsFp8(parts, number, first, width, rounded, lane, total);
+      StoreSliceOfPart(parts[number], first, width, lane, ConvertSlice(total, rounded));
     }
     CountFolds(args, session, counts, task.wave, 1);
   }
@@ -97,75 +71,21 @@ __device__ void FoldAsFp8(const PullArgs& args, const Session& session) {
 
 // The parts of a token's sum. Each lane in `lanes` holds one; they are added in the order of the lanes.
 struct Fp8Sources {
-  const std::byte* values;
-  const float* scales;
+  Fp8Part part;
   unsigned lanes;
 };
 
-// Returns the parts of a token's sum, by rank those of kWarp ranks from rank `first` on.
-__device__ Fp8Sources FindParts(const PullArgs& args, const Published* published, int t, int first,
-                                int lane) {
-  const Destination destination = FindDestination(args.shape, args.handle, t, lane, first);
+// Returns the parts of a token's sum, given its destinations, of which the lanes hold up to kWarp.
+__device__ Fp8Sources FindParts(const PullArgs& args, const Published* published, int t,
+                                const Destination& destination, int lane) {
   const Source source = FindSource(args, destination, lane);
   const bool has_part = source.row >= 0 || source.is_folded;
-  Fp8Sources sources{nullptr, nullptr, __ballot_sync(kAllLanes, has_part)};
+  Fp8Sources sources{{}, __ballot_sync(kAllLanes, has_part)};
   if (!has_part) return sources;
   const int64_t number =
       args.shape.has_row_per_choice() ? int64_t{args.peers.rank} * args.shape.num_tokens + t : source.row;
-  const int64_t start = number * args.summands[0].num_elements;
-  const Fp8Parts parts = Fp8Parts::In(args, published[source.rank].partials[0]);
-  sources.values = parts.values + start;
-  sources.scales = parts.scales + start / kFp8Block;
+  sources.part = Fp8Parts::In(args, published[source.rank].partials[0])[number];
   return sources;
-}
-
-// Returns two FP8 values. The first one is in the low bits.
-__device__ float2 WidenFp8(uint32_t pair) {
-  const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
-  return __half22float2(halves);
-}
-
-// Adds a slice of the parts, kParts at a time. Products and sums are rounded one by one, as on the CPU.
-__device__ void AddParts(const Fp8Sources& sources, int first, int width, int lane,
-                         float (&total)[kVectors][kElements]) {
-  for (unsigned remaining = sources.lanes; remaining != 0;) {
-    uint4 values[kParts][kVectors];
-    float scales[kParts][kVectors];
-    unsigned next = remaining;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const bool more = next != 0;
-      const int from = more ? __ffs(static_cast<int>(next)) - 1 : 0;
-      const auto shuffle = [&](const void* address) {
-        return __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(address), from);
-      };
-      const auto* const row = reinterpret_cast<const uint4*>(shuffle(sources.values));
-      const auto* const row_scales = reinterpret_cast<const float*>(shuffle(sources.scales));
-      next &= next - 1;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int column = first + (v * kWarp + lane) * kElements;
-        const bool enabled = more && column < width;
-        values[i][v] = LoadRow(row + column / kElements, enabled);
-        scales[i][v] = enabled ? __ldcg(row_scales + column / kFp8Block) : 0.0f;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      if (remaining == 0) break;
-      remaining &= remaining - 1;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const uint32_t words[] = {values[i][v].x, values[i][v].y, values[i][v].z, values[i][v].w};
-#pragma unroll
-        for (int j = 0; j < kElements; j += 2) {
-          const float2 pair = WidenFp8(words[j / 4] >> (j % 4 * 8) & 0xffffu);
-          total[v][j] = __fadd_rn(total[v][j], __fmul_rn(pair.x, scales[i][v]));
-          total[v][j + 1] = __fadd_rn(total[v][j + 1], __fmul_rn(pair.y, scales[i][v]));
-        }
-      }
-    }
-  }
 }
 
 // Pulls one slice of a token's sum, given its first parts.
@@ -177,10 +97,11 @@ __device__ void PullSlice(const PullArgs& args, const Published* published, Fp8S
   const int width = static_cast<int>(summand.num_elements);
   float total[kVectors][kElements] = {};
   for (int first_row = 0;;) {
-    AddParts(sources, first, width, lane, total);
+    AddSliceOfParts<kParts>(sources.part, sources.lanes, first, width, lane, total);
     first_row += kWarp;
     if (first_row >= args.shape.rows_per_token()) break;
-    sources = FindParts(args, published, t, first_row, lane);
+    sources =
+        FindParts(args, published, t, FindDestination(args.shape, args.handle, t, lane, first_row), lane);
   }
   AddBiases<float, kElements, kVectors>(args.biases, args.num_biases, t, first, width, lane, total);
   T* const out = static_cast<T*>(summand.out) + int64_t{t} * width;
@@ -203,25 +124,33 @@ __device__ void PullSlice(const PullArgs& args, const Published* published, Fp8S
 template <typename T>
 __device__ void PullFp8(const PullArgs& args, const Session& session, const Published* published,
                         unsigned requested) {
-  const int lane = threadIdx.x % kWarp;
-  const int width = static_cast<int>(args.summands[0].num_elements), num_tokens = args.shape.num_tokens;
-  // Warps that share the slices of a token. They are few enough that looking up its parts costs little.
-  const int max_warps = kTickets * args.num_pullers / max(num_tokens, 1);
+  const int lane = threadIdx.x % kWarp, num_tokens = args.shape.num_tokens;
+  const int width = static_cast<int>(args.summands[0].num_elements);
+  // Warps that share the slices of a token, few, because each has to look up the token's parts.
+  const int max_warps = kFp8Tickets * args.num_pullers / max(num_tokens, 1);
   const int warps_per_token = max(1, min((width + kColumns - 1) / kColumns, max_warps));
   const TicketCounter tickets{&args.peers.own().sent[0]};
   int awaited_wave = -1;  // the wave waited for last
-  while (true) {
-    const int ticket = TicketCounter::Broadcast(requested);
-    const int t = ticket / warps_per_token;
-    if (t >= num_tokens) break;
+  int ticket;
+  HandleEntry entry;
+  // The next token is looked up while this one is summed, as in PullByRing.
+  const auto look_up = [&] {
+    ticket = TicketCounter::Broadcast(requested);
     requested = tickets.Request(lane);
+    const int t = ticket / warps_per_token;
+    if (t < num_tokens) entry = LoadHandleEntry(args.shape, args.handle, t, lane);
+  };
+  look_up();
+  while (ticket / warps_per_token < num_tokens) {
+    const int t = ticket / warps_per_token, part = ticket % warps_per_token;
+    const Destination destination = FindDestination(args.shape, entry, lane);
+    look_up();
     // A token's row may have been folded in any wave up to the token's (FindRowToFold).
     while (awaited_wave < args.waves.Of(t)) {
       if (!session.AwaitWave(++awaited_wave)) return;
     }
-    const Fp8Sources sources = FindParts(args, published, t, 0, lane);
-    for (int first = ticket % warps_per_token * kColumns; first < width;
-         first += warps_per_token * kColumns) {
+    const Fp8Sources sources = FindParts(args, published, t, destination, lane);
+    for (int first = part * kColumns; first < width; first += warps_per_token * kColumns) {
       PullSlice<T>(args, published, sources, t, first, lane);
     }
   }

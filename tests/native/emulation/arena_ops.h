@@ -133,7 +133,7 @@ inline void LoadRowWord(ArenaRun& run, const ArenaSession& session, int from, in
 
 // Rows that travel as lines. Word w of a row is what lane w / chunks of chunk w % chunks carries, once in
 // each of its lines.
-inline ChunkPart PartOf(const ArenaRun& run, int to, int token, int chunk, int lane) {
+inline ChunkPart PartTo(const ArenaRun& run, int to, int token, int chunk, int lane) {
   const int chunks = run.args.few_tokens.chunks, word = chunk + lane * chunks;
   if (word >= kWords) return {};
   const uint32_t value = run.work.Value(run.args.peers.rank, to, token, word);
@@ -150,7 +150,7 @@ inline void SendChunk(const ArenaRun& run, const ArenaSession& session, int to, 
   if (offset / kLinesOfHalf != session.epoch() % 2 || offset % kLinesOfHalf / region != me) {
     Die("rank %d writes outside of its lines at rank %d", me, to);
   }
-  StoreChunk(there, PartOf(run, to, token, chunk, lane), session.epoch());
+  StoreChunk(there, PartTo(run, to, token, chunk, lane), session.epoch());
 }
 
 // Waits for a chunk as the ops do, and returns false if it is missed.
@@ -158,7 +158,7 @@ inline bool ReceiveChunk(ArenaRun& run, const ArenaSession& session, int from, i
   const uint4* const here = session.half().chunk(run.args.peers.rank, from, token, chunk);
   ChunkLines lines = ChunkLines::Load(here);
   if (!AwaitChunk(session, here, lines)) return false;
-  const ChunkPart part = lines.part();
+  const ChunkPart part = PartOf(lines);
   const int chunks = run.args.few_tokens.chunks, lane = threadIdx.x % kWarp, word = chunk + lane * chunks;
   if (word >= kWords) return true;
   // If its lines are of several ops, the words differ.
