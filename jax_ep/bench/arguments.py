@@ -33,9 +33,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "communication beside its products; products: expert products alone on one device, in "
         "bfloat16 and FP8, next to dense ones of padded rows, in bursts after pauses; skew: layers with and "
         "without redundant experts under skewed routings; model: a training step of a decoder, of the shapes "
-        "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny; decode: a decoding step of eight layers, one "
-        "or several in a program, with 1, 16 and 128 tokens per rank, and percentiles of its latency over "
-        "2000 steps for each of --repeats, but at most 2 s (4 steps on CPUs) "
+        "qwen3_30b_a3b, qwen3_moe_235b, deepseek_v3 and tiny, with as many layers as fit; decode: a decoding "
+        "step of eight layers, one or several in a program, with 1, 16 and 128 tokens per rank, and "
+        "percentiles of its latency over 2000 steps for each of --repeats, but at most 2 s (4 steps on CPUs) "
         "(default: communication and layer on GPUs, communication elsewhere)",
     )
     parser.add_argument(
@@ -86,6 +86,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="in the part model, F groups of ranks with all experts each, whose parameters and optimizer "
         "state are divided among F devices (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="in the part model, how the layer of experts is made, of 'jax_ep', 'jax_ep, FP8', 'jax_ep, "
+        "redundant experts', 'all_gather', and on GPUs 'ragged_all_to_all' (default: the first "
+        "three, with --peers all of them)",
     )
     parser.add_argument(
         "--ranks-per-node",

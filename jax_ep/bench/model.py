@@ -5,7 +5,7 @@ device has its own sequences, all other parameters, and its share of the experts
 groups of ranks with all experts each, and F devices share the parameters that are theirs otherwise, and the
 optimizer's state: a layer gathers its weights before it runs, and again in the backward pass. Models are cut
 in depth and in their vocabulary, have no positions, and DeepSeek-V3's latent attention is replaced. What
-differs is how the layer of experts is made.
+differs is how the layer of experts is made. `on_devices` chooses the depth.
 """
 
 import argparse
@@ -31,6 +31,9 @@ from jax_ep.bench.shapes import MODELS, Shape
 
 STEPS = 10  # whose losses are compared
 PEAK_TFLOPS = 989.0  # of an H100 or H200 in bfloat16, without sparsity
+# Bytes of a device for the experts of all layers, with their gradients and the two moments of AdamW. The rest
+# of a step fits beside them into the memory that JAX reserves of 80 GB.
+EXPERTS_BYTES = 48e9
 
 Parameters = dict[str, Any]
 Moe = Callable[[Parameters, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -40,7 +43,7 @@ Moe = Callable[[Parameters, jax.Array, jax.Array, jax.Array], tuple[jax.Array, j
 class Decoder:
     """Sizes of a model besides those of its experts."""
 
-    layers: int
+    layers: int  # at most
     heads: int
     kv_heads: int
     tokens: int  # of a device
@@ -165,6 +168,13 @@ def makers(on_gpu: bool) -> dict[str, Callable[..., Moe]]:
     return made | ({"ragged_all_to_all": by_ragged_all_to_all} if on_gpu else {})  # XLA:CPU has none
 
 
+def on_devices(model: Decoder, shape: Shape, devices: int) -> Decoder:
+    """Returns a model with as many of its layers as EXPERTS_BYTES holds, and at least one."""
+    values = 4 * 3 * shape.experts * shape.hidden * shape.inner  # of a layer, on all devices
+    most = int(EXPERTS_BYTES * devices / (values * jnp.bfloat16.dtype.itemsize))
+    return dataclasses.replace(model, layers=max(1, min(model.layers, most)))
+
+
 def parameter_shapes(model: Decoder, shape: Shape) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of all parameters. All but the embedding have a first axis of layers."""
     heads, pairs, hidden = model.heads * model.head, 2 * model.kv_heads * model.head, shape.hidden
@@ -216,9 +226,9 @@ def _gathered(parameters: Parameters) -> Parameters:
     return {name: gather(name, w) for name, w in parameters.items()}
 
 
-def _saves(primitive: Any, *_: Any, **__: Any) -> bool:
+def _saves(primitive: Any, *_: Any, **options: Any) -> bool:
     """The policy of a layer: all but gathered weights is kept for the backward pass."""
-    return primitive.name != "all_gather"
+    return primitive.name != "all_gather" or "fsdp" not in options["axis_name"]
 
 
 def loss_of(
@@ -344,11 +354,20 @@ def kinds_of(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     return dict(sums)
 
 
-def results(name: str, mesh: Mesh, options: argparse.Namespace, on_gpu: bool) -> Iterator[ModelStep]:
+def ways_of(options: argparse.Namespace, on_gpu: bool) -> list[str]:
+    """Returns the names of the ways to make the layer of experts."""
+    ways = list(makers(on_gpu))
+    unknown = [way for way in options.ways or () if way not in ways]
+    if unknown:
+        raise SystemExit(f"bench: --ways has {', '.join(map(repr, ways))} here, got {', '.join(unknown)}")
+    return options.ways or (ways if options.peers else ways[: ways.index("all_gather")])
+
+
+def results(
+    name: str, mesh: Mesh, ways: list[str], options: argparse.Namespace, on_gpu: bool
+) -> Iterator[ModelStep]:
     """Yields the measurements of a model, one by one."""
-    model = DECODERS[name]
-    shape = dataclasses.replace(MODELS.get(name, TINY), tokens=model.tokens)
-    for by in makers(on_gpu):
-        if by == "all_gather" and not options.peers:
-            break
+    shape = dataclasses.replace(MODELS.get(name, TINY), tokens=DECODERS[name].tokens)
+    model = on_devices(DECODERS[name], shape, mesh.size)
+    for by in ways:
         yield time_step(name, model, shape, mesh, by, options, on_gpu)

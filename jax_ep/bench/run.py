@@ -264,9 +264,11 @@ def models_of(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def time_models(name: str, ranks: int, options: argparse.Namespace) -> Iterator[model.ModelStep]:
-    """Times training steps of a model, one by one."""
-    yield from model.results(name, mesh_of(ranks), options, on_gpus())
+def time_models(ranks: int, options: argparse.Namespace) -> Iterator[model.ModelStep]:
+    """Times training steps of all models, one by one."""
+    names, ways = models_of(options), model.ways_of(options, on_gpus())
+    for name in names:
+        yield from model.results(name, mesh_of(ranks), ways, options, on_gpus())
 
 
 def time_decode(ranks: int, options: argparse.Namespace) -> Iterator[decode.DecodeStep]:
@@ -362,7 +364,7 @@ def run(options: argparse.Namespace) -> int:
         skewed = (row for name in names_of(options) for row in time_skew(name, ranks, options))
         record.extend(record.skew, progress.track("skew", skewed, None, quiet=is_quiet))
     if "model" in parts:
-        steps = (row for name in models_of(options) for row in time_models(name, ranks, options))
+        steps = time_models(ranks, options)
         record.extend(record.models, progress.track("model", steps, None, quiet=is_quiet))
     if "decode" in parts:
         steps = time_decode(ranks, options)

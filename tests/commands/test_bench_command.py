@@ -11,6 +11,7 @@ import pytest
 
 import jax_ep
 from jax_ep.bench import decode, layers, model, products, programs
+from jax_ep.bench.shapes import MODELS
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
@@ -250,16 +251,38 @@ def test_a_model_s_step(tmp_path, bench):
 
 
 @pytest.mark.slow
-def test_a_model_whose_parameters_are_divided(tmp_path, bench, monkeypatch):
-    """Devices that share parameters train the model of devices that have all of them."""
-    monkeypatch.setattr(model, "makers", lambda on_gpu: {"jax_ep": model.by_jax_ep})
-    losses = []
-    for options in ([], ["--fsdp", "2"]):
-        status, output = bench("--parts", "model", "--devices", "4", "--json", "out.json", *options)
+def test_a_model_whose_parameters_are_divided(tmp_path, bench):
+    """Devices that share parameters train the model of devices that have all of them, in every way."""
+    options = ["--parts", "model", "--devices", "4", "--repeats", "1", "--json", "out.json"]
+    losses = {}
+    for more in (["--ways", "jax_ep"], ["--peers", "--fsdp", "2"]):
+        status, output = bench(*options, *more)
         assert status == 0, output
-        assert ("fsdp 2 x ep 2" in " ".join(output.split())) == bool(options)
-        losses.append(json.loads((tmp_path / "out.json").read_text())["models"][0]["losses"])
-    np.testing.assert_allclose(*losses, rtol=0.02)
+        assert ("fsdp 2 x ep 2" in " ".join(output.split())) == ("--fsdp" in more)
+        steps = json.loads((tmp_path / "out.json").read_text())["models"]
+        losses |= {(step["by"], step["fsdp"]): step["losses"] for step in steps}
+    assert len(losses) == 5
+    for found in losses.values():
+        np.testing.assert_allclose(found, losses["jax_ep", 1], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("qwen3_30b_a3b", {1: 6, 2: 6, 4: 6, 8: 6}),
+        ("qwen3_moe_235b", {1: 2, 2: 3, 4: 3, 8: 3}),
+        ("deepseek_v3", {1: 1, 2: 1, 4: 1, 8: 1}),
+    ],
+)
+def test_a_model_s_depth_depends_on_the_devices(name, layers):
+    cut = {count: model.on_devices(model.DECODERS[name], MODELS[name], count) for count in layers}
+    assert {count: decoder.layers for count, decoder in cut.items()} == layers
+
+
+def test_rejects_unknown_ways(bench):
+    status, _ = bench("--parts", "model", "--devices", "2", "--ways", "jax_ep", "by_mail")
+    assert "--ways has 'jax_ep', 'jax_ep, FP8'" in str(status)
+    assert "got by_mail" in str(status)
 
 
 @pytest.mark.slow
