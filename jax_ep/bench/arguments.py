@@ -71,7 +71,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--peers",
         action="store_true",
         help="also time round trips, layers, models and decoding steps with JAX's own collectives, and in "
-        "the part products those of DeepGEMM (pip install torch sgl-deep-gemm)",
+        "the part products those of DeepGEMM (pip install torch sgl-deep-gemm), and in the part model "
+        "MaxText's layer if it is installed (docs/howto/maxtext.md)",
     )
     parser.add_argument(
         "--sweep", choices=SWEPT, help="vary one quantity of each shape, and time only round trips"
@@ -92,7 +93,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="WAY",
         help="in the part model, how the layer of experts is made, of 'jax_ep', 'jax_ep, FP8', 'jax_ep, "
-        "redundant experts', 'all_gather', and on GPUs 'ragged_all_to_all' (default: the first "
+        "redundant experts', 'all_gather', 'maxtext', and on GPUs 'ragged_all_to_all' (default: the first "
         "three, with --peers all of them)",
     )
     parser.add_argument(

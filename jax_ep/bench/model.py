@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep.bench import measure, peers
+from jax_ep.bench import maxtext, measure, peers
 from jax_ep.bench.layers import all_gathered, shared_rows
 from jax_ep.bench.shapes import MODELS, Shape
 
@@ -153,6 +153,16 @@ def by_ragged_all_to_all(group: jax_ep.Group, shape: Shape, factor: float) -> Mo
     return moe
 
 
+def by_maxtext(group: jax_ep.Group, shape: Shape, factor: float, on_gpu: bool) -> Moe:
+    routed = maxtext.layer(group, shape, factor, on_gpu)
+
+    def moe(w: Parameters, x: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums, dropped = routed(w["up"], w["down"], x, ids, weights)
+        return sums + shared_rows(_shared(w), x), dropped
+
+    return moe
+
+
 def _shared(w: Parameters, **options: Any) -> jax_ep.GatedExperts | None:
     return jax_ep.GatedExperts(w["shared_up"], w["shared_down"], **options) if "shared_up" in w else None
 
@@ -164,6 +174,7 @@ def makers(on_gpu: bool) -> dict[str, Callable[..., Moe]]:
         "jax_ep, FP8": functools.partial(by_jax_ep, quantize="fp8"),
         "jax_ep, redundant experts": functools.partial(by_jax_ep, redundant=2),
         "all_gather": by_all_gather,
+        "maxtext": functools.partial(by_maxtext, on_gpu=on_gpu),
     }
     return made | ({"ragged_all_to_all": by_ragged_all_to_all} if on_gpu else {})  # XLA:CPU has none
 
@@ -354,13 +365,17 @@ def kinds_of(kernels: list[tuple[str, float, float]]) -> dict[str, float]:
     return dict(sums)
 
 
-def ways_of(options: argparse.Namespace, on_gpu: bool) -> list[str]:
-    """Returns the names of the ways to make the layer of experts."""
+def ways_of(options: argparse.Namespace, on_gpu: bool, notes: list[str]) -> list[str]:
+    """Returns the names of the ways to make the layer of experts. Appends to `notes` why one is left out."""
     ways = list(makers(on_gpu))
     unknown = [way for way in options.ways or () if way not in ways]
     if unknown:
         raise SystemExit(f"bench: --ways has {', '.join(map(repr, ways))} here, got {', '.join(unknown)}")
-    return options.ways or (ways if options.peers else ways[: ways.index("all_gather")])
+    chosen = options.ways or (ways if options.peers else ways[: ways.index("all_gather")])
+    if "maxtext" in chosen and (reason := maxtext.missing()):
+        notes.append(f"MaxText's layer was not timed: {reason}; see docs/howto/maxtext.md")
+        chosen = [way for way in chosen if way != "maxtext"]
+    return chosen
 
 
 def results(

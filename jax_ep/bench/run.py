@@ -264,9 +264,9 @@ def models_of(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def time_models(ranks: int, options: argparse.Namespace) -> Iterator[model.ModelStep]:
-    """Times training steps of all models, one by one."""
-    names, ways = models_of(options), model.ways_of(options, on_gpus())
+def time_models(ranks: int, options: argparse.Namespace, notes: list[str]) -> Iterator[model.ModelStep]:
+    """Times training steps of all models, one by one. Appends the reasons of missing ways to `notes`."""
+    names, ways = models_of(options), model.ways_of(options, on_gpus(), notes)
     for name in names:
         yield from model.results(name, mesh_of(ranks), ways, options, on_gpus())
 
@@ -364,8 +364,11 @@ def run(options: argparse.Namespace) -> int:
         skewed = (row for name in names_of(options) for row in time_skew(name, ranks, options))
         record.extend(record.skew, progress.track("skew", skewed, None, quiet=is_quiet))
     if "model" in parts:
-        steps = time_models(ranks, options)
+        notes = []
+        steps = time_models(ranks, options, notes)
         record.extend(record.models, progress.track("model", steps, None, quiet=is_quiet))
+        for note in notes:
+            console.print(note, markup=False)
     if "decode" in parts:
         steps = time_decode(ranks, options)
         record.extend(record.decode, progress.track("decode", steps, None, quiet=is_quiet))

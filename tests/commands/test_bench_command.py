@@ -1,5 +1,6 @@
 """`python -m jax_ep bench`, on virtual devices. Nothing here asserts a speed."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep.bench import decode, layers, model, products, programs
+from jax_ep.bench import decode, layers, maxtext, model, products, programs
 from jax_ep.bench.shapes import MODELS
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
@@ -283,6 +284,21 @@ def test_rejects_unknown_ways(bench):
     status, _ = bench("--parts", "model", "--devices", "2", "--ways", "jax_ep", "by_mail")
     assert "--ways has 'jax_ep', 'jax_ep, FP8'" in str(status)
     assert "got by_mail" in str(status)
+
+
+def test_model_without_maxtext_reports_the_missing_row(monkeypatch):
+    monkeypatch.setattr(maxtext, "missing", lambda: "maxtext is not installed")
+    notes = []
+    options = argparse.Namespace(ways=None, peers=True)
+    assert model.ways_of(options, False, notes) == [
+        "jax_ep",
+        "jax_ep, FP8",
+        "jax_ep, redundant experts",
+        "all_gather",
+    ]
+    assert notes == ["MaxText's layer was not timed: maxtext is not installed; see docs/howto/maxtext.md"]
+    options.peers = False
+    assert "all_gather" not in model.ways_of(options, False, notes)
 
 
 @pytest.mark.slow

@@ -135,6 +135,19 @@ def test_maxtext_rejects_unsupported_options(tmp_path):
     assert "ValueError: moe_maxtext.py: one of quantization, mlp_bias" in done.stderr
 
 
+@needs("maxtext")
+@pytest.mark.parametrize("mesh", [["--devices", "2"], ["--devices", "4", "--fsdp", "2"]])
+def test_maxtext_s_layer_trains_the_bench_s_model(mesh, tmp_path):
+    """The buffers drop rows by 1.02, and so few that the losses agree."""
+    options = ["--parts", "model", "--shapes", "tiny", "--repeats", "1", "--capacity", "1.02", *mesh]
+    ways = ["--ways", "jax_ep", "maxtext", "--json", "out.json"]
+    output(run(tmp_path, "-m", "jax_ep", "bench", *options, *ways))
+    jax_ep, maxtext = json.loads((tmp_path / "out.json").read_text())["models"]
+    assert maxtext["by"] == "maxtext"
+    assert maxtext["losses"][-1] < 0.5 * maxtext["losses"][0]
+    np.testing.assert_allclose(maxtext["losses"], jax_ep["losses"], rtol=0.01)
+
+
 @needs("google-tunix")
 def test_tunix_trains_as_before(tmp_path):
     worker = ROOT / "tests/support/tunix_worker.py"
