@@ -284,7 +284,7 @@ def time_step(
 ) -> ModelStep:
     """Trains from the same parameters and tokens as every other call, and times a step."""
     mesh = Mesh(mesh.devices.reshape(options.fsdp, -1), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
-    shapes, optimizer = parameter_shapes(model, shape), optax.adamw(1e-3)
+    shapes, optimizer = parameter_shapes(model, shape), optax.adamw(2e-4)
     specs = specs_of(shapes)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
