@@ -38,6 +38,13 @@ __device__ inline Activated Activate(float gate, float up) {
   }
 }
 
+// Returns whether tiles begin with groups. Those of a forward pass need not, unless groups have places of
+// their own, because blocks of its rows do not depend on other rows. Then few rows in many groups need few
+// tiles.
+JAX_EP_HD bool HasTilesOfGroups(const QuantizeGatedParams& params, bool is_backward) {
+  return is_backward || params.rows_per_group > 0;
+}
+
 // The tiles that a block holds at once. Of the three tiles of the backward pass, which are made from one
 // read, the third one replaces the first one. Until then it is in registers.
 constexpr int kForwardTiles = 1, kBackwardTiles = 2;
@@ -49,9 +56,16 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
   auto* const shared = reinterpret_cast<SharedTile<BF16>*>(memory);
   const TilePart part;
   const int tile = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
-  const TileRows rows =
-      FindRows(params.group_sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
-  if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
+  const TileRows rows = [&] {
+    const int32_t* const sizes = params.group_sizes;
+    if (HasTilesOfGroups(params, kBackward)) {
+      return FindRows(sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
+    }
+    const int64_t num_rows = CountRows(sizes, params.num_groups, params.num_rows);
+    return FindRows(nullptr, 0, 0, static_cast<int>(num_rows), tile);
+  }();
+  // In a backward pass, a group's tile past all rows must be zero, because a product reads it.
+  if (rows.first < 0 || (!kBackward && part.warp * kWarpRows >= rows.count)) return;
   const int64_t width = params.width, first_column = int64_t{block} * kTile + part.first_column();
   const auto* const z = static_cast<const BF16*>(params.z);
   const auto* const d_hidden = static_cast<const BF16*>(params.d_hidden);
@@ -133,8 +147,11 @@ cudaError_t WithGatedKernel(Activation activation, bool is_backward, F&& f) {
 }  // namespace
 
 cudaError_t LaunchQuantizeGated(const QuantizeGatedParams& params, cudaStream_t stream) {
-  const dim3 grid(params.num_rows / kTile + params.num_groups, params.width / kTile);
-  return WithGatedKernel(params.activation, params.d_hidden != nullptr, [&](auto kernel, int shared) {
+  const bool is_backward = params.d_hidden != nullptr;
+  const int64_t tiles = HasTilesOfGroups(params, is_backward) ? params.num_rows / kTile + params.num_groups
+                                                              : (params.num_rows + kTile - 1) / kTile;
+  const dim3 grid(tiles, params.width / kTile);
+  return WithGatedKernel(params.activation, is_backward, [&](auto kernel, int shared) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
