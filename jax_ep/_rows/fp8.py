@@ -77,7 +77,8 @@ def quantize_blocks(x: jax.Array, block: tuple[int, int], round_scale: bool, flo
             jnp.where(jnp.isfinite(largest), array, jnp.nan) for array in (_reciprocal(scales), scales)
         )
         values = (parts * factors[..., :, None, :, None]).reshape(x.shape).astype(FP8)
-        # XLA:GPU drops a conversion to FP8 whose result is converted back (xla_allow_excess_precision).
+        # XLA:GPU drops a conversion to FP8 whose result is converted back (xla_allow_excess_precision; seen
+        # with jax 0.11.2).
         return jax.lax.optimization_barrier((values, scales if x.ndim > 1 else scales[0]))
 
     per_block = (rows, columns) if x.ndim > 1 else (columns,)

@@ -95,7 +95,9 @@ class Rank:
             sent = self.dispatch(x, ids, w, order=order, quantize="fp8" if quantizes else None, **more)
             rows = jax_ep.dequantize_fp8(sent.x, jnp.bfloat16) if quantizes else sent.x
             weights = sent.topk_weights if order == "rank" else sent.row_weights
-            back = jax_ep.combine(rows, sent.handle, row_weights=None if order == "rank" else weights)
+            row_weights = None if order == "rank" else weights
+            options = {"quantize": "fp8" if quantizes else None}
+            back = jax_ep.combine(rows, sent.handle, row_weights=row_weights, **options)
             return sent.x, weights, sent.num_dropped.reshape(1), back
 
         sent, weights, dropped, back = self.run(shard, x, ids, w)
@@ -114,7 +116,10 @@ class Rank:
         if quantizes:
             y = np.asarray(jax_ep.dequantize_fp8(quantize(y), jnp.bfloat16))
         by_rank = order == "rank"
-        sums = oracle.combine(y, everywhere, tokens, None if by_rank else row_weights, folds=not by_rank)
+        row_weights = None if by_rank else row_weights
+        as_fp8 = functools.partial(oracle.round_to_fp8, round_scale=False) if quantizes else None
+        folds = not by_rank and not quantizes
+        sums = oracle.combine(y, everywhere, tokens, row_weights, folds=folds, as_fp8=as_fp8)
         assert_close(back, sums[self.rank], BF16, terms=k)
         say(f"{order}, {tokens} tokens of {width}, {kind}{', FP8' if quantizes else ''}: right")
 
@@ -228,6 +233,7 @@ def main(rank):
     one.check_order("rank", 48, 5, 256, "sprinkled", 220)
     one.check_order("expert_padded", 24, 5, 128, "random", None)
     one.check_order("expert", 40, 4, 256, "zipf", 200, quantizes=True)
+    one.check_order("rank", 40, 4, 256, "zipf", 200, quantizes=True)
     one.check_order("rank", 300, 3, 1024, "random", 800)
     one.check_long_rows()
     one.check_gradients()

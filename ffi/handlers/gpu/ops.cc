@@ -40,15 +40,14 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 // Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.
 static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
-  return InvalidArgument(op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
-                         " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
-                         " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes,
-                         ") * 2 below about ", kArenaSlotBytes >> 20,
-                         " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
-                         kMaxRoutingTableBytes >> 10,
-                         " KiB; a combine takes one array of float16, bfloat16 or float32, and does not "
-                         "quantize; and num_sms of the "
-                         "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
+  return InvalidArgument(
+      op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
+      " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
+      " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
+      kArenaSlotBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
+      kMaxRoutingTableBytes >> 10,
+      " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
+      "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {

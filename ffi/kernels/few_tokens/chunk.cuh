@@ -73,7 +73,7 @@ struct LoadedLines {
   }
 };
 
-// Those of a chunk of a row.
+// A lane's lines of a chunk of a row.
 using ChunkLines = LoadedLines<kChunkLines>;
 
 __device__ inline ChunkPart PartOf(const ChunkLines& lines) {

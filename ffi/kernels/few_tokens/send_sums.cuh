@@ -62,8 +62,8 @@ __device__ void SumOwnRows(const FewTokensPullArgs& args, SumInputs<T> inputs, i
 // Returns the factor of a sum, in all lanes.
 template <typename T>
 __device__ float FactorOf(const SumInputs<T>& inputs) {
-  const float own = __shfl_sync(kAllLanes, inputs.factor, __ffs(inputs.lanes) - 1);
-  return IsOneRow(inputs) ? own : 1.0f;
+  const float first = __shfl_sync(kAllLanes, inputs.factor, __ffs(inputs.lanes) - 1);
+  return IsOneRow(inputs) ? first : 1.0f;
 }
 
 // The work of a warp that does not depend on the op being open: the rows of its first slot, and the
@@ -158,7 +158,7 @@ __device__ void SendChunks(const FewTokensPullArgs& args, const ArenaSession& se
     const SlotTarget target = TargetOf(args, chunks.row);
     if (!is_summed) inputs = FindLocalRows<T>(args, target.rank, target.index, lane);
     if (inputs.lanes == 0 || !session.may_write(target.rank)) continue;
-    const float factor = FactorOf(inputs);
+    const float factor = kFp8 ? 1.0f : FactorOf(inputs);
 #pragma unroll 1
     for (int chunk = chunks.first; chunk < chunks.last; ++chunk, is_summed = false) {
       if (!is_summed) {

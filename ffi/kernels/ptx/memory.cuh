@@ -109,7 +109,7 @@ __device__ inline uint4 LoadRow(const uint4* address, bool enabled = true) {
   return v;
 }
 
-// Do the same with 8 and with 4 bytes.
+// Load 8 and 4 bytes in the same way.
 __device__ inline uint2 LoadRow(const uint2* address, bool enabled) {
   uint2 v;
   asm volatile(
