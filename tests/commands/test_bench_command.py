@@ -246,7 +246,7 @@ def test_a_model_s_step(tmp_path, bench):
     ]
     for step in steps:
         assert len(step["losses"]) == model.STEPS
-        assert step["losses"][-1] < 0.5 * step["losses"][0]
+        assert step["losses"][-1] < 0.9 * step["losses"][0]
         np.testing.assert_allclose(step["losses"], steps[0]["losses"], rtol=0.02)
     assert "redundant experts" in (tmp_path / "model.svg").read_text()
 
