@@ -144,7 +144,7 @@ def test_maxtext_s_layer_trains_the_bench_s_model(mesh, tmp_path):
     output(run(tmp_path, "-m", "jax_ep", "bench", *options, *ways))
     jax_ep, maxtext = json.loads((tmp_path / "out.json").read_text())["models"]
     assert maxtext["by"] == "maxtext"
-    assert maxtext["losses"][-1] < 0.5 * maxtext["losses"][0]
+    assert maxtext["losses"][-1] < 0.9 * maxtext["losses"][0]
     np.testing.assert_allclose(maxtext["losses"], jax_ep["losses"], rtol=0.01)
 
 
