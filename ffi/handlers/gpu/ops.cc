@@ -47,8 +47,8 @@ static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance
                          " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
                          kMaxRoutingTableBytes >> 10,
                          " KiB; a combine takes one array of float16, bfloat16 or float32, and does not "
-                         "quantize; and num_sms of "
-                         "the Group is None, or 8 or more. Leave them out, or use implementation='xla'");
+                         "quantize; and num_sms of the Group is None, or 8 or more. Leave them out, or use "
+                         "implementation='xla'");
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
