@@ -114,7 +114,7 @@ def combine(
       active_ranks: integers or bools [R], as for `dispatch`: nothing comes from a rank marked 0, and a rank
         that is itself marked 0 gets the sums of no rows. As there, no gradient goes through a combine with
         active_ranks or on_timeout="mask", it must not be rematerialized, and on GPUs it takes few tokens, in
-        one array that is not float64, without `quantize`.
+        one array that is not float64.
       on_timeout: "raise" or "mask", as for `dispatch`: nothing comes from a rank that is too late.
       implementation: None, "ffi" or "xla".
 

@@ -222,11 +222,11 @@ def _attention(model: Decoder, on_gpu: bool, w: Parameters, x: jax.Array) -> jax
     sizes = [model.heads * model.head, (model.heads + model.kv_heads) * model.head]
     q, k, v = (
         part.reshape(-1, model.sequence, part.shape[-1] // model.head, model.head)
-        for part in jnp.split(normalized(x) @ w["qkv"], sizes, axis=-1)
+        for part in jnp.split(x @ w["qkv"], sizes, axis=-1)
     )
     implementation = "cudnn" if on_gpu else None
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    return x + y.reshape(len(x), -1) @ w["out"]
+    return y.reshape(len(x), -1) @ w["out"]
 
 
 def _gathered(parameters: Parameters) -> Parameters:
@@ -248,11 +248,14 @@ def loss_of(
     """Returns one device's loss [1] and number of dropped rows [1]."""
     embedding = _gathered({"embedding": parameters["embedding"]})["embedding"]
     layers = {name: w for name, w in parameters.items() if name != "embedding"}
-    attention = jax.checkpoint(functools.partial(_attention, model, on_gpu))
 
-    def layer(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
+    # Two checkpoints in a sequence: inside of another one with a policy, that of attention would have no effect.
+    @jax.checkpoint
+    def attention(x: jax.Array, w: Parameters) -> jax.Array:
+        return x + _attention(model, on_gpu, _gathered(w), normalized(x))
+
+    def experts(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
         w = _gathered(w)
-        x = attention(w, x)
         rows = normalized(x)
         scores = jax.nn.softmax((rows @ w["router"]).astype(jnp.float32))
         weights, ids = jax.lax.top_k(scores, shape.top_k)
@@ -260,7 +263,12 @@ def loss_of(
         return x + y, dropped
 
     if jax.lax.axis_size("fsdp") > 1:
-        layer = jax.checkpoint(layer, policy=_saves)
+        experts = jax.checkpoint(experts, policy=_saves)
+
+    def layer(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
+        of_attention = {name: w.pop(name) for name in ("qkv", "out")}
+        return experts(attention(x, of_attention), w)
+
     x, dropped = jax.lax.scan(layer, embedding[tokens], layers)
     logits = (normalized(x) @ embedding.T).astype(jnp.float32).reshape(-1, model.sequence, model.vocabulary)
     targets = jnp.roll(tokens.reshape(-1, model.sequence), -1, axis=1)

@@ -1,6 +1,7 @@
 """Sums whose parts travel as FP8: compared with a float32 sum of parts that NumPy rounds."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -283,10 +284,12 @@ def test_started_combine_has_the_same_sums():
     assert same_bits(one, started)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs refuse it")
+@pytest.mark.skipif("JAX_EP_NO_ARENA" in os.environ, reason="GPUs leave out ranks through the arena alone")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_ranks_that_are_left_out(on_timeout, implementation):
+    if R < 2:
+        pytest.skip("needs 2 ranks")
     active = np.arange(R) != R - 1
     ids = oracle.mask_inactive(routing("uniform", R, T, K, E), E, active)
     received = received_by(ids, "rank")

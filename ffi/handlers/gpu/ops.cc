@@ -40,15 +40,14 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 // Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.
 static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
-  return InvalidArgument(op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
-                         " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
-                         " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes,
-                         ") * 2 below about ", kArenaSlotBytes >> 20,
-                         " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
-                         kMaxRoutingTableBytes >> 10,
-                         " KiB; a combine takes one array of float16, bfloat16 or float32, and does not "
-                         "quantize; and num_sms of the Group is None, or 8 or more. Leave them out, or use "
-                         "implementation='xla'");
+  return InvalidArgument(
+      op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
+      " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
+      " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
+      kArenaSlotBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
+      kMaxRoutingTableBytes >> 10,
+      " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
+      "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
@@ -76,12 +75,9 @@ static bool GoesThroughArena(const Group& group, const PushParams& params) {
 
 static bool GoesThroughArena(const Group& group, const PullParams& params) {
   if (params.summands.size() != 1 || params.arrived_weights != nullptr) return false;
-  const bool quantizes = params.quantize != Quantize::kNone;
-  // With ranks left out such an op has not been tried on a GPU.
-  if (quantizes && params.attendance.active_ranks != nullptr) return false;
   const Summand& summand = params.summands[0];
-  const int64_t row_bytes =
-      quantizes ? Fp8Bytes(summand.num_elements) : summand.num_elements * BytesOf(summand.type);
+  const int64_t row_bytes = params.quantize == Quantize::kNone ? summand.num_elements * BytesOf(summand.type)
+                                                               : Fp8Bytes(summand.num_elements);
   return summand.type != Float::kF64 && CombineFitsArena(group, params.shape, AlignUp(row_bytes, 16));
 }
 
