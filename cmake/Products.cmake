@@ -9,7 +9,7 @@ set(JAX_EP_KERNELS_SM100
 set(JAX_EP_KERNELS_SM120
   "kRowsTransposed kFp8, kWeights kFp8")
 # Kernels of this project, in the engine's folder.
-set(JAX_EP_FILES_SM90 floats.cu fp8.cu tensor_map.cu)
+set(JAX_EP_FILES_SM90 few_rows.cu floats.cu fp8.cu tensor_map.cu)
 
 # Writes a file that instantiates kernels of an engine, and sets `file` to its name.
 function(jax_ep_write_instances engine number kernels file)

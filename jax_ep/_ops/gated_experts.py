@@ -139,7 +139,9 @@ def shared_expert(shared: GatedExperts, x: jax.Array, num_valid_tokens: ArrayLik
     valid = x.shape[0] if num_valid_tokens is None else num_valid_tokens
     sizes = jnp.clip(jnp.asarray(valid, jnp.int32).reshape(1), 0, x.shape[0])
     try:
-        call, operands = prepare(x, shared.w_up, shared.w_down, sizes, **_mlp_options(shared, None))
+        clears_rows = num_valid_tokens is not None  # otherwise all rows are this expert's
+        options = _mlp_options(shared, None)
+        call, operands = prepare(x, shared.w_up, shared.w_down, sizes, clears_rows=clears_rows, **options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"moe: shared: {error}") from None
     return SharedExpert(call, Shared(vary_alike(operands)))

@@ -1,6 +1,7 @@
 """Combine sums rows: compared with a float32 sum in the stated order, rounded once."""
 
 import functools
+import os
 
 import jax
 import numpy as np
@@ -66,6 +67,8 @@ def run_all(
     program = compiled(num_ranks, num_experts, implementation, **options)
     got = on.apply(program, ids, rows, row_weights, biases)
     folds = order == "expert" and implementation == "ffi" and jax.default_backend() == "gpu"
+    if "JAX_EP_NO_ARENA" in os.environ:
+        folds = folds and num_ranks > 1  # from one rank nothing travels
     want = [oracle.combine(y, expected, tokens, row_weights, biases, folds) for y in rows]
     return list(zip(got, want, strict=True))
 

@@ -28,6 +28,8 @@ SHAPES = [
     (513, 72, 520, 5),
     (700, 136, 392, 40),
     (130, 250, 66, 3),  # widths that are no multiples of 8
+    (150, 192, 72, 3),  # of the kernel for few rows: 64 at a time, and sums that end within a stage
+    (40, 640, 200, 40),
 ]
 ON_GPU = jax.default_backend() == "gpu"
 if ON_GPU:
@@ -223,7 +225,11 @@ def fp8_product_of_transpose(rows, weights, sizes):
     return jax_ep.grouped_dot(rows, jax.tree.map(lambda a: a.swapaxes(1, 2), weights), sizes)
 
 
-FP8_SHAPES = [(513, 256, 384, 5), pytest.param((700, 128, 256, 40), marks=pytest.mark.slow)]
+FP8_SHAPES = [
+    (513, 256, 384, 5),
+    (150, 640, 128, 3),  # of the kernel for few rows
+    pytest.param((700, 128, 256, 40), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,8 @@
 // The engines for the tensor cores of one architecture each.
 #include "kernels/products/engines.h"
 
+#include "kernels/products/sm90/few_rows.h"
+
 namespace jax_ep::cuda {
 
 #ifdef JAX_EP_PRODUCTS_SM90
@@ -8,11 +10,23 @@ namespace jax_ep::cuda {
 static bool RunsOn90(int major, int minor) { return major == 9 && minor == 0; }
 
 static cudaError_t Launch90(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
+  if (sm90::HasFewRows(params)) {
+    if (params.clears_rows) {
+      GroupArrays groups;
+      const cudaError_t error = SetUpGroups(params, ScaleForm::kAsTheyAre, num_sms, stream, groups);
+      if (error != cudaSuccess) return error;
+    }
+    return sm90::LaunchFewRows(params, num_sms, stream);
+  }
   return LaunchProductKernel<sm90::ProductKernel>(params, ScaleForm::kTransposed, num_sms, stream);
 }
 
-const ProductEngine kSm90Engine{"sm90",   true,     RunsOn90,
-                                SuitsTma, Launch90, PreloadProductKernels<sm90::ProductKernel>};
+static cudaError_t Preload90() {
+  const cudaError_t error = PreloadProductKernels<sm90::ProductKernel>();
+  return error != cudaSuccess ? error : sm90::PreloadFewRows();
+}
+
+const ProductEngine kSm90Engine{"sm90", true, RunsOn90, SuitsTma, Launch90, Preload90};
 #endif
 
 #ifdef JAX_EP_PRODUCTS_SM100

@@ -8,9 +8,9 @@
 
 namespace jax_ep::cuda::sm90 {
 
-// A box of some matrices [matrices, rows, width], in elements. It lies in one of them.
+// A box of some matrices [matrices, rows, width], in elements.
 struct Box {
-  int rows, columns;
+  int rows, columns, matrices = 1;
 };
 
 // Matrices, of elements of 1 or 2 bytes.
