@@ -41,6 +41,16 @@ __device__ inline T WarpMin(T value) {
 #endif
 }
 
+// Returns the sum of the values of this lane and of those before it. Called by the whole warp.
+template <typename T>
+__device__ inline T SumUpToLane(T value) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T before = __shfl_up_sync(kAllLanes, value, step);
+    if (static_cast<int>(threadIdx.x) % kWarp >= step) value += before;
+  }
+  return value;
+}
+
 // Warps of a block that work together: all of them, or those that share a named barrier.
 struct ThreadGroup {
   int thread;   // index of this thread

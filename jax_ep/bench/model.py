@@ -249,7 +249,7 @@ def loss_of(
     embedding = _gathered({"embedding": parameters["embedding"]})["embedding"]
     layers = {name: w for name, w in parameters.items() if name != "embedding"}
 
-    # Two checkpoints in a sequence: inside of another one with a policy, that of attention would have no effect.
+    # Two checkpoints in a sequence: inside of another one with a policy, attention's would have no effect.
     @jax.checkpoint
     def attention(x: jax.Array, w: Parameters) -> jax.Array:
         return x + _attention(model, on_gpu, _gathered(w), normalized(x))

@@ -74,10 +74,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GpuBesideInitialize, InitializeBeside,
                                   .RemainingRets()
                                   .Attrs());
 
-// The kernel that communicates is launched first, and usually starts first, while the product is set up. Its
-// blocks wait for each other, so all of them need room at once. Otherwise it waits for the product, which
-// never waits for it. The product hands out its tiles while it runs: a block that gets its SM later computes
-// fewer.
+// The kernel that communicates is launched first, and usually starts first, while the product is set up or
+// its launch is on the way. Its blocks wait for each other, so all of them need room at once. Otherwise it
+// waits for the product, which never waits for it. Most products hand out their tiles while they run, so a
+// block that gets its SM later computes fewer. Those of few rows do not, but they are short.
 template <Launch launch>
 ffi::Error Beside(GpuContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   BesideAttributes attributes) {

@@ -77,8 +77,9 @@ struct LoadedLines {
 using ChunkLines = LoadedLines<kChunkLines>;
 
 __device__ inline ChunkPart PartOf(const ChunkLines& lines) {
-  const uint4 &a = lines.lines[0], &b = lines.lines[1], &c = lines.lines[2];
-  return {{{a.x, a.y, a.z, b.x}, {b.y, b.z, c.x, c.y}}, c.z};
+  const ChunkWords<kChunkLines> all = lines.words();
+  const auto& words = all.words;
+  return {{{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}}, words[8]};
 }
 
 // Waits for this lane's lines of a chunk. Returns false if it misses them.

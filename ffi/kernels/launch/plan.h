@@ -303,7 +303,7 @@ inline int32_t PlanPullers(const Shape& shape, bool folds, bool by_ring) {
 inline SmPlan PlanPullFp8(const Shape& shape, double fp8_bytes, double row_bytes, const Card& card) {
   const double sum_bytes = fp8_bytes * (1 + 4.0 / kFp8Block), tokens = ExpectedTokens(shape),
                rows = ExpectedRows(shape);
-  const int32_t most = PlanPullers(shape, true, false), wanted = shape.shares_rows() ? most : most * 4 / 3;
+  const int32_t usual = PlanPullers(shape, true, false), wanted = shape.shares_rows() ? usual : usual * 4 / 3;
   const int32_t pullers = shape.is_alone() ? card.num_sms / 4 : ForLinks(wanted, card);
   const double memory_us =
       ((rows + shape.num_tokens) * row_bytes + 2 * tokens * sum_bytes) / card.rates.memory;

@@ -10,8 +10,8 @@ namespace jax_ep::cuda {
 static bool RunsOn90(int major, int minor) { return major == 9 && minor == 0; }
 
 static cudaError_t Launch90(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
-  if (sm90::HasFewRows(params)) {
-    if (params.clears_rows) {
+  if (sm90::SuitsFewRows(params)) {
+    if (params.clears_rows) {  // what the set-up does, too
       GroupArrays groups;
       const cudaError_t error = SetUpGroups(params, ScaleForm::kAsTheyAre, num_sms, stream, groups);
       if (error != cudaSuccess) return error;

@@ -137,11 +137,7 @@ __global__ void __launch_bounds__(kThreads) SetUpKernel(GroupedDotParams params,
     const bool is_group = group < params.num_groups;
     long long size = is_group ? SizeOfGroup(params.group_sizes, group, params.rows_per_group) : 0;
     if (HasTransposedRows(params)) size = (size + kFp8Block - 1) / kFp8Block * kFp8Block;
-    long long end = size;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const long long before = __shfl_up_sync(kAllLanes, end, step);
-      if (lane >= step) end += before;
-    }
+    const long long end = SumUpToLane(size);
     const auto within = [&](int64_t row) { return min(row, num_rows); };
     const int64_t first = within(is_padded ? int64_t{group} * params.rows_per_group : begin + end - size);
     const int rows = static_cast<int>(within(is_padded ? first + size : begin + end) - first);

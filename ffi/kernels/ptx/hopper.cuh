@@ -83,7 +83,8 @@ __device__ void SendToBlock(T* to, const T& value, uint64_t* barrier, int rank) 
   }
 }
 
-// Starts a load of a box of matrices, from (column, row) of a matrix on. With `blocks`, a mask, it goes to
+// Starts a load of a box of matrices, from (column, row) of a matrix on (and of those behind it, if the map's
+// boxes are of several). With `blocks`, a mask, it goes to
 // the same address in several blocks of the cluster, and counts for the barrier of each.
 __device__ inline void LoadBox(void* to, const CUtensorMap* map, int column, int row, int matrix,
                                uint64_t* barrier) {

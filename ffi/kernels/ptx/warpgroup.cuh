@@ -13,8 +13,8 @@ namespace jax_ep::cuda {
 // Rows of 128 bytes in shared memory, swizzled as a tensor load stores them with CU_TENSOR_MAP_SWIZZLE_128B:
 // an operand of products. The first one lies at a multiple of 1024. If the operand is stored along the sum, a
 // row has elements that are added up. If it is stored across, a row has the elements of 64 columns (of 16
-// bits) for one step of the sum, and those of the next 64 columns lie `next` bytes behind. Eight rows follow
-// each other, and the next eight begin `eight_rows` bytes behind them.
+// bits) for one step of the sum, and those of the next 64 columns lie `next` bytes behind. Of each eight
+// rows, which follow each other, the first lies `eight_rows` bytes behind the first of the eight before.
 constexpr uint32_t kNoNext = 16;  // for operands along the sum, and for 64 columns
 struct OperandRows {
   uint32_t low, eight_rows;

@@ -46,22 +46,14 @@ __device__ inline TileOfRows FindTile(const GroupedDotParams& params, int tile) 
     bool is_found = false;
     for (int base = 0; base < num_groups && !is_found; base += kWarp) {
       const int size = base + lane < num_groups ? max(params.group_sizes[base + lane], 0) : 0;
-      long long end = size;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const long long before = __shfl_up_sync(kAllLanes, end, step);
-        if (lane >= step) end += before;
-      }
+      const long long end = SumUpToLane<long long>(size);
       // Rows past the last one count for no group, so there are never more tiles than blocks.
       const auto within = [&](long long at) {
         return static_cast<int>(min(at, static_cast<long long>(num_rows)));
       };
       const int begin = within(row + end - size), rows = within(row + end) - begin;
       const int group_tiles = TilesOf(rows);
-      int tiles = group_tiles;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const int tiles_before = __shfl_up_sync(kAllLanes, tiles, step);
-        if (lane >= step) tiles += tiles_before;
-      }
+      const int tiles = SumUpToLane(group_tiles);
       const int begin_tile = first_tile + tiles - group_tiles;
       const bool contains_tile = tile >= begin_tile && tile < begin_tile + group_tiles;
       if (contains_tile) {

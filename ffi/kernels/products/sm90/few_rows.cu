@@ -19,7 +19,7 @@ namespace {
 constexpr int kColumns = 64, kMostRows = 64;  // of a tile
 constexpr int kRowsAtOnce = 8;                // of a load, and of a step of the tensor cores
 constexpr int kRowBytes = 128;                // of a block of the sum
-constexpr int kBlocks = 4;                    // of the sum in a stage: 512 bytes, read from memory at once
+constexpr int kBlocks = 4;                    // of the sum in a stage
 constexpr int kStages = 3;
 constexpr int kFewThreads = kWarpgroup + kWarp;  // the last warp loads
 
@@ -90,21 +90,11 @@ class FewTiles {
       first_ = within((long long){base + lane} * params_.rows_per_group);
       size_ = within(first_ + size) - first_;
     } else {
-      const long long end = row_ + UpToLane(size);
+      const long long end = row_ + SumUpToLane(size);
       first_ = within(end - size);
       size_ = within(end) - first_;
     }
-    end_ = UpToLane(ChunksOf(size_) * across_);
-  }
-
-  // Returns the sum of the values of this lane and the lanes before it.
-  template <typename T>
-  __device__ static T UpToLane(T value) {
-    for (int step = 1; step < kWarp; step *= 2) {
-      const T before = __shfl_up_sync(kAllLanes, value, step);
-      if (static_cast<int>(threadIdx.x) % kWarp >= step) value += before;
-    }
-    return value;
+    end_ = SumUpToLane(ChunksOf(size_) * across_);
   }
 
   const GroupedDotParams& params_;
@@ -123,6 +113,7 @@ template <typename T>
 struct Elements {
   static constexpr bool kIsFp8 = std::is_same_v<T, uint8_t>;
   static constexpr int kBlock = kRowBytes / sizeof(T), kSteps = 4;  // elements of a block, and products of it
+  // Bytes from the operands of one product to those of the next.
   static constexpr uint32_t kRowStep = kRowBytes / kSteps;
   static constexpr uint32_t kColumnStep = kIsFp8 ? kRowStep : kBlock / kSteps * kRowBytes;
 };
@@ -195,14 +186,15 @@ class FewScales {
     last_ = params.num_rows - 1;
   }
 
-  // Loads those of a block: of this thread's rows, times that of the matrix.
+  // Loads those of a block: of this thread's rows, times that of the matrix. Zeros beyond the end of a sum.
   __device__ void Load(int block, float (&scales)[kRows / 4]) const {
-    const int at = min(block, num_blocks_ - 1);  // beyond the end of a sum, where operands are zeros
+    const int at = min(block, num_blocks_ - 1);
     const float of_matrix = __ldg(matrix_ + at);
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       const int row = min(first_ + i / 2 * 8 + i % 2, last_);
-      scales[i] = __ldg(rows_ + int64_t{row} * num_blocks_ + at) * of_matrix;
+      const float scale = __ldg(rows_ + int64_t{row} * num_blocks_ + at) * of_matrix;
+      scales[i] = block < num_blocks_ ? scale : 0.0f;
     }
   }
 
@@ -211,16 +203,20 @@ class FewScales {
   int num_blocks_, first_, last_;
 };
 
-// Multiplies and stores a tile, of which the tensor cores compute kRows rows.
-template <typename T, int kRows>
-__device__ void MultiplyTile(const GroupedDotParams& params, FewShared& shared, const FewTile& tile,
-                             Position<kStages>& position) {
-  using Of = Elements<T>;
-  const OperandRows columns(shared.stages[0].columns);
-  const OperandRows rows(shared.stages[0].rows, kNoNext, sizeof(Stage::rows[0]));
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto multiply = [&](auto& sums, int block, int step, bool adds) {
-    const uint32_t begin = position.stage * sizeof(Stage);
+// The operands of all stages in shared memory. The columns of a matrix are the rows of the tensor cores'
+// products, and the other way round.
+template <typename T>
+struct FewOperands {
+  OperandRows columns, rows;
+
+  __device__ explicit FewOperands(const FewShared& shared)
+      : columns(shared.stages[0].columns), rows(shared.stages[0].rows, kNoNext, sizeof(Stage::rows[0])) {}
+
+  // Starts one of a block's products.
+  template <int kSums>
+  __device__ void Multiply(float (&sums)[kSums], int stage, int block, int step, bool adds) const {
+    using Of = Elements<T>;
+    const uint32_t begin = stage * sizeof(Stage);
     const uint64_t of_columns =
         columns.At(begin + block * sizeof(Stage::columns[0]) + step * Of::kColumnStep);
     const uint64_t of_rows = rows.At(begin + block * sizeof(Stage::rows[0][0]) + step * Of::kRowStep);
@@ -229,56 +225,87 @@ __device__ void MultiplyTile(const GroupedDotParams& params, FewShared& shared, 
     } else {
       MultiplyFloats<T, 1, 0>(sums, of_columns, of_rows, adds);
     }
-  };
-  float sums[kRows / 2] = {};
-  const int num_stages = NumStages<T>(params);
-  if constexpr (Of::kIsFp8) {
-    // Blocks whose products run together. More would need more registers than there are.
-    constexpr int kTogether = kRows <= 16 ? kBlocks : kRows == 32 ? 2 : 1;
-    const FewScales<kRows> of_tile(params, tile);
-    for (int i = 0; i < num_stages; ++i, position.Advance()) {
+  }
+};
+
+// Releases a stage to the loads. Called by each multiplying warp, when its products are complete.
+__device__ void Release(FewShared& shared, int stage) {
+  if (threadIdx.x % kWarp == 0) Arrive(&shared.empty[stage]);
+}
+
+// Sums up a tile of FP8.
+template <int kRows>
+__device__ void SumFp8(const GroupedDotParams& params, FewShared& shared, const FewTile& tile,
+                       Position<kStages>& position, float (&sums)[kRows / 2]) {
+  // Blocks whose products run together. More would need more registers than there are.
+  constexpr int kTogether = kRows <= 16 ? kBlocks : kRows == 32 ? 2 : 1;
+  const FewOperands<uint8_t> operands(shared);
+  const FewScales<kRows> scales_of(params, tile);
+  for (float& sum : sums) sum = 0.0f;
+  for (int i = 0; i < NumStages<uint8_t>(params); ++i, position.Advance()) {
 #pragma unroll
-      for (int first = 0; first < kBlocks; first += kTogether) {
-        float scales[kTogether][kRows / 4], parts[kTogether][kRows / 2];
+    for (int first = 0; first < kBlocks; first += kTogether) {
+      float scales[kTogether][kRows / 4], parts[kTogether][kRows / 2];
 #pragma unroll
-        for (int b = 0; b < kTogether; ++b) of_tile.Load(i * kBlocks + first + b, scales[b]);
-        if (first == 0) WaitForLoad(&shared.full[position.stage], position.phase);
-        BeginProducts();
-#pragma unroll
-        for (int b = 0; b < kTogether; ++b) {
-#pragma unroll
-          for (int step = 0; step < Of::kSteps; ++step) multiply(parts[b], first + b, step, step > 0);
-        }
-        CommitProducts();
-        WaitForProducts<0>();
-#pragma unroll
-        for (int b = 0; b < kTogether; ++b) {
-          Keep(parts[b]);
-#pragma unroll
-          for (int s = 0; s < kRows / 2; ++s) sums[s] += parts[b][s] * scales[b][s / 4 * 2 + s % 2];
-        }
-      }
-      __syncwarp();
-      if (lane == 0) Arrive(&shared.empty[position.stage]);
-    }
-  } else {
-    int before = 0;
-    for (int i = 0; i < num_stages; ++i, position.Advance()) {
-      WaitForLoad(&shared.full[position.stage], position.phase);
+      for (int b = 0; b < kTogether; ++b) scales_of.Load(i * kBlocks + first + b, scales[b]);
+      if (first == 0) WaitForLoad(&shared.full[position.stage], position.phase);
       BeginProducts();
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
+      for (int b = 0; b < kTogether; ++b) {
 #pragma unroll
-        for (int step = 0; step < Of::kSteps; ++step) multiply(sums, block, step, true);
+        for (int step = 0; step < Elements<uint8_t>::kSteps; ++step) {
+          operands.Multiply(parts[b], position.stage, first + b, step, step > 0);
+        }
       }
       CommitProducts();
-      WaitForProducts<1>();
-      if (i > 0 && lane == 0) Arrive(&shared.empty[before]);
-      before = position.stage;
+      WaitForProducts<0>();
+#pragma unroll
+      for (int b = 0; b < kTogether; ++b) {
+        Keep(parts[b]);
+#pragma unroll
+        for (int s = 0; s < kRows / 2; ++s) sums[s] += parts[b][s] * scales[b][s / 4 * 2 + s % 2];
+      }
     }
-    WaitForProducts<0>();
-    Keep(sums);
-    if (lane == 0) Arrive(&shared.empty[before]);
+    Release(shared, position.stage);
+  }
+}
+
+// Sums up a tile of 16-bit floats. While the tensor cores work on a stage, the one before is released.
+template <typename T, int kRows>
+__device__ void SumFloats(const GroupedDotParams& params, FewShared& shared, Position<kStages>& position,
+                          float (&sums)[kRows / 2]) {
+  const FewOperands<T> operands(shared);
+  Undefine(sums);
+  int before = 0;  // the stage before
+  for (int i = 0; i < NumStages<T>(params); ++i, position.Advance()) {
+    WaitForLoad(&shared.full[position.stage], position.phase);
+    BeginProducts();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int step = 0; step < Elements<T>::kSteps; ++step) {
+        operands.Multiply(sums, position.stage, block, step, i > 0 || block > 0 || step > 0);
+      }
+    }
+    CommitProducts();
+    WaitForProducts<1>();
+    if (i > 0) Release(shared, before);
+    before = position.stage;
+  }
+  WaitForProducts<0>();
+  Keep(sums);
+  Release(shared, before);
+}
+
+// Multiplies and stores a tile, of which the tensor cores compute kRows rows.
+template <typename T, int kRows>
+__device__ void MultiplyTile(const GroupedDotParams& params, FewShared& shared, const FewTile& tile,
+                             Position<kStages>& position) {
+  float sums[kRows / 2];
+  if constexpr (Elements<T>::kIsFp8) {
+    SumFp8<kRows>(params, shared, tile, position, sums);
+  } else {
+    SumFloats<T, kRows>(params, shared, position, sums);
   }
   StoreTile<T, kRows>(params, tile, sums);
 }
@@ -350,22 +377,27 @@ cudaError_t LaunchFew(const GroupedDotParams& params, int num_sms, cudaStream_t 
   error =
       cudaFuncSetAttribute(FewRowsKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(FewShared));
   if (error != cudaSuccess) return error;
-  return Launch(FewRowsKernel<T>, dim3(num_sms), kFewThreads, sizeof(FewShared), stream, false, params, maps);
+  const int64_t across = (params.outer + kColumns - 1) / kColumns;
+  const int64_t most_tiles =
+      across * (params.num_rows / kMostRows + std::min(params.num_rows, params.num_groups));
+  const dim3 blocks(static_cast<unsigned>(std::min<int64_t>(num_sms, most_tiles)));
+  return Launch(FewRowsKernel<T>, blocks, kFewThreads, sizeof(FewShared), stream, false, params, maps);
 }
 
 }  // namespace
 
-bool HasFewRows(const GroupedDotParams& params) {
+bool SuitsFewRows(const GroupedDotParams& params) {
   const bool is_fp8 = params.row_scales != nullptr;
   if (params.product != (is_fp8 ? GroupedDot::kRowsTransposed : GroupedDot::kRows)) return false;
   if (params.inner % (is_fp8 ? kFp8Block : Elements<__half>::kBlock) != 0) return false;
-  // Many matrices of 16-bit floats are read at the same speed by the other kernels. If there are few tiles,
-  // this one's narrow ones keep more blocks at work.
-  constexpr int64_t kFewColumns = 1 << 18;
-  const int64_t most_groups = std::min(params.num_rows, params.num_groups);  // that have rows
-  const bool has_few_tiles = most_groups * params.outer <= kFewColumns;
-  const int most_rows = has_few_tiles ? kMostRows : is_fp8 ? 16 : 0;
-  return params.num_rows <= int64_t{most_rows} * params.num_groups;
+  // A group may have all rows, and then reads its matrix again for each 64. So few suffice to be few in
+  // total.
+  constexpr int64_t kRowsOfGroup = 16;
+  if (params.num_rows > std::max<int64_t>(kMostRows, kRowsOfGroup * params.num_groups)) return false;
+  // Matrices of 16-bit floats are read 2 to 5 % faster by the other kernel if many groups have rows. With
+  // 4096 columns of 64 groups, its last tiles keep so few blocks at work that it takes longer.
+  constexpr int64_t kFewColumns = 64 * 4096;
+  return is_fp8 || int64_t{std::min(params.num_rows, params.num_groups)} * params.outer <= kFewColumns;
 }
 
 cudaError_t LaunchFewRows(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {

@@ -7,8 +7,8 @@
 
 namespace jax_ep::cuda::sm90 {
 
-// Returns whether the kernel for few rows is the faster one for a product.
-bool HasFewRows(const GroupedDotParams& params);
+// Returns whether the kernel for few rows computes a product, and is the faster one for it.
+bool SuitsFewRows(const GroupedDotParams& params);
 
 // Computes the product. Rows of the result that belong to no group stay as they are.
 cudaError_t LaunchFewRows(const GroupedDotParams& params, int num_sms, cudaStream_t stream);

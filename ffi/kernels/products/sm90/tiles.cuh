@@ -150,11 +150,7 @@ class TileFinder {
           static_cast<const uint8_t*>(groups_.a[group]) - static_cast<const uint8_t*>(params_.rows);
       first_ = static_cast<int>(bytes / row_bytes_);
     }
-    end_ = size_ > 0 ? TilesOf(size_).count() : 0;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int before = __shfl_up_sync(kAllLanes, end_, step);
-      if (static_cast<int>(threadIdx.x) % kWarp >= step) end_ += before;
-    }
+    end_ = SumUpToLane(size_ > 0 ? TilesOf(size_).count() : 0);
   }
 
   const GroupedDotParams& params_;
