@@ -139,7 +139,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--from-json",
         type=Path,
         metavar="FILE",
-        help="time nothing, and draw the part products or decode of this file, which --json wrote",
+        help="time nothing, and draw the part products, model or decode of this file, which --json wrote",
     )
 
 

@@ -335,17 +335,17 @@ class Record:
         os.replace(partial, self._path)
 
 
-def read(path: Path) -> tuple[list[ExpertProduct], list[DecodeStep]]:
-    """Returns the expert products and the decode steps of a JSON file that `Record` wrote."""
+def read(path: Path) -> tuple[list[ExpertProduct], list[ModelStep], list[DecodeStep]]:
+    """Returns the expert products, training steps and decode steps of a JSON file that `Record` wrote."""
     try:
         report = json.loads(path.read_text())
-        products, steps = report["products"], report.get("decode", [])
-    except (OSError, ValueError, KeyError):
-        products = steps = []
-    if not (products or steps):
+        products, models, steps = (report.get(part, []) for part in ("products", "models", "decode"))
+    except (OSError, ValueError, AttributeError):
+        products = models = steps = []
+    if not (products or models or steps):
         raise SystemExit(
-            f"bench: --from-json needs a file with expert products or decode steps, got {path}; write one "
-            "with --parts products --json FILE"
+            "bench: --from-json needs a file with expert products, steps of models or decode steps, got "
+            f"{path}; write one with --parts products --json FILE"
         )
 
     def with_shape(row: dict[str, Any]) -> dict[str, Any]:
@@ -356,5 +356,6 @@ def read(path: Path) -> tuple[list[ExpertProduct], list[DecodeStep]]:
 
     return (
         [ExpertProduct(**with_shape(row)) for row in products],
+        [ModelStep(**with_shape(row)) for row in models],
         [DecodeStep(**with_latencies(row)) for row in steps],
     )

@@ -280,9 +280,11 @@ def time_decode(ranks: int, options: argparse.Namespace) -> Iterator[decode.Deco
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints its results, and returns the exit status."""
     if options.from_json:
-        expert_products, decode_steps = report.read(options.from_json)
+        expert_products, model_steps, decode_steps = report.read(options.from_json)
         if expert_products:
             plots.plot_products(options.plot, expert_products)
+        elif model_steps:
+            plots.plot_models(options.plot, model_steps)
         else:
             plots.plot_decode(options.plot, decode_steps)
         return 0

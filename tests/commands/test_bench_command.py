@@ -212,7 +212,7 @@ def test_a_capacity(factor, capacity, tmp_path, bench):
         (["--from-json", "out.json"], "--from-json needs the file to draw to; pass --plot"),
         (
             ["--from-json", "nowhere.json", "--plot", "out.svg"],
-            "a file with expert products or decode steps, got nowhere.json",
+            "a file with expert products, steps of models or decode steps, got nowhere.json",
         ),
         (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
         (["--json", "folder.json"], "must be a file, but folder.json is a folder"),
@@ -248,7 +248,10 @@ def test_a_model_s_step(tmp_path, bench):
         assert len(step["losses"]) == model.STEPS
         assert step["losses"][-1] < 0.9 * step["losses"][0]
         np.testing.assert_allclose(step["losses"], steps[0]["losses"], rtol=0.02)
-    assert "redundant experts" in (tmp_path / "model.svg").read_text()
+    status, output = bench("--from-json", "out.json", "--plot", "again.svg")
+    assert status == 0, output
+    for figure in ("model.svg", "again.svg"):
+        assert "redundant experts" in (tmp_path / figure).read_text()
 
 
 @pytest.mark.slow
