@@ -28,6 +28,7 @@ from jax_ep._rows.checkpoint import name_all
 from jax_ep._rows.counts import sum_of_counts
 from jax_ep._rows.indexing import routed_experts
 from jax_ep._transport import debug
+from jax_ep._transport.attendance import Attendance
 from jax_ep._transport.choice import choose, choose_local
 from jax_ep._transport.collectives import rank
 
@@ -42,6 +43,7 @@ def balance(
     min_rows: int = 1,
     placement: Placement | None = None,
     instances: Instances = "even",
+    active_ranks: ArrayLike | None = None,
     num_valid_tokens: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> Placement:
@@ -73,6 +75,9 @@ def balance(
       instances: how the instances of `placement` divide rows. "even": each gets the same number.
         "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
         "least_loaded": instances on ranks with fewer rows get more, so that ranks get about the same number.
+      active_ranks: integers or bools [R], this rank's view of the ranks, as a dispatch returns it: instances
+        on ranks marked 0 get no rows. Only with `placement` and instances="local". Nothing is exchanged then,
+        so it waits for no rank, and the result has no numbers of rows. None: all ranks take part.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       implementation: None, "ffi" or "xla".
 
@@ -93,6 +98,7 @@ def balance(
         min_rows=min_rows,
         placement=placement,
         instances=instances,
+        active_ranks=active_ranks,
         num_valid_tokens=num_valid_tokens,
         implementation=implementation,
     )
@@ -109,6 +115,7 @@ def balance_as(
     min_rows: int = 1,
     placement: Placement | None = None,
     instances: Instances = "even",
+    active_ranks: ArrayLike | None = None,
     num_valid_tokens: ArrayLike | None = None,
     implementation: Implementation | None,
 ) -> Placement:
@@ -116,7 +123,15 @@ def balance_as(
     check.require_manual(group)
     local = choose_local(resolve_implementation(group, implementation))
     ids = check.topk_idx(topk_idx)
-    options, hosted = None, None
+    options, hosted, active = None, None, None
+    if active_ranks is not None:
+        if placement is None or instances != "local":
+            raise ValueError(
+                f"{check.op}: active_ranks needs a given placement and instances='local', because other "
+                f"plans wait for the counts of all ranks, got placement={placement!r} and "
+                f"instances={instances!r}"
+            )
+        active = Attendance.check(check, active_ranks, "raise", group).active_ranks
     if placement is None:
         options = _options_of_step(
             check, num_experts, num_redundant_experts, tolerance, min_rows, instances, group.size
@@ -131,19 +146,26 @@ def balance_as(
     if num_valid_tokens is not None:
         ids = check.valid_tokens(num_valid_tokens, ids)
     passed_ids = ids
-    ids, hosted = align_axes((ids, hosted), ranks_of(group).axes)
+    ids, hosted, active = align_axes((ids, hosted, active), ranks_of(group).axes)
+    living = hosted
+    if hosted is not None and active is not None:
+        living = jnp.where(jnp.repeat(active, hosted.shape[0] // group.size) > 0, hosted, -1)
     num_invalid = count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
     num_unplaced = jnp.zeros_like(num_invalid)
-    if hosted is not None:
-        is_unplaced = (ids >= 0) & ~_has_instance(ids, hosted, num_experts)
+    if living is not None:
+        is_unplaced = (ids >= 0) & ~_has_instance(ids, living, num_experts)
         num_unplaced = jnp.sum(is_unplaced, dtype=jnp.int32).reshape(1)
         ids = jnp.where(is_unplaced, -1, ids)
     with jax.named_scope("jax_ep.balance"):
         source = rank(ranks_of(group)).astype(jnp.int32)
-        counts = _counts_of_all(group, ids, num_experts, implementation)
-        if hosted is not None:
-            plan = plan_of_map(counts, source, hosted, instances)
+        own = local.layout(ids, num_experts, group.size, 1).num_tokens_per_expert
+        if active is None:
+            counts = choose(group, implementation).all_gather(own)
+        else:
+            counts = jnp.zeros_like(own, shape=(group.size, num_experts)).at[source].set(own)
+        if living is not None:
+            plan = plan_of_map(counts, source, living, instances)
         else:
             assert options is not None
             plan = options.plan(counts, source, resolve_implementation(group, implementation))
@@ -155,14 +177,17 @@ def balance_as(
         return [debug.invalid_ids(passed_ids, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
     plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group))
-    before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
+    of_ranks = None
+    if active is None:
+        before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
+        of_ranks = Loads(plan.quotas, before, loads(plan.quotas, group.size))
     return Placement(
-        physical_to_logical=plan.physical_to_logical,
+        physical_to_logical=plan.physical_to_logical if hosted is None else hosted,
         num_experts=plan.physical_to_logical.shape[0],
         num_logical_experts=num_experts,
         num_ranks=group.size,
         num_redundant_experts=places,
-        _loads=Loads(plan.quotas, before, loads(plan.quotas, group.size)),
+        _loads=of_ranks,
         _step_ids=StepIds(physical, num_invalid, num_unplaced),
     )
 
@@ -319,15 +344,6 @@ class _PlanOptions:
             return plan_of_map(counts, source, home, "even")
         resolved = _extension.local_implementation(implementation)
         return plan_experts(resolved, counts, source, self.num_places, self.tolerance, self.min_rows)
-
-
-def _counts_of_all(
-    group: Group, ids: jax.Array, num_experts: int, implementation: Implementation | None
-) -> jax.Array:
-    """Returns [R, E]: how many choices of each rank fell on each expert."""
-    local = choose_local(resolve_implementation(group, implementation))
-    counts = local.layout(ids, num_experts, group.size, 1)
-    return choose(group, implementation).all_gather(counts.num_tokens_per_expert)
 
 
 def _has_instance(ids: jax.Array, placement: jax.Array, num_experts: int) -> jax.Array:

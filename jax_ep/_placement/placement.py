@@ -160,8 +160,8 @@ class Placement:
     def _of_counts(self) -> Loads:
         if self._loads is None:
             raise AttributeError(
-                "this Placement is that of a map, without numbers of rows; "
-                "jax_ep.balance(topk_idx, placement=...) adds those of a step"
+                "this Placement is without numbers of rows; jax_ep.balance(topk_idx, placement=...) adds "
+                "those of a step, but not with active_ranks, where ranks exchange no counts"
             )
         return self._loads
 

@@ -21,8 +21,8 @@ MISTAKES = {
     ),
     "finds tiles in 32 bits": (
         PRODUCTS,
-        "if (lane >= step) end += before;",
-        "if (lane >= step) end = PLANTED ? static_cast<int>(end + before) : end + before;",
+        "const long long end = SumUpToLane<long long>(size);",
+        "const long long to_here = SumUpToLane<long long>(size), end = PLANTED ? int(to_here) : to_here;",
     ),
     "leaves sizes longer than a padded group": (
         PRODUCTS,

@@ -195,6 +195,52 @@ def test_given_placement(instances, implementation):
         assert plan.loads_after[0].max() < 0.8 * even.max()
 
 
+@pytest.mark.skipif(R < 4, reason="needs 4 ranks")
+@pytest.mark.processes
+@pytest.mark.parametrize("left", [[], [1], [1, 2], [r for r in range(R) if r != 2]], ids=str)
+def test_given_placement_without_ranks_that_left(left, implementation):
+    """Two instances of each expert, at home and on the next rank: rows go to those that are left."""
+    ids = routing("zipf", R, T, K, E)
+    home = np.arange(E, dtype=np.int32).reshape(R, L)
+    placement = np.concatenate([home, np.roll(home, 1, axis=0)], axis=1)
+    active = ~np.isin(np.arange(R), left)
+    given = placement_of(placement)
+
+    def shard(ids):
+        options = {"placement": given, "instances": "local", "implementation": implementation}
+        return jax_ep.balance(ids, group=ranks(R).group, active_ranks=active, **options)
+
+    plan = ranks(R).run(shard, ids)
+    physical = plan.topk_idx
+    hosts = np.where(physical < 0, -1, physical // (2 * L))
+    is_served = active[ids // L] | active[(ids // L + 1) % R]
+    np.testing.assert_array_equal(physical >= 0, is_served)
+    np.testing.assert_array_equal(placement.reshape(-1)[physical[is_served]], ids[is_served])
+    assert active[hosts[is_served]].all()
+    np.testing.assert_array_equal(plan.num_unplaced, (~is_served).sum(axis=(1, 2))[:, None])
+    np.testing.assert_array_equal(plan.physical_to_logical, np.tile(placement.reshape(-1), (R, 1)))
+    for r in range(R):
+        is_here = np.isin(ids[r], placement[r]) & active[r]
+        assert (hosts[r][is_here] == r).all()
+        for expert in np.unique(ids[r]):
+            two = [expert // L, (expert // L + 1) % R]
+            if active[two].all() and r not in two:
+                assert np.ptp([np.sum(hosts[r][ids[r] == expert] == host) for host in two]) <= 1
+    with pytest.raises(AttributeError, match="not with active_ranks"):
+        _ = jax.tree.map(lambda array: jnp.asarray(array[0]), plan).rows_per_expert
+
+
+def test_living_instances_are_found_without_the_other_ranks():
+    given, on = placement_of(np.arange(E)), ranks(R)
+    options = {"placement": given, "instances": "local", "active_ranks": jnp.ones(R, jnp.int32)}
+    program = jax.jit(
+        on.map(lambda ids: jax_ep.balance(ids, group=on.group, implementation="xla", **options))
+    )
+    text = program.lower(jax.ShapeDtypeStruct((R * T, K), jnp.int32)).as_text()
+    assert "all_gather" not in text
+    assert "all_reduce" not in text
+
+
 @pytest.mark.processes
 def test_valid_tokens_and_vmap():
     ids = np.stack([routing("zipf", R, T, K, E, seed) for seed in (0, 1)], axis=1)  # [R, 2, T, K]
@@ -295,6 +341,11 @@ REJECTED = [
         {"placement": placement_of(np.arange(E)), "instances": "least"},
         "must be 'even', 'local' or 'least_loaded'",
     ),
+    (
+        {"placement": placement_of(np.arange(E)), "active_ranks": (1,) * R},
+        "active_ranks needs a given placement and instances='local'",
+    ),
+    (GOOD | {"active_ranks": (1,) * R}, "active_ranks needs a given placement"),
 ]
 
 

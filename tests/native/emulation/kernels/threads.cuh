@@ -11,6 +11,15 @@ namespace jax_ep::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+template <typename T>
+T SumUpToLane(T value) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T before = __shfl_up_sync(kAllLanes, value, step);
+    if (static_cast<int>(threadIdx.x) % kWarp >= step) value += before;
+  }
+  return value;
+}
+
 struct ThreadGroup {
   int thread;
   int threads;
