@@ -76,8 +76,9 @@ def balance(
         "local": rows stay on their own rank if it has an instance; otherwise all get the same number.
         "least_loaded": instances on ranks with fewer rows get more, so that ranks get about the same number.
       active_ranks: integers or bools [R], this rank's view of the ranks, as a dispatch returns it: instances
-        on ranks marked 0 get no rows. Only with `placement` and instances="local". Nothing is exchanged then,
-        so it waits for no rank, and the result has no numbers of rows. None: all ranks take part.
+        on ranks marked 0 get no rows, and choices of an expert without another one count as unused. Only with
+        `placement` and instances="local", and as for `dispatch` only if the ranks share a host. Nothing is
+        exchanged then, so it waits for no rank, and the result has no numbers of rows. None: all take part.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       implementation: None, "ffi" or "xla".
 
@@ -128,8 +129,8 @@ def balance_as(
         if placement is None or instances != "local":
             raise ValueError(
                 f"{check.op}: active_ranks needs a given placement and instances='local', because other "
-                f"plans wait for the counts of all ranks, got placement={placement!r} and "
-                f"instances={instances!r}"
+                f"plans wait for the counts of all ranks, got {'no' if placement is None else 'a'} placement "
+                f"and instances={instances!r}"
             )
         active = Attendance.check(check, active_ranks, "raise", group).active_ranks
     if placement is None:
@@ -176,7 +177,8 @@ def balance_as(
     def find() -> list[debug.Finding]:
         return [debug.invalid_ids(passed_ids, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
 
-    plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group))
+    alone = active is not None
+    plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group), alone=alone)
     of_ranks = None
     if active is None:
         before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)

@@ -106,7 +106,7 @@ class Placement:
 
     @property
     def num_unplaced(self) -> jax.Array:
-        """int32 [1] choices of this rank's tokens whose expert has no instance. They count as -1."""
+        """int32 [1] choices of this rank's tokens whose expert has no (living) instance. They count as -1."""
         return self._of_step.num_unplaced
 
     @property

@@ -337,16 +337,6 @@ class Record:
 
 def read(path: Path) -> tuple[list[ExpertProduct], list[ModelStep], list[DecodeStep]]:
     """Returns the expert products, training steps and decode steps of a JSON file that `Record` wrote."""
-    try:
-        report = json.loads(path.read_text())
-        products, models, steps = (report.get(part, []) for part in ("products", "models", "decode"))
-    except (OSError, ValueError, AttributeError):
-        products = models = steps = []
-    if not (products or models or steps):
-        raise SystemExit(
-            "bench: --from-json needs a file with expert products, steps of models or decode steps, got "
-            f"{path}; write one with --parts products --json FILE"
-        )
 
     def with_shape(row: dict[str, Any]) -> dict[str, Any]:
         return row | {"shape": Shape(**row["shape"])}
@@ -354,8 +344,18 @@ def read(path: Path) -> tuple[list[ExpertProduct], list[ModelStep], list[DecodeS
     def with_latencies(row: dict[str, Any]) -> dict[str, Any]:
         return with_shape(row) | {key: Latency(**row[key]) for key in ("several", "single")}
 
-    return (
-        [ExpertProduct(**with_shape(row)) for row in products],
-        [ModelStep(**with_shape(row)) for row in models],
-        [DecodeStep(**with_latencies(row)) for row in steps],
-    )
+    try:
+        report = json.loads(path.read_text())
+        read = (
+            [ExpertProduct(**with_shape(row)) for row in report.get("products", [])],
+            [ModelStep(**with_shape(row)) for row in report.get("models", [])],
+            [DecodeStep(**with_latencies(row)) for row in report.get("decode", [])],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        read = [], [], []
+    if not any(read):
+        raise SystemExit(
+            "bench: --from-json needs a file with expert products, steps of models or decode steps, of this "
+            f"version of the benchmark, got {path}; write one with --parts and --json"
+        )
+    return read

@@ -212,7 +212,7 @@ def test_a_capacity(factor, capacity, tmp_path, bench):
         (["--from-json", "out.json"], "--from-json needs the file to draw to; pass --plot"),
         (
             ["--from-json", "nowhere.json", "--plot", "out.svg"],
-            "a file with expert products, steps of models or decode steps, got nowhere.json",
+            "steps of models or decode steps, of this version of the benchmark, got nowhere.json",
         ),
         (["--json", "nowhere/out.json"], "in an existing folder, but nowhere does not exist"),
         (["--json", "folder.json"], "must be a file, but folder.json is a folder"),

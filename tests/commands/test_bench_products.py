@@ -156,7 +156,7 @@ def test_products_of_a_file_are_drawn(tmp_path, run_command):
     dense = dataclasses.replace(BFLOAT16, by="dense")
     peer = dataclasses.replace(BFLOAT16, by="DeepGEMM")
     record.extend(record.products, [dense, BFLOAT16, FP8, peer, few])
-    assert report.read(tmp_path / "out.json") == (record.products, [])
+    assert report.read(tmp_path / "out.json") == (record.products, [], [])
     status, output = run_command("bench", "--from-json", "out.json", "--plot", "out.svg")
     assert (status, output) == (0, "")
     drawn = (tmp_path / "out.svg").read_text()

@@ -230,7 +230,9 @@ def test_given_placement_without_ranks_that_left(left, implementation):
         _ = jax.tree.map(lambda array: jnp.asarray(array[0]), plan).rows_per_expert
 
 
-def test_living_instances_are_found_without_the_other_ranks():
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_living_instances_are_found_without_the_other_ranks(debug, monkeypatch):
+    monkeypatch.setenv("JAX_EP_DEBUG", debug)
     given, on = placement_of(np.arange(E)), ranks(R)
     options = {"placement": given, "instances": "local", "active_ranks": jnp.ones(R, jnp.int32)}
     program = jax.jit(
