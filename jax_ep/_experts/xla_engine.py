@@ -28,8 +28,9 @@ from jax_ep._rows.fp8 import BLOCK, FLOOR, QuantizedArray, dequantize_fp8, quant
 from jax_ep._rows.weights import Matrices, PhysicalWeights
 
 # Numbers of rows of a tile. A group is cut into tiles of the first size, and its remainder into tiles of the
-# second. Tiles of `_times_rows` are larger because each of them reads and writes a whole sum [M, N].
-_TILES_OF_ROWS = (128, 32)
+# second. XLA:CPU takes nearly as long for 32 rows as for 64, so groups of 64 rows and more on average have
+# larger remainders. Tiles of `_times_rows` are larger because each reads and writes a whole sum [M, N].
+_TILES_OF_ROWS, _TILES_OF_LONG_GROUPS = (128, 32), (128, 64)
 _TILES_OF_SUMS = (256, 64)
 
 # Takes (state, first row of a tile, size of the tile, bool [size]: rows that belong to it, or None: all of
@@ -112,6 +113,8 @@ def _grouped_dot(factors: Factors[jax.Array, Matrices], options: Options) -> jax
     # that takes long, and a single matrix that is not finite would spoil all rows.
     shape = rows.shape[0], others.shape[1 if is_transposed else 2]
     contracted = (((1,), (1 if is_transposed else 0,)), ((), ()))
+    are_long = rows.shape[0] >= _TILES_OF_LONG_GROUPS[1] * begins.shape[0]
+    tiles = _TILES_OF_LONG_GROUPS if are_long else _TILES_OF_ROWS
 
     def add(result: jax.Array, group: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
         matrix = _slice(others, group, 1)[0]
@@ -128,7 +131,7 @@ def _grouped_dot(factors: Factors[jax.Array, Matrices], options: Options) -> jax
                 out = jnp.where(is_row[:, None], out, before)
             return jax.lax.dynamic_update_slice_in_dim(result, out, start, axis=0)
 
-        return _over_tiles(_TILES_OF_ROWS, rows.shape[0], begin, end, multiply, result)
+        return _over_tiles(tiles, rows.shape[0], begin, end, multiply, result)
 
     rows, others, begins, ends = vary_alike([rows, others, begins, ends])
     return _over_groups(shape, rows, others, begins, ends, add)
