@@ -148,8 +148,9 @@ def balance_as(
         ids = check.valid_tokens(num_valid_tokens, ids)
     passed_ids = ids
     ids, hosted, active = align_axes((ids, hosted, active), ranks_of(group).axes)
-    living = hosted
-    if hosted is not None and active is not None:
+    living = hosted  # without the instances of ranks that take no part
+    if active is not None:
+        assert hosted is not None
         living = jnp.where(jnp.repeat(active, hosted.shape[0] // group.size) > 0, hosted, -1)
     num_invalid = count_invalid(ids, num_experts)
     ids = routed_experts(ids, num_experts)
@@ -163,7 +164,7 @@ def balance_as(
         own = local.layout(ids, num_experts, group.size, 1).num_tokens_per_expert
         if active is None:
             counts = choose(group, implementation).all_gather(own)
-        else:
+        else:  # the division of a rank's own rows depends on no others
             counts = jnp.zeros_like(own, shape=(group.size, num_experts)).at[source].set(own)
         if living is not None:
             plan = plan_of_map(counts, source, living, instances)
@@ -179,17 +180,17 @@ def balance_as(
 
     alone = active is not None
     plan, physical = debug.check(check.op, (plan, physical), find, ranks_of(group), alone=alone)
-    of_ranks = None
-    if active is None:
+    of_counts = None
+    if not alone:
         before = loads(jnp.sum(counts, axis=0, dtype=jnp.int32), group.size)
-        of_ranks = Loads(plan.quotas, before, loads(plan.quotas, group.size))
+        of_counts = Loads(plan.quotas, before, loads(plan.quotas, group.size))
     return Placement(
         physical_to_logical=plan.physical_to_logical if hosted is None else hosted,
         num_experts=plan.physical_to_logical.shape[0],
         num_logical_experts=num_experts,
         num_ranks=group.size,
         num_redundant_experts=places,
-        _loads=of_ranks,
+        _loads=of_counts,
         _step_ids=StepIds(physical, num_invalid, num_unplaced),
     )
 

@@ -39,8 +39,8 @@ class Placement:
 
     `Placement.from_map` makes it from a given map. `plan_redundant_experts` plans it from counts, and
     adds the rows of experts and ranks. `balance` plans it from the tokens of a step, or takes a given
-    placement, and adds the rows of experts and ranks and the physical ids of the tokens. An attribute that
-    was not added raises AttributeError.
+    placement, and adds the rows of experts and ranks (but not with active_ranks) and the physical ids of the
+    tokens. An attribute that was not added raises AttributeError.
 
     R ranks, T tokens, K choices, E logical experts; N physical experts a rank, P = R * N in all. Rank p // N
     hosts physical expert p. With redundant experts N = L + S: first a rank's L = E / R home experts, then its
@@ -106,7 +106,10 @@ class Placement:
 
     @property
     def num_unplaced(self) -> jax.Array:
-        """int32 [1] choices of this rank's tokens whose expert has no (living) instance. They count as -1."""
+        """int32 [1] choices of this rank's tokens whose expert has no instance, or none on an active rank.
+
+        They count as -1.
+        """
         return self._of_step.num_unplaced
 
     @property

@@ -266,8 +266,9 @@ def loss_of(
         experts = jax.checkpoint(experts, policy=_saves)
 
     def layer(x: jax.Array, w: Parameters) -> tuple[jax.Array, jax.Array]:
-        of_attention = {name: w.pop(name) for name in ("qkv", "out")}
-        return experts(attention(x, of_attention), w)
+        of_attention = {name: w[name] for name in ("qkv", "out")}
+        of_experts = {name: array for name, array in w.items() if name not in of_attention}
+        return experts(attention(x, of_attention), of_experts)
 
     x, dropped = jax.lax.scan(layer, embedding[tokens], layers)
     logits = (normalized(x) @ embedding.T).astype(jnp.float32).reshape(-1, model.sequence, model.vocabulary)

@@ -346,16 +346,16 @@ def read(path: Path) -> tuple[list[ExpertProduct], list[ModelStep], list[DecodeS
 
     try:
         report = json.loads(path.read_text())
-        read = (
+        found = (
             [ExpertProduct(**with_shape(row)) for row in report.get("products", [])],
             [ModelStep(**with_shape(row)) for row in report.get("models", [])],
             [DecodeStep(**with_latencies(row)) for row in report.get("decode", [])],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        read = [], [], []
-    if not any(read):
+        found = [], [], []
+    if not any(found):
         raise SystemExit(
             "bench: --from-json needs a file with expert products, steps of models or decode steps, of this "
             f"version of the benchmark, got {path}; write one with --parts and --json"
         )
-    return read
+    return found

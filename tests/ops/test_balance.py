@@ -197,13 +197,13 @@ def test_given_placement(instances, implementation):
 
 @pytest.mark.skipif(R < 4, reason="needs 4 ranks")
 @pytest.mark.processes
-@pytest.mark.parametrize("left", [[], [1], [1, 2], [r for r in range(R) if r != 2]], ids=str)
-def test_given_placement_without_ranks_that_left(left, implementation):
-    """Two instances of each expert, at home and on the next rank: rows go to those that are left."""
+@pytest.mark.parametrize("gone", [[], [1], [1, 2], [r for r in range(R) if r != 2]], ids=str)
+def test_given_placement_without_ranks_that_are_gone(gone, implementation):
+    """Two instances of each expert, at home and on the next rank: rows go to those on active ranks."""
     ids = routing("zipf", R, T, K, E)
     home = np.arange(E, dtype=np.int32).reshape(R, L)
     placement = np.concatenate([home, np.roll(home, 1, axis=0)], axis=1)
-    active = ~np.isin(np.arange(R), left)
+    active = ~np.isin(np.arange(R), gone)
     given = placement_of(placement)
 
     def shard(ids):

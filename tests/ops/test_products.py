@@ -223,10 +223,7 @@ def fp8_product_of_transpose(rows, weights, sizes):
     return jax_ep.grouped_dot(rows, jax.tree.map(lambda a: a.swapaxes(1, 2), weights), sizes)
 
 
-FP8_SHAPES = [
-    (513, 256, 384, 5),
-    pytest.param((700, 128, 256, 40), marks=pytest.mark.slow),
-]
+FP8_SHAPES = [(513, 256, 384, 5), pytest.param((700, 128, 256, 40), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ static bool RunsOn90(int major, int minor) { return major == 9 && minor == 0; }
 
 static cudaError_t Launch90(const GroupedDotParams& params, int num_sms, cudaStream_t stream) {
   if (sm90::SuitsFewRows(params)) {
-    if (params.clears_rows) {  // what the set-up does, too
+    if (params.clears_rows) {  // by the set-up, whose description of the groups is not used
       GroupArrays groups;
       const cudaError_t error = SetUpGroups(params, ScaleForm::kAsTheyAre, num_sms, stream, groups);
       if (error != cudaSuccess) return error;

@@ -78,9 +78,6 @@ __device__ void Keep(float (&sums)[kSums]) {
 #define JAX_EP_SUMS_128_FROM(i) JAX_EP_SUMS_64_FROM(i), JAX_EP_SUMS_64_FROM(i + 64)
 // clang-format on
 
-// Starts a product of 64 rows and 2 * kSums columns, over 32 elements of FP8 (e4m3). `adds`: to the sums,
-// instead of replacing them. A thread has two adjacent columns of two rows, in each 8 columns j: sums[4 j]
-// and sums[4 j + 1] are those of row lane / 4 of its warp's 16 rows, the other two those of the row 8 below.
 #define JAX_EP_MULTIPLY_FP8(columns_of, count, rows_at, columns_at, adds_at)                      \
   asm volatile(                                                                                   \
       "{\n"                                                                                       \
@@ -93,6 +90,9 @@ __device__ void Keep(float (&sums)[kSums]) {
       "}\n"                                                                                       \
       : JAX_EP_SUMS_##count##_FROM(0)                                                             \
       : "l"(rows), "l"(columns), "r"(static_cast<int>(adds)))
+// Starts a product of 64 rows and 2 * kSums columns, over 32 elements of FP8 (e4m3). `adds`: to the sums,
+// instead of replacing them. A thread has two adjacent columns of two rows, in each 8 columns j: sums[4 j]
+// and sums[4 j + 1] are those of row lane / 4 of its warp's 16 rows, the other two those of the row 8 below.
 template <int kSums>
 __device__ void MultiplyFp8(float (&sums)[kSums], uint64_t rows, uint64_t columns, bool adds) {
   static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32 || kSums == 64);
@@ -109,7 +109,6 @@ __device__ void MultiplyFp8(float (&sums)[kSums], uint64_t rows, uint64_t column
   }
 }
 
-// The same over 16 elements of a 16-bit float T. Operands are stored along the sum, or across it.
 #define JAX_EP_MULTIPLY_FLOATS(columns_of, count, type, rows_at, columns_at, adds_at, rows_across,        \
                                columns_across)                                                            \
   asm volatile(                                                                                           \
@@ -137,6 +136,7 @@ __device__ void MultiplyFp8(float (&sums)[kSums], uint64_t rows, uint64_t column
   } else {                                                                            \
     JAX_EP_MULTIPLY_FLOATS("256", 128, type, "%128", "%129", "%130", "%131", "%132"); \
   }
+// The same over 16 elements of a 16-bit float T. Operands are stored along the sum, or across it.
 template <typename T, int kRowsAcross, int kColumnsAcross, int kSums>
 __device__ void MultiplyFloats(float (&sums)[kSums], uint64_t rows, uint64_t columns, bool adds) {
   static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32 || kSums == 64 || kSums == 128);

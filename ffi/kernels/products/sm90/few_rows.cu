@@ -81,16 +81,14 @@ class FewTiles {
   __device__ void Read(int base) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     base_ = base;
-    const long long size = next_size_;
+    const int64_t size = next_size_;
     next_size_ = SizeOf(base + kWarp);
-    const auto within = [&](long long row) {
-      return static_cast<int>(min(row, (long long){params_.num_rows}));
-    };
+    const auto within = [&](int64_t row) { return static_cast<int>(min(row, int64_t{params_.num_rows})); };
     if (params_.rows_per_group > 0) {
-      first_ = within((long long){base + lane} * params_.rows_per_group);
+      first_ = within(int64_t{base + lane} * params_.rows_per_group);
       size_ = within(first_ + size) - first_;
     } else {
-      const long long end = row_ + SumUpToLane(size);
+      const int64_t end = row_ + SumUpToLane(size);
       first_ = within(end - size);
       size_ = within(end) - first_;
     }
